@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cg.replay.counters import counts_text
 from megatron_cg.replay.depends_on import DependsOn
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.telemetry.capture_report import counts_text
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.cli.options import positive
 from megatron_cg.tools.cpu.launch import run_processes

@@ -65,7 +65,7 @@ NEAR: dict[str, str] = {
     "backends/tape/tape_backend.py": _TAPE,
     "backends/tape/tape_recorder.py": _TAPE,
     "backends/te/te_if_loaded.py": f"{_NATIVE} backends/test_te_backend.py",
-    "replay/static_memory.py": f"{_NATIVE} backends/test_te_replay.py",
+    "replay/replay_function.py": f"{_NATIVE} backends/test_te_replay.py",
     "backends/tape/tape_host.py": "backends/tape/test_contract.py backends/tape/test_training.py",
     "backends/tape/tape_memory.py": _TAPE,
     "backends/tape/tape_recording.py": f"{_TAPE} backends/tape/test_collectives.py",
@@ -124,8 +124,8 @@ NEAR: dict[str, str] = {
     "capture/hook_order.py": "hooks capture/test_hook_order.py",
     "hooks/snapshot.py": _HOOKS,
     "consensus/process_exit.py": "consensus/test_leaving.py runs/test_one_rank_failures.py",
-    "replay/attach.py": f"{_REPLAY} upstream/test_copies.py",
-    "hooks/capture_schedule.py": "capture/test_hook_order.py "
+    "integrations/megatron/attach.py": f"{_REPLAY} upstream/test_copies.py",
+    "backends/driver/schedule.py": "backends/tape/test_contract.py "
     "consensus/test_mutants_of_pure_modules.py",
     "capture/session.py": "capture/test_session.py runs/test_life.py "
     "capture/test_broken_captures.py runs/test_one_rank_failures.py",

@@ -50,10 +50,8 @@ _DATA: Any = torch.Tensor.data
 def forget_accumulators(modules: Iterable[nn.Module]) -> None:
     """Make the next pass create new AccumulateGrad nodes; see the first two notes above.
 
-    Parameters keep their data, gradients and hooks. Hooks on the nodes themselves are lost.
-
-    Args:
-        modules: the modules with the parameters, which include those of submodules.
+    ``modules`` stand for all parameters below them, which keep their data, gradients and hooks.
+    Hooks on the nodes themselves are lost.
     """
     for parameter in {p: None for module in modules for p in module.parameters()}:
         # torch's own property: Transformer Engine's quantized tensors have one of their own.
@@ -64,11 +62,7 @@ def forget_accumulators(modules: Iterable[nn.Module]) -> None:
 
 
 class OtherLeaves:
-    """Other leaves for the trainable parameters of some modules; see the last note above.
-
-    Args:
-        modules: the modules with the parameters, which include those of submodules.
-    """
+    """Other leaves for all trainable parameters below some modules; see the last note above."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         owners = {owner: None for module in modules for owner in module.modules()}

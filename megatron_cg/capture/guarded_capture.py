@@ -14,13 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.observer import Observer
-from megatron_cg.capture.other_parameters import other_parameters_refused
-from megatron_cg.capture.recomputed_draws import RecomputedDraws
 from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import (
@@ -78,7 +77,6 @@ class GuardedCapture:
         self._hooks = tuple(Hooks(unit.layer, unit.graphed) for unit in self._units)
         self._observers: tuple[Observer, ...] = ()
         self._leaves: OtherLeaves | None = None
-        self._draws = RecomputedDraws(self._units, "cpu")
         self.eager_passes: tuple[EagerPasses, ...] = ()
         """One for each unit, once its graphs are captured."""
 
@@ -92,43 +90,33 @@ class GuardedCapture:
         begin: Callable[[], None],
         joins: bool,
     ) -> tuple[GuardedGraph, ...]:
-        """Capture; returns a guarded graph for each unit.
+        """Capture as :meth:`megatron_cg.capture.session.Session.capture` says.
 
-        Args:
-            hooks: the hooks of each unit.
-            args: positional static inputs of each unit.
-            kwargs: keyword static inputs of each unit.
-            options: other arguments of TE's ``make_graphed_callables``.
-            begin: called when all is ready and before the first hook runs; may raise.
-            joins: whether to run the hooks that other ranks wait for after a failure.
-
-        Raises:
-            CaptureError: samples, units and the order in ``options`` do not fit.
-            OutOfStepError: capture failed in a way that leaves other ranks waiting.
+        ``begin`` is called when all is ready and before the first hook runs, and may raise.
+        ``joins`` says whether to run the hooks that other ranks wait for after a failure.
         """
+        if len(args) != len(self._units):
+            raise CaptureError(
+                f"{len(args)} sample_args for {len(self._units)} units: a unit has one graph"
+            )
+        layers = [unit.layer for unit in self._units]
         order = HookOrder(
-            [unit.layer for unit in self._units],
-            len(args),
+            layers,
             [unit.capture_time for unit in hooks],
             options,
             begun=self._pass_begun,
             ended=self._pass_ended,
         )
-        if len(args) != len(self._units):
-            raise CaptureError(
-                f"{len(args)} sample_args for {len(self._units)} units: a unit has one graph"
-            )
         borrowed = self._borrow(kwargs)
         self._observers = tuple(
             Observer(unit, own, named, borrowed)
             for unit, own, named in zip(self._units, args, kwargs, strict=True)
         )
-        self._draws = RecomputedDraws(self._units, args[0][0].device.type)
         for observer in self._observers:
             observer.prepare(self._sharding)
-        layers = [unit.layer for unit in self._units]
+        graphed = [module for unit in self._units for module in unit.graphed]
         if self._sharding.may_renew_accumulators(layers):
-            self._forget_accumulators()
+            forget_accumulators(graphed)
         else:
             self._leaves = OtherLeaves(layers)
         begin()
@@ -146,24 +134,18 @@ class GuardedCapture:
             raise refused from error
         finally:
             if self._leaves is None:
-                self._forget_accumulators()
+                forget_accumulators(graphed)
         self.eager_passes = tuple(
             EagerPasses(
                 unit.name,
                 self._mismatches,
                 collectives=observer.collectives,
-                one_node=self._sharding.counts_gradients and self._has_several_outputs(graph),
+                one_node=self._sharding.counts_gradients
+                and self._backend.replay_function(graph).has_several_gradients,
             )
             for unit, observer, graph in zip(self._units, self._observers, graphs, strict=True)
         )
-        return self._guarded_graphs(graphs, args, kwargs, borrowed=borrowed, options=options)
-
-    def _has_several_outputs(self, graph: Any) -> bool:
-        incoming = self._backend.replay_function(graph).incoming
-        return sum(memory is not None for memory in incoming) > 1
-
-    def _forget_accumulators(self) -> None:
-        forget_accumulators(module for unit in self._units for module in unit.graphed)
+        return self._guarded_graphs(graphs, args, kwargs, borrowed, options)
 
     def _capture(
         self,
@@ -176,10 +158,9 @@ class GuardedCapture:
         emit(PassesBegin(order.warmup_passes, order.passes))
         with (
             self._leaves.held() if self._leaves is not None else nullcontext(),
-            self._draws.watched(),
             # It reads on the host. At a replay, autograd looks at what the graph returns.
             torch.autograd.set_detect_anomaly(False),
-            other_parameters_refused(self._sharding.wrapped, self._units, lambda: order.under_way),
+            self._other_parameters_refused(order),
         ):
             try:
                 graphs = self._backend.capture(
@@ -198,17 +179,36 @@ class GuardedCapture:
         emit(PassesDone())
         return graphs
 
+    @contextmanager
+    def _other_parameters_refused(self, order: HookOrder) -> Iterator[None]:
+        """Refuse a unit whose backward pass reaches a parameter of a module outside of it.
+
+        A graph returns gradients of its unit's own parameters. Those of others would be lost.
+        """
+        own = [set(unit.layer.parameters()) for unit in self._units]
+
+        def look(parameter: nn.Parameter, name: str, _gradient: torch.Tensor) -> None:
+            now = order.under_way
+            if now is not None and parameter not in own[now[0]]:
+                raise CaptureError(
+                    f"{self._units[now[0]].name} uses {name}, a parameter of a module outside of "
+                    "it. A graph returns no gradient for it. Pass the values as an input, make the "
+                    "parameter an attribute of the unit too, or leave the unit out of the graphs."
+                )
+
+        with ExitStack() as undo:
+            for name, parameter in self._sharding.wrapped.named_parameters():
+                if parameter.requires_grad:
+                    undo.callback(parameter.register_hook(partial(look, parameter, name)).remove)
+            yield
+
     def _pass_begun(self, index: int, forward: bool, warmup: bool) -> None:
-        if not forward:
-            self._draws.begun(index)
         torch.clear_autocast_cache()  # No graph may read the casts of another pass.
         emit(PassBegan(self._units[index].name, forward))
         self._observers[index].begun(forward=forward, warmup=warmup)
 
     def _pass_ended(self, index: int, forward: bool, _warmup: bool) -> None:
         self._observers[index].ended(forward=forward)
-        if not forward:
-            self._draws.ended(index)
         emit(PassEnded(self._units[index].name, forward))
 
     def _name_units_in(self, error: Exception) -> None:
@@ -250,28 +250,24 @@ class GuardedCapture:
         graphs: Sequence[Any],
         args: Args,
         kwargs: Kwargs,
-        *,
         borrowed: Sequence[torch.Tensor],
         options: Mapping[str, Any],
     ) -> tuple[GuardedGraph, ...]:
         in_flight = InFlight()
-        made = []
-        for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
-            table = self._table(index, args[index], kwargs[index], borrowed, options)
-            made.append(
-                GuardedGraph(
-                    graph,
-                    table,
-                    unit,
-                    self._mismatches,
-                    index=index,
-                    in_flight=in_flight,
-                    eager_passes=self.eager_passes[index],
-                    replay=self._backend.replay_function(graph),
-                    kept=partial(self._kept, unit, self._observers[index]),
-                )
+        return tuple(
+            GuardedGraph(
+                graph,
+                self._table(index, args[index], kwargs[index], borrowed, options),
+                unit,
+                self._mismatches,
+                index=index,
+                in_flight=in_flight,
+                eager_passes=self.eager_passes[index],
+                replay=self._backend.replay_function(graph),
+                kept=partial(self._kept, unit, self._observers[index]),
             )
-        return tuple(made)
+            for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True))
+        )
 
     def _table(
         self,

@@ -1,9 +1,9 @@
 """The order of capture-time hooks, and how a failed rank runs the remaining ones.
 
 Source of the order: ``_make_graphed_callables`` of transformer-engine 2.20.2 (``graph.py``,
-``_run_warmup_forward``, ``_run_warmup_backward`` and the capture loops below them). It runs the
-passes of a schedule ``num_warmup_iters`` times to warm up, and once more to capture. Each forward
-pass calls forward_pre_hooks and then forward_hooks of its callable. Each backward pass calls
+``_run_warmup_forward``, ``_run_warmup_backward`` and the capture loops below them). It runs all
+passes ``num_warmup_iters`` times to warm up, and once more to capture. Each forward pass calls
+forward_pre_hooks and then forward_hooks of its callable. Each backward pass calls
 backward_pre_hooks and then backward_hooks. The captured code does not affect this order.
 
 Note [A failed rank runs the rest]
@@ -36,11 +36,10 @@ from torch import nn
 
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
-from megatron_cg.hooks.capture_schedule import schedule
 from megatron_cg.upstream.symbols import changed
 
 _AFTER_A_PASS = ("forward_hooks", "backward_hooks")
-_OF_FORWARD = CAPTURE_TIME_KEYS[:2]
+_OF_FORWARD, _OF_BACKWARD = CAPTURE_TIME_KEYS[:2], CAPTURE_TIME_KEYS[2:]
 _WARMUP_ITERS = 3
 """TE 2.20.2's default of ``num_warmup_iters``."""
 
@@ -56,49 +55,49 @@ class HookOrder:
     """Every call of a capture-time hook from the first warmup to the last backward capture.
 
     Pass ``wrapped`` to the backend instead of the hooks. Each call is then checked against the
-    expected order.
+    expected order: all forward passes, then all backward passes in reverse.
 
     Args:
-        callables: the modules that are passed to ``make_graphed_callables``.
-        samples: the number of its sample arguments.
+        callables: the modules that are passed to ``make_graphed_callables``, one sample each.
         hooks: the capture-time hooks, one entry per callable.
-        options: ``make_graphed_callables``'s other arguments; ``num_warmup_iters``, ``_order`` and
-            ``_num_layers_per_chunk`` are read.
+        options: ``make_graphed_callables``'s other arguments.
         begun: called right before each pass; see Note [Around a pass].
         ended: called right after it.
 
     Raises:
-        CaptureError: callables, samples and order do not fit; see
-            ``megatron_cg.hooks.capture_schedule``.
+        CaptureError: ``options`` ask for several microbatches or model chunks.
     """
 
     def __init__(
         self,
         callables: Sequence[nn.Module],
-        samples: int,
         hooks: Sequence[CaptureTimeHooks],
         options: Mapping[str, Any],
         *,
         begun: AroundPass = lambda _layer, _forward, _warmup: None,
         ended: AroundPass = lambda _layer, _forward, _warmup: None,
     ) -> None:
-        steps = schedule(
-            len(callables), samples, options.get("_order"), options.get("_num_layers_per_chunk")
-        )
-        keys = {True: _OF_FORWARD, False: CAPTURE_TIME_KEYS[2:]}
-        once = [(step.layer, key) for step in steps for key in keys[step.forward]]
-        warmups = options.get("num_warmup_iters", _WARMUP_ITERS)
-        self._entries = once * (warmups + 1)
-        self.warmup_passes, self.passes = len(steps) * warmups, len(steps) * (warmups + 1)
+        order = options.get("_order") or [1, -1]
+        if list(order) != [1, -1]:
+            raise CaptureError(
+                f"the passes would be captured in the order {order}, with several microbatches or "
+                "model chunks, and a unit has one graph. Leave pipeline parallelism and "
+                "--overlap-moe-expert-parallel-comm out"
+            )
+        layers = range(len(callables))
+        warmups: int = options.get("num_warmup_iters", _WARMUP_ITERS)
+        forward = [(layer, key) for layer in layers for key in _OF_FORWARD]
+        backward = [(layer, key) for layer in reversed(layers) for key in _OF_BACKWARD]
+        self._entries = [*forward, *backward] * (warmups + 1)
+        self.warmup_passes, self.passes = 2 * len(layers) * warmups, len(self._entries) // 2
         self._position = 0
         self._raised = ""
-        self._callables = tuple(callables)
-        self._hooks = tuple(hooks)
+        self._callables, self._hooks = tuple(callables), tuple(hooks)
         self._begun, self._ended = begun, ended
         # One function per key, even without hooks, so that every call is checked.
         self.wrapped: list[CaptureTimeHooks] = [
             {key: {0: partial(self._called, layer, key)} for key in CAPTURE_TIME_KEYS}
-            for layer in range(len(self._callables))
+            for layer in layers
         ]
 
     @property
@@ -117,7 +116,7 @@ class HookOrder:
     @property
     def is_warmup(self) -> bool:
         """Whether passes are those of the warmup."""
-        return bool(self._position < len(self._entries) * self.warmup_passes // self.passes)
+        return self._position < 2 * self.warmup_passes
 
     def check_finished(self) -> None:
         """Raise UpstreamChangedError if capture ended before all hooks had run."""
@@ -157,10 +156,8 @@ class HookOrder:
         self._position += 1
 
     def _other_order(self, found: str) -> UpstreamChangedError:
-        expected = "no more hooks"
-        if not self.finished:
-            layer, key = self._entries[self._position]
-            expected = f"{key} of callable {layer}"
+        layer, key = self._entries[self._position] if not self.finished else (0, "")
+        expected = f"{key} of callable {layer}" if key else "no more hooks"
         return changed(
             "transformer-engine",
             "transformer_engine.pytorch.graph:_make_graphed_callables",

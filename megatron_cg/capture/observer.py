@@ -34,6 +34,7 @@ from torch.nn.modules import module as torch_module
 from megatron_cg.capture.leftovers import holder_of
 from megatron_cg.capture.operations import Operations, Use, bytes_in, key_of, overlap
 from megatron_cg.capture.python_state import KNOWN, Change, PythonState, is_known
+from megatron_cg.capture.recomputed_draws import recomputed_draws_refused
 from megatron_cg.capture.seeds import seeds_refused
 from megatron_cg.capture.static_inputs import version_of
 from megatron_cg.capture.tensor_hooks import tensor_hooks_observed
@@ -132,6 +133,8 @@ class Observer:
         if forward:
             self._versions = {name: version_of(t) for name, t in self._inputs.items()}
             self._pass.enter_context(frozen_kept(self._unit.graphed))
+        elif warmup:
+            self._pass.enter_context(recomputed_draws_refused(self._unit, self._device_type))
         if self._state is not None and warmup:
             self._pass.enter_context(self._observed(self._state, forward))
         self._before = collectives_so_far()

@@ -10,7 +10,7 @@ Note [Two graphs, two draws]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,61 +23,38 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
 
 
-class RecomputedDraws:
-    """Looks at the first backward pass of each unit, which is one of the warmup.
+@contextmanager
+def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
+    """Observe one backward pass of ``unit``.
 
-    Args:
-        units: the units, in the order of their forward passes.
-        device_type: where they run.
+    Raises CaptureError after it: a random state was restored, and was another one when the next one
+    was restored.
     """
+    of_modules = generators_of([unit.layer], device_type)
+    generators = [torch.default_generator, *device_generator(), *of_modules]
+    restored: list[torch.Tensor] = []
+    drew: list[bool] = []
 
-    def __init__(self, units: Sequence[Unit], device_type: str) -> None:
-        self._units, self._device_type = tuple(units), device_type
-        self._seen: set[int] = set()
-        self._looks = self._drew = False
-        self._generators: list[torch.Generator] = []
-        self._restored: list[torch.Tensor] = []
+    def states() -> list[torch.Tensor]:
+        return [generator.get_state() for generator in generators]
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Notice in the block what restores random states."""
-        with ExitStack() as undo:
-            for owner in (torch, torch.cuda):
-                undo.callback(put_over(owner, "set_rng_state", self._around(owner.set_rng_state)))
-            yield
-
-    def begun(self, index: int) -> None:
-        """A backward pass of the unit ``index`` begins."""
-        self._looks, self._drew, self._restored = index not in self._seen, False, []
-        self._seen.add(index)
-        if self._looks:
-            of_modules = generators_of([self._units[index].layer], self._device_type)
-            self._generators = [torch.default_generator, *device_generator(), *of_modules]
-
-    def ended(self, index: int) -> None:
-        """It has ended. Raises CaptureError; see the note above."""
-        self._looks, self._restored = False, []
-        if self._drew:
-            unit = self._units[index]
-            raise CaptureError(
-                f"{unit.name} recomputes activations and draws random numbers in that "
-                "(torch.utils.checkpoint around a dropout). Its forward and its backward graph "
-                "would draw different ones, and gradients would be wrong. Set dropout to 0, take "
-                f"it out of what is recomputed, or drop the checkpoint. Or: {unit.leave_out(None)}"
-            )
-
-    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def set_rng_state(*args: Any, **kwargs: Any) -> Any:
-            if not self._looks:
-                return original(*args, **kwargs)
-            now = self._states()
-            pairs = zip(self._restored, now, strict=False)
-            self._drew = self._drew or not all(torch.equal(one, other) for one, other in pairs)
+            drew.extend(not torch.equal(*pair) for pair in zip(restored, states(), strict=False))
             result = original(*args, **kwargs)
-            self._restored = self._states()
+            restored[:] = states()
             return result
 
         return set_rng_state
 
-    def _states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
+    with ExitStack() as undo:
+        for owner in (torch, torch.cuda):
+            undo.callback(put_over(owner, "set_rng_state", around(owner.set_rng_state)))
+        yield
+    if any(drew):
+        raise CaptureError(
+            f"{unit.name} recomputes activations and draws random numbers in that "
+            "(torch.utils.checkpoint around a dropout). Its forward and its backward graph "
+            "would draw different ones, and gradients would be wrong. Set dropout to 0, take "
+            f"it out of what is recomputed, or drop the checkpoint. Or: {unit.leave_out(None)}"
+        )

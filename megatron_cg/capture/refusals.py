@@ -42,11 +42,7 @@ def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError
 
     If another error ended the capture first, such as out of memory, CUDA refused only what
     followed. The returned error then reports that first error, which ``error`` itself would hide.
-
-    Args:
-        error: the error that the capture raised; its frames must not be cleared yet.
-        unit: the unit that was being captured.
-        in_backward: whether it was the backward pass.
+    The frames of ``error`` must not be cleared yet.
     """
     errors = list(chain(error))
     if any(_LEAF in str(one) for one in errors):

@@ -20,7 +20,6 @@ Note [Graphs that one rank deletes]
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
@@ -49,14 +48,11 @@ from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.replay.attach import attach_replay
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over, run_before, set_attribute
-
-logger = logging.getLogger(__name__)
 
 _SESSIONS: list[ReferenceType[Session]] = []
 """Sessions with graphs. A session lives as long as its model, which holds it: the layers replay
@@ -137,9 +133,9 @@ class Session:
     def capturing(self) -> Iterator[None]:
         """The transaction in which the caller captures the units and sets their graphs.
 
-        In the body the caller calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit.
-        If the body ends normally, the units replay from then on. If it raises, everything is
-        restored and the session can try again.
+        The body calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit. If it ends
+        normally, the units replay from then on. If it raises, everything is restored and the
+        session can try again.
 
         Raises:
             PhaseError: graphs exist already, also of another session, or the session is closed.
@@ -169,8 +165,8 @@ class Session:
                     yield
                 self._check_whole()
                 for unit, unit_hooks in zip(self._units, hooks, strict=True):
-                    attach = unit.attach or attach_replay
-                    lasting.callback(attach(unit, unit_hooks.before_replay, self.mismatches))
+                    assert unit.attach is not None
+                    lasting.callback(unit.attach(unit, unit_hooks.before_replay, self.mismatches))
                 self._undo, whole = lasting.pop_all(), True
             # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
             self._install_fast_path()
@@ -206,18 +202,13 @@ class Session:
     ) -> tuple[GuardedGraph, ...]:
         """Capture the units by the backend, with FSDP's hooks outside of the graphs.
 
-        Args:
-            callables: the units' layers, in order.
-            sample_args: positional static inputs of each graph, tensors on the device.
-            sample_kwargs: keyword static inputs of each graph.
-            **options: other arguments of TE's ``make_graphed_callables``.
-
-        Returns:
-            A guarded graph for each sample.
+        The arguments are those of TE's ``make_graphed_callables``: the units' layers, in order, and
+        the static inputs of each, tensors on the device. Returns a guarded graph for each unit.
 
         Raises:
             PhaseError: called outside of :meth:`capturing`, or with layers of other units.
-            CaptureError: another rank cannot capture, or would capture something else.
+            CaptureError: another rank cannot capture or would capture something else, or samples,
+                units and the order in ``options`` do not fit.
             OutOfStepError: this rank failed in a way that leaves the others waiting.
         """
         self._require(Phase.CAPTURING)

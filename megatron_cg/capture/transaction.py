@@ -39,13 +39,7 @@ def capturing(
     its own lasting changes on that stack. They are undone if the body raises; otherwise the caller
     keeps them with ``pop_all``.
 
-    Args:
-        units: the layers, in the order of their forward passes.
-        sharding: how the model is sharded.
-        backend: the backend, to restore the state that its capture changes.
-
-    Raises:
-        HookError, UnknownFsdpHookError: before anything has been changed.
+    Raises HookError or UnknownFsdpHookError before anything has been changed.
     """
     modules = _unique(module for unit in units for module in unit.layer.modules())
     layers = [unit.layer for unit in units]

@@ -44,7 +44,7 @@ class Sharding:
     """The ``MegatronFSDP``, whose bookkeeping the fast path shortens; None for anything else."""
     counts_gradients = False
     """Whether gradients are reduced as soon as all parameters of a bucket have got theirs; see
-    ``replay/one_node.py``."""
+    ``replay/eager_passes.py``."""
     moved = REPLACED
     """Why a parameter may have moved after capture, and what to do instead."""
 

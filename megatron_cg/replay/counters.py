@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 
@@ -69,22 +68,3 @@ class Counters:
     def as_dict(self) -> dict[str, int]:
         """The counts by name."""
         return asdict(self)
-
-
-def counts_text(counts: Mapping[str, int]) -> str:
-    """The counts, by the names of :class:`Counters`, as one line of text; 1 MiB is 2**20 bytes."""
-    passes = ("captured", "replayed", "eager", "mismatched", "verified")
-    words = ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)
-    replayed = counts.get("replayed", 0)
-    if not replayed:
-        return words
-    copied = counts.get("bytes_copied", 0) / replayed / 2**20
-    guard = counts.get("guard_ns", 0) / replayed / 1e3
-    backwards = counts.get("backwards", 0) or 1
-    back = counts.get("gradient_bytes_copied", 0) / backwards / 2**20
-    return (
-        f"{words}; a replay: {counts.get('inputs_in_place', 0) / replayed:.1f} inputs in place, "
-        f"{counts.get('inputs_copied', 0) / replayed:.1f} copied ({copied:.2f} MiB), backward "
-        f"{counts.get('gradients_copied', 0) / backwards:.1f} copied ({back:.2f} MiB), "
-        f"{guard:.0f} us in guards"
-    )

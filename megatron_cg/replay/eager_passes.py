@@ -6,7 +6,7 @@ Note [Before anything runs eagerly]
     ``fastpath/params/deferred_prefetch.py``). If the unit's graphs contain collectives, all ranks
     vote (Note [A graph with collectives] in ``replay/mismatch_policy.py``). Otherwise one rank may
     run eagerly alone, and may have to give its gradients in the order of a replay
-    (``replay/one_node.py``).
+    (Note [When gradients are counted]).
 
 Note [Turns]
     For a mismatch, ranks vote in each pass. For evaluation and deleted graphs, ranks vote only when
@@ -14,17 +14,34 @@ Note [Turns]
     vote fails, in either direction. A vote on a turn has the long timeout: before the first pass
     after a turn, ranks may fetch data or write a checkpoint, and one rank may take minutes longer
     than another.
+
+Note [When gradients are counted]
+    Megatron-FSDP reduces a bucket once all its parameters have got a gradient. A replay is one
+    node: it waits for the gradients of all its outputs, and then reaches all weights, those of an
+    output that the loss does not use with no gradient. In an eager pass each weight gets its
+    gradient as soon as the outputs that it needs have theirs, and the weights of an unused output
+    are not reached. So if one rank falls back to eager alone, its buckets become ready in another
+    order, and its collectives do not match those of the other ranks. Therefore a node ties the
+    outputs of such a pass together. Autograd passes what is undefined on to the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.one_node import as_one_node
+from megatron_cg.upstream.patch import put_over
+
+Prepared = Callable[[], Any] | Mismatch | None
+"""What a call does: the replay, or an eager pass because of a mismatch. None: an eager pass that is
+a part of a verification."""
 
 
 class EagerPasses:
@@ -53,12 +70,7 @@ class EagerPasses:
     def for_mismatch(self, mismatch: Mismatch, *, fresh: bool = True) -> None:
         """Prepare this pass to run eagerly because of ``mismatch``.
 
-        Args:
-            mismatch: what forbids the replay.
-            fresh: whether another capture would not help.
-
-        Raises:
-            ReplayMismatchError: see :meth:`MismatchPolicy.mismatched`.
+        See :meth:`MismatchPolicy.mismatched` for ``fresh`` and the error that it raises.
         """
         self._mismatches.issue_held()
         self._mismatches.mismatched(mismatch, self.name, collectives=self.collectives, fresh=fresh)
@@ -95,3 +107,63 @@ class EagerPasses:
             text = f"{self.name} turns to {words}, on this rank."
             self._mismatches.fall_back_together(f"{self.name}/{name}", text, agreement.TIMEOUT)
         self._replays = replays
+
+
+def replay_instead(
+    layer: nn.Module,
+    prepare: Callable[[Sequence[Any], Mapping[str, Any]], Prepared],
+    mismatches: MismatchPolicy,
+) -> Callable[[], None]:
+    """Replace the forward of ``layer``, whose ``cuda_graphs`` are set; returns the undo.
+
+    ``prepare`` takes the arguments of a call in training.
+    """
+    target: Any = layer
+    eager = target.forward
+    passes: EagerPasses = target.cuda_graphs[0].eager_passes
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not target.training:
+            passes.for_no_replay("it is in evaluation mode")
+            return eager(*args, **kwargs)
+        if not target.cuda_graphs:
+            passes.for_no_replay("its graphs were deleted")
+            return passes.run(eager, *args, **kwargs)
+        prepared = prepare(args, kwargs)
+        if prepared is None:
+            return eager(*args, **kwargs)
+        if isinstance(prepared, Mismatch):
+            passes.for_mismatch(prepared)
+            return passes.run(eager, *args, **kwargs)
+        passes.replay_follows()
+        try:
+            return prepared()
+        except Exception:
+            mismatches.issue_held()
+            raise
+
+    return put_over(target, "forward", forward)
+
+
+class _Tie(torch.autograd.Function):
+    """Passes tensors and their gradients on, all at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return gradients
+
+
+def as_one_node(outputs: Any) -> Any:
+    """``outputs``, whose gradients all arrive before any goes on; see the last note above."""
+    flat, spec = tree_flatten(outputs)
+    tensors = {id(one): one for one in flat if isinstance(one, torch.Tensor) and one.requires_grad}
+    if len(tensors) < 2:
+        return outputs
+    apply: Any = _Tie.apply
+    tied = dict(zip(tensors, apply(*tensors.values()), strict=True))
+    return tree_unflatten([tied.get(id(one), one) for one in flat], spec)

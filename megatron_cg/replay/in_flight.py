@@ -37,7 +37,6 @@ from torch.utils._pytree import tree_flatten
 from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.second_order import refuse_second_derivatives
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import Symbol
 
@@ -152,7 +151,7 @@ class InFlight:
             )
         self._over[index] = self._waiting.pop(index)
         if torch.is_grad_enabled():
-            refuse_second_derivatives(this.node(), this.unit)
+            _refuse_second_derivatives(this.node(), this.unit)
         before_backward(gradients)
 
 
@@ -175,3 +174,37 @@ def _waits(replay: _Replay) -> Mismatch:
         "order of the steps before capture, and run the backward (or drop the loss) before the "
         "next pass.",
     )
+
+
+class _Once(torch.autograd.Function):
+    """Passes gradients on, as results that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, _needs: torch.Tensor, *gradients: torch.Tensor) -> Any:
+        ctx.unit = unit
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor | None) -> Any:
+        unit: Unit = ctx.unit
+        raise ReplayMismatchError(
+            f"{unit.name}: the gradients of its replay are differentiated again, as after "
+            "backward(create_graph=True) or torch.autograd.grad(..., create_graph=True), and a "
+            f"graph has no second derivative. {unit.leave_out(None)}"
+        )
+
+
+def _refuse_second_derivatives(node: Any, unit: Unit) -> None:
+    """Make it an error to differentiate the gradients that ``node`` is about to return.
+
+    ``create_graph=True`` asks for gradients with a graph of autograd of their own. A replay has
+    none, so what depends on them would miss a part, and autograd would not say so.
+    """
+    node.register_hook(partial(_as_last, unit))
+
+
+def _as_last(unit: Unit, gradients: tuple[torch.Tensor | None, ...], _incoming: Any) -> Any:
+    given = [gradient for gradient in gradients if gradient is not None]
+    needs = torch.zeros((), device="cpu", requires_grad=True)
+    passed = iter(_Once.apply(unit, needs, *given) if given else ())  # type: ignore[no-untyped-call]
+    return tuple(None if gradient is None else next(passed) for gradient in gradients)

@@ -81,16 +81,11 @@ class MismatchPolicy:
         return interval > 0 and self._step % interval == 0
 
     def mismatched(self, mismatch: Mismatch, layer: str, *, collectives: bool, fresh: bool) -> None:
-        """Return if the region must run eagerly instead of the replay.
+        """Return if the unit ``layer`` must run eagerly instead of the replay.
 
-        Args:
-            mismatch: what the guard found.
-            layer: the unit's name.
-            collectives: whether the graph contains collectives.
-            fresh: whether the graph has never replayed.
-
-        Raises:
-            ReplayMismatchError: ``--cg-on-mismatch error``, or the ranks cannot fall back together.
+        Raises ReplayMismatchError: ``--cg-on-mismatch error``, or the graph contains collectives
+        and the ranks cannot fall back together. ``fresh`` says that the graph has never replayed:
+        another capture would not help.
         """
         text = self._report(mismatch, layer)
         if self._policy.on_mismatch == "error":

@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.replay.depends_on import Entry
-from megatron_cg.replay.region import capturing_flag, run_region
+
+ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
+"""A function that is called before each replay, and its arguments."""
 
 
 def _leave_out_unit(_module: nn.Module | None) -> str:
@@ -21,6 +23,10 @@ def _no_entries(_graphed: Sequence[nn.Module]) -> list[Entry]:
     return []
 
 
+def _call(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return layer(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Unit:
     """A layer to be captured."""
@@ -29,8 +35,6 @@ class Unit:
     layer: nn.Module
     graphed: tuple[nn.Module, ...]
     """The modules below it that are inside its graph."""
-    direct: bool = True
-    """Whether the graph takes the layer's arguments. If not, code of the layer runs before it."""
     collectives: bool = False
     """Whether the graph is known to contain collectives; capture detects others."""
     inputs: tuple[str, ...] = ("hidden_states",)
@@ -42,17 +46,17 @@ class Unit:
     """More rows for the table of what its graph depends on, given ``graphed``."""
     kept: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context that restores what a pass changes outside of the layer's modules."""
-    run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = run_region
+    run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = _call
     """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
     eager: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] | None = None
     """The same for a pass that must not be a replay; None means ``run``."""
     in_forward: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context for what surrounds the layer's forward passes in training."""
-    in_backward: Callable[[], AbstractContextManager[None]] = capturing_flag
+    in_backward: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context for the backward pass of ``run``."""
     attach: Callable[..., Callable[[], None]] | None = None
-    """Installs the replay, with the arguments and the undo of
-    :func:`megatron_cg.replay.attach.attach_replay`. None means that function."""
+    """``attach(unit, before_replay, mismatches)`` installs the replay and returns the undo. It
+    takes hooks that run before each replay, and the session's mismatch policy."""
     leave_out: Callable[[nn.Module | None], str] = _leave_out_unit
     """Returns a sentence that says what to type to keep a module below the layer out of graphs. The
     module is None if it is unknown."""

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
+from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 
 def source_of_te(*below: str) -> Path:
@@ -13,3 +26,48 @@ def source_of_te(*below: str) -> Path:
     found = next((place for place in places if place.exists()), None)
     assert found is not None, "transformer-engine's sources are not there: run make test"
     return found
+
+
+def loops_of_te(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """TE's own warmup and capture loops, from the installed sources; only CUDA's parts are not."""
+    path = source_of_te("graph.py")
+    wanted = {
+        "_make_graphed_callables",
+        "_canonicalize_capture_time_hooks",
+        "_run_capture_time_hooks",
+        "_none_grad_context_wrapper",
+        "_GraphedCallableHelpers",
+    }
+    body = [n for n in ast.parse(path.read_text()).body if getattr(n, "name", None) in wanted]
+    attention = ModuleType("te.attention.linear_attention.base")
+    attention.LinearAttentionBase = type("LinearAttentionBase", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, attention.__name__, attention)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    scope: dict[str, Any] = {
+        "__package__": "te",
+        "__name__": "te.graph",
+        "torch": torch,
+        "contextlib": contextlib,
+        "ceil": math.ceil,
+        "NamedTuple": NamedTuple,
+        "_CAPTURE_TIME_HOOK_NAMES": CAPTURE_TIME_KEYS,
+        "_tree_flatten": tree_flatten,
+        "_graph_context_wrapper": lambda *_args, **_kwargs: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: None,
+        "graph_safe_rng_available": lambda: False,
+        "make_weak_ref": lambda tensors: tensors,
+        **{
+            name: type(name, (), {})
+            for name in ("TransformerEngineBaseModule", "BasicOperation", "Sequential")
+        },
+    }
+    exec(compile(ast.Module(body, []), str(path), "exec", annotations.compiler_flag), scope)
+
+    def run(modules: Any, samples: Any, *, capture_time_hooks: Any, **options: Any) -> Any:
+        hooks = scope["_canonicalize_capture_time_hooks"](len(modules), capture_time_hooks)
+        with cpu_fakes():
+            return scope["_make_graphed_callables"](
+                modules, samples, capture_time_hooks=hooks, **options
+            )
+
+    return run

@@ -41,8 +41,8 @@ from megatron_cg.backends.driver.checks import (
 )
 from megatron_cg.backends.driver.graphed import GraphedModule
 from megatron_cg.backends.driver.recorder import Recorded, Recorder
+from megatron_cg.backends.driver.schedule import Step, schedule
 from megatron_cg.errors import CaptureError, HookError
-from megatron_cg.hooks.capture_schedule import Step, schedule
 
 
 def capture_modules(

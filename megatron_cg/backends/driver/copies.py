@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_cg.replay.static_memory import StaticMemory
+from megatron_cg.replay.replay_function import StaticMemory
 
 
 def copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from megatron_cg.backends.driver.copies import copy_together
 from megatron_cg.backends.driver.recorder import Recorded, Recording, Tensors
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.replay.replay_function import ReplayFunction
-from megatron_cg.replay.static_memory import StaticMemory
+from megatron_cg.replay.replay_function import ReplayFunction, StaticMemory
 from megatron_cg.upstream.patch import set_attribute
 
 

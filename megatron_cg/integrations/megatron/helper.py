@@ -28,6 +28,7 @@ from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron import repeat
+from megatron_cg.integrations.megatron.attach import attach_replay, run_region
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.loss_scale import make_loss_scale
@@ -47,6 +48,7 @@ from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.telemetry.capture_report import follow_captures
+from megatron_cg.upstream.capturing_flag import capturing_flag
 from megatron_cg.upstream.layer_config import LayerConfig
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed
@@ -351,11 +353,13 @@ def units_of(layers: Sequence[Any]) -> list[Unit]:
             f"layer {layer.layer_number - 1}",
             layer,
             _graphed(layer),
-            direct=_is_direct(layer),
             collectives=_has_collectives(layer.config),
             leave_out=partial(leave_out, layer),
             entries=region_entries,
             kept=metrics_kept,
+            run=run_region,
+            in_backward=capturing_flag,
+            attach=partial(attach_replay, direct=_is_direct(layer)),
         )
         for layer in layers
     ]

@@ -29,9 +29,9 @@ from megatron_cg.integrations.megatron.sample_types import hidden_type
 from megatron_cg.precompile.load import OnRefusal, Precompiled, load
 from megatron_cg.precompile.megatron_groups import megatron_groups
 from megatron_cg.precompile.region import Region
-from megatron_cg.replay.region import is_capturing
 from megatron_cg.replay.verify import synthetic_gradient
 from megatron_cg.telemetry.record import note
+from megatron_cg.upstream.capturing_flag import is_capturing
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 

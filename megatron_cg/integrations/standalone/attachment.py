@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.errors import CaptureError
+from megatron_cg.integrations.own_gradients import own_gradient
 from megatron_cg.integrations.standalone.autocast import AutocastState
 from megatron_cg.integrations.standalone.observe import Seen
 from megatron_cg.integrations.standalone.recompute import not_recomputed
@@ -19,10 +20,9 @@ from megatron_cg.integrations.standalone.results import (
     containers_of,
     refuse_filled,
 )
-from megatron_cg.replay.attach import ManualHook, Prepared, replay_instead
+from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.own_gradients import own_gradient
-from megatron_cg.replay.unit import Unit
+from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.patch import put_over, undone_after
 
 

@@ -19,11 +19,11 @@ from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.packs import packs_as_inputs
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.moe.shared_expert import shared_experts_resume
-from megatron_cg.replay.region import capturing_flag
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.tools.cpu.batches import Batches
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
 from megatron_cg.tools.cpu.training_plan import TrainingPlan
+from megatron_cg.upstream.capturing_flag import capturing_flag
 
 
 class Trainer:

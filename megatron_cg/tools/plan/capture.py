@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
+from megatron_cg.backends.driver.schedule import schedule
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
-from megatron_cg.hooks.capture_schedule import schedule
+from megatron_cg.integrations.megatron.attach import run_region
 from megatron_cg.moe.shared_expert import shared_experts_resume
-from megatron_cg.replay.region import capturing_flag, run_region
 from megatron_cg.tools.plan.planned_samples import Sample
 from megatron_cg.tools.plan.pool import Pool, round_up
 from megatron_cg.tools.plan.trace import Trace, tracing
+from megatron_cg.upstream.capturing_flag import capturing_flag
 from megatron_cg.upstream.patch import set_attribute
 
 TORCH_GEMM_WORKSPACE = 32 << 20

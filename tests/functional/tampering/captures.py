@@ -71,8 +71,8 @@ def fail_at(place: str) -> None:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_cg.capture import session
     from megatron_cg.fastpath import install_parts as path
+    from megatron_cg.integrations.megatron import helper
 
     stage, _, only = place.partition("@")
     note_state_around_capture()
@@ -100,7 +100,7 @@ def fail_at(place: str) -> None:
         wrap(helper_class(), "create_cudagraphs", with_broken_unshard(error))
     elif stage in ("publish", "install"):
         places = {
-            "publish": (session, "attach_replay", 2),
+            "publish": (helper, "attach_replay", 2),
             "install": (path, "install_main_weights", 1),
         }
         owner, name, number = places[stage]

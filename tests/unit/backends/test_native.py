@@ -268,8 +268,9 @@ def test_copies_are_made_together_by_dtype_and_only_where_they_are_needed(
 
 
 def test_the_gradients_that_a_backward_replay_copies_are_counted(cuda: CudaDouble) -> None:
-    from megatron_cg.replay.counters import Counters, counts_text
-    from megatron_cg.replay.static_memory import copies
+    from megatron_cg.replay.counters import Counters
+    from megatron_cg.replay.replay_function import copies
+    from megatron_cg.telemetry.capture_report import counts_text
 
     class Two(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:

@@ -107,6 +107,7 @@ def stages() -> dict[str, tuple[Any, str, int]]:
 
     from megatron_cg.backends.driver import capture as driver
     from megatron_cg.capture import session
+    from megatron_cg.integrations.megatron import helper
 
     return {
         "before the first change": (session, "reshard_last_unit", 1),
@@ -115,7 +116,7 @@ def stages() -> dict[str, tuple[Any, str, int]]:
         "warmup backward": (torch.autograd, "backward", 1),
         "capture forward": (TransformerLayer, "_te_cuda_graph_capture", 6),
         "capture backward": (torch.autograd, "backward", 6),
-        "publishing": (session, "attach_replay", 2),
+        "publishing": (helper, "attach_replay", 2),
     }
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_cg.backends.driver.schedule import schedule
 from megatron_cg.consensus.decision import Level, Vote, ranks_text
 from megatron_cg.errors import CaptureError
-from megatron_cg.hooks.capture_schedule import schedule
 
 
 @pytest.mark.parametrize(

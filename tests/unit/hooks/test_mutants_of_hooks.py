@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture.hook_order import HookOrder, OutOfStepError
 from megatron_cg.errors import HookError, UnknownFsdpHookError
 from megatron_cg.fsdp import FsdpRole, classify, transform
 from megatron_cg.fsdp.megatron_fsdp import unit_hooks
@@ -131,18 +130,3 @@ def test_a_users_hook_inside_the_graph_is_refused_and_beside_it_is_not() -> None
     assert not any(hooks.capture_time.values())
     with pytest.raises(HookError, match="inside the part"):
         transform(layer, [], {layer[0]: [record]}, [layer[0]])
-
-
-def test_what_a_hook_of_the_rest_raised_is_the_cause_of_the_error() -> None:
-    cause = KeyError("a collective")
-
-    def raising(module: nn.Module) -> None:
-        raise cause
-
-    hooks: dict[str, dict[int, Any]] = {"forward_pre_hooks": {5: raising}}
-    order = HookOrder([nn.Linear(2, 2)], 1, [hooks], {})
-    with pytest.raises(OutOfStepError, match="a collective") as caught:
-        order.run_rest()
-    assert caught.value.__cause__ is cause and not order.finished
-    with pytest.raises(OutOfStepError, match="a collective"):
-        order.run_rest()

@@ -111,7 +111,6 @@ def test_memory_is_read_right_before_and_after_a_forward_pass() -> None:
     module = nn.Identity()
     passes = HookOrder(
         [module],
-        1,
         [hooks],
         {"num_warmup_iters": 1},
         begun=lambda _unit, forward, _: emit(PassBegan("layer 0", forward)),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron_cg.replay.attach import replay_instead
+from megatron_cg.replay.eager_passes import replay_instead
 
 
 def test_gathers_that_wait_for_a_replay_are_issued_if_it_raises() -> None:

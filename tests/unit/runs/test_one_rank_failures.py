@@ -70,9 +70,9 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_cg.backends.driver import capture as driver
-    from megatron_cg.capture import session
     from megatron_cg.fastpath import install_parts as path
     from megatron_cg.fsdp import megatron_fsdp
+    from megatron_cg.integrations.megatron import helper
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 
     forward = (TransformerLayer, "_te_cuda_graph_capture")
@@ -86,7 +86,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
         "last warmup backward": (*backward, LAYERS * WARMUPS),
         "capture forward": (*forward, LAYERS * WARMUPS + 2),
         "capture backward": (*backward, LAYERS * WARMUPS + 2),
-        "publishing": (session, "attach_replay", 2),
+        "publishing": (helper, "attach_replay", 2),
         "installing the fast path": (path, "install_last_unit", 1),
         "the fast path's last part": (path, "install_main_weights", 1),
     }[stage]

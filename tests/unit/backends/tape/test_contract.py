@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_cg.backends.driver.schedule import Step, schedule
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
 from megatron_cg.errors import CaptureError, HostSyncError
-from megatron_cg.hooks.capture_schedule import Step, schedule
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

@@ -97,7 +97,7 @@ def test_a_leaf_keeps_its_own_gradient(one_rank: None, way: str, *, shared: bool
 def test_weights_under_megatron_fsdp_need_no_copy_of_their_gradient(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.replay import own_gradients
+    from megatron_cg.integrations import own_gradients
     from megatron_cg.tools.cpu.train import Trainer
 
     monkeypatch.setattr(own_gradients, "_Copied", None)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.integrations.standalone import graph_units
-from megatron_cg.replay.one_node import as_one_node
+from megatron_cg.replay.eager_passes import as_one_node
 from tests.unit.ranks import on_ranks
 
 WIDTH, STEPS, ODD = 8, 6, 4

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.replay.own_gradients import own_gradient
+from megatron_cg.integrations.own_gradients import own_gradient
 
 Made = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From a replay's output and a leaf."""

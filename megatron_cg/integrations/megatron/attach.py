@@ -1,4 +1,7 @@
-"""What a graphed layer runs instead of its forward.
+"""What a graphed layer of Megatron runs instead of its forward, and the same as plain Python.
+
+``GraphableMegatronModule._te_cuda_graph_capture`` runs exactly the captured region and returns what
+the graph returns, as long as Megatron's capturing flag is set.
 
 Note [The replay replaces forward]
     Megatron's ``GraphableMegatronModule.__call__`` returns ``_te_cuda_graph_replay(...)`` without
@@ -18,19 +21,20 @@ Note [Shapes that a region notes]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_cg.replay.eager_passes import EagerPasses
+from megatron_cg.integrations.own_gradients import own_gradient
+from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.guard.inputs import described
+from megatron_cg.replay.guard.inputs import NOT_INPUTS, described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.own_gradients import own_gradient
-from megatron_cg.replay.region import is_running_region
-from megatron_cg.replay.unit import Unit
+from megatron_cg.replay.unit import ManualHook, Unit
+from megatron_cg.upstream.capturing_flag import capturing_flag, is_running_region, not_capturing
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
@@ -44,6 +48,11 @@ RELIES_ON = (
     ),
     Symbol("megatron-core", f"{_LAYER}._should_call_te_cudagraph", "what __call__ asks"),
     Symbol("megatron-core", f"{_LAYER}._te_cuda_graph_replay", "the replay"),
+    Symbol(
+        "megatron-core",
+        f"{_LAYER}._te_cuda_graph_capture",
+        "the part of a layer that its graph holds",
+    ),
 )
 
 PACK = "packed_seq_params"
@@ -52,14 +61,28 @@ BOUNDARIES = "cu_seqlens"
 """The keyword of a graph that has them as an input; see ``integrations/megatron/packs.py``."""
 _HIDDEN = "hidden_states"
 _NOTED = ("hidden_shape", "hidden_shape_before_permute", "num_out_tokens", "capacity")
-Prepared = Callable[[], Any] | Mismatch | None
-"""What a call does: the replay, or an eager pass because of a mismatch. None: an eager pass that is
-a part of a verification."""
-ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
+
+
+def run_region(
+    layer: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    as_captured: bool = False,
+) -> Any:
+    """Return what the graph of ``layer`` would return for these arguments, with autograd as usual.
+
+    FSDP's hooks on modules inside the region run as in an eager pass. With ``as_captured``, experts
+    run the operations that a graph would hold; see :func:`is_capturing`.
+    """
+    target: Any = layer
+    inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
+    with capturing_flag(), nullcontext() if as_captured else not_capturing():
+        return target._te_cuda_graph_capture(*args, **inputs)
 
 
 def attach_replay(
-    unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy
+    unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy, *, direct: bool
 ) -> Callable[[], None]:
     """Make ``unit`` replay its graphs in training and run eagerly in evaluation; returns the undo.
 
@@ -68,6 +91,8 @@ def attach_replay(
         before_replay: (fn, arguments) run before each replay; see
             :attr:`megatron_cg.fsdp.transform.UnitHooks.before_replay`.
         mismatches: the mismatch policy of the unit's session.
+        direct: whether the graph takes the layer's arguments. If not, code of the layer runs before
+            it.
     """
     target: Any = unit.layer
     notes, noted = _noted_in(target)
@@ -76,7 +101,7 @@ def attach_replay(
         if is_running_region():  # the captured region is the layer's whole forward
             return None
         notes.update(noted)
-        if not unit.direct:
+        if not direct:
             missed = _not_passed_on(args, kwargs)
             return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
         kwargs = _pack_as_tensor(kwargs)
@@ -96,42 +121,6 @@ def attach_replay(
         yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
 
     return all_of(changes())
-
-
-def replay_instead(
-    layer: nn.Module,
-    prepare: Callable[[Sequence[Any], Mapping[str, Any]], Prepared],
-    mismatches: MismatchPolicy,
-) -> Callable[[], None]:
-    """Replace the forward of ``layer``, whose ``cuda_graphs`` are set; returns the undo.
-
-    ``prepare`` takes the arguments of a call in training.
-    """
-    target: Any = layer
-    eager = target.forward
-    passes: EagerPasses = target.cuda_graphs[0].eager_passes
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not target.training:
-            passes.for_no_replay("it is in evaluation mode")
-            return eager(*args, **kwargs)
-        if not target.cuda_graphs:
-            passes.for_no_replay("its graphs were deleted")
-            return passes.run(eager, *args, **kwargs)
-        prepared = prepare(args, kwargs)
-        if prepared is None:
-            return eager(*args, **kwargs)
-        if isinstance(prepared, Mismatch):
-            passes.for_mismatch(prepared)
-            return passes.run(eager, *args, **kwargs)
-        passes.replay_follows()
-        try:
-            return prepared()
-        except Exception:
-            mismatches.issue_held()
-            raise
-
-    return put_over(target, "forward", forward)
 
 
 def _noted_in(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:

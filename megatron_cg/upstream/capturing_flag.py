@@ -1,0 +1,69 @@
+"""Megatron's capturing flag, which says that a layer runs the part that its graph holds.
+
+The flag tells a MoE layer where to stop. Megatron sets it around a capture
+(``_set_capture_start``, ``_set_capture_end``), and here :func:`run_region
+<megatron_cg.integrations.megatron.attach.run_region>` does around that part as plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from megatron_cg.upstream.symbols import Symbol
+
+_FLAGS = {
+    name: Symbol(
+        "megatron-core",
+        f"megatron.core.transformer.cuda_graphs:{name}",
+        "a function of Megatron's capturing flag",
+    )
+    for name in ("_set_capture_start", "_set_capture_end", "is_graph_capturing")
+}
+RELIES_ON = tuple(_FLAGS.values())
+
+_eager_regions = 0
+"""How many blocks of :func:`not_capturing` have been entered."""
+
+
+@contextmanager
+def not_capturing() -> Iterator[None]:
+    """In the block, a region runs the operations of an eager pass; see :func:`is_capturing`."""
+    global _eager_regions
+    _eager_regions += 1
+    try:
+        yield
+    finally:
+        _eager_regions -= 1
+
+
+@contextmanager
+def capturing_flag() -> Iterator[None]:
+    """Set Megatron's capturing flag in the block.
+
+    In the backward pass of a region too: there Megatron then skips its own recomputation
+    (megatron-core 0.19.2).
+    """
+    _flag("_set_capture_start")()
+    try:
+        yield
+    finally:
+        _flag("_set_capture_end")()
+
+
+def is_running_region() -> bool:
+    """Whether a region or a capture is running."""
+    return bool(_flag("is_graph_capturing")())
+
+
+def is_capturing() -> bool:
+    """Whether a capture runs, warmup included; False in :func:`not_capturing`."""
+    return is_running_region() and _eager_regions == 0
+
+
+@cache
+def _flag(name: str) -> Callable[[], Any]:
+    found: Callable[[], Any] = _FLAGS[name].find()
+    return found
