@@ -77,11 +77,11 @@ class OtherLeaves:
         self._held = False
 
     @contextmanager
-    def held(self, *, moves_refused: bool = True) -> Iterator[None]:
+    def held(self, *, captures: bool = True) -> Iterator[None]:
         """Modules hold the leaves inside the block.
 
-        Raises CaptureError if a pass in the block uses a parameter itself, or moves a leaf to other
-        memory. The latter is not asked if ``moves_refused`` is False: others may have moved it.
+        Raises CaptureError if it ``captures``, and a pass in it uses a parameter itself, or moves a
+        leaf to other memory.
         """
         with ExitStack() as undo:
             for owner, name, parameter in self._places:
@@ -89,7 +89,7 @@ class OtherLeaves:
                     continue  # Replaced since, and not the graph's.
                 undo.callback(setattr, owner, name, parameter)
                 setattr(owner, name, self._leaves[parameter])
-                if parameter.requires_grad:  # It may have been frozen since.
+                if captures:
                     refuse = partial(_used_itself, f"{type(owner).__name__}.{name}")
                     undo.callback(parameter.register_hook(refuse).remove)
             for owner in {owner: None for owner, _, _ in self._places}:
@@ -98,7 +98,7 @@ class OtherLeaves:
             self._held = True
             undo.callback(setattr, self, "_held", False)
             yield
-            for owner, name, parameter in self._places if moves_refused else ():
+            for owner, name, parameter in self._places if captures else ():
                 if self._leaves[parameter].data_ptr() != parameter.data_ptr():
                     raise CaptureError(
                         f"{type(owner).__name__} moves {name} to other memory in its forward pass, "
@@ -106,13 +106,17 @@ class OtherLeaves:
                         "optimizer changes. Leave the unit out of graph_units."
                     )
 
-    def replays(self, replay: ReplayFunction) -> None:
-        """Make a graph captured in :meth:`held` give its gradients to the parameters."""
-        replay.replace(_OnParameters(self, replay))
+    def replays(self, replay: ReplayFunction) -> Callable[[], None]:
+        """Make a graph give its gradients to leaves while they are held, else to parameters.
 
-    def weights(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What replays take for these leaves."""
-        return leaves if self._held else tuple(self._parameters.get(w, w) for w in leaves)
+        Returns the undo.
+        """
+        return replay.replace(_OnParameters(self, replay))
+
+    def weights(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What replays take for these leaves or parameters."""
+        places = self._leaves if self._held else self._parameters
+        return tuple(places.get(one, one) for one in weights)
 
 
 class _OnParameters:

@@ -45,6 +45,7 @@ from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
+from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.replay.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -263,8 +264,8 @@ class GuardedCapture:
                 index=index,
                 in_flight=in_flight,
                 eager_passes=self.eager_passes[index],
-                replay=self._backend.replay_function(graph),
-                kept=partial(self._kept, unit, self._observers[index]),
+                replay=(replay := self._backend.replay_function(graph)),
+                kept=partial(self._kept, unit, self._observers[index], replay),
             )
             for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True))
         )
@@ -299,7 +300,7 @@ class GuardedCapture:
             )
 
     @contextmanager
-    def _kept(self, unit: Unit, observer: Observer) -> Iterator[None]:
+    def _kept(self, unit: Unit, observer: Observer, replay: ReplayFunction) -> Iterator[None]:
         """Restore everything that one pass through ``unit`` changes."""
         modules = list(unit.layer.modules())
         with ExitStack() as stack:
@@ -310,9 +311,14 @@ class GuardedCapture:
             stack.enter_context(frozen_kept(unit.graphed))
             stack.enter_context(unit.kept())
             stack.enter_context(observer.kept())
-            if self._leaves is not None:
-                stack.enter_context(self._leaves.held(moves_refused=False))
+            layers = [unit.layer]
+            leaves = self._leaves
+            if leaves is None and not self._sharding.may_renew_accumulators(layers):
+                leaves = OtherLeaves(layers)
+                stack.callback(leaves.replays(replay))
+            if leaves is not None:
+                stack.enter_context(leaves.held(captures=False))
             stack.enter_context(without_gradients(list(unit.layer.parameters())))
-            stack.enter_context(self._backend.preserved([unit.layer]))
+            stack.enter_context(self._backend.preserved(layers))
             stack.enter_context(self._backend.without_updates())
             yield
