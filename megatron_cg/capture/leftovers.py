@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import CellType, FrameType
 from typing import Any
 
@@ -22,6 +22,17 @@ def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     keys = {storage._cdata for storage in memory}
     if not keys:
         return None
+    if not gc.get_freeze_count():
+        return _holder_of(keys)
+    gc.unfreeze()  # What a script has frozen is in no list of the collector.
+    try:
+        return _holder_of(keys)
+    finally:
+        gc.collect()
+        gc.freeze()
+
+
+def _holder_of(keys: Collection[int]) -> str | None:
     found = [
         one
         for one in gc.get_objects()

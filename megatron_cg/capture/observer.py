@@ -120,8 +120,8 @@ class Observer:
         return [
             *key_sets_of(self._unit.layer, strange),
             *(
-                KeySet(vars(m), "attribute", f"attribute {_dotted(self._paths[m])}", reads)
-                for m, reads in ((m, self._state.names) for m in strange)
+                KeySet(vars(m), "attribute", f"attribute {_dotted(self._paths[m])}", names)
+                for m, names in ((m, self._state.own_names) for m in strange)
             ),
         ]
 

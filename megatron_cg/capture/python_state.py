@@ -93,6 +93,8 @@ class PythonState:
         self._modules = dict(modules)
         self.names: set[str] = set()
         """All names in the code that was called."""
+        self.own_names: set[str] = set()
+        """Those in code of no library, which may ask whether there is such an attribute."""
         self._any_name = False
         """Whether code may read attributes by names that it computes."""
         self._functions: list[Callable[..., Any]] = []
@@ -272,6 +274,7 @@ class PythonState:
         package = str(names.get("__name__")).partition(".")[0]
         if package in _LIBRARIES:
             return
+        self.own_names.update(code.co_names, _texts(code.co_consts))
         self._any_name = self._any_name or not _BY_TEXT.isdisjoint(code.co_names)
         for name in code.co_names:
             value = names.get(name, self)

@@ -158,8 +158,9 @@ class Observer:
                 now = AutocastState.now(seen.autocast.device_type)
                 self._now[name] = replace(seen, autocast_in_backward=now)
 
-        attributes = [vars(one).values() for one in module.modules()]
-        set_or_returned = tensors_of((outputs, *map(tuple, attributes)))
+        attributes = [tuple(vars(one).values()) for one in module.modules()]
+        held = (one for one in tensors_of(attributes) if not isinstance(one, nn.Parameter))
+        set_or_returned = [*tensors_of(outputs), *held]
         for value in set_or_returned:
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(look)

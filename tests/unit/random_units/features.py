@@ -183,6 +183,17 @@ def keep_loss(u: Any, y: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
     return y
 
 
+_HALVES = torch.full((W,), 0.5)
+
+
+def _from_default(one: tuple[Tensor] = (_HALVES,)) -> Tensor:
+    return one[0]
+
+
+def _to_default(loss: Tensor, kept: list[Tensor] = []) -> None:  # noqa: B006
+    kept[:] = [loss]
+
+
 def do(inside: Callable[..., Any], give: Any = None, **made: Any) -> Feature:
     """A feature that computes, with an argument if ``give`` makes one."""
     return Feature(inside, give or (lambda run, x: None), made=made)
@@ -299,6 +310,10 @@ STATE = {
     ),
     "global read": do(lambda u, y, v: y * WORLD.mask),
     "global filled": do(lambda u, y, v: keep_loss(u, y, WORLD.kept.append)),
+    "default read": do(lambda u, y, v: y * u.from_default(), from_default=lambda: _from_default),
+    "default filled": do(
+        lambda u, y, v: keep_loss(u, y, u.to_default), to_default=lambda: _to_default
+    ),
     "closure read": Feature(lambda u, y, v: u.closed(y), build=_closure),
     "counter": do(lambda u, y, v: y * (1 + set_(u, "count", u.count + 1) % 2), count=lambda: 0),
     "call count": do(lambda u, y, v: first(y, set_(u, "n", u.n + 1)), n=lambda: 0),

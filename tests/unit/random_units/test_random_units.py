@@ -17,6 +17,35 @@ from tests.unit.random_units.search import smallest
 from tests.unit.random_units.training import Outcome, clean, eager_trace, outcome_of, tried
 
 SEEDS = range(50)
+REFUSED = {
+    "seed inside": "sets a seed in its forward pass",
+    "fork rng": "sets a seed in its forward pass",
+    "python random": "draws from Python's random",
+    "numpy random": "draws from numpy#random",
+    "checkpointed dropout": "recomputes activations and draws random numbers",
+    "read on the host": "_local_scalar_dense",
+    "input data written": "writes into its argument",
+    "argument written": "writes into its argument",
+    "input written": "writes into an argument #hat needs a gradient",
+    "hidden module": "uses a tensor that needs a gradient and is no parameter of it",
+    "weight written": "writes into its trainable parameter a#weight",
+    "buffer replaced": "replaces its buffer past by another tensor",
+    "attribute replaced": "keeps state in state: it reads what an earlier pass has set",
+    "list attribute filled": "changes history in its forward pass",
+    "dict attribute filled": "changes memo['loss'] in its forward pass",
+    "global filled": "changes global WORLD",
+    "default read": "that is no argument, parameter or buffer",
+    "default filled": "keeps a tensor of its forward pass in",
+    "counter": "changes count in its forward pass",
+    "list filled": "changes an argument, a list",
+    "dict filled": "changes an argument, a dict",
+    "hook inside": "is a _forward_hooks hook on a Li",
+    "tensor hook": "registers a hook on a tensor in its forward pass that changes global WORLD",
+    "global hook": "has modules inside, for which the hook",
+    "NamedTuple given": "unit-arguments",
+    "returned view written": "unit-view-written",
+}
+"""What no graph can do, and the words for it; their names and numbers are hidden."""
 
 
 def test_programs_of_fixed_seeds_are_equal_or_refused_with_a_reason() -> None:
@@ -32,6 +61,12 @@ def test_programs_of_fixed_seeds_are_equal_or_refused_with_a_reason() -> None:
     kinds = Counter(outcome.kind for _, outcome in outcomes.values())
     # Of 800 programs 62% are; so few of them vary.
     assert kinds["equal"] >= 0.5 * len(SEEDS), kinds
+
+
+@pytest.mark.parametrize("feature", REFUSED)
+def test_what_no_graph_can_do_is_refused_in_words(feature: str) -> None:
+    found = run(Program(1, ((feature,),)))
+    assert found.kind == "refused" and REFUSED[feature] in found.reason
 
 
 def test_a_seed_always_stands_for_the_same() -> None:
