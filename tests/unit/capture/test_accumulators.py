@@ -157,12 +157,3 @@ def test_the_class_of_a_parameter_is_kept() -> None:
     model.weight = model.same = Special(torch.full((3,), 2.0))
     _, (weight, *_) = run_on_leaves(model)
     assert type(weight) is Special and weight.requires_grad and weight.grad is not None
-
-
-def test_a_parameter_that_was_frozen_since_can_be_held() -> None:
-    model = Shared()
-    leaves = OtherLeaves([model])
-    model.weight.requires_grad_(False)
-    with leaves.held():
-        assert model.weight is not model.kept[0]
-    assert model.weight is model.kept[0]
