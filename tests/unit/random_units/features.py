@@ -5,6 +5,7 @@ A feature knows nothing of graphs. ``calls.py`` has those of arguments, results 
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 W = 8
 """The width of everything."""
+BACKEND = os.environ.get("RANDOM_UNITS_BACKEND", "tape")
+DEVICE = "cpu" if BACKEND == "tape" else "cuda"
+if DEVICE != "cpu":
+    torch.set_default_device(DEVICE)
 
 
 class World:
@@ -125,7 +130,7 @@ def _route(u: Any, y: Tensor) -> Tensor:
 
 
 def _island(u: Any, y: Tensor, **options: Any) -> Tensor:
-    with torch.autocast("cpu", **options):
+    with torch.autocast(DEVICE, **options):
         return F.linear(y if "dtype" in options else y.float(), u.b.weight).to(y.dtype)
 
 
@@ -234,7 +239,7 @@ COMPUTE = {
     "bernoulli": do(lambda u, y, v: y * torch.empty_like(y).bernoulli_(0.5)),
     "own generator": do(
         lambda u, y, v: y + torch.rand(W, generator=u.generator, device=y.device),
-        generator=lambda: torch.Generator().manual_seed(3),
+        generator=lambda: torch.Generator(DEVICE).manual_seed(3),
     ),
     "seed inside": do(lambda u, y, v: [torch.manual_seed(1), F.dropout(y)][1]),
     "fork rng": do(lambda u, y, v: _forked(y)),

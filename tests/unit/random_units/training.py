@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_cg import graph_units
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, MegatronCGError, ReplayMismatchError
-from tests.unit.random_units.features import WORLD, W
+from tests.unit.random_units.features import BACKEND, DEVICE, WORLD, W
 from tests.unit.random_units.programs import HAPPENS, ROWS, STEPS, Net, Program, draw
 
 LIMIT = 60
@@ -41,7 +41,7 @@ class Run:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(program.seed)
         self.program, self.trace = program, list[tuple[str, Any]]()
-        self.values = torch.Generator().manual_seed(program.seed)
+        self.values = torch.Generator(DEVICE).manual_seed(program.seed)
         self.kept: list[Any] = []
         self.s, self.terms, self.into = 0, list[Any](), dict[str, Any]()
         self.way = self._new_way()
@@ -79,7 +79,7 @@ class Run:
         self.graphs = graphs = graph_units(
             self.model,
             ["units.*"],
-            backend="tape",
+            backend=BACKEND,  # type: ignore[arg-type]
             warmup_steps=self.program.warmup,
             on_mismatch=self.program.on_mismatch,  # type: ignore[arg-type]
             verify_interval=self.program.verify_interval,
@@ -179,6 +179,8 @@ class Run:
         self.see("world", [WORLD.mask, self.tally, self.table, *WORLD.kept])
         self.trace.append((f"step {self.s}: calls of hooks", dict(WORLD.calls)))
         self.see("random numbers", torch.get_rng_state())
+        if DEVICE != "cpu":
+            self.see("random numbers of the device", torch.cuda.get_rng_state())
 
     def _new_way(self) -> Any:
         way = SimpleNamespace(**dict.fromkeys(WAYS), rows=ROWS, to_none=True)
@@ -187,7 +189,7 @@ class Run:
 
 
 def _autocast(is_on: bool | None) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if is_on else nullcontext()
+    return torch.autocast(DEVICE, torch.bfloat16) if is_on else nullcontext()
 
 
 def short(value: Any) -> int:
@@ -200,7 +202,7 @@ def bits(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = value.to_local() if hasattr(value, "to_local") else value  # FSDP2's DTensor
         plain = value.detach().as_subclass(torch.Tensor).contiguous()
-        raw = plain.flatten().view(torch.uint8).numpy().tobytes()
+        raw = plain.flatten().view(torch.uint8).cpu().numpy().tobytes()
         return str(value.dtype), tuple(value.shape), value.requires_grad, raw
     if isinstance(value, dict):
         return {key: bits(inner) for key, inner in value.items()}
@@ -213,11 +215,14 @@ def _wrapped(net: Net, sharding: str) -> Any:
     if not sharding:
         return net
     dist.init_process_group(
-        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+        "gloo" if DEVICE == "cpu" else "nccl",
+        store=torch._C._distributed_c10d.HashStore(),
+        rank=0,
+        world_size=1,
     )
     if sharding == "ddp":
         return DistributedDataParallel(net)
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(DEVICE, (1,))
     for unit in net.units:
         fully_shard(unit, mesh=mesh)
     return fully_shard(net, mesh=mesh)
@@ -231,7 +236,7 @@ def clean() -> None:
     for name, registry in vars(nn.modules.module).items():
         if name.startswith("_global_") and isinstance(registry, dict):
             registry.clear()
-    torch.set_autocast_enabled("cpu", False)
+    torch.set_autocast_enabled(DEVICE, False)
     torch.clear_autocast_cache()
     torch.autograd.set_detect_anomaly(False)
     torch.use_deterministic_algorithms(False)
