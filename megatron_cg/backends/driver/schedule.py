@@ -1,16 +1,14 @@
 """The order of TE's warmup and capture passes: which forward or backward, of which callable.
 
 Follows ``_make_graphed_callables`` of transformer-engine 2.20.2 (``_order``,
-``_num_layers_per_chunk``). Chunks are numbered from 1. A positive entry is the forward of all
-layers of that chunk; a negative entry is their backward in reverse order. Each chunk's samples are
-ordered by microbatch.
+``_num_layers_per_chunk``) for one model chunk: 1 is the forward of all callables for the next
+microbatch, -1 their backward in reverse order for the next one. Samples are ordered by microbatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from megatron_cg.errors import CaptureError
 
@@ -30,52 +28,28 @@ class Step:
 def schedule(
     layers: int,
     samples: int,
-    order: Sequence[int] | None = None,
+    order: Sequence[float] | None = None,
     layers_per_chunk: Sequence[int] | None = None,
 ) -> list[Step]:
-    """Return the passes in order.
+    """Return the passes in order; without ``order`` each callable has one sample.
 
-    Without ``order`` each callable has one sample: all forwards, then the backwards in reverse.
-
-    Raises:
-        CaptureError: samples or callables do not match the order, or the order contains a separate
-            weight-gradient pass (a fraction), which is not supported.
+    Raises CaptureError: samples or callables do not match the order, or it has several chunks or a
+    separate pass for weight gradients (a fraction).
     """
-    if order is None:
-        _require(samples == layers, f"{samples} sample_args for {layers} callables")
-        forwards = [Step(True, index, index) for index in range(layers)]
-        return forwards + [Step(False, index, index) for index in reversed(range(layers))]
-    _require(
-        all(int(chunk) == chunk and chunk != 0 for chunk in order),
-        f"order {list(order)} has an entry that is not a whole chunk number: delayed weight "
-        "gradients are not captured. Leave --delay-wgrad-compute out",
-    )
-    chunks = max(order)
-    microbatches = len(order) // chunks // 2
-    per_chunk = list(layers_per_chunk or [samples // chunks // max(microbatches, 1)] * chunks)
-    _require(
-        microbatches * chunks * 2 == len(order)
-        and sum(per_chunk) == layers
-        and samples == layers * microbatches,
-        f"order {list(order)} with {per_chunk} layers a chunk does not fit {layers} callables "
-        f"and {samples} sample_args",
-    )
-    starts = [0, *accumulate(per_chunk)]
-    done: dict[int, int] = {}
+    order = list(order or [1, -1])
+    microbatches = order.count(1)
+    fits = len(order) == 2 * microbatches == 2 * order.count(-1)
+    if not fits or samples != layers * microbatches or (layers_per_chunk or [layers]) != [layers]:
+        raise CaptureError(
+            f"{samples} sample_args for {layers} callables do not fit the order {order} with "
+            f"{layers_per_chunk} layers a chunk. One chunk is captured, each microbatch with a "
+            "sample of its own. Leave --delay-wgrad-compute out"
+        )
     steps: list[Step] = []
+    done = {1: 0, -1: 0}
     for entry in order:
-        chunk, forward = abs(entry) - 1, entry > 0
-        microbatch = done.get(entry, 0)
-        done[entry] = microbatch + 1
-        first = starts[chunk] * microbatches + microbatch * per_chunk[chunk]
-        inside = range(per_chunk[chunk])
-        steps += [
-            Step(forward, first + index, starts[chunk] + index)
-            for index in (inside if forward else reversed(inside))
-        ]
+        layers_in_turn = range(layers) if entry == 1 else reversed(range(layers))
+        first = layers * done[int(entry)]
+        steps += [Step(entry == 1, first + layer, layer) for layer in layers_in_turn]
+        done[int(entry)] += 1
     return steps
-
-
-def _require(condition: bool, found: str) -> None:
-    if not condition:
-        raise CaptureError(f"{found}. Pass sample_args and order as Megatron's helper makes them.")

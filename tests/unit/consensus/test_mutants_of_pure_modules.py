@@ -2,32 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pytest
-
-from megatron_cg.backends.driver.schedule import schedule
 from megatron_cg.consensus.decision import Level, Vote, ranks_text
-from megatron_cg.errors import CaptureError
-
-
-@pytest.mark.parametrize(
-    ("order", "chunks", "layers", "samples", "said"),
-    [
-        ([1, 1.5, -1], [1], 1, 1, "not a whole chunk number"),
-        ([1, 0, -1], [1], 1, 1, "not a whole chunk number"),
-        ([1, 1, -1], [1], 1, 1, "does not fit 1 callables"),
-        ([1, -1], [1], 2, 2, "with [1] layers a chunk does not fit 2 callables"),
-        ([1, 1, -1, -1], [2], 2, 3, "and 3 sample_args"),
-        (None, None, 2, 3, "3 sample_args for 2 callables"),
-    ],
-)
-def test_an_order_that_cannot_be_is_refused_by_what_is_wrong_with_it(
-    order: Sequence[int] | None, chunks: list[int] | None, layers: int, samples: int, said: str
-) -> None:
-    with pytest.raises(CaptureError) as caught:
-        schedule(layers, samples, order, chunks)
-    assert said in str(caught.value) and "as Megatron's helper makes them" in str(caught.value)
 
 
 def test_the_vote_of_a_rank_that_says_nothing() -> None:

@@ -261,21 +261,21 @@ def test_schedules() -> None:
     two = schedule(2, 4, [1, 1, -1, -1], [2])
     assert [step.sample for step in two] == [0, 1, 2, 3, 1, 0, 3, 2]
     assert [step.layer for step in two] == [0, 1, 0, 1, 1, 0, 1, 0]
-    chunks = schedule(3, 3, [1, 2, -2, -1], [1, 2])
-    assert [(step.sample, step.forward) for step in chunks] == [
-        (0, True), (1, True), (2, True), (2, False), (1, False), (0, False)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("arguments", "found"),
+    "arguments",
     [
-        ((2, 3), "3 sample_args for 2 callables"),
-        ((2, 2, [1, -0.5, -1], [2]), "delayed weight gradients"),
-        ((2, 3, [1, -1], [2]), "does not fit 2 callables and 3 sample_args"),
-        ((2, 2, [1, -1], [1]), "does not fit"),
+        (2, 3),
+        (2, 2, [1, -0.5, -1], [2]),
+        (1, 1, [1, 1.5, -1], [1]),
+        (1, 1, [1, 0, -1], [1]),
+        (1, 1, [1, 1, -1], [1]),
+        (2, 3, [1, 1, -1, -1], [2]),
+        (2, 2, [1, -1], [1]),
+        (3, 3, [1, 2, -2, -1], [1, 2]),
     ],
 )
-def test_schedules_that_do_not_add_up(arguments: Any, found: str) -> None:
-    with pytest.raises(CaptureError, match=found):
+def test_schedules_that_do_not_add_up(arguments: Any) -> None:
+    with pytest.raises(CaptureError, match=r"\d sample_args for \d callables do not fit the order"):
         schedule(*arguments)
