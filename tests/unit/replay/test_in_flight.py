@@ -20,28 +20,26 @@ class Replay(torch.autograd.Function):
         return gradient
 
 
-def replay(in_flight: InFlight, index: int, x: torch.Tensor) -> torch.Tensor:
+UNITS = [Unit(f"unit {index}", torch.nn.Identity(), ()) for index in range(4)]
+
+
+def replay(
+    in_flight: InFlight, index: int, x: torch.Tensor | None = None, then: Any = lambda _: None
+) -> torch.Tensor:
+    x = torch.ones(2, requires_grad=True) if x is None else x
     output: torch.Tensor = Replay.apply(x)  # type: ignore[no-untyped-call]
-    in_flight.begin(index, unit(index), (output, None), lambda _: None)
+    in_flight.begin(index, UNITS[index], (output, None), then)
     return output
-
-
-def unit(index: int) -> Unit:
-    return Unit(f"unit {index}", torch.nn.Identity(), ())
 
 
 def allowed(in_flight: InFlight) -> list[int]:
     return [index for index in range(4) if in_flight.broken(index) is None]
 
 
-def leaf() -> torch.Tensor:
-    return torch.ones(2, requires_grad=True)
-
-
 def test_only_later_units_replay_until_the_backward_has_run() -> None:
     in_flight = InFlight()
     assert allowed(in_flight) == [0, 1, 2, 3]
-    x = replay(in_flight, 0, leaf())
+    x = replay(in_flight, 0)
     assert allowed(in_flight) == [1, 2, 3]
     x = replay(in_flight, 2, x)
     assert allowed(in_flight) == [3]
@@ -52,7 +50,7 @@ def test_only_later_units_replay_until_the_backward_has_run() -> None:
 def test_an_output_in_use_is_waited_for_though_no_backward_can_follow() -> None:
     in_flight = InFlight()
     assert allowed(in_flight) == [0, 1, 2, 3]
-    x = replay(in_flight, 1, leaf())
+    x = replay(in_flight, 1)
     kept = x.detach()
     del x
     assert allowed(in_flight) == [2, 3] and kept.shape == (2,)
@@ -64,22 +62,16 @@ def test_an_output_in_use_is_waited_for_though_no_backward_can_follow() -> None:
 
 def test_an_output_without_gradient_is_not_waited_for() -> None:
     in_flight = InFlight()
-    in_flight.begin(1, unit(1), torch.ones(2), lambda _: None)
+    in_flight.begin(1, UNITS[1], torch.ones(2), lambda _: None)
     assert allowed(in_flight) == [0, 1, 2, 3]
 
 
-def test_a_later_replay_that_was_let_go_is_no_obstacle() -> None:
-    in_flight, began = InFlight(), list[int]()
-    first: torch.Tensor = Replay.apply(leaf())  # type: ignore[no-untyped-call]
-    in_flight.begin(0, unit(0), first, lambda _: began.append(0))
-    replay(in_flight, 1, leaf())
+def test_a_replay_that_was_let_go_is_no_obstacle_and_branches_go_backward_in_order() -> None:
+    in_flight, began = InFlight(), list[Any]()
+    first = replay(in_flight, 0, then=began.append)
+    replay(in_flight, 1)
     first.sum().backward()
-    assert began == [0] and allowed(in_flight) == [0, 1, 2, 3]
-
-
-def test_branches_that_meet_in_one_loss_go_backward_in_order() -> None:
-    in_flight = InFlight()
-    first, second = replay(in_flight, 0, leaf()), replay(in_flight, 1, leaf())
-    loss = second.sin().cos().sum() + first.sum()
-    loss.backward()
+    assert len(began) == 1 and allowed(in_flight) == [0, 1, 2, 3]
+    first, second = replay(in_flight, 0), replay(in_flight, 1)
+    (second.sin().cos().sum() + first.sum()).backward()
     assert allowed(in_flight) == [0, 1, 2, 3]
