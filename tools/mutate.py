@@ -73,7 +73,7 @@ NEAR: dict[str, str] = {
     "capture/test_session.py runs/test_one_rank_failures.py",
     "capture/transaction.py": "capture/test_session.py memory/test_capture_memory.py "
     "capture/test_broken_captures.py capture/test_in_place.py "
-    "capture/test_token_counts.py runs/test_some_layers.py backends/tape/test_training.py",
+    "replay/test_verify.py runs/test_some_layers.py backends/tape/test_training.py",
     "integrations/megatron/packs.py": "integrations/megatron/test_packs.py "
     "runs/test_packed_sequences.py",
     "memory/release.py": "memory/test_capture_memory.py capture/test_broken_captures.py",

@@ -120,8 +120,8 @@ def together() -> tuple[list[Any], list[str]]:
 def test_all_ranks_vote_before_a_unit_runs_eagerly() -> None:
     for steps, left in on_ranks(together):
         assert left == ["forward"] * 3
-        for (name, wanted), (votes, eager, graphed) in zip(STEPS, steps, strict=True):
-            assert votes == sorted(wanted) and graphed == eager, name
+        for (name, wanted), (votes, eager, replayed) in zip(STEPS, steps, strict=True):
+            assert votes == sorted(wanted) and replayed == eager, name
 
 
 @pytest.mark.parametrize(("turn", "waits"), [(True, agreement.TIMEOUT), (False, None)])

@@ -36,10 +36,10 @@ def layer_of(trainer: Any) -> Any:
 def with_keyword(name: str, change: Callable[[Any], Any]) -> Fault:
     """The layer is called with another value of a keyword."""
 
-    def fault(trainer: Any) -> None:
-        def hook(_module: Any, args: Any, kwargs: Any) -> Any:
-            return args, {**kwargs, name: change(kwargs.get(name))}
+    def hook(_module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, name: change(kwargs.get(name))}
 
+    def fault(trainer: Any) -> None:
         layer_of(trainer).register_forward_pre_hook(hook, with_kwargs=True)
 
     return fault
@@ -48,10 +48,6 @@ def with_keyword(name: str, change: Callable[[Any], Any]) -> Fault:
 def strided(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, other strides."""
     return tensor.transpose(0, 3).contiguous().transpose(0, 3)
-
-
-def in_evaluation(trainer: Any) -> None:
-    layer_of(trainer).self_attention.eval()
 
 
 def without_gradients(trainer: Any) -> Any:
@@ -64,10 +60,6 @@ def without_gradients(trainer: Any) -> Any:
 
     trainer.step = forward_only
     return nullcontext()
-
-
-def under_autocast(_trainer: Any) -> Any:
-    return torch.autocast("cpu", dtype=torch.float16)
 
 
 def module_replaced(trainer: Any) -> None:
@@ -92,15 +84,6 @@ def parameter_replaced(trainer: Any) -> None:
     layer_of(trainer).register_forward_hook(after, prepend=True)
 
 
-def buffer_replaced(trainer: Any) -> None:
-    attention = layer_of(trainer).self_attention
-    attention.mark = torch.ones(2)
-
-
-def attribute_replaced(trainer: Any) -> None:
-    layer_of(trainer).self_attention.note = torch.ones(2)
-
-
 def forward_replaced(trainer: Any) -> None:
     mlp = layer_of(trainer).mlp
     old = mlp.forward
@@ -110,10 +93,6 @@ def forward_replaced(trainer: Any) -> None:
         return output * 2, bias
 
     mlp.forward = doubled
-
-
-def hook_added(trainer: Any) -> None:
-    layer_of(trainer).mlp.register_forward_hook(lambda _m, _i, out: (out[0] * 2, out[1]))
 
 
 def hook_beside(trainer: Any) -> None:
@@ -141,13 +120,17 @@ def choice_repeated(trainer: Any) -> None:
     replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
 
-def memory_moved(trainer: Any) -> None:
-    buffer = layer_of(trainer).self_attention.mark
-    buffer.data = buffer.data.clone()
+def attention(change: Callable[[Any], Any]) -> Fault:
+    """What a change of the layer's attention does; it is no context manager."""
+
+    def fault(trainer: Any) -> None:
+        change(layer_of(trainer).self_attention)
+
+    return fault
 
 
-def recipe_changed(trainer: Any) -> None:
-    trainer.backend.recipe = "tensorwise"
+def hooked(attention: Any) -> None:
+    attention.core_attention.register_forward_hook(lambda _module, _args, out: out * 2)
 
 
 @dataclass(frozen=True)
@@ -198,11 +181,18 @@ FAULTS: dict[str, Case] = {
         warmup=2,
     ),
     "training": Case(
-        in_evaluation, "the mode of a SelfAttention was training at capture and is evaluation now"
+        attention(lambda one: one.eval()),
+        "the mode of a SelfAttention was training at capture and is evaluation now",
     ),
     "grad mode": Case(without_gradients, "was on at capture and is off now"),
-    "autocast": Case(under_autocast, "for cpu was off at capture and is torch.float16 now"),
-    "fp8": Case(recipe_changed, "was none at capture and is tensorwise now"),
+    "autocast": Case(
+        lambda _: torch.autocast("cpu", dtype=torch.float16),
+        "for cpu was off at capture and is torch.float16 now",
+    ),
+    "fp8": Case(
+        lambda trainer: setattr(trainer.backend, "recipe", "tensorwise"),
+        "was none at capture and is tensorwise now",
+    ),
     "routing": Case(
         choice_repeated,
         "the router's action was none at capture and is REPLAY_FORWARD now",
@@ -214,15 +204,25 @@ FAULTS: dict[str, Case] = {
         module_replaced, "module self_attention.core_attention was the DotProductAttention"
     ),
     "parameter": Case(parameter_replaced, "parameter input_layernorm.weight was the Parameter"),
-    "buffer": Case(buffer_replaced, "buffer self_attention.mark was the Tensor"),
-    "attribute": Case(attribute_replaced, "attribute self_attention.note was the Tensor"),
+    "buffer": Case(
+        attention(lambda one: setattr(one, "mark", torch.ones(2))),
+        "buffer self_attention.mark was the Tensor",
+    ),
+    "attribute": Case(
+        attention(lambda one: setattr(one, "note", torch.ones(2))),
+        "attribute self_attention.note was the Tensor",
+    ),
     "forward": Case(forward_replaced, "forward of mlp was the NoneType"),
-    "hooks": Case(hook_added, "module mlp was without hooks at capture and is with a hook now"),
+    "hooks": Case(
+        attention(hooked),
+        "module self_attention.core_attention was without hooks at capture and is with a hook now",
+    ),
     "metrics": Case(
         metrics_replaced, "metrics tracker was the MoEMetricsTracker", ("attn", "moe_router"), 4
     ),
     "address": Case(
-        memory_moved, "the memory of buffer self_attention.mark in the forward pass was 0x"
+        attention(lambda one: setattr(one.mark, "data", one.mark.data.clone())),
+        "the memory of buffer self_attention.mark in the forward pass was 0x",
     ),
 }
 """By the clause that has to see it. For ``frozen`` see test_frozen.py: Megatron-FSDP fails when a
