@@ -19,10 +19,14 @@ def seen(steps: int, *tables: object) -> tuple[StaticInputs, Layer]:
     layer = Layer()
     inputs = StaticInputs([layer])
     for step in range(steps):
-        stop = inputs.observe_step()
-        layer(torch.ones(1), table=tables[min(step, len(tables) - 1)])
-        stop()
+        look(inputs, layer, tables[min(step, len(tables) - 1)])
     return inputs, layer
+
+
+def look(inputs: StaticInputs, layer: Layer, table: object) -> None:
+    stop = inputs.observe_step()
+    layer(torch.ones(1), table=table)
+    stop()
 
 
 def replaced(found: tuple[StaticInputs, Layer], sample: torch.Tensor) -> torch.Tensor:
@@ -30,18 +34,13 @@ def replaced(found: tuple[StaticInputs, Layer], sample: torch.Tensor) -> torch.T
     return inputs.replace_in(layer, {"table": sample})["table"]
 
 
-def test_a_table_that_never_changes_takes_the_place_of_a_sample_after_two_steps() -> None:
-    table, sample = torch.ones(3), torch.zeros(3)
-    assert replaced(seen(1, table), sample) is sample
+def test_only_a_table_that_never_changes_takes_the_place_of_a_sample_after_two_steps() -> None:
+    table, sample, other = torch.ones(3), torch.zeros(3), torch.ones(3)
     assert replaced(seen(2, table), sample) is table
-
-
-def test_what_changed_stays_a_sample() -> None:
-    table, sample = torch.ones(3), torch.zeros(3)
-    other, learned = torch.ones(3), torch.ones(3, requires_grad=True)
-    assert replaced(seen(3, table, other), sample) is sample
-    assert replaced(seen(3, table, None, table), sample) is sample
-    assert replaced(seen(2, learned), sample) is sample
+    learned = torch.ones(3, requires_grad=True)
+    changing = seen(3, table, other), seen(3, table, None, table), seen(2, learned)
+    for found in (seen(1, table), *changing):
+        assert replaced(found, sample) is sample
 
 
 def test_what_is_forgotten_has_to_be_seen_twice_again() -> None:
@@ -51,9 +50,7 @@ def test_what_is_forgotten_has_to_be_seen_twice_again() -> None:
     assert replaced((inputs, layer), sample) is sample
     later = torch.ones(3)
     for expected in (sample, later):
-        stop = inputs.observe_step()
-        layer(torch.ones(1), table=later)
-        stop()
+        look(inputs, layer, later)
         assert replaced((inputs, layer), sample) is expected
 
 
