@@ -37,34 +37,51 @@ class Unit(nn.Module):
         super().__init__()
         self.linear, self.late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.late.weight.requires_grad_(False)
+        self.act, self.drop = nn.Tanh(), nn.Dropout(0.1)
+        self.table: torch.Tensor = nn.Buffer(torch.ones(WIDTH))
         self.settings, self.skips, self.factors = Settings(), False, [1.0, 1.0]
+        self.gain = torch.ones(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = x if self.skips else self.late(torch.tanh(self.linear(x)))
+        made = x if self.skips else self.late(self.act(self.linear(x)) * self.gain)
         factor = self.settings.power * self.factors[1] * self.common * SCALES["now"]
         shift = torch.full((WIDTH,), 0.1, device=x.device) * 3  # of the default dtype
-        return torch.tanh(made * factor) + shift.to(x.dtype)
+        out: torch.Tensor = self.drop(torch.tanh(made * factor * self.table))
+        return out + shift.to(x.dtype)
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
-    "an attribute": (lambda unit: setattr(unit, "skips", True), 1, "attribute skips"),
-    "of an object": (lambda unit: setattr(unit.settings, "power", 0.5), 1, "settings.power"),
-    "of a list": (lambda unit: unit.factors.__setitem__(1, 0.5), 1, "attribute factors"),
-    "of a class": (lambda _: setattr(Unit, "common", 0.5), 2, "attribute Unit.common"),
-    "a global": (lambda _: SCALES.update(now=0.5), 2, f"global SCALES of {__name__}"),
-    "unfrozen": (
+    "state: attribute": (lambda unit: setattr(unit, "skips", True), 1, "attribute skips"),
+    "state: object": (lambda unit: setattr(unit.settings, "power", 0.5), 1, "settings.power"),
+    "state: list": (lambda unit: unit.factors.__setitem__(1, 0.5), 1, "attribute factors"),
+    "state: class": (lambda _: setattr(Unit, "common", 0.5), 2, "attribute Unit.common"),
+    "state: global": (lambda _: SCALES.update(now=0.5), 2, f"global SCALES of {__name__}"),
+    "frozen": (
         lambda unit: unit.late.weight.requires_grad_(True),
-        *(1, "late.weight was without requires_grad at capture and is with it now (frozen)"),
+        *(1, "late.weight was without requires_grad at capture and is with it now"),
     ),
-    "determinism": (lambda _: torch.use_deterministic_algorithms(True), 2, "(determinism)"),
-    "dtype": (lambda _: torch.set_default_dtype(torch.float64), 2, "(default dtype)"),
-    "frozen later": (lambda unit: unit.linear.weight.requires_grad_(False), 0, ""),
-    "an equal number": (lambda unit: setattr(unit.settings, "power", float("1.0")), 0, ""),
-    "an equal list": (lambda unit: setattr(unit, "factors", [1.0, 1.0]), 0, ""),
-    "an equal dictionary": (lambda _: SCALES.update(now=float("1.0")), 0, ""),
-    "what no code reads": (lambda unit: setattr(unit, "read_by_nobody", 3), 0, ""),
+    "training": (lambda unit: unit.drop.eval(), 1, "the mode of a Dropout was training"),
+    "module": (lambda unit: setattr(unit, "act", nn.Sigmoid()), 1, "module act was the Tanh"),
+    "buffer": (lambda unit: setattr(unit, "table", torch.zeros(WIDTH)), 1, "table was the Tensor"),
+    "attribute": (lambda unit: setattr(unit, "gain", torch.zeros(WIDTH)), 1, "gain was the Tensor"),
+    "forward": (lambda unit: setattr(unit.act, "forward", torch.cos), 1, "forward of act was the"),
+    "hooks": (
+        lambda unit: unit.act.register_forward_hook(lambda _module, _args, out: out * 2),
+        *(1, "module act was without hooks at capture and is with a hook now"),
+    ),
+    "address": (
+        lambda unit: setattr(unit.table, "data", unit.table.data.clone()),
+        *(1, "the memory of buffer table in the forward pass was 0x"),
+    ),
+    "determinism": (lambda _: torch.use_deterministic_algorithms(True), 2, ""),
+    "default dtype": (lambda _: torch.set_default_dtype(torch.float64), 2, ""),
+    "none: frozen later": (lambda unit: unit.linear.weight.requires_grad_(False), 0, ""),
+    "none: equal number": (lambda unit: setattr(unit.settings, "power", float("1.0")), 0, ""),
+    "none: equal list": (lambda unit: setattr(unit, "factors", [1.0, 1.0]), 0, ""),
+    "none: equal dictionary": (lambda _: SCALES.update(now=float("1.0")), 0, ""),
+    "none: read by no code": (lambda unit: setattr(unit, "read_by_nobody", 3), 0, ""),
 }
-"""A change of the first unit, how many units run eagerly after it, and what is said of each."""
+"""By the clause that sees it: a change of the first unit, how many units run eagerly, and why."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,5 +131,5 @@ def test_a_change_is_used_at_once_and_what_stays_the_same_is_replayed(
     missed = units * (STEPS - CHANGED)
     expect(counters, replayed=2 * (STEPS - WARMUP) - missed, mismatched=missed, eager=missed)
     said = [record.getMessage() for record in caplog.records if record.name == LOGGER]
-    kind = "" if "(" in words else "(state)"
-    assert len(said) == units and all(words in one and kind in one for one in said)
+    clause = f"({name.partition(':')[0]})"
+    assert len(said) == units and all(words in one and clause in one for one in said)

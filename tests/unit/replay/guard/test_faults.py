@@ -5,7 +5,6 @@ Each fault is put into an eager run and into one with graphs, at the same step.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -62,12 +61,6 @@ def without_gradients(trainer: Any) -> Any:
     return nullcontext()
 
 
-def module_replaced(trainer: Any) -> None:
-    attention = layer_of(trainer).self_attention
-    attention.core_attention = copy.copy(attention.core_attention)
-    attention.core_attention.softmax_scale = 0.5
-
-
 def parameter_replaced(trainer: Any) -> None:
     """For the layer's forward pass: between steps Megatron-FSDP would put its own back."""
     norm = layer_of(trainer).input_layernorm
@@ -82,17 +75,6 @@ def parameter_replaced(trainer: Any) -> None:
 
     layer_of(trainer).register_forward_pre_hook(before)
     layer_of(trainer).register_forward_hook(after, prepend=True)
-
-
-def forward_replaced(trainer: Any) -> None:
-    mlp = layer_of(trainer).mlp
-    old = mlp.forward
-
-    def doubled(*args: Any, **kwargs: Any) -> Any:
-        output, bias = old(*args, **kwargs)
-        return output * 2, bias
-
-    mlp.forward = doubled
 
 
 def hook_beside(trainer: Any) -> None:
@@ -118,19 +100,6 @@ def choice_repeated(trainer: Any) -> None:
     tokens = plan.micro_batch_size * plan.model.sequence_length
     replay.set_target_indices(torch.tensor([[0, 1]]).repeat(tokens, 1))
     replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-
-
-def attention(change: Callable[[Any], Any]) -> Fault:
-    """What a change of the layer's attention does; it is no context manager."""
-
-    def fault(trainer: Any) -> None:
-        change(layer_of(trainer).self_attention)
-
-    return fault
-
-
-def hooked(attention: Any) -> None:
-    attention.core_attention.register_forward_hook(lambda _module, _args, out: out * 2)
 
 
 @dataclass(frozen=True)
@@ -180,10 +149,6 @@ FAULTS: dict[str, Case] = {
         "the memory of argument rotary_pos_emb was 0x",
         warmup=2,
     ),
-    "training": Case(
-        attention(lambda one: one.eval()),
-        "the mode of a SelfAttention was training at capture and is evaluation now",
-    ),
     "grad mode": Case(without_gradients, "was on at capture and is off now"),
     "autocast": Case(
         lambda _: torch.autocast("cpu", dtype=torch.float16),
@@ -200,33 +165,12 @@ FAULTS: dict[str, Case] = {
         4,
         options={"moe_enable_routing_replay": True},
     ),
-    "module": Case(
-        module_replaced, "module self_attention.core_attention was the DotProductAttention"
-    ),
     "parameter": Case(parameter_replaced, "parameter input_layernorm.weight was the Parameter"),
-    "buffer": Case(
-        attention(lambda one: setattr(one, "mark", torch.ones(2))),
-        "buffer self_attention.mark was the Tensor",
-    ),
-    "attribute": Case(
-        attention(lambda one: setattr(one, "note", torch.ones(2))),
-        "attribute self_attention.note was the Tensor",
-    ),
-    "forward": Case(forward_replaced, "forward of mlp was the NoneType"),
-    "hooks": Case(
-        attention(hooked),
-        "module self_attention.core_attention was without hooks at capture and is with a hook now",
-    ),
     "metrics": Case(
         metrics_replaced, "metrics tracker was the MoEMetricsTracker", ("attn", "moe_router"), 4
     ),
-    "address": Case(
-        attention(lambda one: setattr(one.mark, "data", one.mark.data.clone())),
-        "the memory of buffer self_attention.mark in the forward pass was 0x",
-    ),
 }
-"""By the clause that has to see it. For ``frozen`` see test_frozen.py: Megatron-FSDP fails when a
-parameter is frozen or unfrozen after wrapping."""
+"""By the clause that has to see it. ``test_depends_on.py`` has more, without Megatron."""
 BESIDE = Case(
     hook_beside,
     "at capture and is with 2 others now",
@@ -259,8 +203,6 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
     )
     with trainer_of(model, graphs=graphs) as trainer:
         trainer.backend = Numeric()
-        layer_of(trainer).self_attention.register_buffer("mark", torch.ones(2))
-        layer_of(trainer).self_attention.note = torch.ones(2)
         numbers = [trainer.step() for _ in range(case.warmup)]
         if graphs:
             trainer.capture(trainer.backend)
