@@ -90,13 +90,14 @@ def test_a_replay_gives_its_gradients_to_the_parameters_but_for_verification() -
     model = Shared()
     leaves, (leaf, *_) = run_on_leaves(model)
     given: list[Any] = []
-
     function: Any = SimpleNamespace(apply=lambda *args: given.append(args), forward=0, backward=0)
     replaced: Any = []
     leaves.replays(ReplayFunction(function, 1, replaced.append, lambda: lambda: None, ()))
     leaf.grad = None
     replaced[0].apply("input", leaf, model.frozen)
+    model.weight.requires_grad_(False)  # frozen since the capture
     with leaves.held():
+        assert model.weight is leaf
         replaced[0].apply("input", leaf, model.frozen)
     outside, inside = given
     assert outside[1] is model.weight and inside[1] is leaf
@@ -141,12 +142,3 @@ def test_recurrent_layers_of_torch_use_the_leaves_where_the_parameters_are() -> 
     assert model._flat_weights[0] is model.weight_ih_l0 and model._flat_weight_refs is refs
     model(torch.ones(1, 1, 2))
     assert [weight.data_ptr() for weight in model.parameters()] == places
-
-
-def test_a_parameter_that_was_frozen_since_can_be_held() -> None:
-    model = Shared()
-    leaves = OtherLeaves([model])
-    model.weight.requires_grad_(False)
-    with leaves.held():
-        assert model.weight is not model.kept[0]
-    assert model.weight is model.kept[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import bytes_of
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.upstream.patch import undone_after
 from tests.unit.counted import expect
 from tests.unit.identity import Same
 from tests.unit.trainers import trainer_of
@@ -248,23 +249,18 @@ def test_a_failure_to_undo_is_told_too_and_the_session_can_try_again(
     votes.close()
 
 
-@contextmanager
-def ears_that_fail(kind: type[Event]) -> Iterator[None]:
-    """A subscriber raises, as a print does whose reader is gone."""
+def fail_at(kind: type[Event]) -> Callable[[], None]:
+    """Let a subscriber raise, as a print does whose reader is gone; returns the undo."""
 
     def hear(event: Event) -> None:
         if isinstance(event, kind):
             raise BrokenPipeError
 
-    stop = subscribe(hear)
-    try:
-        yield
-    finally:
-        stop()
+    return subscribe(hear)
 
 
 def test_graphs_are_released_if_their_report_fails(trainer: Any) -> None:
-    with ears_that_fail(CaptureEnded), unchanged(trainer, BrokenPipeError):
+    with undone_after(fail_at(CaptureEnded)), unchanged(trainer, BrokenPipeError):
         trainer.capture(TapeBackend())
     assert open_sessions() == 0
 
@@ -274,7 +270,7 @@ def test_graphs_are_deleted_if_the_report_on_them_fails(trainer: Any) -> None:
     session = trainer.capture(TapeBackend())
     controller = GraphController(Agreement(), lambda: session, lambda: None)
     controller.capture()
-    with ears_that_fail(GraphsDeleted), pytest.raises(BrokenPipeError):
+    with undone_after(fail_at(GraphsDeleted)), pytest.raises(BrokenPipeError):
         controller.delete()
     assert session.phase is Phase.CLOSED and open_sessions() == 0
     assert state(trainer) == before

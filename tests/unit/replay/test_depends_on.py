@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,19 +84,18 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
 """By the clause that sees it: a change of the first unit, how many units run eagerly, and why."""
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Globals and modes are as before each test."""
-    yield
-    restore()
+@contextmanager
+def restored() -> Iterator[None]:
+    """Globals and modes are as before, after the block."""
+    try:
+        yield
+    finally:
+        SCALES["now"], Unit.common = 1.0, 1.0
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
 
 
-def restore() -> None:
-    SCALES["now"], Unit.common = 1.0, 1.0
-    torch.use_deterministic_algorithms(False)
-    torch.set_default_dtype(torch.float32)
-
-
+@restored()
 def train(change: Callable[[Any], object], graphed: bool) -> tuple[list[torch.Tensor], Any]:
     """Losses, weights, counters; step ``CHANGED`` begins with a change of the first unit."""
     torch.manual_seed(0)
@@ -114,7 +113,6 @@ def train(change: Callable[[Any], object], graphed: bool) -> tuple[list[torch.Te
                 loss.backward()
                 optimizer.step()
             found.append(loss.detach())
-    restore()
     found += [parameter.detach().clone() for parameter in network.parameters()]
     return found, made and made.counters
 
