@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.capture.static_inputs import StaticInputs, positional_names
+from megatron_cg.capture.static_inputs import StaticInputs
 
 
 class Layer(nn.Module):
@@ -19,14 +19,10 @@ def seen(steps: int, *tables: object) -> tuple[StaticInputs, Layer]:
     layer = Layer()
     inputs = StaticInputs([layer])
     for step in range(steps):
-        look(inputs, layer, tables[min(step, len(tables) - 1)])
+        stop = inputs.observe_step()
+        layer(torch.ones(1), table=tables[min(step, len(tables) - 1)])
+        stop()
     return inputs, layer
-
-
-def look(inputs: StaticInputs, layer: Layer, table: object) -> None:
-    stop = inputs.observe_step()
-    layer(torch.ones(1), table=table)
-    stop()
 
 
 def replaced(found: tuple[StaticInputs, Layer], sample: torch.Tensor) -> torch.Tensor:
@@ -41,17 +37,6 @@ def test_only_a_table_that_never_changes_takes_the_place_of_a_sample_after_two_s
     changing = seen(3, table, other), seen(3, table, None, table), seen(2, learned)
     for found in (seen(1, table), *changing):
         assert replaced(found, sample) is sample
-
-
-def test_what_is_forgotten_has_to_be_seen_twice_again() -> None:
-    table, sample = torch.ones(3), torch.zeros(3)
-    inputs, layer = seen(2, table)
-    inputs.forget()
-    assert replaced((inputs, layer), sample) is sample
-    later = torch.ones(3)
-    for expected in (sample, later):
-        look(inputs, layer, later)
-        assert replaced((inputs, layer), sample) is expected
 
 
 def test_a_table_unlike_the_sample_is_not_read_in_place() -> None:
@@ -79,11 +64,3 @@ def test_a_table_is_the_same_where_a_recomputation_has_a_detached_one() -> None:
         stop()
     assert [given is table for given in calls] == [True, False] * 2
     assert replaced((inputs, layer), sample) is table
-
-
-def test_a_name_that_a_keyword_has_is_not_given_to_another_argument() -> None:
-    def forward(x: torch.Tensor, bias: torch.Tensor) -> None:
-        pass
-
-    assert positional_names(forward, 2) == ["x", "bias"]
-    assert positional_names(forward, 3, {"bias": 1}) == ["x", "number 1", "number 2"]
