@@ -111,7 +111,7 @@ NEAR: dict[str, str] = {
     "fsdp/transform.py": _HOOKS,
     "replay/guarded_graph.py": f"{_REPLAY} upstream/test_copies.py "
     "integrations/standalone/test_graphs.py runs/test_moved_buffers.py",
-    "replay/in_flight.py": "replay/test_in_flight.py replay/test_order_of_passes.py",
+    "replay/in_flight.py": "replay/test_order_of_passes.py integrations/standalone/test_graphs.py",
     "replay/guard/addresses.py": "replay/guard capture/test_observer.py runs/test_moved_buffers.py",
     "replay/guard/inputs.py": "replay/guard",
     "replay/guard/mismatch.py": "replay/guard",
@@ -129,7 +129,7 @@ NEAR: dict[str, str] = {
     "consensus/test_mutants_of_pure_modules.py",
     "capture/session.py": "capture/test_session.py runs/test_life.py "
     "capture/test_broken_captures.py runs/test_one_rank_failures.py",
-    "capture/static_inputs.py": "capture/test_static_inputs.py "
+    "capture/static_inputs.py": "capture/test_observer.py "
     "capture/test_session.py replay/guard backends/tape/test_training.py",
     "upstream/patch.py": "upstream/test_undo.py integrations/megatron/test_patches.py "
     "capture/test_session.py",

@@ -62,6 +62,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     ),
     "training": (lambda unit: unit.drop.eval(), 1, "the mode of a Dropout was training"),
     "module": (lambda unit: setattr(unit, "act", nn.Sigmoid()), 1, "module act was the Tanh"),
+    "parameter": (
+        lambda unit: setattr(unit.linear, "weight", nn.Parameter(torch.eye(WIDTH))),
+        *(1, "parameter linear.weight was the Parameter"),
+    ),
     "buffer": (lambda unit: setattr(unit, "table", torch.zeros(WIDTH)), 1, "table was the Tensor"),
     "attribute": (lambda unit: setattr(unit, "gain", torch.zeros(WIDTH)), 1, "gain was the Tensor"),
     "forward": (lambda unit: setattr(unit.act, "forward", torch.cos), 1, "forward of act was the"),

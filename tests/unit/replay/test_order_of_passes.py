@@ -1,4 +1,4 @@
-"""A backward pass whose graph was replayed again is an error, whatever the backend looks at."""
+"""Which replays may run while others wait for their backward, and which backward is an error."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from megatron_cg.backends.driver.recorder import Recorded
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.in_flight import InFlight
+from megatron_cg.replay.unit import Unit
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
@@ -67,3 +69,44 @@ def test_a_pass_out_of_order_is_an_error(
     with pytest.raises(ReplayMismatchError, match=words):
         for number in order:
             made[number].backward(retain_graph=True)
+
+
+class Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def test_only_later_units_replay_until_the_backward_has_run_or_cannot() -> None:
+    in_flight, began = InFlight(), list[int]()
+    units = [Unit(f"unit {index}", torch.nn.Identity(), ()) for index in range(4)]
+
+    def replay(index: int, x: torch.Tensor | None = None) -> torch.Tensor:
+        x = torch.ones(2, requires_grad=True) if x is None else x
+        output: torch.Tensor = Replay.apply(x)  # type: ignore[no-untyped-call]
+        in_flight.begin(index, units[index], (output, None), lambda _: began.append(index))
+        return output
+
+    def allowed() -> list[int]:
+        return [index for index in range(4) if in_flight.broken(index) is None]
+
+    assert allowed() == [0, 1, 2, 3]
+    x = replay(0)
+    assert allowed() == [1, 2, 3]
+    x = replay(2, x)  # Nothing but a node of autograd is left of the output of unit 0.
+    assert allowed() == [3]
+    x.sum().backward()
+    assert allowed() == [0, 1, 2, 3] and began == [2, 0]
+    x = replay(1)
+    kept = x.detach()
+    del x
+    assert allowed() == [2, 3] and kept.shape == (2,)
+    del kept
+    first = replay(0)
+    replay(1)  # let go
+    first.sum().backward()
+    assert allowed() == [0, 1, 2, 3] and began == [2, 0, 0]

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
 
-BEFORE, AFTER = 2, 2
+LAYERS, BEFORE, AFTER = 2, 2, 2
+ROUTER, RECORDING = ("attn", "moe_router"), {"moe_enable_routing_replay": True}
 LOGGER = "megatron_cg.replay.mismatch_policy"
 Fault = Callable[[Any], Any]
 """Does its worst to a trainer; may return a context manager for the next step."""
@@ -59,22 +59,6 @@ def without_gradients(trainer: Any) -> Any:
 
     trainer.step = forward_only
     return nullcontext()
-
-
-def parameter_replaced(trainer: Any) -> None:
-    """For the layer's forward pass: between steps Megatron-FSDP would put its own back."""
-    norm = layer_of(trainer).input_layernorm
-    new, own = nn.Parameter(torch.full((norm.weight.numel(),), 1.5)), []
-
-    def before(*_args: Any) -> None:
-        own.append(norm.weight)
-        norm.weight = new
-
-    def after(*_args: Any) -> None:
-        norm.weight = own.pop()
-
-    layer_of(trainer).register_forward_pre_hook(before)
-    layer_of(trainer).register_forward_hook(after, prepend=True)
 
 
 def hook_beside(trainer: Any) -> None:
@@ -161,14 +145,11 @@ FAULTS: dict[str, Case] = {
     "routing": Case(
         choice_repeated,
         "the router's action was none at capture and is REPLAY_FORWARD now",
-        ("attn", "moe_router"),
+        ROUTER,
         4,
-        options={"moe_enable_routing_replay": True},
+        options=RECORDING,
     ),
-    "parameter": Case(parameter_replaced, "parameter input_layernorm.weight was the Parameter"),
-    "metrics": Case(
-        metrics_replaced, "metrics tracker was the MoEMetricsTracker", ("attn", "moe_router"), 4
-    ),
+    "metrics": Case(metrics_replaced, "metrics tracker was the MoEMetricsTracker", ROUTER, 4),
 }
 """By the clause that has to see it. ``test_depends_on.py`` has more, without Megatron."""
 BESIDE = Case(
@@ -193,7 +174,7 @@ class Numeric(TapeBackend):
 def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
     """Losses and norms of some steps, the fault in their middle; and the session's counters."""
     model = CpuModelConfig(
-        layers=2,
+        layers=LAYERS,
         graph_modules=case.scopes,
         experts=case.experts,
         dropout=0.1,
@@ -243,3 +224,45 @@ def test_a_table_that_never_changes_is_read_in_place(one_rank: None) -> None:
     assert [c.inputs_in_place for c in counts] == [0, replays]
     assert [c.inputs_copied for c in counts] == [3 * replays, 2 * replays]
     assert counts[0].bytes_copied > counts[1].bytes_copied > 0
+
+
+def recorded_in(
+    *, graphed: bool, recording_at_capture: bool = False
+) -> tuple[Any, list[torch.Tensor], Any]:
+    """Numbers of all steps; choices recorded in one step after the capture; the counters."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    RouterReplay.clear_global_router_replay_instances()
+    shape = CpuModelConfig(
+        layers=LAYERS, graph_modules=ROUTER, experts=4, bf16=False, options=RECORDING
+    )
+    with trainer_of(shape, graphs=graphed) as trainer:
+        numbers = [trainer.step()]
+        if recording_at_capture:
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        if graphed:
+            trainer.capture(TapeBackend())
+        RouterReplay.clear_global_router_replay_action()
+        numbers += [trainer.step() for _ in range(BEFORE)]
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        numbers.append(trainer.step())
+        recorded = [choice.clone() for choice in RouterReplay.get_recorded_data()]
+        RouterReplay.clear_global_router_replay_action()
+        numbers += [trainer.step() for _ in range(AFTER)]
+        return numbers, recorded, trainer.session and trainer.session.counters
+
+
+@pytest.mark.parametrize("at_capture", [False, True])
+def test_what_a_router_records_is_as_in_an_eager_run(
+    at_capture: bool, one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graph that was captured from a router with an action is never replayed."""
+    numbers, wanted, _ = recorded_in(graphed=False)
+    found, recorded, counters = recorded_in(graphed=True, recording_at_capture=at_capture)
+    assert found == numbers
+    assert len(recorded) == LAYERS and all(map(torch.equal, recorded, wanted))
+    replays = 0 if at_capture else LAYERS * (BEFORE + AFTER)
+    passes = LAYERS * (BEFORE + 1 + AFTER)
+    expect(counters, replayed=replays, mismatched=passes - replays, eager=passes - replays)
+    text = "the router's action was RECORD at capture and is none now (routing)"
+    assert (text in caplog.text) is at_capture
