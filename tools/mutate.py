@@ -124,7 +124,7 @@ NEAR: dict[str, str] = {
     "capture/hook_order.py": "hooks capture/test_hook_order.py",
     "hooks/snapshot.py": _HOOKS,
     "consensus/process_exit.py": "consensus/test_leaving.py runs/test_one_rank_failures.py",
-    "replay/attach.py": f"{_REPLAY} upstream/test_copies.py",
+    "replay/attach.py": f"{_REPLAY} replay/test_eager_passes.py upstream/test_copies.py",
     "hooks/capture_schedule.py": "capture/test_hook_order.py "
     "consensus/test_mutants_of_pure_modules.py",
     "capture/session.py": "capture/test_session.py runs/test_life.py "
@@ -136,7 +136,8 @@ NEAR: dict[str, str] = {
     "consensus/decision.py": "consensus/test_decision.py consensus/test_mutants_of_pure_modules.py",
     "integrations/megatron/optimizer_graph.py": "integrations/megatron/test_optimizer_graph.py",
     "replay/verify.py": "replay/test_verify.py",
-    "replay/mismatch_policy.py": "replay/test_mismatch_policy.py test_fault_table.py",
+    "replay/mismatch_policy.py": "capture/test_session.py replay/test_verify.py "
+    "runs/test_moved_buffers.py test_fault_table.py",
 }
 """For each module, below the package, the tests below ``tests/unit`` that are run."""
 

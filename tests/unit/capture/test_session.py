@@ -21,6 +21,7 @@ from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseE
 from megatron_cg.events import CaptureEnded, Event, GraphsDeleted, subscribe
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import bytes_of
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
@@ -157,6 +158,9 @@ def test_a_failure_at_any_stage_changes_nothing(
 
 
 def test_close_puts_everything_back_and_is_safe_to_run_twice(trainer: Any) -> None:
+    """A user's hook on a layer runs around its replays, and not in the capture."""
+    calls: list[str] = []
+    layers_of(trainer)[0].register_forward_hook(lambda *_: calls.append("forward"))
     before = state(trainer)
     session = trainer.capture(TapeBackend())
     assert session.phase is Phase.REPLAYING
@@ -166,8 +170,12 @@ def test_close_puts_everything_back_and_is_safe_to_run_twice(trainer: Any) -> No
         assert replaying[name] == before[name]
     session.close()
     session.close()
-    assert session.phase.value == "closed"
+    assert session.phase.value == "closed" and calls == []
     assert state(trainer) == before
+    session = trainer.capture(TapeBackend())
+    trainer.step()
+    assert calls == ["forward"]
+    expect(session.counters, replayed=2)
 
 
 def test_ranks_vote_on_lost_graphs_also_if_one_cannot_be_released(trainer: Any) -> None:
@@ -224,6 +232,19 @@ class LeavesHooks(TapeBackend):
 def test_hooks_that_a_backend_leaves_below_the_units_are_taken_off(trainer: Any) -> None:
     with unchanged(trainer, Forced):
         trainer.capture(LeavesHooks())
+
+
+def test_another_capture_is_asked_for_unless_the_last_one_did_not_help(trainer: Any) -> None:
+    session = trainer.capture(TapeBackend(), policy=ReplayPolicy("recapture"))
+    attention, mismatches = layers_of(trainer)[0].self_attention, session.mismatches
+    for again, replays, asked in ((False, 0, True), (True, 0, False), (True, 1, True)):
+        mismatches.captured_again, mismatches.wants_recapture = again, False
+        for _ in range(replays):
+            trainer.step()
+        with attention.register_forward_hook(lambda *_: None):
+            trainer.step()
+        assert mismatches.wants_recapture is asked
+    expect(session.counters, replayed=5, mismatched=3)
 
 
 def forced(*_args: object) -> None:
@@ -338,13 +359,3 @@ def test_a_user_hook_inside_the_graph_stops_capture_before_anything_changes(trai
     with unchanged(trainer, HookError, "inside the part that becomes a CUDA graph"):
         trainer.capture(TapeBackend())
     handle.remove()
-
-
-def test_a_user_hook_on_the_layer_runs_around_every_replay(trainer: Any) -> None:
-    calls: list[str] = []
-    layers_of(trainer)[0].register_forward_hook(lambda *_: calls.append("forward"))
-    session = trainer.capture(TapeBackend())
-    assert calls == []
-    trainer.step()
-    assert calls == ["forward"]
-    expect(session.counters, replayed=2)

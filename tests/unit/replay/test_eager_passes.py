@@ -7,16 +7,19 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.replay import guarded_graph as graphed
+from megatron_cg.replay.attach import replay_instead
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
@@ -57,8 +60,7 @@ STEPS: list[tuple[str, list[str]]] = [
 @contextmanager
 def found_wrong() -> Iterator[None]:
     """Every replay of one unit differs from its eager pass, though it is the same."""
-    module: Any = graphed
-    real = module.verify
+    real = cast(Any, graphed).verify
 
     def verify(unit: Any, *arguments: Any, **options: Any) -> Mismatch | None:
         return real(unit, *arguments, **options) or (WRONG if unit.name == UNIT else None)
@@ -136,6 +138,21 @@ def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta 
     else:
         passes.for_mismatch(WRONG)
     assert [given[1] for given in asked] == [waits] * (2 if turn else 1)
+
+
+def test_gathers_that_wait_for_a_replay_are_issued_if_it_raises() -> None:
+    """Other ranks wait in them."""
+    layer: Any = nn.Linear(1, 1)
+    layer.cuda_graphs = [SimpleNamespace(eager_passes=SimpleNamespace(replay_follows=list))]
+    issued: list[str] = []
+    mismatches: Any = SimpleNamespace(issue_held=lambda: issued.append("gathers"))
+    results = iter(["replayed"])
+    undo = replay_instead(layer, lambda args, kwargs: lambda: next(results), mismatches)
+    assert layer(1) == "replayed" and not issued
+    with pytest.raises(StopIteration):
+        layer(1)
+    assert issued == ["gathers"]
+    undo()
 
 
 def alone(root: Path, change: str) -> None:

@@ -97,9 +97,10 @@ def test_only_later_units_replay_until_the_backward_has_run_or_cannot() -> None:
     assert allowed() == [0, 1, 2, 3]
     x = replay(0)
     assert allowed() == [1, 2, 3]
-    x = replay(2, x)  # Nothing but a node of autograd is left of the output of unit 0.
+    loss = replay(2, x).sum()
+    del x  # Only nodes of autograd are left.
     assert allowed() == [3]
-    x.sum().backward()
+    loss.backward()
     assert allowed() == [0, 1, 2, 3] and began == [2, 0]
     x = replay(1)
     kept = x.detach()
@@ -110,3 +111,5 @@ def test_only_later_units_replay_until_the_backward_has_run_or_cannot() -> None:
     replay(1)  # let go
     first.sum().backward()
     assert allowed() == [0, 1, 2, 3] and began == [2, 0, 0]
+    replay(1, replay(0)).sum().backward()
+    assert began == [2, 0, 0, 1, 0]

@@ -44,11 +44,6 @@ def views(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def hooked(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.register_hook(lambda gradient: None)
-    return tensor
-
-
 COPIED: dict[str, Made] = {
     "a leaf": lambda _, leaf: leaf,
     "a view of a leaf": lambda _, leaf: leaf.view(-1),
@@ -61,7 +56,7 @@ COPIED: dict[str, Made] = {
     "a function of Megatron's": lambda _, leaf: passed_on(leaf),
     "further than is looked": lambda replay, _: views(replay),
     "a retained gradient": lambda replay, _: (replay.retain_grad(), replay)[1],  # type: ignore[func-returns-value]
-    "a hook on the gradient": lambda replay, _: hooked(replay),
+    "a hook on the gradient": lambda replay, _: (replay.register_hook(torch.neg), replay)[1],
 }
 NOT_COPIED: dict[str, Made] = {
     "a replay": lambda replay, _: replay,
