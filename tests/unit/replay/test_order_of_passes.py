@@ -106,6 +106,8 @@ def test_only_later_units_replay_until_the_backward_has_run_or_cannot() -> None:
     kept = x.detach()
     del x
     assert allowed() == [2, 3] and kept.shape == (2,)
+    found = in_flight.broken(0)
+    assert found is not None and "still in use for unit 1" in found.text("unit 0")
     del kept
     first = replay(0)
     replay(1)  # let go
