@@ -88,7 +88,7 @@ def state(trainer: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def unchanged(trainer: Any, error: type[BaseException], words: str = "") -> Iterator[None]:
+def unchanged(trainer: Any, error: type[BaseException], words: str | None = None) -> Iterator[None]:
     """The block ends with an error and changes nothing."""
     before = state(trainer)
     with pytest.raises(error, match=words):
@@ -134,9 +134,9 @@ def stages() -> dict[str, tuple[Any, str, int]]:
 @pytest.mark.parametrize(
     ("stage", "raised", "error", "words"),
     [
-        *((stage, Forced(), Forced, "") for stage in stages() if stage != "earlier work"),
-        ("capture forward", KeyboardInterrupt(), KeyboardInterrupt, ""),
-        ("capture backward", torch.OutOfMemoryError(), torch.OutOfMemoryError, ""),
+        *((stage, Forced(), Forced, None) for stage in stages() if stage != "earlier work"),
+        ("capture forward", KeyboardInterrupt(), KeyboardInterrupt, None),
+        ("capture backward", torch.OutOfMemoryError(), torch.OutOfMemoryError, None),
         (
             *("earlier work", RuntimeError("device-side assert"), EarlierWorkError),
             "work queued before capture failed.*device-side",
@@ -144,7 +144,7 @@ def stages() -> dict[str, tuple[Any, str, int]]:
     ],
 )
 def test_a_failure_at_any_stage_changes_nothing(
-    trainer: Any, stage: str, raised: BaseException, error: type[BaseException], words: str
+    trainer: Any, stage: str, raised: BaseException, error: type[BaseException], words: str | None
 ) -> None:
     """It is told also if no other rank answers, and the next capture succeeds."""
     votes = Alone() if stage == "fast path" else None
