@@ -14,8 +14,7 @@ INSTALL := sh tools/install.sh $(PYTHON)
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
 # Tests that neither train a model nor start a process.
 FAST := arguments ordering/test_clocks.py integrations/standalone/test_call.py \
-	replay/test_in_flight.py capture/test_observer.py capture/test_static_inputs.py \
-	capture/test_observers.py consensus/test_mutants_of_pure_modules.py hooks/test_extract.py \
+	capture/test_observer.py consensus/test_mutants_of_pure_modules.py hooks/test_extract.py \
 	$(patsubst %,tools/align/test_%.py,command compare data) \
 	$(patsubst %,tools/bench/test_%.py,host measured report results rounds sampling schedule trace) \
 	$(patsubst %,fastpath/test_%.py,buckets heuristics last_unit cached_lists views) \

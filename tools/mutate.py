@@ -73,7 +73,7 @@ NEAR: dict[str, str] = {
     "capture/test_session.py runs/test_one_rank_failures.py",
     "capture/transaction.py": "capture/test_session.py memory/test_capture_memory.py "
     "capture/test_broken_captures.py capture/test_in_place.py "
-    "capture/test_token_counts.py runs/test_some_layers.py backends/tape/test_training.py",
+    "replay/test_verify.py runs/test_some_layers.py backends/tape/test_training.py",
     "integrations/megatron/packs.py": "integrations/megatron/test_packs.py "
     "runs/test_packed_sequences.py",
     "memory/release.py": "memory/test_capture_memory.py capture/test_broken_captures.py",
@@ -111,7 +111,7 @@ NEAR: dict[str, str] = {
     "fsdp/transform.py": _HOOKS,
     "replay/guarded_graph.py": f"{_REPLAY} upstream/test_copies.py "
     "integrations/standalone/test_graphs.py runs/test_moved_buffers.py",
-    "replay/in_flight.py": "replay/test_in_flight.py replay/test_order_of_passes.py",
+    "replay/in_flight.py": "replay/test_order_of_passes.py integrations/standalone/test_graphs.py",
     "replay/guard/addresses.py": "replay/guard capture/test_observer.py runs/test_moved_buffers.py",
     "replay/guard/inputs.py": "replay/guard",
     "replay/guard/mismatch.py": "replay/guard",
@@ -124,19 +124,20 @@ NEAR: dict[str, str] = {
     "capture/hook_order.py": "hooks capture/test_hook_order.py",
     "hooks/snapshot.py": _HOOKS,
     "consensus/process_exit.py": "consensus/test_leaving.py runs/test_one_rank_failures.py",
-    "integrations/megatron/attach.py": f"{_REPLAY} upstream/test_copies.py",
+    "integrations/megatron/attach.py": f"{_REPLAY} replay/test_eager_passes.py upstream/test_copies.py",
     "backends/driver/schedule.py": "backends/tape/test_contract.py "
     "consensus/test_mutants_of_pure_modules.py",
     "capture/session.py": "capture/test_session.py runs/test_life.py "
     "capture/test_broken_captures.py runs/test_one_rank_failures.py",
-    "capture/static_inputs.py": "capture/test_static_inputs.py "
+    "capture/static_inputs.py": "capture/test_observer.py "
     "capture/test_session.py replay/guard backends/tape/test_training.py",
     "upstream/patch.py": "upstream/test_undo.py integrations/megatron/test_patches.py "
     "capture/test_session.py",
     "consensus/decision.py": "consensus/test_decision.py consensus/test_mutants_of_pure_modules.py",
     "integrations/megatron/optimizer_graph.py": "integrations/megatron/test_optimizer_graph.py",
     "replay/verify.py": "replay/test_verify.py",
-    "replay/mismatch_policy.py": "replay/test_mismatch_policy.py test_fault_table.py",
+    "replay/mismatch_policy.py": "capture/test_session.py replay/test_verify.py "
+    "runs/test_moved_buffers.py test_fault_table.py",
 }
 """For each module, below the package, the tests below ``tests/unit`` that are run."""
 

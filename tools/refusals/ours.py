@@ -38,7 +38,7 @@ SUPPORTED = (
         Status.SUPPORTED,
         "passes in which a router records or repeats its choice run eagerly; the others replay",
         tests=(
-            "unit/replay/guard/test_routing.py::test_what_a_router_records_is_as_in_an_eager_run",
+            "unit/replay/guard/test_faults.py::test_what_a_router_records_is_as_in_an_eager_run",
             f"{_ALIGNED}[routing-replay]",
             f"{_ALIGNED}[dropless-ep2-routing-replay]",
         ),

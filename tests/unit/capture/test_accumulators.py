@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,35 +28,37 @@ def test_a_loss_that_is_still_held_no_longer_decides(dtype: torch.dtype) -> None
         parameter.register_post_accumulate_grad_hook(seen.append)
     held = model(torch.ones(1, 2, dtype=dtype)).sum()
     held.backward()
-    before = [
-        (p.data_ptr(), p.dtype, p.shape, p.grad, p.tolist(), id(p)) for p in model.parameters()
-    ]
-    nodes = [accumulator(p) for p in model.parameters()]
+
+    def kept() -> list[Any]:
+        return [(p.data_ptr(), p.dtype, p.grad, p.tolist(), id(p)) for p in model.parameters()]
+
+    before, nodes = kept(), [accumulator(p) for p in model.parameters()]
     assert nodes == [accumulator(p) for p in model.parameters()]
     forget_accumulators([model, model[0]])
-    assert not set(nodes) & {accumulator(p) for p in model.parameters()}
-    assert before == [
-        (p.data_ptr(), p.dtype, p.shape, p.grad, p.tolist(), id(p)) for p in model.parameters()
-    ]
+    assert not set(nodes) & {accumulator(p) for p in model.parameters()} and before == kept()
     seen.clear()
     model(torch.ones(1, 2, dtype=dtype)).sum().backward()
     assert {id(p) for p in seen} == {id(p) for p in model.parameters()}
     assert held.grad_fn is not None
 
 
-class Shared(nn.Module):
-    """A weight of its own under two names, and one that is not trained."""
+class Special(nn.Parameter):
+    """A parameter of another class."""
 
-    def __init__(self) -> None:
+
+class Shared(nn.Module):
+    """A weight of its own under two names, which it may use in another way, and a frozen one."""
+
+    def __init__(self, way: str = "") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((3,), 2.0))
-        self.same = self.weight
+        self.weight = self.same = Special(torch.full((3,), 2.0))
         self.frozen = nn.Parameter(torch.full((3,), 3.0), requires_grad=False)
-        self.kept = [self.weight]
-        self.by_attribute = True
+        self.kept, self.way = [self.weight], way
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = self.weight if self.by_attribute else self.kept[0]
+        if self.way == "moves":
+            self.weight.data = self.weight.data.clone()
+        first = self.kept[0] if self.way == "not by attribute" else self.weight
         return x * first * self.same * self.frozen
 
 
@@ -75,6 +78,7 @@ def test_passes_on_other_leaves_reach_no_accumulator_of_a_parameter() -> None:
     node.register_hook(lambda *_: reached.append(node))
     _, (weight, same, frozen) = run_on_leaves(model)
     assert weight is same and weight is not model.weight and frozen is model.frozen
+    assert type(weight) is Special and weight.requires_grad
     assert vars(weight)["partition"] == "columns" and weight.data_ptr() == model.weight.data_ptr()
     assert weight.grad is not None and weight.grad.tolist() == [12.0] * 3
     assert model.weight.grad is None and not reached
@@ -86,29 +90,30 @@ def test_a_replay_gives_its_gradients_to_the_parameters_but_for_verification() -
     model = Shared()
     leaves, (leaf, *_) = run_on_leaves(model)
     given: list[Any] = []
-
-    class Function:
-        @staticmethod
-        def apply(*args: Any) -> None:
-            given.append(args)
-
-        forward = backward = None
-
-    replaced: list[Any] = []
-    leaves.replays(ReplayFunction(Function, 1, replaced.append, lambda: lambda: None, ()))  # type: ignore[arg-type]
+    function: Any = SimpleNamespace(apply=lambda *args: given.append(args), forward=0, backward=0)
+    replaced: Any = []
+    leaves.replays(ReplayFunction(function, 1, replaced.append, lambda: lambda: None, ()))
     leaf.grad = None
     replaced[0].apply("input", leaf, model.frozen)
+    model.weight.requires_grad_(False)  # frozen since the capture
     with leaves.held():
+        assert model.weight is leaf
         replaced[0].apply("input", leaf, model.frozen)
     outside, inside = given
     assert outside[1] is model.weight and inside[1] is leaf
     assert outside[2] is inside[2] is model.frozen
 
 
-def test_a_weight_that_is_not_used_by_its_attribute_is_refused() -> None:
-    model = Shared()
-    model.by_attribute = False
-    with pytest.raises(CaptureError, match=r"Shared\.weight is used through another reference"):
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("not by attribute", r"Shared\.weight is used through another reference"),
+        ("moves", "Shared moves weight to other memory"),
+    ],
+)
+def test_what_the_leaves_cannot_stand_for_is_refused(way: str, words: str) -> None:
+    model = Shared(way)
+    with pytest.raises(CaptureError, match=words):
         run_on_leaves(model)
     assert model.weight is model.kept[0] and not model.weight._backward_hooks
 
@@ -137,23 +142,3 @@ def test_recurrent_layers_of_torch_use_the_leaves_where_the_parameters_are() -> 
     assert model._flat_weights[0] is model.weight_ih_l0 and model._flat_weight_refs is refs
     model(torch.ones(1, 1, 2))
     assert [weight.data_ptr() for weight in model.parameters()] == places
-
-
-def test_a_module_that_moves_its_weights_is_refused() -> None:
-    class Moving(Shared):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.weight.data = self.weight.data.clone()
-            return x * self.weight
-
-    with pytest.raises(CaptureError, match="Moving moves weight to other memory"):
-        run_on_leaves(Moving())
-
-
-def test_the_class_of_a_parameter_is_kept() -> None:
-    class Special(nn.Parameter):
-        pass
-
-    model = Shared()
-    model.weight = model.same = Special(torch.full((3,), 2.0))
-    _, (weight, *_) = run_on_leaves(model)
-    assert type(weight) is Special and weight.requires_grad and weight.grad is not None

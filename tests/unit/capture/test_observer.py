@@ -1,12 +1,17 @@
-"""What an observer notes in a capture: memory that is in other tensors, and collectives."""
+"""What is noted for a capture: memory in other tensors, collectives, events, constant inputs."""
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.capture.observer import Observer
+from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.events import Event, PassBegan, PassEnded, PassesDone, emit, subscribe
 from megatron_cg.replay.guard.addresses import Addresses, Watched
 from megatron_cg.replay.unit import Unit
 
@@ -31,8 +36,7 @@ def test_all_memory_of_a_quantized_tensor_is_followed_and_told_in_hex(moved: str
     assert where.broken(forward=True) is None
     setattr(weight, moved, torch.zeros(4))
     found = where.broken(forward=True)
-    assert found is not None
-    words = found.text("layer 0")
+    words = "" if found is None else found.text("layer 0")
     assert f"was {hex(before[0].data_ptr())}, {hex(before[1].data_ptr())} at capture" in words
     assert hex(getattr(weight, moved).data_ptr()) in words
 
@@ -44,17 +48,75 @@ def test_all_memory_of_a_quantized_tensor_is_followed_and_told_in_hex(moved: str
 def test_collectives_of_a_capture_are_counted_in_each_of_its_passes(
     monkeypatch: pytest.MonkeyPatch, in_forward: int, in_backward: int, known: bool, held: bool
 ) -> None:
-    so_far = 5
-    monkeypatch.setattr("megatron_cg.capture.observer.collectives_so_far", lambda: so_far)
+    # Of gathers before the capture, and after forward, before and after backward.
+    counts = iter(accumulate((6, in_forward, 1, in_backward)))
+    monkeypatch.setattr("megatron_cg.capture.observer.collectives_so_far", lambda: next(counts))
     layer = nn.Linear(1, 1)
     unit = Unit("layer 0", layer, (layer,), collectives=known)
     observer = Observer(unit, (torch.zeros(1),), {}, ())
-    so_far += 1  # before the capture, as FSDP's gathers are
-    observer.begun(forward=True, warmup=False)
-    so_far += in_forward
-    observer.ended(forward=True)
-    so_far += 1  # between the passes
-    observer.begun(forward=False, warmup=False)
-    so_far += in_backward
-    observer.ended(forward=False)
+    for forward in (True, False):
+        observer.begun(forward=forward, warmup=False)
+        observer.ended(forward=forward)
     assert observer.collectives is held
+
+
+def test_subscribers_hear_every_event_in_order_until_they_are_undone() -> None:
+    heard: list[tuple[str, Event]] = []
+    undo_first = subscribe(lambda event: heard.append(("first", event)))
+    undo_second = subscribe(lambda event: heard.append(("second", event)))
+    emit(began := PassBegan("layer 7", forward=True))
+    undo_first()
+    undo_first()
+    emit(ended := PassEnded("layer 7", forward=False))
+    undo_second()
+    emit(PassesDone())
+    assert heard == [("first", began), ("second", began), ("second", ended)]
+
+
+class Layer(nn.Module):
+    def forward(self, x: torch.Tensor, **_more: object) -> torch.Tensor:
+        return x
+
+
+def seen(steps: int, *tables: object) -> tuple[StaticInputs, Layer]:
+    """A layer that is given the tables in turn, one in each step."""
+    layer = Layer()
+    inputs = StaticInputs([layer])
+    for step in range(steps):
+        stop = inputs.observe_step()
+        layer(torch.ones(1), table=tables[min(step, len(tables) - 1)])
+        stop()
+    return inputs, layer
+
+
+def replaced(found: tuple[StaticInputs, Layer], sample: torch.Tensor) -> torch.Tensor:
+    inputs, layer = found
+    return inputs.replace_in(layer, {"table": sample})["table"]
+
+
+def test_only_a_table_that_never_changes_takes_the_place_of_a_sample_after_two_steps() -> None:
+    table, sample, other = torch.ones(3), torch.zeros(3), torch.ones(3)
+    assert replaced(seen(2, table), sample) is table
+    learned = torch.ones(3, requires_grad=True)
+    changing = seen(3, table, other), seen(3, table, None, table), seen(2, learned)
+    for found in (seen(1, table), *changing):
+        assert replaced(found, sample) is sample
+
+
+def test_a_table_unlike_the_sample_is_not_read_in_place() -> None:
+    table = torch.ones(3)
+    inputs, layer = seen(2, table)
+    unlike = (torch.zeros(4), torch.zeros(3).half(), torch.zeros(6)[::2])
+    for sample in (*unlike, torch.zeros(3, device="meta"), torch.zeros(3, requires_grad=True)):
+        assert replaced((inputs, layer), sample) is sample
+
+
+def test_a_table_is_the_same_where_a_recomputation_has_a_detached_one() -> None:
+    table, sample, layer = torch.ones(3), torch.zeros(3), Layer()
+    inputs = StaticInputs([layer])
+    for _ in range(2):
+        stop, x = inputs.observe_step(), torch.ones(1, requires_grad=True)
+        out = checkpoint(lambda x, y: layer(x * 2, table=y), x, table, use_reentrant=True)
+        out.sum().backward()
+        stop()
+    assert replaced((inputs, layer), sample) is table

@@ -263,7 +263,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
 
 
 def train_all() -> dict[str, Any]:
-    # What Megatron's router compiles takes longer than the steps; test_token_counts.py compiles it.
+    # What Megatron's router compiles takes longer than the steps; test_verify.py compiles it.
     torch.compiler.set_stance("force_eager")
     eager = {}
     for case in sorted(CASES.values(), key=lambda one: one.steps, reverse=True):

@@ -138,7 +138,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
 
 def train_all(models: Mapping[str, Model]) -> dict[str, Any]:
     """What this rank found of each model and way."""
-    # What Megatron's router compiles takes longer than the steps; test_token_counts.py compiles it.
+    # What Megatron's router compiles takes longer than the steps; test_verify.py compiles it.
     torch.compiler.set_stance("force_eager")
     found = {
         name: {way: fit(model, way) for way in ("megatron", *model.ways)}

@@ -1,10 +1,11 @@
-"""Values that a unit's Python code reads: those that change after the capture are used at once."""
+"""What a unit depends on: a change after the capture is used at once, and only a change."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,11 +21,11 @@ SCALES = {"now": 1.0}
 """What the units read of this module."""
 
 
+@dataclass
 class Settings:
     """A plain object, such as a model's configuration."""
 
-    def __init__(self) -> None:
-        self.power = 1.0
+    power: float = 1.0
 
 
 class Unit(nn.Module):
@@ -34,56 +35,72 @@ class Unit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.settings, self.skips = nn.Linear(WIDTH, WIDTH), Settings(), False
-        self.factors = [1.0, 1.0]
+        self.linear, self.late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.late.weight.requires_grad_(False)
+        self.act, self.drop = nn.Tanh(), nn.Dropout(0.1)
+        self.table: torch.Tensor = nn.Buffer(torch.ones(WIDTH))
+        self.settings, self.skips, self.factors = Settings(), False, [1.0, 1.0]
+        self.gain = torch.ones(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = x if self.skips else self.linear(x)
+        made = x if self.skips else self.late(self.act(self.linear(x)) * self.gain)
         factor = self.settings.power * self.factors[1] * self.common * SCALES["now"]
         shift = torch.full((WIDTH,), 0.1, device=x.device) * 3  # of the default dtype
-        return torch.tanh(made * factor) + shift.to(x.dtype)
+        out: torch.Tensor = self.drop(torch.tanh(made * factor * self.table))
+        return out + shift.to(x.dtype)
 
 
-Change = Callable[[Any], object]
-VALUES: dict[str, tuple[Change, str]] = {
-    "an attribute": (lambda unit: setattr(unit, "skips", True), "attribute skips"),
-    "an attribute of an object": (
-        lambda unit: setattr(unit.settings, "power", 0.5),
-        "attribute settings.power",
+CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
+    "state: attribute": (lambda unit: setattr(unit, "skips", True), 1, "attribute skips"),
+    "state: object": (lambda unit: setattr(unit.settings, "power", 0.5), 1, "settings.power"),
+    "state: list": (lambda unit: unit.factors.__setitem__(1, 0.5), 1, "attribute factors"),
+    "state: class": (lambda _: setattr(Unit, "common", 0.5), 2, "attribute Unit.common"),
+    "state: global": (lambda _: SCALES.update(now=0.5), 2, f"global SCALES of {__name__}"),
+    "frozen": (
+        lambda unit: unit.late.weight.requires_grad_(True),
+        *(1, "late.weight was without requires_grad at capture and is with it now"),
     ),
-    "an element of a list": (
-        lambda unit: unit.factors.__setitem__(1, 0.5),
-        "attribute factors",
+    "training": (lambda unit: unit.drop.eval(), 1, "the mode of a Dropout was training"),
+    "module": (lambda unit: setattr(unit, "act", nn.Sigmoid()), 1, "module act was the Tanh"),
+    "parameter": (
+        lambda unit: setattr(unit.linear, "weight", nn.Parameter(torch.eye(WIDTH))),
+        *(1, "parameter linear.weight was the Parameter"),
     ),
-    "a class attribute": (lambda _unit: setattr(Unit, "common", 0.5), "attribute Unit.common"),
-    "a global": (lambda _unit: SCALES.update(now=0.5), f"global SCALES of {__name__}"),
+    "buffer": (lambda unit: setattr(unit, "table", torch.zeros(WIDTH)), 1, "table was the Tensor"),
+    "attribute": (lambda unit: setattr(unit, "gain", torch.zeros(WIDTH)), 1, "gain was the Tensor"),
+    "forward": (lambda unit: setattr(unit.act, "forward", torch.cos), 1, "forward of act was the"),
+    "hooks": (
+        lambda unit: unit.act.register_forward_hook(lambda _module, _args, out: out * 2),
+        *(1, "module act was without hooks at capture and is with a hook now"),
+    ),
+    "address": (
+        lambda unit: setattr(unit.table, "data", unit.table.data.clone()),
+        *(1, "the memory of buffer table in the forward pass was 0x"),
+    ),
+    "determinism": (lambda _: torch.use_deterministic_algorithms(True), 2, ""),
+    "default dtype": (lambda _: torch.set_default_dtype(torch.float64), 2, ""),
+    "none: frozen later": (lambda unit: unit.linear.weight.requires_grad_(False), 0, ""),
+    "none: equal number": (lambda unit: setattr(unit.settings, "power", float("1.0")), 0, ""),
+    "none: equal list": (lambda unit: setattr(unit, "factors", [1.0, 1.0]), 0, ""),
+    "none: equal dictionary": (lambda _: SCALES.update(now=float("1.0")), 0, ""),
+    "none: read by no code": (lambda unit: setattr(unit, "read_by_nobody", 3), 0, ""),
 }
-SAME: dict[str, Change] = {
-    "an equal number": lambda unit: setattr(unit.settings, "power", float("1.0")),
-    "an equal list": lambda unit: setattr(unit, "factors", [1.0, 1.0]),
-    "an equal dictionary": lambda _unit: SCALES.update(now=float("1.0")),
-    "what no code reads": lambda unit: setattr(unit, "read_by_nobody", 3),
-}
-MODES: dict[str, Change] = {
-    "determinism": lambda _unit: torch.use_deterministic_algorithms(True),
-    "default dtype": lambda _unit: torch.set_default_dtype(torch.float64),
-}
+"""By the clause that sees it: a change of the first unit, how many units run eagerly, and why."""
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Globals and modes are as before each test."""
-    yield
-    restore()
+@contextmanager
+def restored() -> Iterator[None]:
+    """Globals and modes are as before, after the block."""
+    try:
+        yield
+    finally:
+        SCALES["now"], Unit.common = 1.0, 1.0
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
 
 
-def restore() -> None:
-    SCALES["now"], Unit.common = 1.0, 1.0
-    torch.use_deterministic_algorithms(False)
-    torch.set_default_dtype(torch.float32)
-
-
-def train(change: Change, graphed: bool) -> tuple[list[torch.Tensor], Any]:
+@restored()
+def train(change: Callable[[Any], object], graphed: bool) -> tuple[list[torch.Tensor], Any]:
     """Losses, weights, counters; step ``CHANGED`` begins with a change of the first unit."""
     torch.manual_seed(0)
     network: Any = nn.Sequential(Unit(), Unit())
@@ -100,41 +117,21 @@ def train(change: Change, graphed: bool) -> tuple[list[torch.Tensor], Any]:
                 loss.backward()
                 optimizer.step()
             found.append(loss.detach())
-    restore()
     found += [parameter.detach().clone() for parameter in network.parameters()]
     return found, made and made.counters
 
 
-def said(change: Change, replayed: int, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is logged of a run that has the bits of eager training and this many replays."""
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_used_at_once_and_what_stays_the_same_is_replayed(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, units, words = CHANGES[name]
     eager, _ = train(change, graphed=False)
     with caplog.at_level(logging.WARNING, LOGGER):
         graphed, counters = train(change, graphed=True)
     assert all(torch.equal(one, two) for one, two in zip(eager, graphed, strict=True))
-    passes = 2 * (STEPS - WARMUP)
-    expect(counters, replayed=replayed, mismatched=passes - replayed)
-    return [record.getMessage() for record in caplog.records if record.name == LOGGER]
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_a_changed_value_is_used_at_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    change, what = VALUES[name]
-    # Values of a class and of this file are read by both units.
-    both = 2 if name in ("a class attribute", "a global") else 1
-    found = said(change, 2 * (STEPS - WARMUP) - both * (STEPS - CHANGED), caplog)
-    assert found and all(what in one and "(state)" in one for one in found)
-
-
-@pytest.mark.parametrize("name", SAME)
-def test_a_value_that_stays_the_same_is_replayed(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert said(SAME[name], 2 * (STEPS - WARMUP), caplog) == []
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_a_mode_of_torch_that_changes_is_followed(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = said(MODES[name], 2 * (CHANGED - WARMUP), caplog)
-    assert len(found) == 2 and all(f"({name})" in one for one in found)
+    missed = units * (STEPS - CHANGED)
+    expect(counters, replayed=2 * (STEPS - WARMUP) - missed, mismatched=missed, eager=missed)
+    said = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    clause = f"({name.partition(':')[0]})"
+    assert len(said) == units and all(words in one and clause in one for one in said)

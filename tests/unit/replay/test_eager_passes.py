@@ -7,16 +7,19 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.replay import guarded_graph as graphed
+from megatron_cg.replay.attach import replay_instead
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
@@ -26,42 +29,38 @@ from tests.unit.ranks import on_ranks
 from tests.unit.runs.test_one_rank_failures import no_hang
 
 pytest.importorskip("megatron_fsdp")
-UNIT, FLAG = "layers.1", "('structure', 'argument number 1')"
+UNIT = "layers.1"
 WRONG = Mismatch("verification", "output 0", "one", "other", "Cause.")
 
 
-def another_flag(run: Any) -> None:
-    run.network.doubled = True
-
-
-def a_unit_twice(run: Any) -> None:
-    run.network.order = [0, 1, 1, 2]
-
-
-def evaluation(run: Any) -> None:
-    run.network.layers[1].eval()
-
-
-def training_again(run: Any) -> None:
-    run.network.layers[1].train()
-
-
-def graphs_taken_away(run: Any) -> None:
-    run.network.layers[1].cuda_graphs = []
-
-
-def graphs_deleted(run: Any) -> None:
-    run.graphs.session.close()
-
-
-OF_GRAPHS = (graphs_taken_away, graphs_deleted)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "flag": lambda run: setattr(run.network, "doubled", True),
+    "unit twice": lambda run: setattr(run.network, "order", [0, 1, 1, 2]),
+    "evaluation": lambda run: run.network.layers[1].eval(),
+    "training": lambda run: run.network.layers[1].train(),
+    "graphs taken": lambda run: setattr(run.network.layers[1], "cuda_graphs", []),
+    "graphs deleted": lambda run: run.graphs.session.close(),
+    "nothing": lambda run: None,
+}
+STEPS: list[tuple[str, list[str]]] = [
+    ("nothing", []),
+    ("flag", [f"layers.{n}/('structure', 'argument number 1')" for n in "012"]),
+    ("unit twice", [f"{UNIT}/('order', 'the backward of earlier passes')"]),
+    ("evaluation", [f"{UNIT}/eager"]),
+    ("evaluation", []),
+    ("training", [f"{UNIT}/replayed"]),
+    ("nothing", [f"{UNIT}/('verification', 'output 0')"]),
+    ("graphs taken", [f"{UNIT}/eager"]),
+    ("graphs deleted", ["layers.0/eager", "layers.2/eager"]),  # layer 1 is eager by then
+    ("nothing", []),
+]
+"""What all ranks do before a step, and the votes on it. The seventh step is verified."""
 
 
 @contextmanager
 def found_wrong() -> Iterator[None]:
     """Every replay of one unit differs from its eager pass, though it is the same."""
-    module: Any = graphed
-    real = module.verify
+    real = cast(Any, graphed).verify
 
     def verify(unit: Any, *arguments: Any, **options: Any) -> Mismatch | None:
         return real(unit, *arguments, **options) or (WRONG if unit.name == UNIT else None)
@@ -91,27 +90,8 @@ def with_collectives() -> Any:
     return run
 
 
-STEPS: list[tuple[str, Callable[[Any], None] | None, list[str]]] = [
-    ("no change", None, []),
-    (
-        "structure",
-        another_flag,
-        [f"layers.{n}/('structure', 'argument number 1')" for n in "012"],
-    ),
-    ("order", a_unit_twice, [f"{UNIT}/('order', 'the backward of earlier passes')"]),
-    ("evaluation", evaluation, [f"{UNIT}/eager"]),
-    ("still evaluation", evaluation, []),
-    ("training again", training_again, [f"{UNIT}/replayed"]),
-    ("verification", None, [f"{UNIT}/('verification', 'output 0')"]),
-    ("no graphs", graphs_taken_away, [f"{UNIT}/eager"]),
-    ("deleted", graphs_deleted, ["layers.0/eager", "layers.2/eager"]),  # layer 1 is eager by then
-    ("still deleted", None, []),
-]
-"""What all ranks do before a step, and the votes on it."""
-
-
-def together() -> dict[str, Any]:
-    """Votes of each step, and the numbers of an eager run and of this one."""
+def together() -> tuple[list[Any], list[str]]:
+    """Of each step its votes, and losses of an eager run and this one; what is left behind."""
     from megatron_cg.consensus.exchange import Agreement
 
     eager, run = with_collectives(), with_collectives()
@@ -123,34 +103,27 @@ def together() -> dict[str, Any]:
         votes.append(name)
         real(self, name, timeout)
 
-    found: dict[str, Any] = {}
+    found: list[Any] = []
     with patch.object(Agreement, "fall_back_together", leave), no_hang():
         assert torch.equal(eager.step(), run.step())
-        for name, change, _ in STEPS:
+        for name, wanted in STEPS:
             for one in (eager, run):
                 one.network.doubled, one.network.order = False, [0, 1, 2]
-                if change is not None and (one is run or change not in OF_GRAPHS):
-                    change(one)
-            with found_wrong() if name == "verification" else nullcontext():
+                if one is run or not name.startswith("graphs"):
+                    CHANGES[name](one)
+            with found_wrong() if "verification" in str(wanted) else nullcontext():
                 losses = [one.step().tolist() for one in (eager, run)]
-            found[name] = {"losses": losses, "votes": sorted(votes)}
+            found.append((sorted(votes), *losses))
             votes.clear()
         run.graphs.close()
-        found["left behind"] = [
-            "forward" in vars(layer) and layer.forward.func.__name__ for layer in run.network.layers
-        ]
-    return found
+    return found, [layer.forward.func.__name__ for layer in run.network.layers]
 
 
 def test_all_ranks_vote_before_a_unit_runs_eagerly() -> None:
-    for found in on_ranks(together):
-        assert found.pop("left behind") == ["forward"] * 3
-        assert {name: step["votes"] for name, step in found.items()} == {
-            name: sorted(votes) for name, _, votes in STEPS
-        }
-        for name, step in found.items():
-            eager, graphed = step["losses"]
-            assert graphed == eager, name
+    for steps, left in on_ranks(together):
+        assert left == ["forward"] * 3
+        for (name, wanted), (votes, eager, replayed) in zip(STEPS, steps, strict=True):
+            assert votes == sorted(wanted) and replayed == eager, name
 
 
 @pytest.mark.parametrize(("turn", "waits"), [(True, agreement.TIMEOUT), (False, None)])
@@ -167,7 +140,22 @@ def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta 
     assert [given[1] for given in asked] == [waits] * (2 if turn else 1)
 
 
-def alone(root: Path, change: Callable[[Any], None]) -> None:
+def test_gathers_that_wait_for_a_replay_are_issued_if_it_raises() -> None:
+    """Other ranks wait in them."""
+    layer: Any = nn.Linear(1, 1)
+    layer.cuda_graphs = [SimpleNamespace(eager_passes=SimpleNamespace(replay_follows=list))]
+    issued: list[str] = []
+    mismatches: Any = SimpleNamespace(issue_held=lambda: issued.append("gathers"))
+    results = iter(["replayed"])
+    undo = replay_instead(layer, lambda args, kwargs: lambda: next(results), mismatches)
+    assert layer(1) == "replayed" and not issued
+    with pytest.raises(StopIteration):
+        layer(1)
+    assert issued == ["gathers"]
+    undo()
+
+
+def alone(root: Path, change: str) -> None:
     """Rank 1 changes something by itself; rank 0 waits in its replay, until rank 1 has ended."""
     from megatron_cg.errors import ReplayMismatchError
 
@@ -176,7 +164,7 @@ def alone(root: Path, change: Callable[[Any], None]) -> None:
     run.step()
     run.step()
     if dist.get_rank() == 1:
-        change(run)
+        CHANGES[change](run)
     soon = timedelta(seconds=3)
     with (
         patch.object(agreement, "FALLING_BACK", soon),
@@ -193,14 +181,12 @@ def alone(root: Path, change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (another_flag, "layers.0: argument number 1 was False at capture"),
-        (evaluation, f"{UNIT} turns to eager passes, since it is in evaluation mode"),
-        (graphs_deleted, "layers.0 turns to eager passes, since its graphs were deleted"),
+        ("flag", "layers.0: argument number 1 was False at capture"),
+        ("evaluation", f"{UNIT} turns to eager passes, since it is in evaluation mode"),
+        ("graphs deleted", "layers.0 turns to eager passes, since its graphs were deleted"),
     ],
 )
-def test_a_rank_that_leaves_alone_ends(
-    change: Callable[[Any], None], words: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_leaves_alone_ends(change: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ProcessRaisedException):
         run_processes(partial(alone, tmp_path, change))
     assert [path.name for path in tmp_path.iterdir()] == ["1.txt"]

@@ -1,4 +1,4 @@
-"""A backward pass whose graph was replayed again is an error, whatever the backend looks at."""
+"""Which replays may run while others wait for their backward, and which backward is an error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import torch
 from megatron_cg.backends.driver.recorder import Recorded
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.in_flight import InFlight
+from megatron_cg.replay.unit import Unit
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
+
+AGAIN = "after another forward replay of the same graph"
 
 
 @pytest.fixture
@@ -27,65 +31,87 @@ def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield made
 
 
-def in_turn(trainer: Any) -> None:
-    for _ in range(2):
-        trainer._forward().sum().backward()
+def two_passes(trainer: Any) -> list[torch.Tensor]:
+    return [trainer._forward().sum() for _ in range(2)]
 
 
-def discarded(trainer: Any) -> None:
-    trainer._forward()
-    trainer._forward().sum().backward()
-
-
-def in_reverse(trainer: Any) -> None:
-    first, second = trainer._forward(), trainer._forward()
-    second.sum().backward()
-    first.sum().backward()
-
-
-def as_they_came(trainer: Any) -> None:
-    first, second = trainer._forward(), trainer._forward()
-    first.sum().backward()
-    second.sum().backward()
-
-
-def another_between(trainer: Any) -> None:
-    first = trainer._forward()
-    trainer._forward()
-    first.sum().backward()
-
-
-@pytest.mark.parametrize("passes", [in_turn, discarded])
-def test_passes_in_turn_are_none_of_it(trainer: Any, passes: Callable[[Any], None]) -> None:
-    passes(trainer)
-    expect(trainer.session.counters, replayed=4, mismatched=0)
-
-
-@pytest.mark.parametrize("passes", [in_reverse, as_they_came, another_between])
-def test_a_graph_that_was_replayed_again_has_no_backward(
-    trainer: Any, passes: Callable[[Any], None]
-) -> None:
-    with pytest.raises(ReplayMismatchError, match="after another forward replay of the same graph"):
-        passes(trainer)
-
-
-def test_a_layer_has_no_backward_before_a_later_one(trainer: Any) -> None:
+def layers_of_one_pass(trainer: Any) -> list[torch.Tensor]:
     kept: list[torch.Tensor] = []
     with ExitStack() as hooks:
         for unit in trainer.session._units:
             hook = unit.layer.register_forward_hook(lambda _, __, out: kept.append(out[0]))
             hooks.enter_context(hook)
         trainer._forward()
-    with pytest.raises(ReplayMismatchError, match=r"layer 0: its backward .* of layer 1"):
-        kept[0].sum().backward()
+    return [output.sum() for output in kept]
 
 
-def test_nor_has_one_whose_backward_has_run(trainer: Any) -> None:
-    layer = trainer.session._units[-1].layer
-    kept: list[torch.Tensor] = []
-    with layer.register_forward_hook(lambda _layer, _args, outputs: kept.append(outputs[0])):
-        trainer._forward()
-    (hidden,) = kept
-    hidden.sum().backward(retain_graph=True)
-    with pytest.raises(ReplayMismatchError, match="or a second time"):
-        hidden.sum().backward()
+def test_passes_in_turn_are_none_of_it(trainer: Any) -> None:
+    trainer._forward()
+    for _ in range(2):
+        trainer._forward().sum().backward()
+    expect(trainer.session.counters, replayed=6, mismatched=0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "order", "words"),
+    [
+        pytest.param(two_passes, (1, 0), AGAIN, id="in_reverse"),
+        pytest.param(two_passes, (0, 1), AGAIN, id="as_they_came"),
+        pytest.param(two_passes, (0,), AGAIN, id="another_between"),
+        pytest.param(layers_of_one_pass, (0,), "layer 0: its backward .* of layer 1", id="before"),
+        pytest.param(layers_of_one_pass, (1, 1), "or a second time", id="twice"),
+    ],
+)
+def test_a_pass_out_of_order_is_an_error(
+    trainer: Any, losses: Callable[[Any], list[torch.Tensor]], order: tuple[int, ...], words: str
+) -> None:
+    made = losses(trainer)
+    with pytest.raises(ReplayMismatchError, match=words):
+        for number in order:
+            made[number].backward(retain_graph=True)
+
+
+class Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def test_only_later_units_replay_until_the_backward_has_run_or_cannot() -> None:
+    in_flight, began = InFlight(), list[int]()
+    units = [Unit(f"unit {index}", torch.nn.Identity(), ()) for index in range(4)]
+
+    def replay(index: int, x: torch.Tensor | None = None) -> torch.Tensor:
+        x = torch.ones(2, requires_grad=True) if x is None else x
+        output: torch.Tensor = Replay.apply(x)  # type: ignore[no-untyped-call]
+        in_flight.begin(index, units[index], (output, None), lambda _: began.append(index))
+        return output
+
+    def allowed() -> list[int]:
+        return [index for index in range(4) if in_flight.broken(index) is None]
+
+    assert allowed() == [0, 1, 2, 3]
+    x = replay(0)
+    assert allowed() == [1, 2, 3]
+    loss = replay(2, x).sum()
+    del x  # Only nodes of autograd are left.
+    assert allowed() == [3]
+    loss.backward()
+    assert allowed() == [0, 1, 2, 3] and began == [2, 0]
+    x = replay(1)
+    kept = x.detach()
+    del x
+    assert allowed() == [2, 3] and kept.shape == (2,)
+    found = in_flight.broken(0)
+    assert found is not None and "still in use for unit 1" in found.text("unit 0")
+    del kept
+    first = replay(0)
+    replay(1)  # let go
+    first.sum().backward()
+    assert allowed() == [0, 1, 2, 3] and began == [2, 0, 0]
+    replay(1, replay(0)).sum().backward()
+    assert began == [2, 0, 0, 1, 0]

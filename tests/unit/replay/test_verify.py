@@ -16,8 +16,7 @@ from torch import nn
 from megatron_cg.capture.transaction import without_gradients
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay import guarded_graph
-from megatron_cg.replay.eager_passes import EagerPasses
-from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import _first_difference, verify
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
@@ -27,23 +26,20 @@ from tests.unit.fastpath.test_deferred_prefetch import noted
 from tests.unit.trainers import trainer_of
 
 STEPS, LAYERS = 4, 2
+BALANCED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 
 
 def run(
     policy: ReplayPolicy | None,
     *,
     experts: int = 0,
-    corrupt: Callable[[Any], None] | None = None,
+    wrong: str = "",
     fast_path: bool = True,
     microbatches: int = 1,
-    steps: int = STEPS,
     **fsdp_options: Any,
 ) -> tuple[list[Any], Any, Any]:
-    """Losses and norms, counters, and MoE metrics of a training run."""
-    from megatron.core.transformer.moe.moe_logging import (
-        destroy_moe_metrics_tracker,
-        get_moe_metrics_tracker,
-    )
+    """Losses, norms and counts of tokens; counters; MoE metrics of a training run."""
+    from megatron.core.transformer.moe import moe_logging
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.tools.cpu.cpu_model import transformer_layers
@@ -54,54 +50,49 @@ def run(
         graph_modules=scopes,
         experts=experts,
         dropout=0.2,
+        options=BALANCED if experts else {},
         fsdp_options=fsdp_options,
     )
-    destroy_moe_metrics_tracker()
+    moe_logging.destroy_moe_metrics_tracker()
     graphs = policy is not None
     with (
-        undone_after(destroy_moe_metrics_tracker),
+        undone_after(moe_logging.destroy_moe_metrics_tracker),
         trainer_of(model, graphs=graphs, microbatches=microbatches) as trainer,
     ):
         numbers = [trainer.step() for _ in range(2)]
         if graphs:
             trainer.capture(TapeBackend(), policy=policy, fast_path=fast_path)
-        get_moe_metrics_tracker().clear()
-        if corrupt is not None:
-            corrupt(transformer_layers(trainer.model)[1].cuda_graphs[0].graph._recorded)
-        numbers += [trainer.step() for _ in range(steps)]
-        metrics = {k: v.values.tolist() for k, v in get_moe_metrics_tracker().metrics.items()}
+        tracker = moe_logging.get_moe_metrics_tracker()
+        tracker.clear()
+        if wrong:
+            recorded = transformer_layers(trainer.model)[1].cuda_graphs[0].graph._recorded
+            direction, tensor, _ = WRONG[wrong]
+            getattr(recorded, direction).entries.append(partial(flip, tensor(recorded)))
+        numbers += [trainer.step() for _ in range(STEPS)]
+        routers = [m for m in trainer.model.modules() if type(m).__name__ == "TopKRouter"]
+        assert len(routers) == (LAYERS if experts else 0)
+        numbers += [router.local_tokens_per_expert.tolist() for router in routers]
+        metrics = {k: v.values.tolist() for k, v in tracker.metrics.items()}
         return numbers, trainer.session and trainer.session.counters, metrics
 
 
 @cache
 def eagerly(experts: int = 0) -> tuple[list[Any], Any]:
-    """Losses and norms, and MoE metrics, of the same run without graphs; equal in every test."""
+    """Numbers and MoE metrics of the same run without graphs; equal in every test."""
     numbers, _, metrics = run(None, experts=experts)
     return numbers, metrics
 
 
-def wrong_output(recorded: Any) -> None:
-    """One bit of the first output is wrong after each replay of the forward pass."""
-    recorded.forward.entries.append(partial(flip, recorded.outputs[0]))
-
-
-def wrong_input_gradient(recorded: Any) -> None:
-    """One bit of the gradient of the hidden states, after each replay of the backward pass."""
-    recorded.backward.entries.append(partial(flip, recorded.grad_inputs[0]))
-
-
-def wrong_weight_gradient(recorded: Any) -> None:
-    """One bit of the gradient of the last weight."""
-    assert len(recorded.grad_inputs) > recorded.user_args
-    recorded.backward.entries.append(partial(flip, recorded.grad_inputs[-1]))
+WRONG: dict[str, tuple[str, Callable[[Any], torch.Tensor], str]] = {
+    "output": ("forward", lambda recorded: recorded.outputs[0], "output 0"),
+    "hidden": ("backward", lambda recorded: recorded.grad_inputs[0], "the gradient of input 0"),
+    "weight": ("backward", lambda recorded: recorded.grad_inputs[-1], r"gradient of \S+weight, "),
+}
+"""After which replay one bit is wrong, of what, and how that is named."""
 
 
 def flip(tensor: torch.Tensor) -> None:
     tensor.detach().view(-1).view(torch.int16)[7] ^= 1
-
-
-def all_of(counters: Any, steps: int) -> None:
-    expect(counters, verified=steps, gradients_verified=steps, gradients_unstable=0, mismatched=0)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -109,16 +100,15 @@ def all_of(counters: Any, steps: int) -> None:
 def test_verification_finds_nothing_and_changes_nothing(
     experts: int, fast_path: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eager, eager_metrics = eagerly(experts)
-    policy = ReplayPolicy("error", 2)
     # Each look at the clock is one ns after the last, so a guard takes 1 ns.
     monkeypatch.setattr(guarded_graph, "time", SimpleNamespace(perf_counter_ns=count().__next__))
+    policy = ReplayPolicy("error", 2)
     numbers, counters, metrics = run(policy, experts=experts, fast_path=fast_path)
-    assert numbers == eager and metrics == eager_metrics
+    assert (numbers, metrics) == eagerly(experts)
     assert bool(metrics) == bool(experts)
-    all_of(counters, LAYERS * STEPS // 2)
     passes = LAYERS * STEPS
-    expect(counters, replayed=passes, backwards=passes, guard_ns=2 * passes)
+    expect(counters, replayed=passes, backwards=passes, guard_ns=2 * passes, mismatched=0)
+    expect(counters, verified=passes // 2, gradients_verified=passes // 2, gradients_unstable=0)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -127,73 +117,23 @@ def test_gradients_are_verified_under_every_strategy(
     strategy: str, experts: int, one_rank: None
 ) -> None:
     options: dict[str, Any] = {"microbatches": 2, "data_parallel_sharding_strategy": strategy}
-    options["steps"] = 2
     eager, _, _ = run(None, experts=experts, **options)
-    numbers, counters, _ = run(ReplayPolicy("error", 1), experts=experts, **options)
+    numbers, counters, _ = run(ReplayPolicy("error", 2), experts=experts, **options)
     assert numbers == eager
-    all_of(counters, 2 * LAYERS * options["steps"])
+    verified = LAYERS * STEPS
+    expect(counters, verified=verified, gradients_verified=verified, mismatched=0)
 
 
-@pytest.mark.parametrize("corrupt", [wrong_output, wrong_input_gradient, wrong_weight_gradient])
+@pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("fast_path", [True, False])
-def test_one_wrong_bit_is_found_and_the_part_run_eagerly(
-    corrupt: Callable[[Any], None], fast_path: bool, one_rank: None
+def test_one_wrong_bit_is_found_and_the_part_run_eagerly_or_the_run_ends(
+    wrong: str, fast_path: bool, one_rank: None
 ) -> None:
-    eager, _ = eagerly()
-    policy = ReplayPolicy("eager", 1)
-    numbers, counters, _ = run(policy, corrupt=corrupt, fast_path=fast_path)
-    assert numbers == eager
-    expect(counters, mismatched=STEPS, replayed=(LAYERS - 1) * STEPS, eager=STEPS)
-
-
-def made_with(patch: pytest.MonkeyPatch, owner: type[Any], **values: Any) -> None:
-    """Let objects of a class have these attributes from the start."""
-    make = owner.__init__
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        vars(self).update(values)
-
-    patch.setattr(owner, "__init__", made)
-
-
-def test_a_step_that_is_repeated_runs_every_region_eagerly(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_with(monkeypatch, MismatchPolicy, repeats=True)
-    numbers, counters, _ = run(ReplayPolicy("eager", 1))
+    numbers, counters, _ = run(ReplayPolicy("eager", 1), wrong=wrong, fast_path=fast_path)
     assert numbers == eagerly()[0]
-    expect(counters, eager=LAYERS * STEPS, replayed=0, mismatched=0, verified=0)
-
-
-@pytest.mark.parametrize(
-    ("collectives", "hold"), [(False, False), (True, True), (True, False), (False, True)]
-)
-def test_a_wrong_bit_counts_unless_the_step_will_be_repeated(
-    collectives: bool, hold: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Numbers beyond a bound of rows are no mismatch. Only graphs that exchange rows have one."""
-    made_with(monkeypatch, MismatchPolicy, numbers_hold=lambda: hold)
-    made_with(monkeypatch, EagerPasses, collectives=collectives)
-    numbers, counters, _ = run(ReplayPolicy("eager", 1), corrupt=wrong_output)
-    counts = not collectives or hold
-    assert (numbers == eagerly()[0]) == counts
-    wrong, right = STEPS * counts, STEPS * (not counts)
-    expect(counters, mismatched=wrong, replayed=(LAYERS - 1) * STEPS + right, eager=wrong)
-
-
-@pytest.mark.parametrize(
-    ("corrupt", "words"),
-    [
-        (wrong_input_gradient, r"layer 1.*the gradient of input 0.*different in 1 of"),
-        (wrong_weight_gradient, r"layer 1.*the gradient of \S+weight, .*different in 1 of"),
-    ],
-)
-def test_a_wrong_gradient_is_named(
-    corrupt: Callable[[Any], None], words: str, one_rank: None
-) -> None:
-    with pytest.raises(ReplayMismatchError, match=words):
-        run(ReplayPolicy("error", 3), corrupt=corrupt)
+    expect(counters, mismatched=STEPS, replayed=(LAYERS - 1) * STEPS, eager=STEPS)
+    with pytest.raises(ReplayMismatchError, match=f"layer 1.*{WRONG[wrong][2]}.*different in 1 of"):
+        run(ReplayPolicy("error", 3), wrong=wrong, fast_path=fast_path)
 
 
 class Unsteady(torch.autograd.Function):
@@ -219,8 +159,9 @@ class Scaled(nn.Module):
         super().__init__()
         self.before, self.after = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = unsteady(x * self.before) * self.after
+    def forward(self, x: torch.Tensor, wrong: float = 0.0) -> torch.Tensor:
+        after = self.after + wrong * (self.after - self.after.detach())
+        out: torch.Tensor = unsteady(x * self.before) * after
         return out
 
 
@@ -233,32 +174,19 @@ def test_gradients_that_differ_by_themselves_are_no_mismatch(
     unit = Unit("layer 0", module, (), run=lambda m, a, k: m(*a, **k), in_backward=nullcontext)
     counted: list[int] = []
 
-    def kept() -> Any:
-        return without_gradients(list(module.parameters()))
+    def checked(**wrong: float) -> str:
+        x, kept = torch.ones(2, 4, requires_grad=True), partial(without_gradients, weights)
+        graph = partial(module, **wrong)
+        found = verify(unit, graph, [x], {}, kept, left_out=counted.append)
+        return "" if found is None else found.text("layer 0")
 
-    def checked(graph: Callable[..., Any]) -> Any:
-        x = torch.ones(2, 4, requires_grad=True)
-        return verify(unit, graph, [x], {}, kept, left_out=counted.append)
-
-    found = checked(module)
+    weights = list(module.parameters())
     if deterministic:
-        assert found is not None and "the gradient of input 0" in found.text("layer 0")
-        assert counted == []
-        return
-    assert found is None and counted == [2]  # of the input, and of the weight before
-    after = checked(lambda x: unsteady(x * module.before) * twice(module.after))
-    assert after is not None and "the gradient of after" in after.text("layer 0")
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
-def twice(weight: torch.Tensor) -> torch.Tensor:
-    """The weight, and twice its gradient."""
-    return weight + weight - weight.detach()
-
-
-def test_one_wrong_bit_ends_the_run_where_that_was_asked_for(one_rank: None) -> None:
-    with pytest.raises(ReplayMismatchError, match=r"layer 1.*output 0.*different in 1 of"):
-        run(ReplayPolicy("error", 3), corrupt=wrong_output)
+        assert "the gradient of input 0" in checked() and counted == []
+    else:
+        assert checked() == "" and counted == [2]  # of the input, and of the weight before
+        assert "the gradient of after" in checked(wrong=1.0)
+    assert all(parameter.grad is None for parameter in weights)
 
 
 def test_a_verification_runs_once_the_next_unit_is_gathered(
@@ -293,17 +221,10 @@ def test_a_verification_runs_once_the_next_unit_is_gathered(
         ([torch.ones(2)], [torch.ones(3)], "shape (3,)"),
         ([torch.ones(2)], [None], "None"),
         ([torch.ones(2)], [], "the number of outputs"),
+        ([torch.tensor(torch.nan), None], [torch.tensor(torch.nan), None], None),
     ],
 )
-def test_outputs_are_compared_by_their_bits(one: Any, two: Any, words: str) -> None:
-    found = _first_difference(named(one), named(two))
-    assert found is not None and words in found.text("layer 0")
-
-
-def test_nan_is_nan() -> None:
-    nan = torch.full((3,), float("nan"), dtype=torch.bfloat16)
-    assert _first_difference(named([nan, None]), named([nan.clone(), None])) is None
-
-
-def named(tensors: list[Any]) -> list[Any]:
-    return [("an output", tensor) for tensor in tensors]
+def test_outputs_are_compared_by_their_bits(one: Any, two: Any, words: str | None) -> None:
+    eager, replayed = ([("an output", tensor) for tensor in tensors] for tensors in (one, two))
+    found = _first_difference(eager, replayed)
+    assert (found is None) if words is None else (found and words in found.text("layer 0"))

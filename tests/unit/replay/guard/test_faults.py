@@ -5,7 +5,6 @@ Each fault is put into an eager run and into one with graphs, at the same step.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
 
-BEFORE, AFTER = 2, 2
+LAYERS, BEFORE, AFTER = 2, 2, 2
+ROUTER, RECORDING = ("attn", "moe_router"), {"moe_enable_routing_replay": True}
 LOGGER = "megatron_cg.replay.mismatch_policy"
 Fault = Callable[[Any], Any]
 """Does its worst to a trainer; may return a context manager for the next step."""
@@ -36,10 +35,10 @@ def layer_of(trainer: Any) -> Any:
 def with_keyword(name: str, change: Callable[[Any], Any]) -> Fault:
     """The layer is called with another value of a keyword."""
 
-    def fault(trainer: Any) -> None:
-        def hook(_module: Any, args: Any, kwargs: Any) -> Any:
-            return args, {**kwargs, name: change(kwargs.get(name))}
+    def hook(_module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, name: change(kwargs.get(name))}
 
+    def fault(trainer: Any) -> None:
         layer_of(trainer).register_forward_pre_hook(hook, with_kwargs=True)
 
     return fault
@@ -48,10 +47,6 @@ def with_keyword(name: str, change: Callable[[Any], Any]) -> Fault:
 def strided(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, other strides."""
     return tensor.transpose(0, 3).contiguous().transpose(0, 3)
-
-
-def in_evaluation(trainer: Any) -> None:
-    layer_of(trainer).self_attention.eval()
 
 
 def without_gradients(trainer: Any) -> Any:
@@ -64,56 +59,6 @@ def without_gradients(trainer: Any) -> Any:
 
     trainer.step = forward_only
     return nullcontext()
-
-
-def under_autocast(_trainer: Any) -> Any:
-    return torch.autocast("cpu", dtype=torch.float16)
-
-
-def module_replaced(trainer: Any) -> None:
-    attention = layer_of(trainer).self_attention
-    attention.core_attention = copy.copy(attention.core_attention)
-    attention.core_attention.softmax_scale = 0.5
-
-
-def parameter_replaced(trainer: Any) -> None:
-    """For the layer's forward pass: between steps Megatron-FSDP would put its own back."""
-    norm = layer_of(trainer).input_layernorm
-    new, own = nn.Parameter(torch.full((norm.weight.numel(),), 1.5)), []
-
-    def before(*_args: Any) -> None:
-        own.append(norm.weight)
-        norm.weight = new
-
-    def after(*_args: Any) -> None:
-        norm.weight = own.pop()
-
-    layer_of(trainer).register_forward_pre_hook(before)
-    layer_of(trainer).register_forward_hook(after, prepend=True)
-
-
-def buffer_replaced(trainer: Any) -> None:
-    attention = layer_of(trainer).self_attention
-    attention.mark = torch.ones(2)
-
-
-def attribute_replaced(trainer: Any) -> None:
-    layer_of(trainer).self_attention.note = torch.ones(2)
-
-
-def forward_replaced(trainer: Any) -> None:
-    mlp = layer_of(trainer).mlp
-    old = mlp.forward
-
-    def doubled(*args: Any, **kwargs: Any) -> Any:
-        output, bias = old(*args, **kwargs)
-        return output * 2, bias
-
-    mlp.forward = doubled
-
-
-def hook_added(trainer: Any) -> None:
-    layer_of(trainer).mlp.register_forward_hook(lambda _m, _i, out: (out[0] * 2, out[1]))
 
 
 def hook_beside(trainer: Any) -> None:
@@ -139,15 +84,6 @@ def choice_repeated(trainer: Any) -> None:
     tokens = plan.micro_batch_size * plan.model.sequence_length
     replay.set_target_indices(torch.tensor([[0, 1]]).repeat(tokens, 1))
     replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-
-
-def memory_moved(trainer: Any) -> None:
-    buffer = layer_of(trainer).self_attention.mark
-    buffer.data = buffer.data.clone()
-
-
-def recipe_changed(trainer: Any) -> None:
-    trainer.backend.recipe = "tensorwise"
 
 
 @dataclass(frozen=True)
@@ -197,36 +133,25 @@ FAULTS: dict[str, Case] = {
         "the memory of argument rotary_pos_emb was 0x",
         warmup=2,
     ),
-    "training": Case(
-        in_evaluation, "the mode of a SelfAttention was training at capture and is evaluation now"
-    ),
     "grad mode": Case(without_gradients, "was on at capture and is off now"),
-    "autocast": Case(under_autocast, "for cpu was off at capture and is torch.float16 now"),
-    "fp8": Case(recipe_changed, "was none at capture and is tensorwise now"),
+    "autocast": Case(
+        lambda _: torch.autocast("cpu", dtype=torch.float16),
+        "for cpu was off at capture and is torch.float16 now",
+    ),
+    "fp8": Case(
+        lambda trainer: setattr(trainer.backend, "recipe", "tensorwise"),
+        "was none at capture and is tensorwise now",
+    ),
     "routing": Case(
         choice_repeated,
         "the router's action was none at capture and is REPLAY_FORWARD now",
-        ("attn", "moe_router"),
+        ROUTER,
         4,
-        options={"moe_enable_routing_replay": True},
+        options=RECORDING,
     ),
-    "module": Case(
-        module_replaced, "module self_attention.core_attention was the DotProductAttention"
-    ),
-    "parameter": Case(parameter_replaced, "parameter input_layernorm.weight was the Parameter"),
-    "buffer": Case(buffer_replaced, "buffer self_attention.mark was the Tensor"),
-    "attribute": Case(attribute_replaced, "attribute self_attention.note was the Tensor"),
-    "forward": Case(forward_replaced, "forward of mlp was the NoneType"),
-    "hooks": Case(hook_added, "module mlp was without hooks at capture and is with a hook now"),
-    "metrics": Case(
-        metrics_replaced, "metrics tracker was the MoEMetricsTracker", ("attn", "moe_router"), 4
-    ),
-    "address": Case(
-        memory_moved, "the memory of buffer self_attention.mark in the forward pass was 0x"
-    ),
+    "metrics": Case(metrics_replaced, "metrics tracker was the MoEMetricsTracker", ROUTER, 4),
 }
-"""By the clause that has to see it. For ``frozen`` see test_frozen.py: Megatron-FSDP fails when a
-parameter is frozen or unfrozen after wrapping."""
+"""By the clause that has to see it. ``test_depends_on.py`` has more, without Megatron."""
 BESIDE = Case(
     hook_beside,
     "at capture and is with 2 others now",
@@ -249,7 +174,7 @@ class Numeric(TapeBackend):
 def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
     """Losses and norms of some steps, the fault in their middle; and the session's counters."""
     model = CpuModelConfig(
-        layers=2,
+        layers=LAYERS,
         graph_modules=case.scopes,
         experts=case.experts,
         dropout=0.1,
@@ -259,8 +184,6 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
     )
     with trainer_of(model, graphs=graphs) as trainer:
         trainer.backend = Numeric()
-        layer_of(trainer).self_attention.register_buffer("mark", torch.ones(2))
-        layer_of(trainer).self_attention.note = torch.ones(2)
         numbers = [trainer.step() for _ in range(case.warmup)]
         if graphs:
             trainer.capture(trainer.backend)
@@ -301,3 +224,45 @@ def test_a_table_that_never_changes_is_read_in_place(one_rank: None) -> None:
     assert [c.inputs_in_place for c in counts] == [0, replays]
     assert [c.inputs_copied for c in counts] == [3 * replays, 2 * replays]
     assert counts[0].bytes_copied > counts[1].bytes_copied > 0
+
+
+def recorded_in(
+    *, graphed: bool, recording_at_capture: bool = False
+) -> tuple[Any, list[torch.Tensor], Any]:
+    """Numbers of all steps; choices recorded in one step after the capture; the counters."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    RouterReplay.clear_global_router_replay_instances()
+    shape = CpuModelConfig(
+        layers=LAYERS, graph_modules=ROUTER, experts=4, bf16=False, options=RECORDING
+    )
+    with trainer_of(shape, graphs=graphed) as trainer:
+        numbers = [trainer.step()]
+        if recording_at_capture:
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        if graphed:
+            trainer.capture(TapeBackend())
+        RouterReplay.clear_global_router_replay_action()
+        numbers += [trainer.step() for _ in range(BEFORE)]
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        numbers.append(trainer.step())
+        recorded = [choice.clone() for choice in RouterReplay.get_recorded_data()]
+        RouterReplay.clear_global_router_replay_action()
+        numbers += [trainer.step() for _ in range(AFTER)]
+        return numbers, recorded, trainer.session and trainer.session.counters
+
+
+@pytest.mark.parametrize("at_capture", [False, True])
+def test_what_a_router_records_is_as_in_an_eager_run(
+    at_capture: bool, one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graph that was captured from a router with an action is never replayed."""
+    numbers, wanted, _ = recorded_in(graphed=False)
+    found, recorded, counters = recorded_in(graphed=True, recording_at_capture=at_capture)
+    assert found == numbers
+    assert len(recorded) == LAYERS and all(map(torch.equal, recorded, wanted))
+    replays = 0 if at_capture else LAYERS * (BEFORE + AFTER)
+    passes = LAYERS * (BEFORE + 1 + AFTER)
+    expect(counters, replayed=replays, mismatched=passes - replays, eager=passes - replays)
+    text = "the router's action was RECORD at capture and is none now (routing)"
+    assert (text in caplog.text) is at_capture
