@@ -124,7 +124,8 @@ NEAR: dict[str, str] = {
     "capture/hook_order.py": "hooks capture/test_hook_order.py",
     "hooks/snapshot.py": _HOOKS,
     "consensus/process_exit.py": "consensus/test_leaving.py runs/test_one_rank_failures.py",
-    "integrations/megatron/attach.py": f"{_REPLAY} replay/test_eager_passes.py upstream/test_copies.py",
+    "integrations/megatron/attach.py": f"{_REPLAY} replay/test_eager_passes.py "
+    "upstream/test_copies.py",
     "backends/driver/schedule.py": "backends/tape/test_contract.py "
     "consensus/test_mutants_of_pure_modules.py",
     "capture/session.py": "capture/test_session.py runs/test_life.py "

@@ -11,6 +11,7 @@ import torch
 
 from megatron_cg.capture.operations import key_of
 from megatron_cg.capture.python_state import is_known
+from megatron_cg.upstream.patch import nothing_frozen
 
 
 def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
@@ -22,14 +23,8 @@ def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     keys = {storage._cdata for storage in memory}
     if not keys:
         return None
-    if not gc.get_freeze_count():
+    with nothing_frozen():
         return _holder_of(keys)
-    gc.unfreeze()  # What a script has frozen is in no list of the collector.
-    try:
-        return _holder_of(keys)
-    finally:
-        gc.collect()
-        gc.freeze()
 
 
 def _holder_of(keys: Collection[int]) -> str | None:

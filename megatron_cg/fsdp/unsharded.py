@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+import sys
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -10,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.upstream.patch import nothing_frozen
 
 
 class Unsharded(Sharding):
@@ -29,26 +33,34 @@ class Unsharded(Sharding):
     def may_renew_accumulators(self, layers: Sequence[nn.Module]) -> bool:
         """See :class:`Sharding`: not if a wrapper has its hooks on them, in the module tree or not.
 
-        Nothing tells whether an accumulator has hooks. So one that anybody holds is kept, such as
-        the graph of an old loss.
+        Nothing tells whether an accumulator has hooks. But those of one that only graphs of
+        autograd hold, such as that of an old loss, end with these graphs.
         """
-        return not self._is_ddp and not accumulators_are_held(layers)
+        trained = {p: None for module in layers for p in module.parameters() if p.requires_grad}
+        return not self._is_ddp and not any(self._may_have_hooks(p) for p in trained if p.is_leaf)
+
+    def _may_have_hooks(self, parameter: nn.Parameter) -> bool:
+        mark = object()
+        _node_of(parameter).metadata["megatron_cg"] = mark
+        node = _node_of(parameter)
+        if node.metadata.pop("megatron_cg", None) is not mark:
+            return False  # It is new, since nobody else had it.
+        in_python = sys.getrefcount(node) > _USERS
+        return in_python or id(parameter) in self._in_wrappers
+
+    @cached_property
+    def _in_wrappers(self) -> frozenset[int]:
+        """The ids of the parameters of all DistributedDataParallel, which hold nodes in C++."""
+        kind = DistributedDataParallel
+        with nothing_frozen():
+            wrappers: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+        return frozenset(id(p) for one in wrappers for p in one.parameters())
 
 
-def accumulators_are_held(modules: Iterable[nn.Module]) -> bool:
-    """Whether anything but the next pass uses a parameter's AccumulateGrad node."""
-    for parameter in {p: None for module in modules for p in module.parameters()}:
-        if parameter.requires_grad and parameter.is_leaf:
-            mark = object()
-            _notes_of(parameter)["megatron_cg"] = mark
-            # The node is new, and without the mark, if nobody else had it.
-            if _notes_of(parameter).pop("megatron_cg", None) is mark:
-                return True
-    return False
+_USERS = sys.getrefcount(object()) + 1
+"""How many references a local variable has that is asked."""
 
 
-def _notes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """The metadata of its AccumulateGrad node, which lives as long as the node."""
-    node: Any = get_gradient_edge(parameter).node
-    notes: dict[str, Any] = node.metadata
-    return notes
+def _node_of(parameter: nn.Parameter) -> Any:
+    """Its AccumulateGrad node; Python has one object for it as long as anybody holds that."""
+    return get_gradient_edge(parameter).node

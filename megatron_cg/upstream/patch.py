@@ -319,3 +319,17 @@ def garbage_collection_kept() -> Iterator[None]:
             gc.enable()
         else:
             gc.disable()
+
+
+@contextmanager
+def nothing_frozen() -> Iterator[None]:
+    """In the block, the garbage collector lists what a script has frozen too (``gc.freeze``)."""
+    if not gc.get_freeze_count():
+        yield
+        return
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()

@@ -84,7 +84,6 @@ def train(name: str, captured: int = 1, **options: Any) -> list[torch.Tensor]:
                 loss.backward()
                 optimizer.step()
             losses.append(loss.detach())
-            del loss
         if graphs:
             replayed = captured * (STEPS - WARMUP)
             expect(graphs.counters, captured=captured, replayed=replayed, mismatched=0)

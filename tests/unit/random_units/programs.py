@@ -84,9 +84,6 @@ def draw(seed: int, attempt: int = 0) -> Program:
     rare = chance.random()
     # FSDP2 frees a weight after its unit, and reading it there ends the process, eagerly too.
     is_kept = any("weight returned" in names for names in units)
-    # Recomputed with gradient, it would bring the graph of the step before into each backward.
-    is_chained = any("attribute in place" in names for names in units)
-    around = ("not",) if is_chained else ("use_reentrant", "not")
     return Program(
         seed,
         tuple(map(tuple, units)),
@@ -103,7 +100,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice((1, 1, 1, 1, 1, 2)),
         chance.random() < 0.85,
         chance.random() < 0.15,
-        chance.choice(around) if chance.random() < 0.02 else "",
+        chance.choice(("use_reentrant", "not")) if chance.random() < 0.02 else "",
         chance.choice((2, 2, 3)),
         chance.choice((0, 0, 0, 1, 2)),
         chance.choice(("eager", "eager", "eager", "recapture")),
@@ -204,15 +201,17 @@ class Net(nn.Module):
             unit: Any = self.units[number]
             x = x.detach() if run.way.detached else x
             given = [one.give(run, x) for one in unit.features]
-            out = self._call(unit, x, given, run.way.style, number == 0)
+            out = self._call(unit, x, given, run, number == 0)
             for one in reversed(unit.features):
                 out = one.unwrap(run, unit, out)
             x = BETWEEN[self.program.between](run, x, out)
         return self.head(x)
 
-    def _call(self, unit: Any, x: Any, given: list[Any], style: str, first: bool) -> Any:
+    def _call(self, unit: Any, x: Any, given: list[Any], run: Any, first: bool) -> Any:
+        style = run.way.style
         if first and self.program.around:
-            return checkpoint(unit, x, *given, use_reentrant=self.program.around == "use_reentrant")
+            is_reentrant = self.program.around == "use_reentrant"
+            return checkpoint(run.bounded(unit), x, *given, use_reentrant=is_reentrant)
         if style in ("positions", "forward"):
             return (unit.forward if style == "forward" else unit)(x, *given)
         named = {
