@@ -135,10 +135,10 @@ class _Capture:
         for step in self._steps:
             if step.forward:
                 self._run_hooks(step, "forward_pre_hooks")
-                if iteration == 0:
-                    # Before the pass, since it may write what the pass saves for its backward.
-                    self._find_reached(step)
                 alive[step.sample], _ = self._call(step)
+                if iteration == 0 and self._find_reached(step, alive[step.sample]):
+                    # Those passes may have written what this one saved for its backward.
+                    alive[step.sample], _ = self._call(step)
                 self._run_hooks(step, "forward_hooks")
                 continue
             outputs = [o for o in alive.pop(step.sample) if o is not None and o.requires_grad]
@@ -148,19 +148,19 @@ class _Capture:
             self._run_hooks(step, "backward_hooks")
             self._keep_used_parameters(step, found, iteration)
 
-    def _find_reached(self, step: Step) -> None:
-        """See Note [Gradients of one output]."""
+    def _find_reached(self, step: Step, outputs: Sequence[Any]) -> bool:
+        """See Note [Gradients of one output]. Returns whether more passes were needed."""
         item = self.recorded[step.sample]
-        outputs, _ = self._call(step)
         numbers = [n for n, o in enumerate(outputs) if o is not None and o.requires_grad]
         if len(numbers) < 2:
-            return
+            return False
         needing = [id(tensor) for tensor in item.inputs if tensor.requires_grad]
         for number in numbers:
             output = self._call(step)[0][number]
             found = self._gradients(step, (output,), (torch.zeros_like(output),), False)
             pairs = zip(needing, found, strict=True)
             item.reached[number] = {key for key, gradient in pairs if gradient is not None}
+        return True
 
     def record(self, recorder: Recorder) -> None:
         """Record every pass in order, and let the recorder settle the memory of all."""
