@@ -28,17 +28,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from megatron_cg.memory.dense import is_dense
 from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.unit import Unit
 
 Kept = Callable[[], AbstractContextManager[None]]
 _Named = list[tuple[str, torch.Tensor | None]]
+_ALIGNED = 16
+"""Bytes that kernels read at once, if the address allows it."""
 _STEPS, _SCALE = 251, 128
 """Synthetic gradients are multiples of 1/128 from -125/128 to 125/128, which are exact in every
 floating dtype of training."""
@@ -87,7 +91,7 @@ def verify(
         unstable = _different(expected, again)
         left_out(len(unstable))
     with kept():
-        replay = _Pass(unit, graph, args, kwargs)
+        replay = _Pass(unit, graph, args, kwargs, copies=False)  # A graph may read them in place.
         found = replay.results()
         if gradients and len(replay.differentiable()) == len(needs):
             found += replay.gradients(needs)
@@ -113,12 +117,12 @@ class _Pass:
         run: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        *,
+        copies: bool = True,
     ) -> None:
         self._unit, self._run = unit, run
-        self._args, self._kwargs = (
-            tree_map(_detached, list(args)),
-            tree_map(_detached, dict(kwargs)),
-        )
+        own = partial(_detached, copies=copies)
+        self._args, self._kwargs = tree_map(own, list(args)), tree_map(own, dict(kwargs))
         self._made: list[Any] = []
 
     def results(self) -> _Named:
@@ -156,10 +160,19 @@ class _Pass:
                 yield name, parameter
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: Any, *, copies: bool) -> Any:
+    """A leaf of autograd with the same values.
+
+    Modules may keep what an eager pass gives them (megatron-core 0.19.2: the token dispatcher), and
+    it may be another unit's output. So they get copies, unless kernels would round otherwise there.
+    """
     if not isinstance(value, torch.Tensor):
         return value
-    made = value.detach().requires_grad_(value.requires_grad)
+    made = value.detach()
+    if copies and is_dense(made) and made.data_ptr() % _ALIGNED == 0:
+        copy = made.clone()
+        made = copy if copy.stride() == made.stride() else made
+    made.requires_grad_(value.requires_grad)
     vars(made).update({} if isinstance(value, nn.Parameter) else vars(value))
     return made
 

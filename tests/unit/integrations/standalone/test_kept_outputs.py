@@ -87,3 +87,26 @@ def test_an_output_that_is_kept_is_not_overwritten(passes: Passes, *, frozen: bo
     replayed = list(results(passes, frozen=frozen, graphed=True))
     assert len(eager) == len(replayed)
     assert all(map(torch.equal, eager, replayed))
+
+
+def test_what_a_verification_leaves_in_modules_is_no_output_in_use() -> None:
+    """Megatron's token dispatcher keeps the input of an eager pass, another unit's output."""
+
+    class Keeping(Unit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[Any] = [None]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept[0] = x
+            return super().forward(x)
+
+    Keeping.__module__ = "megatron.core.made_up"  # Known, so what it keeps is not observed.
+    network = Network(frozen=False)
+    network.layers[1] = Keeping()
+    graphs = graph_units(network, ["layers.*"], backend="tape", warmup_steps=WARMUP)
+    with graphs:
+        for step in range(STEPS):
+            with graphs.step():
+                network.encoded(torch.full((ROWS, WIDTH), 0.1 * step)).sum().backward()
+        expect(graphs.counters, captured=2, replayed=2 * (STEPS - WARMUP))
