@@ -24,7 +24,6 @@ from rich.table import Table
 from megatron_cg.replay.depends_on import DependsOn
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.telemetry.capture_report import counts_text
-from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.cli.options import positive
 from megatron_cg.tools.cpu.launch import run_processes
 
@@ -71,7 +70,7 @@ class TimedGuard:
 
     def _timed(self, ask: Callable[[], Any]) -> float:
         if (found := ask()) is not None and not isinstance(found, tuple):
-            raise BenchError(f"a clause is broken, so its time means nothing: {found}")
+            raise RuntimeError(f"a clause is broken, so its time means nothing: {found}")
         return min(timeit.repeat(ask, number=self._calls, repeat=REPEATS)) / self._calls * 1e9
 
 
@@ -97,7 +96,7 @@ def measure(experts: int, calls: int) -> Costs:
             trainer.step()
             counters = session.counters
             if counters.mismatched or counters.replayed != 2:
-                raise BenchError(f"the step was not replayed: {counts_text(counters.as_dict())}")
+                raise RuntimeError(f"the step was not replayed: {counts_text(counters.as_dict())}")
         return timed.costs
     finally:
         parallel_state.destroy_model_parallel()

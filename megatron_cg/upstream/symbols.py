@@ -119,8 +119,8 @@ class Symbol:
     """Names that a class declares, or that its methods set, on instances or on modules."""
     fingerprints: tuple[str, ...] = ()
     """For a function that we replace: fingerprints of its code in the releases that the replacement
-    was written for (``python -m tools.fingerprints`` prints the installed ones). A different
-    fingerprint is not an error: the replacement then stays off."""
+    was written for. A different fingerprint is not an error: the replacement then stays off, and
+    ``megatron-cg doctor`` prints it."""
 
     def unknown_body(self) -> str | None:
         """Why our replacement of this function may do something else; None if it does the same.

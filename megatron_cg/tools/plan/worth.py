@@ -8,7 +8,7 @@ Note [The nearest row]
     of FAR the row tells nothing, nor where not every layer has a graph of its attention, which has
     most of the launches.
 
-``measured_rows.json`` is made from ``benchmarks/results`` by ``python -m tools.measured_rows``.
+The rows of ``measured_rows.json`` are those of runs in ``benchmarks/results``.
 """
 
 from __future__ import annotations

@@ -1,400 +1,437 @@
-"""One change to a run that keeps every rule, for each way to break one."""
+"""One change to a run that keeps every rule, for each way to break one.
+
+``rule_messages.txt`` beside this file has what each then says; see ``test_rules.py``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
-from tests.unit.arguments.rule_case import DROP_AND_PAD, Case, modules
-from tests.unit.arguments.rule_cases_environment import BACKEND, ENVIRONMENT, PRECOMPILE
-from tests.unit.arguments.rule_cases_numerics import NUMERICS, RECOMPUTE
-from tests.unit.arguments.rule_cases_scopes import SCOPES, SCOPES_BEYOND_MEGATRON
+
+@dataclass(frozen=True)
+class Case:
+    """What breaks ``rule``, alone."""
+
+    rule: str
+    change: dict[str, Any] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
+    graph: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        changed = {**self.change, **self.graph, **self.variables, **self.versions}
+        words = (f"{name}={value}" for name, value in changed.items())
+        return f"{self.rule}: {' '.join([*words, *self.layers])}"
+
+
+DROP_AND_PAD: dict[str, Any] = {
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+}
+_ATTENTION_AND_ROUTER: dict[str, Any] = {"cuda_graph_modules": ("attn", "moe_router")}
+_ROUTER: dict[str, Any] = {"cuda_graph_modules": ("moe_router", "moe_preprocess")}
+_GROUPED: dict[str, Any] = {"moe_grouped_gemm": True, "add_bias_linear": False}
+_DROPLESS: dict[str, Any] = {**_GROUPED, "cuda_graph_modules": ("attn", "moe")}
+_BOUNDED: dict[str, Any] = {**_DROPLESS, "expert_model_parallel_size": 2}
+_FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
+_SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
+_FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "num_experts": None,
+    "cuda_graph_modules": ("attn", "mlp"),
+}
+_OPTIMIZER_GRAPH: dict[str, Any] = {
+    "optimizer_cuda_graph": True,
+    "megatron_fsdp_main_grads_dtype": "fp32",
+}
+_COMPILED: dict[str, Any] = {
+    "cuda_graph_modules": (),
+    "num_experts": None,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "transformer_impl": "local",
+    "fused_operations": (),
+}
+_TORCH: dict[str, Any] = {"cg_grouped_gemm": "torch"}
+_ROWS: dict[str, Any] = {**_TORCH, "cg_moe_rows": 1.25}
+_PEERS: dict[str, Any] = {**_TORCH, "cg_moe_exchange": "peer"}
+_NATIVE: dict[str, Any] = {"cg_backend": "native"}
+_PRECOMPILED: dict[str, Any] = {**_NATIVE, "cg_precompile_dir": "compiled"}
 
 FSDP = (
+    Case("implementation", {"cuda_graph_impl": "local"}),
+    Case("double-buffer", {"fsdp_double_buffer": False}),
+    Case("persistent-fallback", {"fsdp_db_use_persist_buf_on_alloc_fail": False}),
+    Case("gradient-accumulation-fusion", {**_FUSED, "data_parallel_sharding_strategy": "optim"}),
     Case(
-        "implementation",
-        {"cuda_graph_impl": "local"},
-        "impl local",
-        "Transformer Engine",
-        "--cuda-graph-impl transformer_engine",
+        "gradient-accumulation-fusion",
+        {**_FUSED, "mtp_use_repeated_layer": True, "mtp_num_layers": 2},
     ),
-    Case(
-        "double-buffer",
-        {"fsdp_double_buffer": False},
-        "without --fsdp-double-buffer",
-        "memory that was freed",
-        "add --fsdp-double-buffer",
-    ),
-    Case(
-        "persistent-fallback",
-        {"fsdp_db_use_persist_buf_on_alloc_fail": False},
-        "without --fsdp-db-use-persist-buf-on-alloc-fail",
-        "a buffer that moves",
-        "add --fsdp-db-use-persist-buf-on-alloc-fail",
-    ),
-    *(
-        Case(
-            "gradient-accumulation-fusion",
-            {"gradient_accumulation_fusion": True, **change},
-            f"on by default, with {flag}",
-            why,
-            "--no-gradient-accumulation-fusion",
-        )
-        for change, flag, why in (
-            (
-                {"data_parallel_sharding_strategy": "optim"},
-                "--data-parallel-sharding-strategy optim",
-                "each microbatch overwrites",
-            ),
-            (
-                {"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
-                "--mtp-use-repeated-layer and --mtp-num-layers 2",
-                "each use of such a weight overwrites",
-            ),
-            ({"gradient_ranks": 1}, "gradients that only one rank has", "overwrites those"),
-            (
-                {"megatron_fsdp_main_grads_dtype": "fp32"},
-                "--megatron-fsdp-main-grads-dtype fp32",
-                "a graph hands over gradients in bf16",
-            ),
-            (
-                {"megatron_fsdp_grad_comm_dtype": "fp32"},
-                "--megatron-fsdp-grad-comm-dtype fp32",
-                "their bits would differ",
-            ),
-            ({"transformer_impl": "local"}, "--transformer-impl local", "by another GEMM"),
-            (
-                {"use_transformer_engine_op_fuser": True},
-                "--use-transformer-engine-op-fuser",
-                "grad_added_to_main_grad",
-            ),
-        )
-    ),
-    Case(
-        "expert-parallel-overlap",
-        {"overlap_moe_expert_parallel_comm": True},
-        "--overlap-moe-expert-parallel-comm",
-        "neither with double buffers",
-        "drop --overlap-moe-expert-parallel-comm",
-    ),
-    Case(
-        "delayed-weight-gradients",
-        {"delay_wgrad_compute": True},
-        "--delay-wgrad-compute",
-        "after the layer's backward",
-        "drop --delay-wgrad-compute",
-    ),
-    Case(
-        "pipeline-parallel",
-        {"pipeline_model_parallel_size": 2},
-        "--pipeline-model-parallel-size 2",
-        "einops",
-        "--pipeline-model-parallel-size 1",
-    ),
+    Case("gradient-accumulation-fusion", {**_FUSED, "gradient_ranks": 1}),
+    Case("gradient-accumulation-fusion", {**_FUSED, "megatron_fsdp_main_grads_dtype": "fp32"}),
+    Case("gradient-accumulation-fusion", {**_FUSED, "megatron_fsdp_grad_comm_dtype": "fp32"}),
+    Case("gradient-accumulation-fusion", {**_FUSED, "transformer_impl": "local"}),
+    Case("gradient-accumulation-fusion", {**_FUSED, "use_transformer_engine_op_fuser": True}),
+    Case("expert-parallel-overlap", {"overlap_moe_expert_parallel_comm": True}),
+    Case("delayed-weight-gradients", {"delay_wgrad_compute": True}),
+    Case("pipeline-parallel", {"pipeline_model_parallel_size": 2}),
 )
 
 FAST_PATH = (
+    Case("fast-path-parts", graph={"cg_fast_path": "unshard,main-gradient"}),
+    Case("fast-path-parts", graph={"cg_fast_path": "gradients"}),
+    Case("fast-path-parts", graph={"cg_fast_path": "last-unit", "cg_no_fsdp_fast_path": True}),
+)
+
+SCOPES = (
+    Case("moe-and-router", {**DROP_AND_PAD, "cuda_graph_modules": ("moe", "moe_router")}),
+    Case("preprocess-without-router", {"cuda_graph_modules": ("attn", "moe_preprocess")}),
+    Case("moe-without-experts", {"num_experts": None}),
+    Case("moe-without-drop-and-pad", {"cuda_graph_modules": ("attn", "moe")}),
     Case(
-        "fast-path-parts",
-        {},
-        "--cg-fast-path: 'main-gradient' (did you mean main-gradients?)",
-        "no part of that name",
-        "choose from last-unit, gradients, ",
-        graph={"cg_fast_path": "unshard,main-gradient"},
+        "moe-without-drop-and-pad",
+        {"cuda_graph_modules": ("attn", "moe"), "moe_expert_capacity_factor": 1.0},
     ),
+    Case("preprocess-synchronizes", {**_ROUTER, "moe_expert_capacity_factor": 1.0}),
+    Case("preprocess-synchronizes", {**_ROUTER, "moe_router_padding_for_fp8": True}),
+    Case("scope-selects-nothing", {"cuda_graph_modules": ("attn", "mlp")}),
     Case(
-        "fast-path-parts",
-        {},
-        "--cg-fast-path: 'gradients' without 'unshard'",
-        "gradients works only together with unshard",
-        "add unshard, or leave gradients out",
-        graph={"cg_fast_path": "gradients"},
+        "scope-selects-nothing",
+        {"cuda_graph_modules": ("attn", "mlp"), "moe_layer_freq": (1, 1, 1, 1)},
     ),
+)
+
+SCOPES_BEYOND_MEGATRON = (
+    Case("preprocess-synchronizes", {**_ROUTER, "moe_router_padding_for_quantization": True}),
+    Case("scope-selects-nothing", {"cuda_graph_modules": ("attn", "mamba")}),
+    Case("scope-selects-nothing", {**_ATTENTION_AND_ROUTER, "hybrid_layer_pattern": "E|E/**"}),
+    Case("scope-selects-nothing", {"moe_layer_freq": (0, 0, 1, 1)}, layers=("moe_router:0-1",)),
+    Case("whole-moe-layer", {"cuda_graph_modules": ()}),
     Case(
-        "fast-path-parts",
-        {},
-        "--cg-fast-path last-unit with --cg-no-fsdp-fast-path",
-        "turns all of them off",
-        "drop one of the two flags",
-        graph={"cg_fast_path": "last-unit", "cg_no_fsdp_fast_path": True},
+        "whole-moe-layer",
+        {"cuda_graph_modules": (), "moe_layer_freq": (0, 1, 1, 1)},
+        layers=("layer:0,2-",),
     ),
+    Case("cg-layers", layers=("attn",)),
+    Case("cg-layers", layers=("moe_router:2-9",)),
 )
 
 LAYERS = (
-    Case(
-        "sinkhorn-router",
-        {"moe_router_load_balancing_type": ("sinkhorn",)},
-        "load-balancing-type sinkhorn",
-        "the CPU waits for that value",
-        "--moe-router-load-balancing-type aux_loss",
-    ),
+    Case("sinkhorn-router", {"moe_router_load_balancing_type": ("sinkhorn",)}),
     Case(
         "dispatcher-reads-counts",
-        modules("attn", "moe", moe_token_dispatcher_type="allgather", **DROP_AND_PAD),
-        "dispatcher-type allgather in",
-        "with drop-and-pad too",
-        "--moe-token-dispatcher-type alltoall",
-    ),
-    Case(
-        "dispatcher-reads-counts",
-        modules(moe_token_dispatcher_type="allgather", **DROP_AND_PAD),
-        "dispatcher-type allgather in",
-        "with drop-and-pad too",
-        "--cuda-graph-modules attn moe_router",
-    ),
-    Case(
-        "dispatcher-reads-counts",
-        modules(
-            "moe",
-            moe_token_dispatcher_type="flex",
-            moe_flex_dispatcher_backend="ncclep",
+        {
             **DROP_AND_PAD,
-        ),
-        "--moe-flex-dispatcher-backend ncclep",
-        "with drop-and-pad too",
-        "--moe-token-dispatcher-type alltoall",
+            "cuda_graph_modules": ("attn", "moe"),
+            "moe_token_dispatcher_type": "allgather",
+        },
+    ),
+    Case(
+        "dispatcher-reads-counts",
+        {**DROP_AND_PAD, "cuda_graph_modules": (), "moe_token_dispatcher_type": "allgather"},
+    ),
+    Case(
+        "dispatcher-reads-counts",
+        {
+            **DROP_AND_PAD,
+            "cuda_graph_modules": ("moe",),
+            "moe_token_dispatcher_type": "flex",
+            "moe_flex_dispatcher_backend": "ncclep",
+        },
     ),
     Case(
         "hybridep-uneven-inputs",
-        modules(
-            "moe_router",
-            "moe_preprocess",
-            moe_token_dispatcher_type="flex",
-            moe_flex_dispatcher_backend="hybridep",
-            moe_hybridep_pad_uneven_dispatch_inputs=True,
-        ),
-        "--moe-hybridep-pad-uneven-dispatch-inputs",
-        "read on the CPU before each dispatch",
-        "drop --moe-hybridep-pad-uneven-dispatch-inputs",
+        {
+            **_ROUTER,
+            "moe_token_dispatcher_type": "flex",
+            "moe_flex_dispatcher_backend": "hybridep",
+            "moe_hybridep_pad_uneven_dispatch_inputs": True,
+        },
     ),
+    Case("routing-trace", {"moe_routing_trace_path": "traces"}),
     Case(
         "routing-trace",
-        {"moe_routing_trace_path": "traces"},
-        "--moe-routing-trace-path",
-        "nothing would be written",
-        "drop --moe-routing-trace-path",
+        {**DROP_AND_PAD, "cuda_graph_modules": (), "moe_routing_trace_path": "traces"},
     ),
-    Case(
-        "routing-trace",
-        modules(moe_routing_trace_path="traces", **DROP_AND_PAD),
-        "--moe-routing-trace-path",
-        "a replay runs no hook",
-        "--cuda-graph-modules attn",
-    ),
-    Case(
-        "largest-attention-logits",
-        {"qk_clip": True},
-        "--qk-clip",
-        "nothing would be clipped or logged",
-        "drop --qk-clip",
-    ),
-    Case(
-        "largest-attention-logits",
-        {"log_max_attention_logit": True},
-        "--log-max-attention-logit",
-        "nothing would be clipped or logged",
-        "scopes other than attn",
-    ),
+    Case("largest-attention-logits", {"qk_clip": True}),
+    Case("largest-attention-logits", {"log_max_attention_logit": True}),
 )
 
-_GROUPED: dict[str, Any] = {"moe_grouped_gemm": True, "add_bias_linear": False}
-_DROPLESS: dict[str, Any] = {**_GROUPED, "cuda_graph_modules": ("attn", "moe")}
-
-
-def _torch(rule: str, base: dict[str, Any], change: dict[str, Any], *words: str) -> Case:
-    """A run with ``--cg-grouped-gemm torch`` that breaks ``rule``."""
-    found, reason, remedy = words
-    return Case(rule, {**base, **change}, found, reason, remedy, graph={"cg_grouped_gemm": "torch"})
-
-
 EXPERTS = (
-    _torch(
+    Case("grouped-gemm-without-experts", {**_GROUPED, "moe_grouped_gemm": False}, graph=_TORCH),
+    Case(
         "grouped-gemm-without-experts",
-        _GROUPED,
-        {"moe_grouped_gemm": False},
-        *("without grouped experts", "this model has none", "--moe-grouped-gemm"),
+        {**_GROUPED, "num_experts": None, "cuda_graph_modules": ("attn",)},
+        graph=_TORCH,
     ),
-    _torch(
-        "grouped-gemm-without-experts",
-        _GROUPED,
-        {"num_experts": None, "cuda_graph_modules": ("attn",)},
-        *("without grouped experts", "this model has none", "in a MoE model"),
+    Case("grouped-gemm-dtype", {**_GROUPED, "bf16": False}, graph=_TORCH),
+    Case("grouped-gemm-low-precision", {**_GROUPED, "fp8": "hybrid"}, graph=_TORCH),
+    Case("grouped-gemm-low-precision", {**_GROUPED, "fp4": "e2m1"}, graph=_TORCH),
+    Case("grouped-gemm-bias", {**_GROUPED, "add_bias_linear": True}, graph=_TORCH),
+    Case(
+        "grouped-gemm-op-fuser", {**_GROUPED, "use_transformer_engine_op_fuser": True}, graph=_TORCH
     ),
-    _torch(
-        "grouped-gemm-dtype",
-        _GROUPED,
-        {"bf16": False},
-        "without --bf16",
-        "only in bfloat16",
-        "add --bf16",
-    ),
-    _torch(
-        "grouped-gemm-low-precision",
-        _GROUPED,
-        {"fp8": "hybrid"},
-        *("with FP8 or FP4", "in bfloat16", "drop --fp8-format"),
-    ),
-    _torch(
-        "grouped-gemm-low-precision",
-        _GROUPED,
-        {"fp4": "e2m1"},
-        *("with FP8 or FP4", "in bfloat16", "--fp4-format"),
-    ),
-    _torch(
-        "grouped-gemm-bias",
-        _GROUPED,
-        {"add_bias_linear": True},
-        *("have biases", "adds no bias", "--disable-bias-linear"),
-    ),
-    _torch(
-        "grouped-gemm-op-fuser",
-        _GROUPED,
-        {"use_transformer_engine_op_fuser": True},
-        *("op-fuser", "do not call", "drop --use-transformer-engine-op-fuser"),
-    ),
-    _torch(
-        "experts-dispatcher",
-        _DROPLESS,
-        {"moe_token_dispatcher_type": "flex"},
-        *("dispatcher-type flex", "dispatcher alltoall", "--moe-token-dispatcher-type alltoall"),
-    ),
-    _torch(
+    Case("experts-dispatcher", {**_DROPLESS, "moe_token_dispatcher_type": "flex"}, graph=_TORCH),
+    Case("experts-tensor-parallel", {**_DROPLESS, "expert_tensor_parallel_size": 2}, graph=_TORCH),
+    Case(
         "experts-tensor-parallel",
-        _DROPLESS,
-        {"expert_tensor_parallel_size": 2},
-        *("several tensor-parallel ranks", "reads on the CPU", "--expert-tensor-parallel-size 1"),
+        {**_GROUPED, "cuda_graph_modules": (), "expert_tensor_parallel_size": 2},
+        graph=_TORCH,
     ),
-    _torch(
-        "experts-tensor-parallel",
-        _DROPLESS,
-        {"expert_tensor_parallel_size": 2, "cuda_graph_modules": ()},
-        *("several tensor-parallel ranks", "reads on the CPU", "attn moe_router"),
+    Case("experts-uneven", {**_DROPLESS, "moe_expert_capacity_factor": 1.0}, graph=_TORCH),
+    Case("experts-uneven", {**_DROPLESS, "moe_router_padding_for_fp8": True}, graph=_TORCH),
+    Case(
+        "experts-uneven", {**_DROPLESS, "moe_router_padding_for_quantization": True}, graph=_TORCH
     ),
-    *(
-        _torch(
-            "experts-uneven",
-            _DROPLESS,
-            {option: value},
-            *("router padding", "from step to step", "--moe-pad-expert-input-to-capacity"),
-        )
-        for option, value in (
-            ("moe_expert_capacity_factor", 1.0),
-            ("moe_router_padding_for_fp8", True),
-            ("moe_router_padding_for_quantization", True),
-        )
-    ),
-    _torch(
+    Case(
         "experts-router",
-        _DROPLESS,
-        {"moe_router_load_balancing_type": ("aux_loss", "quantile_balancing")},
-        *("quantile_balancing", "aux_loss, seq_aux_loss", "attn moe_router"),
+        {**_DROPLESS, "moe_router_load_balancing_type": ("aux_loss", "quantile_balancing")},
+        graph=_TORCH,
     ),
-    _torch(
-        "grouped-gemm-delayed-gradients",
-        _GROUPED,
-        {"delay_wgrad_compute": True},
-        *("--delay-wgrad-compute", "at once", "drop --delay-wgrad-compute"),
-    ),
-    _torch(
+    Case("grouped-gemm-delayed-gradients", {**_GROUPED, "delay_wgrad_compute": True}, graph=_TORCH),
+    Case(
         "experts-delayed-gradients",
-        _GROUPED,
-        {"overlap_dispatch_backward_with_experts_wgrad": True},
-        *("--cg-grouped-gemm torch", "at once", "drop --overlap-dispatch"),
+        {**_GROUPED, "overlap_dispatch_backward_with_experts_wgrad": True},
+        graph=_TORCH,
     ),
     Case(
         "experts-delayed-gradients",
         {
+            **DROP_AND_PAD,
             "cuda_graph_modules": ("attn", "moe"),
-            "moe_expert_capacity_factor": 1.0,
-            "moe_pad_expert_input_to_capacity": True,
             "overlap_dispatch_backward_with_experts_wgrad": True,
         },
-        *("experts in a graph", "does not run in a replay", "drop --overlap-dispatch"),
     ),
 )
-"""``--cg-grouped-gemm torch``."""
-
-_BOUNDED: dict[str, Any] = {**_DROPLESS, "expert_model_parallel_size": 2}
-
-
-def _rows(
-    rule: str, change: dict[str, Any], *words: str, factor: float = 1.25, gemm: str = "torch"
-) -> Case:
-    """A run with ``--cg-moe-rows`` that breaks ``rule``."""
-    graph = {"cg_moe_rows": factor, "cg_grouped_gemm": gemm}
-    found, reason, remedy = words
-    return Case(rule, {**_BOUNDED, **change}, found, reason, remedy, graph=graph)
-
 
 ROWS = (
-    _rows(
-        "rows-below-average",
-        {},
-        *("--cg-moe-rows 0.9", "every step would be repeated", "--cg-moe-rows 1.25"),
-        factor=0.9,
-    ),
-    _rows(
-        "rows-below-average",
-        {},
-        *("--cg-moe-rows nan", "on average", "--cg-moe-rows 1.25"),
-        factor=float("nan"),
-    ),
-    _rows(
+    Case("rows-below-average", _BOUNDED, graph={**_TORCH, "cg_moe_rows": 0.9}),
+    Case("rows-below-average", _BOUNDED, graph={**_TORCH, "cg_moe_rows": float("nan")}),
+    Case(
         "rows-without-experts",
-        {"cuda_graph_modules": ("attn", "moe_router")},
-        *("1.25 in a run whose graphs hold", "such graphs have room", "attn moe"),
+        {**_BOUNDED, "cuda_graph_modules": ("attn", "moe_router")},
+        graph=_ROWS,
     ),
-    _rows(
+    Case(
         "rows-without-experts",
-        {"cuda_graph_modules": ("attn", "moe_router")},
-        *("hold no dropless experts", "bounds the rows", "--cg-grouped-gemm torch"),
-        gemm="te",
+        {**_BOUNDED, "cuda_graph_modules": ("attn", "moe_router")},
+        graph={**_ROWS, "cg_grouped_gemm": "te"},
     ),
-    _rows(
-        "rows-without-experts",
-        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-        *("hold no dropless experts", "bounds the rows", "without drop and pad"),
-    ),
-    _rows(
-        "rows-without-expert-parallel",
-        {"expert_model_parallel_size": 1},
-        *("--expert-model-parallel-size 1", "exactly these", "drop --cg-moe-rows"),
+    Case("rows-without-experts", {**_BOUNDED, **DROP_AND_PAD}, graph=_ROWS),
+    Case(
+        "rows-without-expert-parallel", {**_DROPLESS, "expert_model_parallel_size": 1}, graph=_ROWS
     ),
 )
-"""``--cg-moe-rows``."""
-
-
-def _peers(rule: str, change: dict[str, Any], *words: str, gemm: str = "torch") -> Case:
-    """A run with ``--cg-moe-exchange peer`` that breaks ``rule``."""
-    graph = {"cg_moe_exchange": "peer", "cg_grouped_gemm": gemm}
-    found, reason, remedy = words
-    return Case(rule, {**_BOUNDED, **change}, found, reason, remedy, graph=graph)
-
 
 PEERS = (
-    _peers(
+    Case(
         "exchange-without-experts",
-        {"cuda_graph_modules": ("attn", "moe_router")},
-        *("peer in a run whose graphs hold", "exchange tokens", "attn moe"),
+        {**_BOUNDED, "cuda_graph_modules": ("attn", "moe_router")},
+        graph=_PEERS,
     ),
-    _peers(
-        "exchange-without-experts",
-        {},
-        *("hold no dropless experts", "as Megatron does", "--cg-grouped-gemm torch"),
-        gemm="te",
-    ),
-    _peers(
-        "exchange-without-experts",
-        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-        *("hold no dropless experts", "as Megatron does", "without drop and pad"),
-    ),
-    _peers(
+    Case("exchange-without-experts", _BOUNDED, graph={**_PEERS, "cg_grouped_gemm": "te"}),
+    Case("exchange-without-experts", {**_BOUNDED, **DROP_AND_PAD}, graph=_PEERS),
+    Case(
         "exchange-without-expert-parallel",
-        {"expert_model_parallel_size": 1},
-        *("--expert-model-parallel-size 1", "exchanges no tokens", "drop --cg-moe-exchange"),
+        {**_DROPLESS, "expert_model_parallel_size": 1},
+        graph=_PEERS,
     ),
 )
-"""``--cg-moe-exchange peer``."""
 
+RECOMPUTE = (
+    Case("full-recompute-of-parts", {**_FULL, "cuda_graph_modules": ("attn",)}),
+    Case(
+        "full-recompute-of-parts",
+        {**_FULL, "num_experts": 8, "cuda_graph_modules": ("attn", "moe_router")},
+    ),
+    Case(
+        "full-recompute-of-parts",
+        {
+            **_FULL,
+            **DROP_AND_PAD,
+            "num_experts": 8,
+            "cuda_graph_modules": ("attn", "moe"),
+            "moe_layer_freq": 2,
+        },
+    ),
+    Case("full-recompute-of-parts", _FULL, layers=("attn:0-1",)),
+    Case("full-recompute-of-parts", {**_FULL, "custom_layers": True}),
+    Case("dropout-in-full-recompute", {**_FULL, "attention_dropout": 0.1}),
+    Case("dropout-in-full-recompute", {**_FULL, "hidden_dropout": 0.1}),
+    Case("jitter-in-full-recompute", {**_FULL, "moe_input_jitter_eps": 0.01}),
+    Case("low-precision-full-recompute", {**_FULL, "fp8": "hybrid"}),
+    Case("low-precision-full-recompute", {**_FULL, "fp4": "e2m1"}),
+    Case(
+        "full-recompute-of-parts",
+        {**_FULL, "num_experts": 8, "moe_layer_freq": (0, 0, 0, 1), "mtp_num_layers": 1},
+        layers=("attn:0-2",),
+    ),
+    Case("hybrid-full-recompute", {**_FULL, "hybrid_layer_pattern": "*-*-"}),
+    Case(
+        "repeated-prediction-full-recompute",
+        {
+            **_FULL,
+            "recompute_method": "uniform",
+            "mtp_use_repeated_layer": True,
+            "mtp_num_layers": 2,
+        },
+    ),
+    Case("distributed-full-recompute", {**_FULL, "distribute_saved_activations": True}),
+    Case("moe-recompute-around-router", {**_SELECTIVE, "recompute_modules": ("moe",)}),
+    Case("dropout-in-recomputed-attention", _SELECTIVE),
+    Case(
+        "dropout-in-recomputed-mlp",
+        {
+            **_SELECTIVE,
+            "cuda_graph_modules": ("mlp",),
+            "recompute_modules": ("mlp",),
+            "num_experts": None,
+        },
+    ),
+    Case(
+        "dropout-in-recomputed-mlp",
+        {
+            **_SELECTIVE,
+            **DROP_AND_PAD,
+            "cuda_graph_modules": ("moe",),
+            "recompute_modules": ("moe",),
+        },
+    ),
+    Case(
+        "jitter-in-recomputed-moe",
+        {
+            **_SELECTIVE,
+            **DROP_AND_PAD,
+            "cuda_graph_modules": ("moe",),
+            "recompute_modules": ("moe",),
+            "hidden_dropout": 0.0,
+            "moe_input_jitter_eps": 0.01,
+        },
+    ),
+    Case("cpu-offloading", {"cpu_offloading": True}),
+)
+
+NUMERICS = (
+    Case("activation-offloading", {"fine_grained_activation_offloading": True}),
+    Case("fp16", {"bf16": False, "fp16": True}),
+    Case("fp8-primary-weights", {"fp8": "hybrid", "fp8_param_gather": True}),
+    Case(
+        "fp8-primary-weights-recipe",
+        {
+            "fp8": "e4m3",
+            "fp8_recipe": "blockwise",
+            "fp8_param_gather": True,
+            "keep_fp8_transpose_cache": True,
+        },
+    ),
+    Case("optimizer-graph", {"optimizer_cuda_graph": True}),
+    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "optimizer": "sgd"}),
+    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "optimizer_cpu_offload": True}),
+    Case(
+        "optimizer-graph",
+        {
+            **_OPTIMIZER_GRAPH,
+            "fp8": "hybrid",
+            "fp8_param_gather": True,
+            "keep_fp8_transpose_cache": True,
+        },
+    ),
+    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "data_parallel_sharding_strategy": "optim_grads"}),
+    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "weight_decay_incr_style": "linear"}),
+    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "log_num_zeros_in_grad": True}),
+    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "loss_scale": 1024.0}),
+    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "timing_log_level": 1}),
+    Case("packed-sequences", {**_ATTENTION_AND_ROUTER, "sft": True}),
+    Case("packed-sequences", {**_ATTENTION_AND_ROUTER, "rl_use_sequence_packing": True}),
+    Case("packed-sequences", {**_ATTENTION_AND_ROUTER, "dataloader_inter_document_masking": True}),
+    Case("packed-sequences", {"cuda_graph_modules": (), "sft": True, "num_experts": None}),
+    Case(
+        "packed-mamba",
+        {
+            "cuda_graph_modules": ("mamba",),
+            "sft": True,
+            "hybrid_layer_pattern": "M*",
+            "num_experts": None,
+        },
+    ),
+    Case(
+        "packed-microbatches",
+        {"cuda_graph_modules": ("moe_router",), "sft": True, "micro_batch_size": 2},
+    ),
+    Case(
+        "pack-sequences-hybrid",
+        {"cuda_graph_modules": ("attn",), "hybrid_layer_pattern": "M*-", "num_experts": None},
+        graph={"cg_pack_sequences": 8},
+    ),
+    Case("pack-sequences-least", graph={"cg_pack_sequences": 0}),
+    Case(
+        "pack-sequences-context-parallel",
+        {**_ATTENTION_AND_ROUTER, "context_parallel_size": 2},
+        graph={"cg_pack_sequences": 8},
+    ),
+    Case("hybrid-context-parallel", {"hybrid_context_parallel": True}),
+)
+
+BACKEND = (
+    Case("native-backend-fp8", {"fp8": "hybrid"}, graph=_NATIVE),
+    Case("native-backend-fp8", {"fp4": "e2m1"}, graph=_NATIVE),
+    Case(
+        "expandable-segments",
+        graph=_NATIVE,
+        variables={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    ),
+)
+
+PRECOMPILE = (
+    Case("pack-sequences-compiled", _COMPILED, graph={**_PRECOMPILED, "cg_pack_sequences": 8}),
+    Case(
+        "precompile-local",
+        {**_COMPILED, "transformer_impl": "transformer_engine"},
+        graph=_PRECOMPILED,
+    ),
+    Case(
+        "precompile-whole-layers",
+        {**_COMPILED, "cuda_graph_modules": ("attn", "mlp")},
+        graph=_PRECOMPILED,
+    ),
+    Case("precompile-dense", {**_COMPILED, **DROP_AND_PAD, "num_experts": 8}, graph=_PRECOMPILED),
+    Case("precompile-one-kind", {**_COMPILED, "mtp_num_layers": 1}, graph=_PRECOMPILED),
+    Case("precompile-dropout", {**_COMPILED, "hidden_dropout": 0.1}, graph=_PRECOMPILED),
+    Case(
+        "precompile-recompute",
+        {**_COMPILED, "recompute_granularity": "selective"},
+        graph=_PRECOMPILED,
+    ),
+    Case(
+        "precompile-meta-weights",
+        {**_COMPILED, "init_model_with_meta_device": True},
+        graph=_PRECOMPILED,
+    ),
+    Case(
+        "precompile-fusions",
+        {**_COMPILED, "fused_operations": ("--no-rope-fusion",)},
+        graph=_PRECOMPILED,
+    ),
+)
+
+ENVIRONMENT = (
+    Case("transformer-engine-version", versions={"transformer-engine": "2.18.0"}),
+    Case("transformer-engine-version", versions={"transformer-engine": None}),
+    Case("megatron-core-version", versions={"megatron-core": "0.18.2"}),
+    Case("expandable-segments", variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    Case(
+        "expandable-segments",
+        variables={
+            "PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments: True",
+            "NCCL_GRAPH_REGISTER": "1",
+        },
+    ),
+    Case("max-connections", variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+)
 
 MEGATRON_AGREES = (*SCOPES, *RECOMPUTE)
 """The cases that ``TransformerConfig`` of megatron-core must refuse too."""

@@ -54,6 +54,7 @@ class MadeByKernel:
         return torch.full((len(data),), *data, **options)
 
 
+@pytest.mark.refuses("hybridep-uneven-inputs", "experts-dispatcher")
 @pytest.mark.parametrize(
     ("pads", "given", "error"),
     [
@@ -77,6 +78,7 @@ def test_hybridep_pads_to_a_number_that_the_host_reads(
         manager.setup_metadata(chosen, chosen.float())
 
 
+@pytest.mark.refuses("experts-dispatcher")
 def test_deepeps_rows_are_as_many_as_the_routing_says() -> None:
     """Without permute fusion: Megatron selects what was received by a mask, and waits for it."""
     from megatron.core.transformer.moe import token_dispatcher
@@ -91,6 +93,7 @@ def test_deepeps_rows_are_as_many_as_the_routing_says() -> None:
         manager._indices_to_multihot(*given)
 
 
+@pytest.mark.refuses("dispatcher-reads-counts", "experts-dispatcher")
 @pytest.mark.parametrize("static", [True, False], ids=["static shapes", "other shapes"])
 def test_nccl_ep_reads_the_number_of_rows_unless_shapes_are_static(static: bool) -> None:
     from megatron.core.transformer.moe import token_dispatcher
@@ -105,6 +108,7 @@ def test_nccl_ep_reads_the_number_of_rows_unless_shapes_are_static(static: bool)
         assert len(rows) == TOKENS
 
 
+@pytest.mark.refuses("experts-uneven")
 @pytest.mark.parametrize(
     ("factor", "rows"), [(None, [TOKENS, TOKENS]), (1.0, [TOKENS, TOKENS - 1])]
 )
@@ -187,6 +191,7 @@ def dispatch(ranks_of_an_expert: int) -> None:
         parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.refuses("experts-tensor-parallel")
 @pytest.mark.parametrize("ranks_of_an_expert", [1, 2])
 def test_several_ranks_of_an_expert_exchange_rows_by_numbers_on_the_host(
     ranks_of_an_expert: int,
@@ -195,6 +200,7 @@ def test_several_ranks_of_an_expert_exchange_rows_by_numbers_on_the_host(
     run_processes(partial(dispatch, ranks_of_an_expert))
 
 
+@pytest.mark.refuses("grouped-gemm-op-fuser")
 def test_fused_experts_do_not_call_the_grouped_gemm_that_is_replaced() -> None:
     from megatron.core.transformer.moe.experts import TEGroupedMLP
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -16,8 +16,7 @@ from megatron_cg.arguments import GraphArguments, RunArguments, rules_scopes, vi
 from megatron_cg.arguments.layout import available_scopes
 from megatron_cg.arguments.schema import SCOPES
 from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, GOOD_RUN
-from tests.unit.arguments.rule_case import Case
-from tests.unit.arguments.rule_cases import MEGATRON_AGREES
+from tests.unit.arguments.rule_cases import MEGATRON_AGREES, Case
 
 _SAME_NAME = (
     "cuda_graph_impl",

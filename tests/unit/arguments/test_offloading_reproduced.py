@@ -135,6 +135,7 @@ def check_gradients_are_wrong(found: Steps, eager: Steps) -> None:
     assert norm != eager_norm
 
 
+@pytest.mark.refuses("activation-offloading")
 def test_with_all_layers_in_each_step_offloading_has_the_eager_bits(offloading: None) -> None:
     eager = train(offloaded=False)
     assert train() == eager
@@ -142,6 +143,7 @@ def test_with_all_layers_in_each_step_offloading_has_the_eager_bits(offloading: 
     assert train(ALL, kept=True) == eager
 
 
+@pytest.mark.refuses("activation-offloading")
 @pytest.mark.parametrize("layer", ALL)
 def test_an_eager_layer_takes_the_host_buffers_of_a_graph(layer: int, offloading: None) -> None:
     """A step's end gives all buffers back, those that graphs write and read among them."""
@@ -151,6 +153,7 @@ def test_an_eager_layer_takes_the_host_buffers_of_a_graph(layer: int, offloading
     check_gradients_are_wrong(train([layer]), eager)
 
 
+@pytest.mark.refuses("activation-offloading")
 @pytest.mark.parametrize("layer", ALL)
 def test_the_graph_of_a_layer_reloads_for_the_layer_before(layer: int, offloading: None) -> None:
     """Without it, the layer before computes gradients from activations of an older pass."""

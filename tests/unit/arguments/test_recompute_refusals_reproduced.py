@@ -64,6 +64,7 @@ def passes(trainer: Any, part: str) -> Counter[str]:
     return found
 
 
+@pytest.mark.refuses("full-recompute-of-parts")
 def test_beside_a_graph_of_a_part_the_rest_of_the_layer_keeps_its_activations(
     one_rank: None,
 ) -> None:
@@ -76,6 +77,7 @@ def test_beside_a_graph_of_a_part_the_rest_of_the_layer_keeps_its_activations(
         assert passes(trainer, "_forward_mlp") == {"grad": LAYERS}
 
 
+@pytest.mark.refuses("hybrid-full-recompute")
 def test_a_graph_inside_of_megatrons_checkpoint_is_not_replayed_in_the_first_pass(
     one_rank: None,
 ) -> None:
@@ -110,6 +112,7 @@ def recompute_of_te() -> dict[str, Any]:
     return scope
 
 
+@pytest.mark.refuses("low-precision-full-recompute")
 def test_torchs_checkpoint_tells_fp8_modules_of_no_recompute() -> None:
     """They then update their scales in both passes, instead of using those of the first again."""
     te = recompute_of_te()
@@ -151,5 +154,6 @@ def distributed() -> list[int]:
         parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.refuses("distributed-full-recompute")
 def test_nothing_is_distributed_in_a_capture() -> None:
     assert on_ranks(distributed) == [[4, 8]] * 2

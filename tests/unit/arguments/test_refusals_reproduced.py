@@ -57,12 +57,14 @@ def fp16_step() -> None:
         parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.refuses("fp16")
 def test_fp16_fails_in_the_first_step_without_graphs() -> None:
     with pytest.raises(Exception, match="'NoneType' object has no attribute 'data'") as error:
         run_processes(fp16_step)
     assert "_collect_main_grad_data_for_unscaling" in str(error.value)
 
 
+@pytest.mark.refuses("pipeline-parallel")
 def test_a_pipeline_stage_cannot_be_wrapped() -> None:
     from einops import EinopsError
     from megatron.core import parallel_state
@@ -88,6 +90,7 @@ def test_a_pipeline_stage_cannot_be_wrapped() -> None:
             dist.destroy_process_group()
 
 
+@pytest.mark.refuses("expert-parallel-overlap", "delayed-weight-gradients")
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -123,6 +126,7 @@ MODEL = (
 ).split()
 
 
+@pytest.mark.refuses("hybrid-context-parallel", "max-connections", "expandable-segments")
 @pytest.mark.parametrize(
     ("words", "environment", "error"),
     [
@@ -192,6 +196,7 @@ def yaml_settings(places: tuple[str, ...]) -> dict[str, Any]:
     return whole
 
 
+@pytest.mark.refuses("yaml-config")
 @pytest.mark.parametrize(
     ("places", "error"),
     [
@@ -223,6 +228,7 @@ def test_no_yaml_file_passes_megatrons_own_checks(
         yaml_arguments.core_transformer_config_from_yaml(yaml_arguments.validate_yaml(args))
 
 
+@pytest.mark.refuses("implementation")
 def test_local_graphs_refuse_the_hooks_of_megatron_fsdp(dense_model: Any) -> None:
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
@@ -248,6 +254,7 @@ def gradient_places(options: Mapping[str, object]) -> list[set[int]]:
     return [{tensor.data_ptr() for tensor in step} for step in zip(*kept, strict=True)]
 
 
+@pytest.mark.refuses("optimizer-graph")
 @pytest.mark.parametrize(
     ("options", "places"),
     [
@@ -266,6 +273,7 @@ def test_gradients_move_from_step_to_step_under_an_optimizer_graph(
     assert {len(found) for found in gradient_places(options)} == {places}
 
 
+@pytest.mark.refuses("optimizer-graph")
 def test_the_optimizers_step_begins_a_gather_that_the_next_pass_waits_for(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +322,7 @@ def largest_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     KEPT.clear()
 
 
+@pytest.mark.refuses("largest-attention-logits")
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "freed"])
 def test_a_replay_leaves_no_largest_logits(
     kept: bool, largest_logits: None, one_rank: None, replays_alone: None
@@ -340,6 +349,7 @@ def test_a_replay_leaves_no_largest_logits(
             expect(session.counters, replayed=2, mismatched=0)
 
 
+@pytest.mark.refuses("largest-attention-logits")
 def test_largest_logits_of_a_bf16_model_are_not_found_under_megatron_fsdp(
     largest_logits: None, one_rank: None
 ) -> None:
@@ -362,6 +372,7 @@ def grouped(dtype: torch.dtype, **options: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.refuses("grouped-gemm-dtype", "grouped-gemm-low-precision", "grouped-gemm-bias")
 def test_torchs_grouped_gemm_takes_bfloat16_without_a_bias() -> None:
     assert grouped(torch.bfloat16).dtype is torch.bfloat16
     for dtype in (torch.float32, torch.float16, torch.float8_e4m3fn):

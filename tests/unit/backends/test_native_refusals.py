@@ -227,6 +227,7 @@ def test_te_is_not_imported_for_it(cuda: CudaDouble) -> None:
     assert not [name for name in set(sys.modules) - before if "transformer_engine" in name]
 
 
+@pytest.mark.refuses("native-backend-fp8")
 def test_fp8_is_refused_at_capture_and_seen_by_the_guard(
     cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,13 +22,13 @@ from megatron_cg.upstream.fingerprints import of_source
 from megatron_cg.upstream.symbols import Symbol, installed_version, lookup
 from tests.unit.te_sources import source_of_te
 from tests.unit.tools.doctor.systems import of_level, system
-from tools import fingerprints
 
 FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 ALL = [
     pytest.param(symbol, id=f"{symbol.distribution}:{symbol.path.rpartition('.')[2]}")
-    for _, symbol in fingerprints.replaced()
-    if symbol.distribution != "transformer-engine"
+    for name in relied_on.modules_that_rely()
+    for symbol in importlib.import_module(name).RELIES_ON
+    if symbol.fingerprints and symbol.distribution != "transformer-engine"
 ]
 HOOKS = "megatron_fsdp:MegatronFSDP._register_fsdp_hooks"
 STORE = "param_and_grad_buffer:ParamAndGradBuffer"

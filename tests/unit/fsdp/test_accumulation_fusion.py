@@ -149,6 +149,7 @@ def test_with_sharded_gradients_eager_fusion_is_right(
             assert fused == plain
 
 
+@pytest.mark.refuses("gradient-accumulation-fusion")
 @pytest.mark.parametrize("strategy", UNSHARDED)
 def test_without_them_a_microbatch_overwrites_the_one_before(
     results: list[dict[str, Any]], strategy: str
@@ -161,6 +162,7 @@ def test_without_them_a_microbatch_overwrites_the_one_before(
         assert loss == fused_loss and norm != fused_norm
 
 
+@pytest.mark.refuses("gradient-accumulation-fusion")
 def test_nor_where_one_rank_has_all_of_a_gradient(results: list[dict[str, Any]]) -> None:
     for found in results:
         (loss, norm), (fused_loss, fused_norm) = (
@@ -198,6 +200,7 @@ def test_a_layer_that_still_writes_by_itself_is_not_captured(
         assert "4 such weights" in error and "--no-gradient-accumulation-fusion" in error
 
 
+@pytest.mark.refuses("gradient-accumulation-fusion")
 def test_if_it_were_a_replay_would_hand_over_the_placeholder(
     results: list[dict[str, Any]],
 ) -> None:

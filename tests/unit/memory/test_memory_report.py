@@ -5,28 +5,13 @@ from __future__ import annotations
 import ast
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.memory_probe import (
-    BEFORE,
-    CAST,
-    GRAPHS,
-    KEY,
-    OPTIMIZER,
-    PASSES,
-    SAMPLES,
-    WARMUP,
-    comparison,
-    peaks,
-    probing,
-)
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.capture.session import Session
 from megatron_cg.memory.pools import held_addresses, pools
 from megatron_cg.memory.usage import (
     GRAD_INPUTS,
@@ -39,8 +24,6 @@ from megatron_cg.memory.usage import (
     report,
     static_tensors,
 )
-from megatron_cg.telemetry.record import Recorder
-from megatron_cg.tools.align.compare import read_run
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.memory.held import held
 from tests.unit.te_sources import source_of_te
@@ -213,61 +196,3 @@ def test_closed_graphs_hold_nothing(trainer: Any) -> None:
     session.close()
     assert all(not list(kind) for graph in graphs for kind in static_tensors(graph).values())
     assert held(report(session), INPUTS) == 0
-
-
-def stage(name: str, step: int, peak: int, reserved: int) -> dict[str, Any]:
-    return {"name": name, "step": step, "allocated": 0, "reserved": 0} | {
-        "peak_allocated": peak * MIB,
-        "peak_reserved": reserved * MIB,
-    }
-
-
-def steps_of(first: int, last: int, passes: int, optimizer: int) -> list[dict[str, Any]]:
-    return [
-        row
-        for step in range(first, last)
-        for row in (
-            stage(PASSES, step, passes, passes + 5),
-            stage(CAST, step, optimizer - 1, optimizer + 5),
-            stage(OPTIMIZER, step + 1, optimizer, optimizer + 5),
-        )
-    ]
-
-
-def test_peaks_are_of_steady_steps_and_of_the_capture() -> None:
-    rows = [*steps_of(0, 2, 900, 950), stage(BEFORE, 2, 70, 80), stage(GRAPHS, 2, 130, 140)]
-    rows += [*steps_of(2, 3, 700, 800), *steps_of(3, 5, 110, 120)]
-    found = peaks({KEY: {"stages": rows}})
-    assert found[PASSES] == (110 * MIB, 115 * MIB) and found[OPTIMIZER] == (120 * MIB, 125 * MIB)
-    assert found[GRAPHS] == (130 * MIB, 140 * MIB)
-    eager = {KEY: {"stages": [*steps_of(0, 1, 999, 999), *steps_of(1, 4, 90, 100)]}}
-    table = comparison(eager, {KEY: {"stages": rows}}).splitlines()
-    assert table[1].split()[-2:] == ["1.100,", "1.095"]
-    assert [line.split()[-2] for line in table[2:]] == ["1.190,", "1.200,", "0.700,", "1.300,"]
-
-
-def test_records_of_a_cpu_show_no_peaks() -> None:
-    row = stage(PASSES, 3, 1, 1) | {"peak_allocated": None}
-    record = {KEY: {"stages": [row]}}
-    assert "no GPU" in comparison(record, record)
-
-
-def test_a_run_under_the_probe_has_its_stages_and_holders(trainer: Any, tmp_path: Path) -> None:
-    before = (Session.capture, Session.capturing, Recorder.finish)
-    recorder = Recorder(tmp_path)
-    with probing():
-        for number in range(2):
-            if number:
-                trainer.capture(TapeBackend())
-            recorder.add_step({}, trainer.step()[1], False, 0.0)
-        recorder.finish([])
-    assert (Session.capture, Session.capturing, Recorder.finish) == before
-    (record,) = read_run(tmp_path).values()
-    names = [row["name"] for row in record[KEY]["stages"]]
-    step = [PASSES, CAST, OPTIMIZER]
-    assert names == [*step, BEFORE, SAMPLES, WARMUP, GRAPHS, *step]
-    allocated = [row["allocated"] for row in record[KEY]["stages"]]
-    assert allocated[names.index(GRAPHS)] > allocated[names.index(BEFORE)]
-    assert set(record[KEY]["holders"]) == {GRAPHS, CAST}
-    kinds = {row["kind"] for row in record[KEY]["holders"][CAST]["rows"]}
-    assert "gradients cast for the optimizer" in kinds

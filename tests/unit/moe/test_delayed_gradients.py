@@ -151,12 +151,14 @@ def test_a_step_whose_routers_run_eagerly_has_the_same_gradients() -> None:
     assert train(delays=True, scopes=("attn", "moe_router"), short=WARMUP) == plain
 
 
+@pytest.mark.refuses("grouped-gemm-delayed-gradients", "experts-delayed-gradients")
 def test_a_replay_reads_a_gradient_that_was_freed(replays_alone: None) -> None:
     """Of experts in a graph: it computed and stored it outside of what autograd returns."""
     with pytest.raises(FreedStorageError):
         train(delays=True, scopes=("attn", "moe"))
 
 
+@pytest.mark.refuses("grouped-gemm-delayed-gradients", "experts-delayed-gradients")
 def test_torchs_grouped_gemm_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_gemm, "refuse_other", lambda *_: None)
     plain = train(delays=False)

@@ -78,6 +78,7 @@ def test_the_config_may_be_written_as_megatron_allows(used: None, changes: dict[
     assert "moe" in {module.name for module in made.cuda_graph_modules}
 
 
+@pytest.mark.refuses("experts-router")
 def test_a_router_that_is_not_known_is_refused_by_its_name(used: None) -> None:
     with pytest.raises(ArgumentError, match="quantile_balancing"):
         config(moe_router_load_balancing_type="quantile_balancing")

@@ -131,6 +131,7 @@ def test_tokens_of_experts_are_not_saved_under_megatron_fsdp() -> None:
         assert found["graphs"]["counts"] == [[4, 4, 1], [8, 8, 2], [12, 12, 3]]
 
 
+@pytest.mark.refuses("routing-trace")
 @pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids=" ".join)
 def test_a_captured_router_has_no_trace(
     scopes: tuple[str, ...], one_rank: None, tmp_path: Path

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_cg import __main__ as launcher
 from megatron_cg.arguments import megatron
+from megatron_cg.arguments.rules_environment import unseen_versions
 from megatron_cg.arguments.schema import Environment
 from tests.unit.arguments.good_configuration import GOOD_ARGV, megatron_parser, parse
 
@@ -55,3 +56,19 @@ def test_a_symbol_that_is_gone_ends_the_launcher_with_package_version_symbol_and
     assert "megatron-core 0.20.0" in message
     assert "megatron.training.arguments:add_megatron_arguments" in message
     assert "megatron-cg doctor" in message
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "said"),
+    [
+        ("2.14.1+cpu", "tape", []),
+        ("2.14.1", "transformer_engine", ["on the CPU tape alone, 2.11.0 on GPUs"]),
+        ("2.99.0", "tape", ["was never run with this package, 2.11.0 was"]),
+        ("odd", "tape", ["was never run"]),
+    ],
+)
+def test_a_version_that_ran_on_the_tape_alone_is_told_on_gpus(
+    version: str, backend: str, said: list[str]
+) -> None:
+    found = list(unseen_versions(Environment(versions={"torch": version}, backend=backend)))
+    assert len(found) == len(said) and all(map(str.__contains__, found, said))

@@ -267,6 +267,7 @@ def test_without_double_buffers_what_moved_before_its_forward_runs_eagerly(
         assert moved["graphs"]["mismatched"] == LAYERS * AFTER
 
 
+@pytest.mark.refuses("double-buffer", "persistent-fallback")
 def test_without_double_buffers_what_moves_after_its_forward_replay_ends_the_run(
     ranks: list[dict[str, Any]],
 ) -> None:

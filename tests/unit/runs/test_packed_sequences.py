@@ -129,6 +129,7 @@ def test_graphs_behind_attention_replay(
         expect(counters, replayed=LAYERS * AFTER, mismatched=0, eager=0)
 
 
+@pytest.mark.refuses("packed-sequences", "pack-sequences-least")
 @pytest.mark.parametrize(
     ("scopes", "model"),
     [
@@ -221,6 +222,7 @@ def test_joined_samples_of_a_microbatch_are_never_replayed(one_rank: None) -> No
     expect(counters, replayed=0, mismatched=LAYERS, eager=LAYERS)
 
 
+@pytest.mark.refuses("packed-sequences", "pack-sequences-least")
 @pytest.mark.parametrize(
     "packs",
     [
@@ -279,6 +281,7 @@ def test_without_a_bound_a_graph_of_attention_would_never_be_replayed(
     assert "argument packed_seq_params" in caplog.text
 
 
+@pytest.mark.refuses("packed-sequences", "pack-sequences-least")
 def test_megatrons_own_replay_takes_no_pack(one_rank: None) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_layer import TransformerLayer

@@ -104,6 +104,7 @@ def test_graphs_train_bit_for_bit_as_eager(records: Path, name: str) -> None:
     assert len(result.values) == 2 * 2 * STEPS and result.shards > 40
 
 
+@pytest.mark.refuses("dropout-in-full-recompute", "jitter-in-full-recompute")
 @pytest.mark.parametrize("name", DRAWING)
 def test_what_draws_again_trains_other_numbers(records: Path, name: str) -> None:
     result = compare(read_run(records / name / "eager"), read_run(records / name / "graphs"))
@@ -289,6 +290,7 @@ def refused_rules(capture: Any) -> list[str]:
     return []
 
 
+@pytest.mark.refuses("full-recompute-lost-gradients")
 def test_behind_a_frozen_embedding_megatrons_checkpoint_loses_gradients(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +301,7 @@ def test_behind_a_frozen_embedding_megatrons_checkpoint_loses_gradients(
     assert loss == plain_loss and norm < plain_norm
 
 
+@pytest.mark.refuses("full-recompute-lost-gradients")
 def test_so_such_a_capture_is_refused_and_training_goes_on(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

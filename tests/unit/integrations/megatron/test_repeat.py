@@ -216,6 +216,7 @@ def test_other_passes_are_megatrons_own(loop: Loop, case: str) -> None:
     assert loop.events == ["graphs", True, {"tokens": 0}, {"tokens": 1}]
 
 
+@pytest.mark.refuses("rows-outside-schedule", "rows-second-call")
 def test_a_second_call_for_the_same_gradients_is_refused(loop: Loop) -> None:
     loop.bound.rows = 200
     loop.step(batches())
@@ -226,6 +227,7 @@ def test_a_second_call_for_the_same_gradients_is_refused(loop: Loop) -> None:
     loop.passes(batches())
 
 
+@pytest.mark.refuses("rows-outside-schedule", "rows-second-call")
 def test_replays_outside_of_the_schedule_end_before_the_update(loop: Loop) -> None:
     loop.step(batches())
     loop.events.clear()

@@ -22,12 +22,10 @@ from megatron_cg.tools.bench.runs.configurations import (
     TORCH_EAGER,
 )
 from megatron_cg.tools.bench.runs.store import read
-from tests.unit.tools.report.test_browser import FIGURES, LOW_CONTRAST, TOO_WIDE, tab
 from tests.unit.tools.report.test_page import Document
 
 Make = Callable[..., dict[str, Any]]
 RESULTS = sorted(Path(__file__).parents[4].glob("benchmarks/results/*/bench.json"))
-__all__ = ["tab"]
 
 
 @pytest.fixture
@@ -105,21 +103,3 @@ def test_every_result_of_ours_is_shown(path: Path) -> None:
     assert "## Runs" in text and "GPU busy ms" in text
     document = Document(page(results, trends(results), []))
     assert document.open == []
-
-
-@pytest.mark.parametrize("width", [1280, 360])
-def test_the_page_is_whole_in_a_browser(result: Make, tmp_path: Path, tab: Any, width: int) -> None:
-    grown = [result(GRAPHS, (n,), layers=n, dimension="layers") for n in (4, 8)]
-    results = [result(EAGER), result(GRAPHS), result(DDP_GRAPHS), *grown]
-    path = write_page(results, trends(results), tmp_path)
-    tab.show(path, width, "dark")
-    tab.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    assert tab.evaluate(TOO_WIDE) == []
-    figures = tab.evaluate(FIGURES)
-    assert len(figures) == 4
-    for figure in figures:
-        assert figure["shown"] == 1 and figure["letters"] >= 11.5 and figure["cut"] == []
-    assert tab.evaluate(LOW_CONTRAST)["low"] == []
-    assert tab.requests == [path.as_uri()] and tab.problems == []
-    assert not re.search(r"#00fe[0-9a-f]{2}", path.read_text(encoding="utf-8"))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from megatron_cg.tools.align.presets import load_preset, preset_names
 from megatron_cg.tools.cli import plan as command
-from megatron_cg.tools.plan import tables
 from megatron_cg.tools.plan.planned_samples import masks_given
 from megatron_cg.tools.plan.process import Plan, make_plans
 from megatron_cg.tools.plan.request import Request, read_request
@@ -116,11 +114,6 @@ def test_gradient_accumulation_fusion_is_off_while_graphs_live(plans: dict[str, 
     assert fused["graph_memory"] == plain["graph_memory"]
     assert any("needs Apex" in note for note in fused["notes"])
     assert not any("Apex" in note for note in plain["notes"])
-
-
-def test_every_term_of_the_memory_is_in_the_docs() -> None:
-    text = (Path(__file__).parents[4] / "docs" / "plan.md").read_text()
-    assert [term for term, _ in tables._MEMORY if f"| `{term}` |" not in text] == []
 
 
 @pytest.mark.parametrize("name", preset_names())

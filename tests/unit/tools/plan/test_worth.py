@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
-from megatron_cg.tools.bench.runs.store import read
 from megatron_cg.tools.plan.worth import (
     FAR,
     LIKELY,
     UNKNOWN,
     UNLIKELY,
     Planned,
-    measured_rows,
     worth,
 )
-from tools.measured_rows import RESULTS, rows
 
 PLANNED = Planned("dense", "BF16", "default", 100.0, frozenset({"attn", "mlp"}), True, 1234)
 
@@ -41,24 +37,6 @@ def row(**changes: Any) -> dict[str, Any]:
         "work_per_layer": 100.0,
     }
     return made | changes
-
-
-def test_the_rows_are_those_of_the_results() -> None:
-    told = [{k: v for k, v in row.items() if k != "work_per_layer"} for row in measured_rows()]
-    assert told == rows(), "python -m tools.measured_rows writes them anew"
-
-
-def test_each_shape_has_the_newest_row_with_the_same_cache_on_both_sides() -> None:
-    found = {(row["shape"], row["grouped_gemm"]): row for row in measured_rows()}
-    moe = found["qwen3-moe", "default"]
-    assert moe["results"] == "bench-2xH100-2" and moe["same_cache"]
-    results = read(RESULTS / moe["results"] / "bench.json")
-    sides = [r for r in results if r["key"]["contender"] in (EAGER, GRAPHS) and r["ranks"]]
-    caches = {r["environment"]["CUBLASLT_HEURISTICS_CACHE_CAPACITY"] for r in sides}
-    assert caches == {"262144"}
-    assert found["qwen3-moe", "torch"]["scopes"] == ["attn", "moe"]
-    # No run of this shape has the same on both sides, and the row says so.
-    assert not found["deepseek-v3", "default"]["same_cache"]
 
 
 def test_a_near_row_of_the_same_kind_tells() -> None:

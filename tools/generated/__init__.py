@@ -1,1 +1,0 @@
-"""Markdown made from the code, for the pages of the site."""
