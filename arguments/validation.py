@@ -11,7 +11,6 @@ from megatron_cg.arguments import (
     rules_fsdp,
     rules_layers,
     rules_numerics,
-    rules_optimizer,
     rules_packs,
     rules_precompile,
     rules_recompute,
@@ -25,7 +24,6 @@ ANY_RUN = (
     "cg_record",
     "cg_report",
     "cg_grouped_gemm",
-    "cg_capturable_adam",
     "cg_pack_sequences",
 )
 """Fields of GraphArguments that are useful without graphs."""
@@ -38,7 +36,6 @@ RULES: tuple[Rule, ...] = (
     *rules_recompute.RULES,
     *rules_numerics.RULES,
     *rules_packs.RULES,
-    *rules_optimizer.RULES,
     *rules_precompile.RULES,
     *rules_environment.RULES,
 )

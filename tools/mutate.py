@@ -134,7 +134,6 @@ NEAR: dict[str, str] = {
     "upstream/patch.py": "upstream/test_undo.py integrations/megatron/test_patches.py "
     "capture/test_session.py",
     "consensus/decision.py": "consensus/test_decision.py consensus/test_mutants_of_pure_modules.py",
-    "integrations/megatron/optimizer_graph.py": "integrations/megatron/test_optimizer_graph.py",
     "replay/verify.py": "replay/test_verify.py",
     "replay/mismatch_policy.py": "replay/test_mismatch_policy.py test_fault_table.py",
 }

@@ -33,7 +33,6 @@ from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.loss_scale import make_loss_scale
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
-from megatron_cg.integrations.megatron.optimizer_graph import follow_optimizer_graph
 from megatron_cg.integrations.megatron.packs import packs_as_inputs
 from megatron_cg.integrations.megatron.region_state import metrics_kept, region_entries
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
@@ -133,10 +132,6 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         undo.callback(self._agreement.close)
         self._static_inputs = ObservedInputs(self.flattened_callables)
         undo.callback(let_gradients_go(fsdp))
-        self._optimizer_graph, undo_follow = follow_optimizer_graph(
-            self.optimizers, fsdp.ddp_config, self._agreement
-        )
-        undo.callback(undo_follow)
         self.controller = GraphController(
             self._agreement,
             self._capture_under_fsdp,
@@ -306,8 +301,6 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             if (peers := peer_memory_of(self.model[0])) is not None:
                 session.on_close(peers.hold())
             session.on_close(self._graphs_are_gone)
-            if self._optimizer_graph is not None:
-                self._optimizer_graph.follow(session)
             log_report(session, "after capture")
             failed.pop_all()
         return session

@@ -84,6 +84,13 @@ FSDP = (
         "drop --delay-wgrad-compute",
     ),
     Case(
+        "optimizer-graph",
+        {"optimizer_cuda_graph": True},
+        "--optimizer-cuda-graph",
+        "no forward pass could wait",
+        "drop --optimizer-cuda-graph",
+    ),
+    Case(
         "pipeline-parallel",
         {"pipeline_model_parallel_size": 2},
         "--pipeline-model-parallel-size 2",

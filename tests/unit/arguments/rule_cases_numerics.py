@@ -15,10 +15,6 @@ _FULL: dict[str, Any] = {
     "num_experts": None,
     **modules("attn", "mlp"),
 }
-_OPTIMIZER_GRAPH: dict[str, Any] = {
-    "optimizer_cuda_graph": True,
-    "megatron_fsdp_main_grads_dtype": "fp32",
-}
 _UNKNOWN_LAYERS: dict[str, Any] = {"custom_layers": True}
 
 RECOMPUTE = (
@@ -209,66 +205,6 @@ NUMERICS = (
         "--fp8-param-gather with --fp8-recipe blockwise",
         "No buffer found for bucket_id",
         "--fp8-recipe tensorwise",
-    ),
-    Case(
-        "optimizer-graph",
-        {"optimizer_cuda_graph": True},
-        "--optimizer-cuda-graph with --megatron-fsdp-main-grads-dtype auto",
-        "to a new place in each step",
-        "add --megatron-fsdp-main-grads-dtype fp32, or drop --optimizer-cuda-graph",
-    ),
-    *(
-        Case("optimizer-graph", {**_OPTIMIZER_GRAPH, **change}, found, reason, remedy)
-        for change, found, reason, remedy in (
-            (
-                {"optimizer": "sgd"},
-                "--optimizer sgd",
-                "learning rate",
-                "type --optimizer adam",
-            ),
-            (
-                {"optimizer_cpu_offload": True},
-                "--optimizer adam --optimizer-cpu-offload",
-                "learning rate",
-                "without --optimizer-cpu-offload",
-            ),
-            (
-                {"fp8": "hybrid", "fp8_param_gather": True, "keep_fp8_transpose_cache": True},
-                "--fp8-param-gather",
-                "quantizes weights",
-                "drop --fp8-param-gather",
-            ),
-            (
-                {"data_parallel_sharding_strategy": "optim_grads"},
-                "--data-parallel-sharding-strategy optim_grads without --overlap-param-gather",
-                "inside the optimizer's step",
-                "add --overlap-param-gather",
-            ),
-            (
-                {"weight_decay_incr_style": "linear"},
-                "--weight-decay-incr-style linear",
-                "a number on the host",
-                "type --weight-decay-incr-style constant",
-            ),
-            (
-                {"log_num_zeros_in_grad": True},
-                "--log-num-zeros-in-grad",
-                "on the host",
-                "drop --log-num-zeros-in-grad",
-            ),
-            (
-                {"loss_scale": 1024.0},
-                "--loss-scale 1024",
-                "on the host",
-                "drop --loss-scale",
-            ),
-            (
-                {"timing_log_level": 1},
-                "--timing-log-level 1",
-                "wait for the GPU",
-                "type --timing-log-level 0",
-            ),
-        )
     ),
     *(
         Case(
