@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.upstream.symbols import installed_version
 
 WHOLE_LAYER = "layer"
@@ -132,13 +131,6 @@ class GraphArguments:
         "collectives, such a pack on one rank alone ends the run.",
         type=int,
         metavar="N",
-    )
-    cg_fast_path: str | None = _flag(
-        None,
-        f"Install only these parts of the fast path: {', '.join(PARTS)}. docs/fast_path.md "
-        "describes them. Without this flag all parts are installed. All ranks need the same "
-        "choice.",
-        metavar="PART,PART",
     )
     cg_precompile_dir: str | None = _flag(
         None,

@@ -7,7 +7,6 @@ import dataclasses
 from megatron_cg.arguments import (
     rules_environment,
     rules_experts,
-    rules_fast_path,
     rules_fsdp,
     rules_layers,
     rules_numerics,
@@ -29,7 +28,6 @@ ANY_RUN = (
 """Fields of GraphArguments that are useful without graphs."""
 RULES: tuple[Rule, ...] = (
     *rules_fsdp.RULES,
-    *rules_fast_path.RULES,
     *rules_scopes.RULES,
     *rules_layers.RULES,
     *rules_experts.RULES,

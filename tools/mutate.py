@@ -93,16 +93,15 @@ NEAR: dict[str, str] = {
     "integrations/standalone/call.py": "integrations/standalone/test_call.py "
     "integrations/standalone/test_arguments.py",
     "precompile/zero_dropout.py": "precompile/test_zero_dropout.py",
-    "fastpath/params/last_unit.py": "fastpath/test_last_unit.py fastpath/test_gather.py",
     "fastpath/params/cached_lists.py": "fastpath/test_cached_lists.py fastpath/test_fast_path.py",
     "fastpath/params/deferred_prefetch.py": "fastpath/test_mutants_of_params.py "
     "fastpath/test_deferred_prefetch.py fastpath/test_fast_path.py",
-    "fastpath/install_parts.py": "fastpath/test_choice.py fastpath/test_parts.py "
+    "fastpath/install_parts.py": "fastpath/test_parts.py "
     "fastpath/test_fast_path.py fastpath/test_unknown_bodies.py fastpath/test_pass_edges.py",
     "fastpath/params/unshard.py": "fastpath/test_mutants_of_params.py "
     "fastpath/test_cached_lists.py fastpath/test_fast_path.py",
     "fastpath/gradients/views.py": "fastpath/test_views.py fastpath/test_parts.py "
-    "fastpath/test_fast_path.py fastpath/test_last_unit.py",
+    "fastpath/test_fast_path.py",
     "fastpath/optimizer/main_weights.py": "fastpath/test_main_weights.py "
     "fastpath/test_main_gradients.py fastpath/test_fast_path.py",
     "fsdp/fsdp_model.py": "fastpath/test_mutants_of_params.py capture/test_session.py "

@@ -34,7 +34,7 @@ OWN_LOOP = frozenset(
 
 MISTAKES = frozenset(
     {
-        *("argument", "backend", "cg-layers", "fast-path-parts", "flags-without-graphs"),
+        *("argument", "backend", "cg-layers", "flags-without-graphs"),
         *("exchange-without-expert-parallel", "exchange-without-experts"),
         *("full-recompute-without-fsdp", "rows-batches-elsewhere"),
         *("grouped-gemm", "grouped-gemm-without-experts", "host-read", "launcher"),

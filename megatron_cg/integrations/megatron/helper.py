@@ -5,7 +5,7 @@ Megatron's own method does the capture; this class wraps it in the transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +17,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.rules_fast_path import parts_of
 from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments, prediction_is_repeated
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.native.native_backend import NativeBackend
@@ -98,7 +97,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     selection: LayerSelection = LayerSelection.parse(())
     on_failure: str = "error"
     policy: ReplayPolicy = ReplayPolicy()
-    fast_path: bool | Collection[str] = True
+    fast_path: bool = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
     code: LayerCode | None = None
     """What captures run instead of the layers' own code."""
@@ -335,7 +334,7 @@ def settings_of(given: GraphArguments) -> dict[str, Any]:
         "selection": LayerSelection.parse(given.cg_layers),
         "on_failure": given.cg_on_failure,
         "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
-        "fast_path": parts_of(given),
+        "fast_path": not given.cg_no_fsdp_fast_path,
     }
 
 

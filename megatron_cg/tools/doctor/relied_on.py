@@ -23,7 +23,6 @@ _FAST = "megatron_cg.fastpath"
 _TE_ONLY = (
     "megatron_cg.backends.te.",
     f"{_FAST}.optimizer.adam",
-    f"{_FAST}.heuristics",
     f"{_FAST}.gradients.detached",
     "megatron_cg.integrations.megatron.weight_gradients",
     "megatron_cg.moe.install",

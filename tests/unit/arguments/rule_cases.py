@@ -99,33 +99,6 @@ FSDP = (
     ),
 )
 
-FAST_PATH = (
-    Case(
-        "fast-path-parts",
-        {},
-        "--cg-fast-path: 'main-gradient' (did you mean main-gradients?)",
-        "no part of that name",
-        "choose from last-unit, gradients, ",
-        graph={"cg_fast_path": "unshard,main-gradient"},
-    ),
-    Case(
-        "fast-path-parts",
-        {},
-        "--cg-fast-path: 'gradients' without 'unshard'",
-        "gradients works only together with unshard",
-        "add unshard, or leave gradients out",
-        graph={"cg_fast_path": "gradients"},
-    ),
-    Case(
-        "fast-path-parts",
-        {},
-        "--cg-fast-path last-unit with --cg-no-fsdp-fast-path",
-        "turns all of them off",
-        "drop one of the two flags",
-        graph={"cg_fast_path": "last-unit", "cg_no_fsdp_fast_path": True},
-    ),
-)
-
 LAYERS = (
     Case(
         "sinkhorn-router",
@@ -408,7 +381,6 @@ MEGATRON_AGREES = (*SCOPES, *RECOMPUTE)
 
 ALL = (
     *FSDP,
-    *FAST_PATH,
     *SCOPES,
     *SCOPES_BEYOND_MEGATRON,
     *LAYERS,

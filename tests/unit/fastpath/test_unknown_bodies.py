@@ -35,7 +35,6 @@ STORE = "param_and_grad_buffer:ParamAndGradBuffer"
 PIPELINE = "param_and_grad_buffer:AllGatherPipeline"
 WITH_GRADIENTS = {"gradients", "detached-weights", "detached-weights-of-graphs"}
 CASES = [
-    (f"{PIPELINE}.release_bucket", "", {"last-unit"}),
     (HOOKS, "_process_post_backward_gradients", WITH_GRADIENTS),
     (HOOKS, "release_module_parameters", {"unshard", *WITH_GRADIENTS}),
     (f"{PIPELINE}.async_bucket_gather", "", {"gathers"}),
