@@ -14,10 +14,10 @@ from megatron_cg.fastpath.gradients.bucketing import GradientBucketing, install_
 from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
 from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, install_detached
 from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.optimizer import adam, clip
+from megatron_cg.fastpath.optimizer import clipping, local_tensors
 from megatron_cg.fastpath.optimizer import main_weights as weights
-from megatron_cg.fastpath.optimizer.adam import install_adam
-from megatron_cg.fastpath.optimizer.clip import install_clip
+from megatron_cg.fastpath.optimizer.clipping import install_clip
+from megatron_cg.fastpath.optimizer.local_tensors import install_adam
 from megatron_cg.fastpath.optimizer.main_weights import install_main_gradients, install_main_weights
 from megatron_cg.fastpath.params import gather, unshard
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
@@ -159,8 +159,8 @@ def install(
         )
         path._add("main-weights", lambda: install_main_weights(fsdp), weights.REPLACES_INSTALLING)
         if optimizers:
-            path._add("clipping", lambda: install_clip(optimizers), clip.REPLACES)
-            path._add("optimizer", lambda: install_adam(optimizers), adam.REPLACES)
+            path._add("clipping", lambda: install_clip(optimizers), clipping.REPLACES)
+            path._add("optimizer", lambda: install_adam(optimizers), local_tensors.REPLACES)
     except BaseException:
         path.close()
         raise

@@ -44,7 +44,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     ),
     "optimizer step: clipping": (
         f"{_OPTIMIZER}.optimizer:MegatronOptimizer.clip_grad_norm",
-        f"{_FAST}.optimizer.clip:LocalClip.__call__",
+        f"{_FAST}.optimizer.clipping:LocalClip.__call__",
     ),
     "optimizer step: start_param_sync": (f"{_FSDP}.megatron_fsdp:MegatronFSDP.start_param_sync",),
     "exchange of parameters": (
