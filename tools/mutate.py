@@ -89,7 +89,6 @@ NEAR: dict[str, str] = {
     "fastpath/gradients/detached_weights.py": "fastpath/test_detached.py "
     "fastpath/test_detached_alone.py fastpath/test_detached_calls.py "
     "fastpath/test_detached_more.py fastpath/test_fast_path.py",
-    "fastpath/params/shared_buffers.py": "fastpath/test_shared_buffers.py",
     "integrations/standalone/call.py": "integrations/standalone/test_call.py "
     "integrations/standalone/test_arguments.py",
     "precompile/zero_dropout.py": "precompile/test_zero_dropout.py",
