@@ -81,29 +81,27 @@ NEAR: dict[str, str] = {
     "replay/eager_passes.py": "replay/test_eager_passes.py replay/test_order_of_passes.py",
     "moe/peer_memory.py": "moe/test_peer_memory.py moe/test_slots.py",
     "moe/slots.py": "moe/test_slots.py",
-    "fastpath/gradients/buckets.py": "fastpath/test_buckets.py fastpath/test_mutants_of_buckets.py",
+    "fastpath/gradients/buckets.py": "fastpath/test_buckets.py fastpath/test_bucketing.py",
     "fastpath/params/gather.py": "fastpath/test_deferred_prefetch.py fastpath/test_gather.py "
     "fastpath/test_fast_path.py",
     "fastpath/gradients/bucketing.py": "fastpath/test_bucketing.py fastpath/test_fast_path.py "
     "fastpath/test_order.py",
     "fastpath/gradients/detached_weights.py": "fastpath/test_detached.py "
-    "fastpath/test_detached_alone.py fastpath/test_detached_calls.py "
-    "fastpath/test_detached_more.py fastpath/test_fast_path.py",
+    "fastpath/test_fast_path.py",
     "integrations/standalone/call.py": "integrations/standalone/test_call.py "
     "integrations/standalone/test_arguments.py",
     "precompile/zero_dropout.py": "precompile/test_zero_dropout.py",
-    "fastpath/params/cached_lists.py": "fastpath/test_cached_lists.py fastpath/test_fast_path.py",
-    "fastpath/params/deferred_prefetch.py": "fastpath/test_mutants_of_params.py "
-    "fastpath/test_deferred_prefetch.py fastpath/test_fast_path.py",
+    "fastpath/params/deferred_prefetch.py": "fastpath/test_deferred_prefetch.py "
+    "fastpath/test_fast_path.py",
     "fastpath/install_parts.py": "fastpath/test_parts.py "
     "fastpath/test_fast_path.py fastpath/test_unknown_bodies.py fastpath/test_pass_edges.py",
-    "fastpath/params/unshard.py": "fastpath/test_mutants_of_params.py "
+    "fastpath/params/unshard.py": "fastpath/test_parts.py "
     "fastpath/test_cached_lists.py fastpath/test_fast_path.py",
     "fastpath/gradients/views.py": "fastpath/test_views.py fastpath/test_parts.py "
     "fastpath/test_fast_path.py",
     "fastpath/optimizer/main_weights.py": "fastpath/test_main_weights.py "
     "fastpath/test_main_gradients.py fastpath/test_fast_path.py",
-    "fsdp/fsdp_model.py": "fastpath/test_mutants_of_params.py capture/test_session.py "
+    "fsdp/fsdp_model.py": "fsdp/test_fsdp_model.py capture/test_session.py "
     "runs/test_some_layers.py backends/tape/test_training.py",
     "fsdp/roles.py": _HOOKS,
     "fsdp/transform.py": _HOOKS,

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -127,6 +128,28 @@ def test_what_no_graph_was_launched_for_goes_before_what_is_asked_for_next() -> 
     pipeline.ask(1)
     pipeline.free(1)
     assert pipeline.ask(3) == ["waits for all", 2, "waits for all", 3]
+
+
+def test_a_held_gather_is_issued_once_or_forgotten_with_its_pass() -> None:
+    pipeline = Pipeline()
+    pipeline.ask(1)
+    pipeline.deferred.issue()
+    pipeline.deferred.launched()
+    assert pipeline.happened() == ["waits for all", 2]
+    pipeline.free(1)
+    pipeline.free(2)
+    pipeline.ask(1)
+    pipeline.deferred.drop()  # as the next pass begins
+    pipeline.deferred.launched()
+    assert pipeline.happened() == []
+
+
+def test_a_unit_begins_with_a_graph_if_its_first_weight_is_in_one() -> None:
+    inside, outside = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    deferred = DeferredPrefetch([nn.ParameterList([inside])])
+    assert deferred.begins_with_graph([inside, outside])
+    assert not deferred.begins_with_graph([outside, inside])
+    assert not deferred.begins_with_graph([])
 
 
 def test_without_a_replay_to_come_all_is_gathered_at_once() -> None:
