@@ -17,7 +17,7 @@ FAST := arguments integrations/standalone/test_call.py \
 	capture/test_observer.py hooks/test_extract.py \
 	$(patsubst %,tools/align/test_%.py,command compare data) \
 	$(patsubst %,tools/bench/test_%.py,host measured report results rounds sampling schedule trace) \
-	$(patsubst %,fastpath/test_%.py,buckets heuristics last_unit cached_lists views) \
+	$(patsubst %,fastpath/test_%.py,buckets cached_lists views) \
 	$(patsubst %,tools/plan/test_%.py,pool request) \
 	$(patsubst %,tools/report/test_%.py,facts series words) \
 	$(patsubst %,telemetry/test_%.py,log progress)

@@ -25,7 +25,6 @@ DISTRIBUTED: Mapping[str, str] = {
     "fsdp_db_use_persist_buf_on_alloc_fail": "fsdp_db_use_persist_buf_on_alloc_fail",
     "fp8_param_gather": "fp8_param_gather",
     "keep_fp8_transpose_cache": "keep_fp8_transpose_cache",
-    "overlap_param_gather": "overlap_param_gather",
     "delay_wgrad_compute": "delay_wgrad_compute",
 }
 """Fields of :class:`RunArguments`, each with its field of ``DistributedDataParallelConfig``.
@@ -33,20 +32,12 @@ DISTRIBUTED: Mapping[str, str] = {
 A switch that ``TransformerConfig`` has too is on if one is on.
 """
 
-OPTIMIZER = (
-    "optimizer",
-    "optimizer_cuda_graph",
-    "optimizer_cpu_offload",
-    "log_num_zeros_in_grad",
-    "loss_scale",
-)
+OPTIMIZER = ("optimizer_cuda_graph",)
 """Fields that ``OptimizerConfig`` has under the same name."""
 
 ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "a model that is wrapped in MegatronFSDP uses it",
     **dict.fromkeys(OPTIMIZER, "a field of OptimizerConfig, read from the optimizer's config"),
-    "weight_decay_incr_style": "of the scheduler, which megatron.training makes",
-    "timing_log_level": "of the timers, which megatron.training makes",
     "hybrid_layer_pattern": "an argument of HybridModel, read from the model",
     "gradient_ranks": "sizes of process groups; for a model those of this process",
     "custom_layers": "flags that name a layer spec; the layers are read from the model instead",

@@ -119,6 +119,15 @@ RULES: tuple[Rule, ...] = (
         "drop --delay-wgrad-compute",
     ),
     Refusal(
+        "optimizer-graph",
+        lambda run: run.optimizer_cuda_graph,
+        "--optimizer-cuda-graph",
+        "Megatron-FSDP begins to gather the first weights at the end of the optimizer's step. "
+        "Inside of a graph no forward pass could wait for that. A graph of the step saves nothing "
+        "beside the fast path",
+        "drop --optimizer-cuda-graph",
+    ),
+    Refusal(
         "pipeline-parallel",
         lambda run: run.pipeline_model_parallel_size > 1,
         "--pipeline-model-parallel-size {run.pipeline_model_parallel_size}",

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.upstream.symbols import installed_version
 
 WHOLE_LAYER = "layer"
@@ -133,20 +132,6 @@ class GraphArguments:
         type=int,
         metavar="N",
     )
-    cg_capturable_adam: bool = _flag(
-        False,
-        "Let FusedAdam compute as it does for --optimizer-cuda-graph, with its learning rate and "
-        "step on the GPU. Its results differ in the last bits, so give this flag to an eager run "
-        "with which a run with --optimizer-cuda-graph is compared.",
-        action="store_true",
-    )
-    cg_fast_path: str | None = _flag(
-        None,
-        f"Install only these parts of the fast path: {', '.join(PARTS)}. docs/fast_path.md "
-        "describes them. Without this flag all parts are installed. All ranks need the same "
-        "choice.",
-        metavar="PART,PART",
-    )
     cg_precompile_dir: str | None = _flag(
         None,
         "Capture code that 'megatron-cg precompile' made of the layers from the same flags and "
@@ -184,13 +169,7 @@ class RunArguments:
     cuda_graph_impl: str = _setting("none", "which implementation of CUDA graphs")
     cuda_graph_modules: tuple[str, ...] = _setting((), "scopes by name; empty is the whole layer")
 
-    optimizer: str = _setting("adam", "which optimizer")
     optimizer_cuda_graph: bool = _setting(False, "the optimizer's step is a graph of its own")
-    optimizer_cpu_offload: bool = _setting(False, "parts of the optimizer run on the CPU")
-    log_num_zeros_in_grad: bool = _setting(False, "the optimizer's step counts zeros")
-    weight_decay_incr_style: str = _setting("constant", "how weight decay changes over steps")
-    loss_scale: float | None = _setting(None, "a constant factor of the loss")
-    timing_log_level: int = _setting(0, "how many parts of a step are timed")
 
     fsdp_double_buffer: bool = _setting(False, "unsharded parameters live in two fixed buffers")
     fsdp_db_use_persist_buf_on_alloc_fail: bool = _setting(
@@ -199,7 +178,6 @@ class RunArguments:
     data_parallel_sharding_strategy: str = _setting(
         "optim_grads_params", "what ranks have a part of"
     )
-    overlap_param_gather: bool = _setting(False, "weights are gathered beside computation")
     gradient_ranks: int | None = _setting(
         None, "ranks over which gradients are sharded, the fewest of any weight; None if unknown"
     )

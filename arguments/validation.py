@@ -7,11 +7,9 @@ import dataclasses
 from megatron_cg.arguments import (
     rules_environment,
     rules_experts,
-    rules_fast_path,
     rules_fsdp,
     rules_layers,
     rules_numerics,
-    rules_optimizer,
     rules_packs,
     rules_precompile,
     rules_recompute,
@@ -25,20 +23,17 @@ ANY_RUN = (
     "cg_record",
     "cg_report",
     "cg_grouped_gemm",
-    "cg_capturable_adam",
     "cg_pack_sequences",
 )
 """Fields of GraphArguments that are useful without graphs."""
 RULES: tuple[Rule, ...] = (
     *rules_fsdp.RULES,
-    *rules_fast_path.RULES,
     *rules_scopes.RULES,
     *rules_layers.RULES,
     *rules_experts.RULES,
     *rules_recompute.RULES,
     *rules_numerics.RULES,
     *rules_packs.RULES,
-    *rules_optimizer.RULES,
     *rules_precompile.RULES,
     *rules_environment.RULES,
 )

@@ -74,6 +74,8 @@ if [[ -z ${CUDNN_HOME:-} ]]; then
     CUDNN_HOME=$("$python" -c "$torch_cudnn" 2>/dev/null || true)
     if [[ -n $CUDNN_HOME ]]; then export CUDNN_HOME; else unset CUDNN_HOME; fi
 fi
+# How many GEMM problems cuBLASLt remembers the best kernel for. Experts need more than its 8,192.
+export CUBLASLT_HEURISTICS_CACHE_CAPACITY=${CUBLASLT_HEURISTICS_CACHE_CAPACITY:-262144}
 # Against fragmentation: EXPANDABLE_SEGMENTS=1. Then NCCL must not register graphs' buffers, or a
 # replay reads unmapped memory (megatron-core 0.19.2, cuda_graphs.py, TECudaGraphHelper).
 if [[ ${EXPANDABLE_SEGMENTS:-0} == 1 ]]; then

@@ -20,7 +20,7 @@ Note [Graphs that one rank deletes]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
@@ -30,7 +30,6 @@ from weakref import ReferenceType, finalize, ref
 import torch
 from torch import nn
 
-from megatron_cg.arguments.fast_path_parts import chosen_parts
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.hook_order import OutOfStepError
@@ -43,7 +42,6 @@ from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseE
 from megatron_cg.events import CaptureBegan, CaptureEnded, emit
 from megatron_cg.fastpath import FastPath
 from megatron_cg.fastpath import install as install_fast_path
-from megatron_cg.fastpath.params.last_unit import reshard_last_unit
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.fsdp.sharding import Sharding
@@ -81,8 +79,8 @@ class Session:
             for; see ``hook_order.py``. For a caller that continues after a failure.
         policy: what to do when a graph must not be replayed.
         static_inputs: which inputs of the units never change.
-        fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs exist, or by
-            which parts; see ``megatron_cg/fastpath``. It must be equal on all ranks.
+        fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs exist; see
+            ``megatron_cg/fastpath``. It must be equal on all ranks.
         optimizers: the optimizers of the model's parameters, for the fast path.
         sharding: how the model is sharded; None means by Megatron-FSDP.
 
@@ -101,7 +99,7 @@ class Session:
         joins: bool = False,
         policy: ReplayPolicy | None = None,
         static_inputs: StaticInputs | None = None,
-        fast_path: bool | Collection[str] = True,
+        fast_path: bool = True,
         optimizers: Sequence[Any] = (),
         sharding: Sharding | None = None,
     ) -> None:
@@ -110,7 +108,7 @@ class Session:
         self._backend = backend
         self._agreement, self._joins = agreement, joins
         self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
-        self._parts, self._optimizers = chosen_parts(fast_path), tuple(optimizers)
+        self._shortens, self._optimizers = fast_path, tuple(optimizers)
         self.fast_path: FastPath | None = None
         self._undo = ExitStack()
         self._hooks: tuple[UnitHooks, ...] = ()
@@ -122,12 +120,9 @@ class Session:
 
     @property
     def digest(self) -> int:
-        """A number for the graphs and the parts of the fast path; equal where both are equal.
-
-        Ranks with other parts would issue their collectives in another order.
-        """
+        """A number for the graphs and the choice of the fast path; equal where both are equal."""
         graphs = (f"{unit.name}: {len(unit.graphed)} modules" for unit in self._units)
-        return digest([*graphs, *(f"fast path: {part}" for part in self._parts)])
+        return digest([*graphs, f"fast path: {self._shortens}"])
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -151,9 +146,6 @@ class Session:
         whole = False
         try:
             self.phase = Phase.CAPTURING
-            if self._sharding.megatron_fsdp is not None:
-                # All ranks capture or none does, so all call this.
-                reshard_last_unit(self._sharding.megatron_fsdp)
             self._capture = GuardedCapture(
                 self._sharding, self._units, self._backend, self.mismatches, self._static_inputs
             )
@@ -237,9 +229,8 @@ class Session:
             unit.collectives = unit.name in found
 
     def _install_fast_path(self) -> None:
-        if not self._parts or self._sharding.megatron_fsdp is None:
+        if not self._shortens or self._sharding.megatron_fsdp is None:
             return
-        agreement = self._agreement
         self.fast_path = install_fast_path(
             self._sharding.megatron_fsdp,
             self._backend.scratch(),
@@ -250,8 +241,6 @@ class Session:
                 for unit in self._units
                 for graph in _graphs(unit.layer)
             ],
-            parts=self._parts,
-            together=agreement.undo_together if agreement is not None else None,
         )
         self._undo.callback(self.fast_path.close)
         self.mismatches.issue_held = self.fast_path.deferred.issue

@@ -319,8 +319,8 @@ class Agreement:
             raise CaptureError(
                 f"ranks would capture different graphs ({decision.reason()}), and their "
                 "collectives would not match. All ranks discard their graphs; hooks and state are "
-                "as before. Give all ranks the same --cg-layers, the same --cg-fast-path and the "
-                "same sequence length"
+                "as before. Give all ranks the same --cg-layers, the same choice of "
+                "--cg-no-fsdp-fast-path and the same sequence length"
             )
         if kind is Kind.CAPTURE_START:
             self._next = Kind.CAPTURE_END

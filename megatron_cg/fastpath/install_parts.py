@@ -9,22 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.arguments.fast_path_parts import NEEDS, PARTS
 from megatron_cg.fastpath.gradients import bucketing as gradients
 from megatron_cg.fastpath.gradients.bucketing import GradientBucketing, install_gradients
 from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
 from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, install_detached
-from megatron_cg.fastpath.heuristics import install_heuristics
 from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.optimizer import adam, clip
+from megatron_cg.fastpath.optimizer import clipping, local_tensors
 from megatron_cg.fastpath.optimizer import main_weights as weights
-from megatron_cg.fastpath.optimizer.adam import install_adam
-from megatron_cg.fastpath.optimizer.clip import install_clip
+from megatron_cg.fastpath.optimizer.clipping import install_clip
+from megatron_cg.fastpath.optimizer.local_tensors import install_adam
 from megatron_cg.fastpath.optimizer.main_weights import install_main_gradients, install_main_weights
-from megatron_cg.fastpath.params import gather, last_unit, unshard
+from megatron_cg.fastpath.params import gather, unshard
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fastpath.params.gather import install_gathers
-from megatron_cg.fastpath.params.last_unit import install_last_unit
 from megatron_cg.fastpath.params.unshard import install_unshard
 from megatron_cg.fsdp.fsdp_symbols import unknown_bodies
 from megatron_cg.memory.scratch import ScratchMemory
@@ -33,9 +30,7 @@ from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 Undo = Callable[[], None]
-_DEFERRED = "deferred-prefetch"
 _OF_GRAPHS = "detached-weights-of-graphs"
-NOT_CHOSEN = "this run chose other parts (--cg-fast-path, or fast_path= in Python)"
 _warned: set[tuple[str, str]] = set()
 
 
@@ -53,12 +48,11 @@ def _warn_once(part: str, why: str) -> None:
 class FastPath:
     """Replacements for Megatron-FSDP's bookkeeping, for one model.
 
-    ``close`` restores everything except the changes that all ranks undo together. A part that is
-    not applicable is skipped, and ``left_out`` maps its name to the reason.
+    A part that is not applicable is skipped, and ``left_out`` maps its name to the reason.
     """
 
-    def __init__(self, fsdp: Any, chosen: Collection[str] = PARTS) -> None:
-        self._fsdp, self._chosen = fsdp, frozenset(chosen)
+    def __init__(self, fsdp: Any) -> None:
+        self._fsdp = fsdp
         self.parts: list[str] = []
         self.left_out: dict[str, str] = {}
         self.bucketing: GradientBucketing | None = None
@@ -71,31 +65,18 @@ class FastPath:
         """Restore Megatron-FSDP's own functions, in reverse order. Safe to call twice."""
         self._undo.close()
 
-    def _add(
-        self,
-        name: str,
-        put_in: Callable[[], Undo],
-        replaces: Sequence[Symbol] = (),
-        undo_with: Callable[[Undo], object] | None = None,
-    ) -> None:
-        if not self._is_chosen(name):
-            self.left_out[name] = NOT_CHOSEN
-            return
+    def _add(self, name: str, put_in: Callable[[], Undo], replaces: Sequence[Symbol] = ()) -> None:
         unknown = unknown_bodies(replaces, self._fsdp)
         if unknown:
             self.left_out[name] = "; ".join(unknown)
             _warn_once(name, self.left_out[name])
             return
         try:
-            (undo_with or self._undo.callback)(put_in())
+            self._undo.callback(put_in())
         except NotApplicableError as why:
             self.left_out[name] = str(why)
         else:
             self.parts.append(name)
-
-    def _is_chosen(self, name: str) -> bool:
-        """Whether the run chose this part and every part that it needs."""
-        return name in self._chosen and all(map(self._is_chosen, NEEDS[name]))
 
     def _add_around_units(
         self, graphed: Collection[nn.Module], replays: Sequence[ReplayFunction]
@@ -108,13 +89,11 @@ class FastPath:
                 _OF_GRAPHS,
                 lambda: detach_in_graphs(self._detaches(fsdp, graphed), replays, deferred.launched),
             )
-        self._add("gemm-heuristics", lambda: install_heuristics(fsdp.module))
-        if not self._is_chosen(_DEFERRED):
-            self.left_out[_DEFERRED] = NOT_CHOSEN
-        elif _OF_GRAPHS in self.parts:
+        if _OF_GRAPHS in self.parts:
             self.deferred = deferred
         else:
-            self.left_out[_DEFERRED] = f"{_OF_GRAPHS} is not installed, so no launch is seen"
+            why = f"{_OF_GRAPHS} is not installed, so no launch is seen"
+            self.left_out["deferred-prefetch"] = why
         self._add(
             "unshard",
             lambda: install_unshard(fsdp, self._unit_is_done, self.deferred),
@@ -151,9 +130,6 @@ def install(
     optimizers: Sequence[Any] = (),
     graphed: Collection[nn.Module] = (),
     replays: Sequence[ReplayFunction] = (),
-    *,
-    parts: Collection[str] = PARTS,
-    together: Callable[[Undo], object] | None = None,
 ) -> FastPath:
     """Install every part that is applicable to ``fsdp``, between two steps.
 
@@ -163,10 +139,6 @@ def install(
         optimizers: the optimizers of its parameters, Megatron's or torch's.
         graphed: modules inside graphs, whose Python code no longer runs.
         replays: how autograd sees each of their graphs.
-        parts: the parts to install. A part is left out if another one that it needs is not here.
-        together: takes the undo of changes that all ranks must undo together; see Note [On all
-            ranks, or on none] in ``params/last_unit.py``. If it is omitted, this process is
-            alone, and ``close`` undoes these changes too.
 
     Returns:
         The installed parts; ``close`` removes them.
@@ -174,9 +146,8 @@ def install(
     Raises:
         UpstreamChangedError: a symbol that a part relies on is gone; nothing stays changed.
     """
-    path = FastPath(fsdp, parts)
+    path = FastPath(fsdp)
     try:
-        path._add("last-unit", lambda: install_last_unit(fsdp), last_unit.REPLACES, together)
         # Without "unshard" nothing reports the end of a unit's backward pass.
         replaces = (*gradients.REPLACES, *unshard.REPLACES)
         path._add("gradients", lambda: path._gradients(fsdp), replaces)
@@ -188,8 +159,8 @@ def install(
         )
         path._add("main-weights", lambda: install_main_weights(fsdp), weights.REPLACES_INSTALLING)
         if optimizers:
-            path._add("clipping", lambda: install_clip(optimizers), clip.REPLACES)
-            path._add("optimizer", lambda: install_adam(optimizers), adam.REPLACES)
+            path._add("clipping", lambda: install_clip(optimizers), clipping.REPLACES)
+            path._add("optimizer", lambda: install_adam(optimizers), local_tensors.REPLACES)
     except BaseException:
         path.close()
         raise

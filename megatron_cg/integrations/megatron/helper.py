@@ -5,7 +5,7 @@ Megatron's own method does the capture; this class wraps it in the transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +17,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.rules_fast_path import parts_of
 from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments, prediction_is_repeated
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.native.native_backend import NativeBackend
@@ -33,7 +32,6 @@ from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.loss_scale import make_loss_scale
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
-from megatron_cg.integrations.megatron.optimizer_graph import follow_optimizer_graph
 from megatron_cg.integrations.megatron.packs import packs_as_inputs
 from megatron_cg.integrations.megatron.region_state import metrics_kept, region_entries
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
@@ -99,7 +97,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     selection: LayerSelection = LayerSelection.parse(())
     on_failure: str = "error"
     policy: ReplayPolicy = ReplayPolicy()
-    fast_path: bool | Collection[str] = True
+    fast_path: bool = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
     code: LayerCode | None = None
     """What captures run instead of the layers' own code."""
@@ -133,10 +131,6 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         undo.callback(self._agreement.close)
         self._static_inputs = ObservedInputs(self.flattened_callables)
         undo.callback(let_gradients_go(fsdp))
-        self._optimizer_graph, undo_follow = follow_optimizer_graph(
-            self.optimizers, fsdp.ddp_config, self._agreement
-        )
-        undo.callback(undo_follow)
         self.controller = GraphController(
             self._agreement,
             self._capture_under_fsdp,
@@ -306,8 +300,6 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             if (peers := peer_memory_of(self.model[0])) is not None:
                 session.on_close(peers.hold())
             session.on_close(self._graphs_are_gone)
-            if self._optimizer_graph is not None:
-                self._optimizer_graph.follow(session)
             log_report(session, "after capture")
             failed.pop_all()
         return session
@@ -342,7 +334,7 @@ def settings_of(given: GraphArguments) -> dict[str, Any]:
         "selection": LayerSelection.parse(given.cg_layers),
         "on_failure": given.cg_on_failure,
         "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
-        "fast_path": parts_of(given),
+        "fast_path": not given.cg_no_fsdp_fast_path,
     }
 
 

@@ -6,7 +6,7 @@ For models of the standalone megatron_fsdp package see :mod:`megatron_cg.integra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
@@ -50,8 +50,7 @@ class GraphedLayers:
         on_failure: as ``--cg-on-failure``.
         on_mismatch: as ``--cg-on-mismatch``.
         verify_interval: as ``--cg-verify-interval``.
-        fast_path: False is as ``--cg-no-fsdp-fast-path``; names of parts, such as
-            ``("unshard", "gradients")``, are as ``--cg-fast-path``.
+        fast_path: False is as ``--cg-no-fsdp-fast-path``.
 
     Raises:
         ArgumentError: with every argument that is wrong.
@@ -71,7 +70,7 @@ class GraphedLayers:
         on_failure: OnFailure = "error",
         on_mismatch: OnMismatch = "eager",
         verify_interval: int = 0,
-        fast_path: bool | Collection[str] = True,
+        fast_path: bool = True,
     ) -> None:
         refuse(
             [
@@ -86,7 +85,6 @@ class GraphedLayers:
             cg_on_mismatch=on_mismatch,
             cg_verify_interval=verify_interval,
             cg_no_fsdp_fast_path=not fast_path,
-            cg_fast_path=None if isinstance(fast_path, bool) else ",".join(sorted(fast_path)),
         )
         captures = backend_of(backend)
         check_model(model, optimizer, given, captures.name)

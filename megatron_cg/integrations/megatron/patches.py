@@ -228,10 +228,6 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
         _active.callback(_compute_experts_by_torch(settings.cg_moe_rows, settings.cg_moe_exchange))
     if settings.cg_pack_sequences is not None:
         _active.callback(_fix_packs(settings.cg_pack_sequences))
-    if settings.cg_capturable_adam:
-        from megatron_cg.integrations.megatron.optimizer_graph import capturable_adam
-
-        _active.callback(capturable_adam())
     if settings.cg_record is not None:
         from megatron_cg.telemetry.record import install_recorder
 

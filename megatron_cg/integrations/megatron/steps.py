@@ -89,9 +89,7 @@ class _Votes:
         """Vote whenever its steps return, from now on; once for each optimizer."""
         if not any(optimizer is known for known in self._followed):
             self._followed.append(optimizer)
-            undo = run_after(optimizer, "step", self.vote)
-            # With --optimizer-cuda-graph Megatron deletes that attribute as training ends.
-            self.undo.callback(lambda: undo() if "step" in vars(optimizer) else None)
+            self.undo.callback(run_after(optimizer, "step", self.vote))
 
     def vote(self) -> None:
         """Vote, unless this step has voted already."""

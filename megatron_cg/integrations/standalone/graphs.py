@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Self
@@ -62,7 +62,7 @@ def graph_units(
     on_failure: OnFailure = "error",
     on_mismatch: OnMismatch = "eager",
     verify_interval: int = 0,
-    fast_path: bool | Collection[str] = True,
+    fast_path: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> GraphedUnits:
     """Replay CUDA graphs of ``units`` of a model while it trains.
@@ -96,8 +96,7 @@ def graph_units(
         on_failure: whether a failed capture raises, or is logged and training goes on eagerly.
         on_mismatch: what happens when a graph must not be replayed; as ``--cg-on-mismatch``.
         verify_interval: compare replays with eager passes once in so many steps; 0 means never.
-        fast_path: False is as ``--cg-no-fsdp-fast-path``; names of parts, such as
-            ``("unshard", "gradients")``, are as ``--cg-fast-path``.
+        fast_path: False is as ``--cg-no-fsdp-fast-path``.
         group: the ranks that train this model together, if those are not all ranks of the default
             process group, such as ``mesh.get_group()``. They vote on what all of them must do.
 
@@ -139,7 +138,7 @@ class GraphedUnits:
         backend: Backend,
         on_failure: OnFailure,
         policy: ReplayPolicy,
-        fast_path: bool | Collection[str] = True,
+        fast_path: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._sharding = find_sharding(model)

@@ -48,12 +48,10 @@ Inductor chooses how a kernel sums from the number of rows that it is compiled w
 caches on disk do not know that number, so a later run would take the kernel of another rank.
 """
 
-OPTIMIZER_GRAPH = "--optimizer-cuda-graph"
 ABOUT_GRAPHS = frozenset(
     flag_of(field.name) for field in fields(GraphArguments) if field.name not in ANY_RUN
-) | {OPTIMIZER_GRAPH}
-"""Flags for the graph run alone: this package's that a run without graphs refuses, and Megatron's
-graph of the optimizer's step, which does not work under Megatron-FSDP by itself."""
+)
+"""Flags of this package for the graph run alone; a run without graphs refuses them."""
 
 MUTATION_VARIABLE = "MEGATRON_CG_MUTATE"
 
@@ -87,7 +85,7 @@ def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) ->
     base = [flag for flag in BASE_FLAGS if plan.bf16 or flag != "--bf16"]
     words += ["-m", "megatron_cg", str(plan.script), *plan.model, *base, *data]
     words += ["--train-iters", str(plan.steps)]
-    words += graph_flags(plan) if graphs else _eager_flags(plan)
+    words += graph_flags(plan) if graphs else ["--cuda-graph-impl", "none"]
     name = "graphs" if graphs else "eager"
     extra = [word.replace("{run}", name) for word in plan.extra]
     return [*words, *extra, "--cg-record", str(record)]
@@ -106,11 +104,6 @@ def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
             chosen = of_graphs if word.partition("=")[0] in ABOUT_GRAPHS else both
         chosen.append(word)
     return tuple(both), tuple(of_graphs)
-
-
-def _eager_flags(plan: Plan) -> list[str]:
-    same_adam = ["--cg-capturable-adam"] if OPTIMIZER_GRAPH in plan.graph_extra else []
-    return ["--cuda-graph-impl", "none", *same_adam]
 
 
 def graph_flags(plan: Plan) -> list[str]:

@@ -19,7 +19,7 @@ MEANINGS = {
     "CUBLAS_WORKSPACE_CONFIG": "fixed workspaces (:4096:8) make cuBLAS repeat itself bit for bit; "
     "--deterministic-mode sets it",
     "CUBLASLT_HEURISTICS_CACHE_CAPACITY": "number of GEMM problems whose best kernel cuBLASLt "
-    "remembers; if it is set, the fast path does not change it",
+    "remembers; python -m megatron_cg sets it to 262144 if it is not set",
     "NCCL_ALGO": "which algorithms NCCL may use; --deterministic-mode takes Ring, CollnetDirect, "
     "CollnetChain or ^NVLS and refuses others",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0: TE uses attention kernels that repeat themselves bit "

@@ -22,8 +22,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _FAST = "megatron_cg.fastpath"
 _TE_ONLY = (
     "megatron_cg.backends.te.",
-    f"{_FAST}.optimizer.adam",
-    f"{_FAST}.heuristics",
+    f"{_FAST}.optimizer.local_tensors",
     f"{_FAST}.gradients.detached",
     "megatron_cg.integrations.megatron.weight_gradients",
     "megatron_cg.moe.install",

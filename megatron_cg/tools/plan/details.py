@@ -169,7 +169,7 @@ def _add_graphs(
     totals = dict.fromkeys(("static_inputs", "saved_activations", "outputs"), 0)
     saved_kernels = 0
     # One call copies a graph's weight gradients into their buckets.
-    fused = not args.cg_no_fsdp_fast_path and args.cg_fast_path is None
+    fused = not args.cg_no_fsdp_fast_path
     microbatches = found["model"]["microbatches"]
     for sample, layer in zip(samples, captured.layers, strict=True):
         row = rows.setdefault(

@@ -44,10 +44,6 @@ _FULL: dict[str, Any] = {
     "num_experts": None,
     "cuda_graph_modules": ("attn", "mlp"),
 }
-_OPTIMIZER_GRAPH: dict[str, Any] = {
-    "optimizer_cuda_graph": True,
-    "megatron_fsdp_main_grads_dtype": "fp32",
-}
 _COMPILED: dict[str, Any] = {
     "cuda_graph_modules": (),
     "num_experts": None,
@@ -78,13 +74,8 @@ FSDP = (
     Case("gradient-accumulation-fusion", {**_FUSED, "use_transformer_engine_op_fuser": True}),
     Case("expert-parallel-overlap", {"overlap_moe_expert_parallel_comm": True}),
     Case("delayed-weight-gradients", {"delay_wgrad_compute": True}),
+    Case("optimizer-graph", {"optimizer_cuda_graph": True}),
     Case("pipeline-parallel", {"pipeline_model_parallel_size": 2}),
-)
-
-FAST_PATH = (
-    Case("fast-path-parts", graph={"cg_fast_path": "unshard,main-gradient"}),
-    Case("fast-path-parts", graph={"cg_fast_path": "gradients"}),
-    Case("fast-path-parts", graph={"cg_fast_path": "last-unit", "cg_no_fsdp_fast_path": True}),
 )
 
 SCOPES = (
@@ -328,23 +319,6 @@ NUMERICS = (
             "keep_fp8_transpose_cache": True,
         },
     ),
-    Case("optimizer-graph", {"optimizer_cuda_graph": True}),
-    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "optimizer": "sgd"}),
-    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "optimizer_cpu_offload": True}),
-    Case(
-        "optimizer-graph",
-        {
-            **_OPTIMIZER_GRAPH,
-            "fp8": "hybrid",
-            "fp8_param_gather": True,
-            "keep_fp8_transpose_cache": True,
-        },
-    ),
-    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "data_parallel_sharding_strategy": "optim_grads"}),
-    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "weight_decay_incr_style": "linear"}),
-    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "log_num_zeros_in_grad": True}),
-    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "loss_scale": 1024.0}),
-    Case("optimizer-graph", {**_OPTIMIZER_GRAPH, "timing_log_level": 1}),
     Case("packed-sequences", {**_ATTENTION_AND_ROUTER, "sft": True}),
     Case("packed-sequences", {**_ATTENTION_AND_ROUTER, "rl_use_sequence_packing": True}),
     Case("packed-sequences", {**_ATTENTION_AND_ROUTER, "dataloader_inter_document_masking": True}),
@@ -438,7 +412,6 @@ MEGATRON_AGREES = (*SCOPES, *RECOMPUTE)
 
 ALL = (
     *FSDP,
-    *FAST_PATH,
     *SCOPES,
     *SCOPES_BEYOND_MEGATRON,
     *LAYERS,

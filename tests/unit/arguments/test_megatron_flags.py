@@ -52,13 +52,13 @@ def test_help_texts_of_megatron_that_argparse_cannot_format_are_mended() -> None
 
 def test_our_flags_are_read() -> None:
     line = "--cg-layers attn:0-3,8 moe_router:4- --cg-on-failure eager --cg-record r"
-    line += " --cg-on-mismatch recapture --cg-verify-interval 100 --cg-fast-path last-unit,unshard"
+    line += " --cg-on-mismatch recapture --cg-verify-interval 100 --cg-no-fsdp-fast-path"
     assert read(parse(*line.split()))[1] == GraphArguments(
         cg_layers=("attn:0-3,8", "moe_router:4-"),
         cg_on_failure="eager",
         cg_on_mismatch="recapture",
         cg_verify_interval=100,
-        cg_fast_path="last-unit,unshard",
+        cg_no_fsdp_fast_path=True,
         cg_record="r",
     )
     assert read(parse())[1] == GraphArguments()

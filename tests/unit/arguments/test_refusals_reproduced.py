@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,38 +239,6 @@ def test_local_graphs_refuse_the_hooks_of_megatron_fsdp(dense_model: Any) -> Non
     with pytest.raises(AssertionError, match="user registered pre-forward hooks"):
         manager.call_ddp_preforward_hook(layer)
     assert not any(hasattr(weight, "main_grad") for weight in layer.parameters())
-
-
-FP32_GRADIENTS: Mapping[str, object] = {"megatron_fsdp_main_grads_dtype": torch.float32}
-
-
-def gradient_places(options: Mapping[str, object]) -> list[set[int]]:
-    """The addresses of each parameter's main gradient in three steps, none of which was freed."""
-    kept: list[list[torch.Tensor]] = []
-    with trainer_of(CpuModelConfig(layers=1, fsdp_options=options)) as trainer:
-        for _ in range(3):
-            trainer.step()
-            kept.append([parameter.grad.to_local() for parameter in trainer._parameters])
-    return [{tensor.data_ptr() for tensor in step} for step in zip(*kept, strict=True)]
-
-
-@pytest.mark.refuses("optimizer-graph")
-@pytest.mark.parametrize(
-    ("options", "places"),
-    [
-        ({}, 3),
-        ({"megatron_fsdp_cuda_graph_mode": True}, 3),
-        (FP32_GRADIENTS, 1),
-        ({**FP32_GRADIENTS, "data_parallel_sharding_strategy": "optim_grads"}, 1),
-        ({**FP32_GRADIENTS, "data_parallel_sharding_strategy": "optim"}, 1),
-        ({**FP32_GRADIENTS, "data_parallel_sharding_strategy": "no_shard"}, 1),
-    ],
-    ids=["default", "mode of full-iteration graphs", "ZeRO-3", "ZeRO-2", "ZeRO-1", "no_shard"],
-)
-def test_gradients_move_from_step_to_step_under_an_optimizer_graph(
-    options: Mapping[str, object], places: int, one_rank: None
-) -> None:
-    assert {len(found) for found in gradient_places(options)} == {places}
 
 
 @pytest.mark.refuses("optimizer-graph")

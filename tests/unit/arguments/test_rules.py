@@ -195,9 +195,8 @@ def test_no_rule_looks_at_a_run_without_layerwise_graphs(change: dict[str, Any])
         (GraphArguments(cg_on_failure="eager"), "--cg-on-failure eager"),
         (GraphArguments(cg_on_mismatch="error"), "--cg-on-mismatch error"),
         (GraphArguments(cg_verify_interval=5), "--cg-verify-interval 5"),
-        (GraphArguments(cg_fast_path="last-unit,unshard"), "--cg-fast-path last-unit,unshard"),
     ],
-    ids=["cg_layers", "cg_on_failure", "cg_on_mismatch", "cg_verify_interval", "cg_fast_path"],
+    ids=["cg_layers", "cg_on_failure", "cg_on_mismatch", "cg_verify_interval"],
 )
 def test_our_flags_without_graphs_are_refused(graph: GraphArguments, flag: str) -> None:
     (violation,) = violations(RunArguments(), graph, Environment())

@@ -145,6 +145,7 @@ def test_real_data_and_environment(shell: Any, tmp_path: Path) -> None:
     assert words[-2:] == ["--seed", "7"] and "--standalone" in words
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert environment["NCCL_GRAPH_REGISTER"] == "0"
+    assert environment["CUBLASLT_HEURISTICS_CACHE_CAPACITY"] == "262144"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment and "CUDNN_HOME" not in environment
 
 

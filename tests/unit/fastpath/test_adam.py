@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.optimizer.adam import LocalStep, install_adam
+from megatron_cg.fastpath.optimizer.local_tensors import LocalStep, install_adam
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 fused_adam = pytest.importorskip(
@@ -100,7 +100,7 @@ def test_weights_moments_and_steps_are_those_of_te(
         for number in (2, 3, 4, 5):
             step(adam, number)
         if kept:
-            assert adam.step.__wrapped__.steps == 3
+            assert adam.step.__wrapped__.calls == 3
         undo()
         assert "step" not in vars(adam)
         step(adam, 6)
@@ -134,7 +134,7 @@ def test_the_kernel_gets_what_te_hands_to_it(most: int, monkeypatch: pytest.Monk
     for group in adam.param_groups:
         group["step"] -= 3
     assert launched(adam) == te_s
-    assert adam.step.__wrapped__.steps == 2 and len(te_s) == 3 * {1000: 2, 2: 3, 1: 4}[most]
+    assert adam.step.__wrapped__.calls == 2 and len(te_s) == 3 * {1000: 2, 2: 3, 1: 4}[most]
 
 
 def chained(adam: Any) -> Any:
@@ -189,7 +189,7 @@ def test_a_step_that_is_another_than_expected_stays_te_s(
     monkeypatch.setattr(LocalStep, "_launches", lambda *_: [])
     step(adam, 2)
     step(adam, 3)
-    assert adam.step.__wrapped__.steps == 0 and [g["step"] for g in adam.param_groups] == [
+    assert adam.step.__wrapped__.calls == 0 and [g["step"] for g in adam.param_groups] == [
         3,
         3,
         3,
@@ -210,7 +210,7 @@ def one_step_then_te_s(go_on: Callable[[Any], None]) -> None:
             step(adam, number)
         go_on(adam)
         if ours:
-            assert adam.step.__wrapped__.steps == 1
+            assert adam.step.__wrapped__.calls == 1
         runs.append(values(adam))
     assert runs[0] == runs[1]
 
@@ -265,7 +265,7 @@ def test_what_is_not_as_expected_is_never_trusted(
     install_adam([adam])
     for number in (2, 3):
         step(adam, number)
-    assert adam.step.__wrapped__.steps == 0
+    assert adam.step.__wrapped__.calls == 0
 
 
 def test_without_launches_nothing_is_trusted() -> None:
@@ -275,12 +275,12 @@ def test_without_launches_nothing_is_trusted() -> None:
     for _ in range(2):
         adam.zero_grad()
         adam.step()
-        assert adam.step.__wrapped__.steps == 0
+        assert adam.step.__wrapped__.calls == 0
     step(adam, 2)
     step(adam, 4)
     adam.zero_grad()
     adam.step()
-    assert adam.step.__wrapped__.steps == 2 and adam.param_groups[0]["step"] == 6
+    assert adam.step.__wrapped__.calls == 2 and adam.param_groups[0]["step"] == 6
 
 
 def of_two_kinds(adam: Any) -> None:
@@ -330,10 +330,10 @@ def test_hooks_and_the_first_step_are_te_s(what: str) -> None:
     step(adam, 2)
     step(adam, 3)
     if what == "hook":
-        assert adam.step.__wrapped__.steps == 0 and len(seen) == 2
+        assert adam.step.__wrapped__.calls == 0 and len(seen) == 2
     else:
         step(adam, 4)
-        assert adam.step.__wrapped__.steps == 1
+        assert adam.step.__wrapped__.calls == 1
 
 
 def test_other_optimizers_are_left_alone() -> None:
@@ -348,3 +348,31 @@ def test_other_optimizers_are_left_alone() -> None:
     with pytest.raises(NotApplicableError, match="keeps main weights itself"):
         install_adam([adam])
     assert "step" not in vars(adam)
+
+
+def scheduled(ours: bool) -> tuple[list[float], int]:
+    """Rates that the kernel is given, by a scheduler made after some steps; how many are ours."""
+    parameter, rates = nn.Parameter(torch.ones(3)), list[float]()
+    adam = fused_adam.FusedAdam([parameter], lr=1.0)
+    adam.multi_tensor_adam = lambda _chunk, _flag, _tensors, rate, *_: rates.append(rate)
+    parameter.grad = torch.ones(3)
+    adam.step()
+    undo = install_adam([adam]) if ours else None
+    local = adam.step
+    adam.step()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(adam, 0.5)
+    for _ in range(3):
+        adam.step()
+        scheduler.step()
+    if undo is not None:
+        undo()  # The scheduler's own wrapper stays, and leads to TE's step again.
+    adam.step()
+    assert adam.param_groups[0]["step"] == 6
+    return rates, getattr(local.__wrapped__, "calls", 0)
+
+
+def test_a_scheduler_of_torch_can_be_made_while_a_step_is_ours() -> None:
+    engines, _ = scheduled(False)
+    ours, steps = scheduled(True)
+    assert ours == engines == [1.0, 1.0, 1.0, 0.5, 0.25, 0.125]
+    assert steps == 3

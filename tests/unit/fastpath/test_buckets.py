@@ -60,3 +60,19 @@ def test_weights_are_parted_by_bucket_in_the_order_of_an_eager_pass() -> None:
         [weights[0], weights[4]],
     ]
     assert together.all == set(weights)
+    assert [part.others for part in together.parts] == [set(), {weights[1]}, {weights[0]}]
+    assert together.plain([None] * 5) is None
+
+
+def test_a_bucket_is_complete_with_what_was_handed_over_waits_and_comes() -> None:
+    bucket, backward = Bucket(3, NOTHING, NOTHING, 6), object()
+    assert (bucket.waiting_bytes, bucket.handed_over, bucket.stream) == (0, 0, 0)
+    assert bucket.complete_with(6) and not bucket.complete_with(5) and not bucket.complete_with(7)
+    assert bucket.waits_on_another(7) is False
+    bucket.handed_over, bucket.waiting_bytes, bucket.copied_on = 1, 8, 7
+    bucket.waiting = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    assert bucket.complete_with(3) and not bucket.complete_with(2)
+    assert bucket.waits_on_another(7) and not bucket.waits_on_another(0)
+    bucket.begin(backward)
+    assert bucket.backward is backward and bucket.waiting == [] and bucket.copied_on is None
+    assert (bucket.waiting_bytes, bucket.handed_over) == (0, 0)

@@ -10,8 +10,16 @@ import torch
 from torch import nn
 
 from megatron_cg.fastpath import install
-from megatron_cg.fastpath.params.cached_lists import CachedModules, CachedParameters, ParameterLists
-from megatron_cg.fastpath.params.unshard import _gathered, _of_units, _shown
+from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
+from megatron_cg.fastpath.params.unshard import (
+    CachedModules,
+    CachedParameters,
+    ParameterLists,
+    _gathered,
+    _of_units,
+    _released,
+    _shown,
+)
 
 MARKS = {"grad_added_to_main_grad": False, "__fsdp_param__": True, "overwrite_main_grad": True}
 
@@ -96,6 +104,23 @@ def test_a_handler_is_shown_one_module_for_all_of_its_own_unit(of_unit: bool) ->
     for one in (*unit.modules(), *other.modules()):
         there = "_training_state" in vars(one)
         assert there == (one in set(module.modules()))
+
+
+@pytest.mark.parametrize("bwd", [False, True])
+def test_a_unit_is_released_at_once_unless_that_was_asked_otherwise(bwd: bool) -> None:
+    unit = nn.Linear(1, 1)
+    released: list[tuple[list[Any], bool, bool]] = []
+    lists = ParameterLists(
+        lambda module, _: list(module.parameters()), lambda _parameter: 0, lambda _parameter: False
+    )
+    release = _released(
+        lambda *given: released.append(given), lists, lambda _unit: None, DeferredPrefetch()
+    )
+    release(unit, bwd)
+    release(unit, bwd, True)
+    release(unit, bwd, lazy=True)
+    assert [lazy for _, _, lazy in released] == [False, True, True]
+    assert all(direction is bwd for _, direction, _ in released)
 
 
 def walks(trainer: Any) -> int:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.optimizer.clip import install_clip
+from megatron_cg.fastpath.optimizer.clipping import install_clip
 from tests.unit.ranks import on_ranks
 
 Change = Callable[[Any, pytest.MonkeyPatch], Any]
@@ -239,11 +239,10 @@ def without_gradients(optimizer: Any, _: Any) -> None:
         parameter.grad = None
 
 
-APART, ON_GPU = "_has_grad_norm_group_cache", SimpleNamespace(is_cuda=True)
+APART = "_has_grad_norm_group_cache"
 UNUSUAL: dict[str, Change] = {
     "type": partial(become, lambda local: local.as_subclass(AnotherTensor)),
     "dtype": partial(become, torch.Tensor.bfloat16),
-    "device": lambda _, patch: patch.setattr(torch, "empty", lambda *_, **__: ON_GPU),
     "precise": precise,
     "apart on another rank": lambda optimizer, _: setattr(optimizer, APART, {"mtp": True}),
     "not asked yet": lambda optimizer, _: setattr(optimizer, APART, None),
@@ -261,7 +260,20 @@ def test_an_unusual_state_is_megatron_s(state: str) -> None:
             UNUSUAL[state](optimizer, patch)
             return [*found, left_by_a_step(optimizer)]
 
-    of_both(run, 2 if state == "without gradients" else 1)
+    of_both(run, 1)
+
+
+def test_parameters_that_come_back_are_compared_anew() -> None:
+    def run(optimizer: Any) -> list[Any]:
+        some = optimizer.optimizer.param_groups[0]["params"]
+        found, old = [step(optimizer, number) for number in (1, 2)], list(some)
+        replaced(optimizer, None)
+        without_gradients(optimizer, None)
+        found.append(left_by_a_step(optimizer))
+        some[:] = old
+        return found + [step(optimizer, number) for number in (3, 4)]
+
+    of_both(run, 2)
 
 
 def test_what_is_no_number_is_compared_as_well() -> None:
@@ -277,12 +289,6 @@ def test_gradients_without_elements_fail_as_they_do() -> None:
     with pytest.raises(TypeError, match="None"):
         optimizer.step()
     assert optimizer.clip_grad_norm.__wrapped__.calls == 1
-
-
-def test_a_capture_is_not_looked_into(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    patch.setattr(torch, "equal", None)
-    of_both(steps, 0)
 
 
 NORM, SCALE = megatrons.get_grad_norm_fp32, megatrons.clip_grad_by_total_norm_fp32

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.errors import CaptureError
 from megatron_cg.fastpath import FastPath, install
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
@@ -18,7 +20,7 @@ from tests.unit.trainers import trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS = 4, 1, 2
 PARTS = [
-    *("last-unit", "gradients", "detached-weights-of-graphs", "unshard", "gathers"),
+    *("gradients", "detached-weights-of-graphs", "unshard", "gathers"),
     *("main-gradients", "main-weights"),
 ]
 MANY: dict[str, Any] = {
@@ -225,13 +227,11 @@ def test_it_can_be_left_out(results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_part_is_used_or_says_why_not(results: list[dict[str, Any]], name: str) -> None:
-    experts = "no grouped GEMM"
-    of_all = {"detached-weights": experts, "gemm-heuristics": experts}
+    of_all = {"detached-weights": "no grouped GEMM"}
     theirs = "gradients are left to Megatron-FSDP"
     sharded = {
         strategy: {
             **of_all,
-            "last-unit": f"the sharding strategy is {strategy}, which frees no weights",
             "gradients": f"the sharding strategy is {strategy}",
             "detached-weights": theirs,
             "detached-weights-of-graphs": theirs,
@@ -247,7 +247,6 @@ def test_every_part_is_used_or_says_why_not(results: list[dict[str, Any]], name:
         "ZeRO-1": sharded["optim"],
         "ZeRO-2": sharded["optim_grads"],
         "no shards": sharded["no_shard"],
-        "no double buffer": {"last-unit": "memory of its own", **of_all},
     }.get(name, of_all)
     for runs in (found[name] for found in results):
         did = runs["fast"]
@@ -277,3 +276,44 @@ def test_gradients_of_graphs_are_borrowed_once_a_pass(results: list[dict[str, An
             detaches = "detached-weights-of-graphs" in runs["fast"]["parts"]
             beside = int("penalty" in options)
             assert runs["fast"]["borrowed"] == [beside] * (LAYERS * passes if detaches else 0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "defers"),
+    [
+        ("optim_grads_params", True),
+        # No weight is detached from autograd, so no launch would issue what is held.
+        ("optim_grads", False),
+    ],
+)
+def test_gathers_are_deferred_only_where_a_launch_issues_them(
+    strategy: str, defers: bool, one_rank: None
+) -> None:
+    options = {"data_parallel_sharding_strategy": strategy}
+    with trainer_of(CpuModelConfig(layers=2, fsdp_options=options), graphs=True) as trainer:
+        trainer.step()
+        session = trainer.capture(TapeBackend())
+        assert bool(session.fast_path.deferred._graphed) is defers
+
+
+def test_ranks_that_choose_otherwise_capture_nothing() -> None:
+    for found in on_ranks(capture_unlike):
+        assert "ranks would capture different graphs" in found["error"]
+        assert "the same choice of --cg-no-fsdp-fast-path" in found["error"]
+        assert found["hooks are back"] and found["steps"] == 3
+
+
+def capture_unlike() -> dict[str, Any]:
+    from megatron_cg.consensus.exchange import Agreement
+    from tests.unit.fastpath.test_parts import state
+
+    with trainer_of(CpuModelConfig(layers=2), graphs=True) as trainer:
+        agreement = Agreement()
+        steps = [trainer.step() for _ in range(2)]
+        before = state(trainer.model.module)
+        with pytest.raises(CaptureError) as error:
+            trainer.capture(TapeBackend(), agreement, fast_path=dist.get_rank() == 0)
+        back = state(trainer.model.module) == before
+        steps.append(trainer.step())
+        agreement.close()
+    return {"error": str(error.value), "hooks are back": back, "steps": len(steps)}

@@ -11,11 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.fastpath.params.cached_lists import CachedModules
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fastpath.params.gather import Gathers, install_gathers
-from megatron_cg.fastpath.params.last_unit import install_last_unit
-from megatron_cg.fastpath.params.unshard import install_unshard
+from megatron_cg.fastpath.params.unshard import CachedModules, install_unshard
 from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE
@@ -41,10 +39,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "no overlap": {"fsdp_options": {"overlap_param_gather": False}},
     "ZeRO-2": {"fsdp_options": {"data_parallel_sharding_strategy": "optim_grads"}},
 }
-
-
-KEPT = {"experts": 2, "recomputed": 0, "no overlap": 1}
-"""How many groups of buckets of the last unit are kept; recomputed layers run without gradients."""
 
 
 def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], None]]) -> Any:
@@ -142,11 +136,7 @@ def recorded(fsdp: Any, events: Events) -> Iterator[None]:
 def train_all() -> dict[str, Any]:
     found = {}
     for name, options in SCENARIOS.items():
-        runs = {"own": trained(options), "short": trained(options, shorten)}
-        if name in KEPT:
-            runs["kept"] = trained(options, install_last_unit)
-            runs["both"] = trained(options, install_last_unit, shorten)
-        found[name] = runs
+        found[name] = {"own": trained(options), "short": trained(options, shorten)}
     return found
 
 
@@ -166,18 +156,6 @@ def test_collectives_waits_and_frees_are_megatrons_own(
         kinds = {event[0] for event in runs["own"]["events"]}
         assert {GATHER, "wait"} <= kinds
         assert "free_bucket_storage" in kinds or name == "ZeRO-2"
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_the_last_unit_is_gathered_once_a_pass(results: list[dict[str, Any]], name: str) -> None:
-    for found in results:
-        runs = found[name]
-        gathers = {kind: [e[0] for e in run["events"]].count(GATHER) for kind, run in runs.items()}
-        for kind in ("kept", "both"):
-            assert runs[kind]["numbers"] == runs["own"]["numbers"]
-            # Three steps of two microbatches; the first one is learned from. That of the pass
-            # without a backward pass is freed again.
-            assert gathers[kind] == gathers["own"] - 5 * KEPT[name]
 
 
 def asked_of(
@@ -204,7 +182,7 @@ def asked_of(
         param_to_param_group={parameter: i for i, parameter in enumerate(parameters)},
         bucket_to_bucket_group={i: [i] for i in range(3)},
         num_buckets=3,
-        ddp_config=SimpleNamespace(fsdp_double_buffer=False, outer_dp_sharding_strategy="no_shard"),
+        ddp_config=SimpleNamespace(fsdp_double_buffer=False),
     )
     pipeline.bucket_status = {
         (i, False): upstream.BucketStatus[statuses.get(i, "READY_TO_USE")] for i in range(3)
@@ -261,7 +239,6 @@ def test_a_bucket_that_is_not_empty_is_left_to_megatron(status: str) -> None:
     pipeline.buffer = SimpleNamespace(
         parameter_groups=[SimpleNamespace(transpose_weight_buffer=None)],
         param_to_param_group={},
-        ddp_config=SimpleNamespace(outer_dp_sharding_strategy="no_shard"),
     )
     pipeline.bucket_status = {(0, False): upstream.BucketStatus[status]}
     pipeline.bucket_can_be_released = {(0, False): True}

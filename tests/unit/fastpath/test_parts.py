@@ -14,8 +14,7 @@ from megatron_cg.fastpath import install
 from megatron_cg.fastpath.gradients.reduce_buffers import FreedBuffers
 from megatron_cg.fastpath.gradients.views import BucketViews
 from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
-from megatron_cg.fastpath.params.cached_lists import CachedParameters
-from megatron_cg.fastpath.params.unshard import _fetched
+from megatron_cg.fastpath.params.unshard import CachedParameters, _fetched
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.closures import set_cell
 from tests.unit.identity import Same

@@ -210,7 +210,7 @@ def test_a_verification_runs_once_the_next_unit_is_gathered(
     assert [event for event in events if "None" not in event] == [
         *("forward: gather 0", "forward: gather 1", "verify", "launch"),
         *("forward: gather 2", "verify", "launch", "verify", "launch"),
-        *("backward: gather 1", "backward: gather 0"),
+        *("backward: gather 1", "backward: gather 2", "backward: gather 0"),
     ]
 
 

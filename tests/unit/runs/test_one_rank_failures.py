@@ -87,7 +87,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
         "capture forward": (*forward, LAYERS * WARMUPS + 2),
         "capture backward": (*backward, LAYERS * WARMUPS + 2),
         "publishing": (helper, "attach_replay", 2),
-        "installing the fast path": (path, "install_last_unit", 1),
+        "installing the fast path": (path, "install_gradients", 1),
         "the fast path's last part": (path, "install_main_weights", 1),
     }[stage]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.align.run import example_script
-from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, given_parts
+from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, is_given
 from megatron_cg.tools.bench.measure.measurement import Measurement
 from megatron_cg.tools.bench.measure.windows import Windows, given
 from megatron_cg.upstream.patch import put_over, undone_after
@@ -26,13 +26,13 @@ _MODULE = "megatron.training.training"
 
 
 @contextmanager
-def measuring(windows: Windows, directory: Path, parts: Sequence[str] = ()) -> Iterator[None]:
+def measuring(windows: Windows, directory: Path, installs: bool = False) -> Iterator[None]:
     """Measure every ``train`` in the block. Raises UpstreamChangedError if it is missing.
 
     Args:
         windows: which steps are measured, and how.
         directory: where the metrics go.
-        parts: of the fast path, for an eager run.
+        installs: whether an eager run installs the fast path.
     """
     module = lookup("megatron-core", _MODULE, "Megatron's training loop")
     train = lookup("megatron-core", f"{_MODULE}:train", "Megatron's training loop")
@@ -40,7 +40,7 @@ def measuring(windows: Windows, directory: Path, parts: Sequence[str] = ()) -> I
     @wraps(train)
     def measured_train(*args: Any, **kwargs: Any) -> Any:
         measurement = Measurement(windows, directory)
-        fast_path = EagerFastPath(parts, windows.warmup)
+        fast_path = EagerFastPath(installs, windows.warmup)
         # Patched last, so that our step encloses all other patches of Megatron's.
         with ExitStack() as undo:
             undo.callback(put_over(module, "train_step", _step(module, measurement, fast_path)))
@@ -81,7 +81,7 @@ def main() -> None:
     with suppress(ValueError):
         sys.path.remove(str(Path(__file__).resolve().parent))
     windows, directory = given()
-    with measuring(windows, Path(directory), given_parts()):
+    with measuring(windows, Path(directory), is_given()):
         runpy.run_path(str(example_script()), run_name="__main__")
 
 

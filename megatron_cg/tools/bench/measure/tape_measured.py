@@ -33,15 +33,14 @@ def _run_measured(jobs: Sequence[tuple[Any, Path]], processes: int) -> None:
 
 
 def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
-    from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, given_parts
+    from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, is_given
     from megatron_cg.tools.bench.measure.measurement import Measurement
     from megatron_cg.tools.bench.measure.windows import given
     from megatron_cg.tools.cpu.voting import VotingTrainer, train
 
     windows, directory = given()
-    parts = given_parts()
     measurement = Measurement(windows, Path(directory))
-    fast_path = EagerFastPath(parts, windows.warmup)
+    fast_path = EagerFastPath(is_given(), windows.warmup)
     old_step, old_start = VotingTrainer.step, VotingTrainer.start
 
     def step(trainer: VotingTrainer) -> tuple[float, float]:
@@ -58,7 +57,7 @@ def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
             old_start(trainer)
 
     with ExitStack() as undo:
-        capture = partial(VotingTrainer.capture, fast_path=parts)
+        capture = partial(VotingTrainer.capture, fast_path=is_given())
         for name, function in (("capture", capture), ("step", step), ("start", start)):
             undo.callback(put_over(VotingTrainer, name, function))
         for plan, record in jobs:

@@ -44,7 +44,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     ),
     "optimizer step: clipping": (
         f"{_OPTIMIZER}.optimizer:MegatronOptimizer.clip_grad_norm",
-        f"{_FAST}.optimizer.clip:LocalClip.__call__",
+        f"{_FAST}.optimizer.clipping:LocalClip.__call__",
     ),
     "optimizer step: start_param_sync": (f"{_FSDP}.megatron_fsdp:MegatronFSDP.start_param_sync",),
     "exchange of parameters": (
@@ -67,7 +67,6 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "unshard": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
         f"{_FAST}.params.unshard:_gathered.<locals>.all_gather_and_wait_parameters_ready",
-        f"{_FAST}.params.gather:Gathers.begin_pass",
         f"{_FAST}.params.deferred_prefetch:DeferredPrefetch.launched",
         f"{_HOOKS}.<locals>._pre_forward_param_unshard",
         f"{_HOOKS}.<locals>._pre_backward_param_unshard",

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.tools.align.command import GRAPH_FLAGS
 
 EAGER, EAGER_FAST_PATH, DDP_EAGER = "fsdp-eager", "fsdp-eager-fast-path", "ddp-eager"
@@ -43,8 +42,8 @@ class Configuration:
     description: str
     fsdp: bool = True
     graphs: Literal["none", "partial", "full"] = "partial"
-    parts: tuple[str, ...] = ()
-    """The parts of the fast path."""
+    fast_path: bool = False
+    """Whether it has the fast path."""
     models: Literal["all", "dense", "MoE"] = "all"
     """The models that it makes sense for."""
     torch_gemm: bool = False
@@ -63,7 +62,7 @@ class Configuration:
     def words(self, scopes: Sequence[str], warmup_steps: int) -> list[str]:
         """Its own flags; all configurations share the others."""
         words: list[str] = []
-        if self.fsdp and (self.graphs != "none" or self.parts):
+        if self.fsdp and (self.graphs != "none" or self.fast_path):
             # Unsharded parameters at fixed addresses, for graphs or for the fast path.
             words += GRAPH_FLAGS
         words += ["--cg-grouped-gemm", "torch"] if self.torch_gemm else []
@@ -78,10 +77,8 @@ class Configuration:
         words += ["--cg-moe-exchange", "peer"] if self.peer else []
         if captured := self.captured(scopes):
             words += ["--cuda-graph-modules", *captured]
-        if self.fsdp and not self.parts:
+        if self.fsdp and not self.fast_path:
             words += ["--cg-no-fsdp-fast-path"]
-        elif self.fsdp and self.parts != PARTS:
-            words += ["--cg-fast-path", ",".join(self.parts)]
         return words
 
     def captured(self, scopes: Sequence[str]) -> tuple[str, ...]:
@@ -107,9 +104,9 @@ CONFIGURATIONS = _by_name(
         EAGER_FAST_PATH,
         "Megatron-FSDP, eager, with the fast path alone",
         graphs="none",
-        parts=PARTS,
+        fast_path=True,
     ),
-    Configuration(GRAPHS, "Megatron-FSDP with partial graphs", parts=PARTS),
+    Configuration(GRAPHS, "Megatron-FSDP with partial graphs", fast_path=True),
     Configuration(PLAIN, "Megatron-FSDP with partial graphs, without the fast path"),
     Configuration(
         DDP_EAGER, "DDP with the distributed optimizer, eager", fsdp=False, graphs="none"
@@ -134,20 +131,20 @@ ON_REQUEST = _by_name(
     Configuration(
         EXPERTS,
         "Megatron-FSDP with graphs that hold whole MoE layers, by torch's grouped GEMM",
-        parts=PARTS,
+        fast_path=True,
         **_OF_MOE,
     ),
     Configuration(
         PEER_EXPERTS,
         "the same graphs, with tokens exchanged by peer memory",
-        parts=PARTS,
+        fast_path=True,
         peer=True,
         **_OF_MOE,
     ),
     Configuration(
         NATIVE_GRAPHS,
         "Megatron-FSDP with partial graphs by the native backend",
-        parts=PARTS,
+        fast_path=True,
         native=True,
     ),
     Configuration(
@@ -159,14 +156,14 @@ ON_REQUEST = _by_name(
     Configuration(
         LOCAL_GRAPHS,
         "the same with graphs of whole layers by the native backend",
-        parts=PARTS,
+        fast_path=True,
         native=True,
         **_OF_LOCAL,
     ),
     Configuration(
         COMPILED_GRAPHS,
         "the same graphs of layers that megatron-cg precompile made before the run",
-        parts=PARTS,
+        fast_path=True,
         native=True,
         compiled=True,
         **_OF_LOCAL,

@@ -34,7 +34,7 @@ def on_gpus(data: TokenStream, run: PlannedRun, folder: Path) -> Run:
         settings, os.environ, root=_ROOT, cudnn=torch_cudnn(), metrics=folder / METRICS
     )
     if configuration.graphs == "none":
-        env |= variable(configuration.parts)
+        env |= variable(configuration.fast_path)
     return Run(run.name, words, env, folder)
 
 
@@ -62,7 +62,7 @@ def on_tape(data: TokenStream, run: PlannedRun, folder: Path) -> Run:
     env = environment(os.environ, root=_ROOT, cudnn=None) | {
         "CUDA_VISIBLE_DEVICES": "",
         VARIABLE: settings.windows.variable(str(folder / METRICS)),
-        **variable(configuration.parts),
+        **variable(configuration.fast_path),
     }
     words = [sys.executable, "-m", "megatron_cg.tools.bench.measure.tape_measured"]
     return Run(run.name, [*words, json.dumps(plan), str(folder / "record")], env, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -206,9 +207,15 @@ def test_the_launcher_runs_a_script_as_python_would(
     )
     monkeypatch.setattr(sys, "argv", ["megatron_cg", str(script), "--lr", "1"])
     monkeypatch.setattr(sys, "path", list(sys.path))
+    cache = "CUBLASLT_HEURISTICS_CACHE_CAPACITY"
+    monkeypatch.setenv(cache, "5")
     main()
     assert capsys.readouterr().out == "__main__ ['--lr', '1'] found True\n"
-    assert patches._active is None
+    assert patches._active is None and os.environ[cache] == "5"
+    monkeypatch.delenv(cache)
+    monkeypatch.setattr(sys, "argv", ["megatron_cg", str(script)])
+    main()
+    assert os.environ[cache] == "262144"
 
 
 def test_the_launcher_names_a_script_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

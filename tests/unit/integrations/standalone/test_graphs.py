@@ -392,15 +392,6 @@ def test_the_fast_path_can_be_left_out(fast_path: bool, one_rank: None) -> None:
         assert (graphs.session.fast_path is not None) is fast_path
 
 
-def test_parts_of_the_fast_path_can_be_chosen(one_rank: None) -> None:
-    run = Run()
-    with run.with_graphs(fast_path=("main-gradients", "unshard")) as graphs:
-        run.step()
-        run.step()
-        assert graphs.session is not None and graphs.session.fast_path is not None
-        assert graphs.session.fast_path.parts == ["unshard", "main-gradients"]
-
-
 def test_a_step_that_raised_is_not_observed(runs: Any) -> None:
     eager, graphed = runs({"warmup_steps": 2})
     train_both(eager, graphed, 1)

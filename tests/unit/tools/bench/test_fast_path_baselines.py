@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.tools.bench.measure import eager_fast_path
-from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, given_parts, variable
+from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, is_given, variable
 from megatron_cg.tools.bench.runs.configurations import (
     EAGER,
     EAGER_FAST_PATH,
@@ -41,16 +40,16 @@ def test_graphs_and_the_fast_path_are_told_apart(
     only = ",".join((EAGER, EAGER_FAST_PATH, GRAPHS, PLAIN))
     runs = planned(f"--shapes qwen3-moe --only {only}", tmp_path, capsys)
     assert "--cg-no-fsdp-fast-path" in runs[PLAIN]
-    assert not {"--cg-no-fsdp-fast-path", "--cg-fast-path"} & set(runs[GRAPHS])
+    assert "--cg-no-fsdp-fast-path" not in runs[GRAPHS]
     installs = [
         name for name, words in runs.items() if f"{eager_fast_path.VARIABLE}=" in str(words)
     ]
     assert installs == [EAGER, EAGER_FAST_PATH]
-    assert f"{eager_fast_path.VARIABLE}={','.join(PARTS)}" in runs[EAGER_FAST_PATH]
-    assert f"{eager_fast_path.VARIABLE}=" in runs[EAGER]
+    assert f"{eager_fast_path.VARIABLE}=1" in runs[EAGER_FAST_PATH]
+    assert f"{eager_fast_path.VARIABLE}=0" in runs[EAGER]
 
 
-def test_an_eager_run_gets_its_parts_after_the_warmup_steps_and_loses_them_at_its_end(
+def test_an_eager_run_gets_it_after_the_warmup_steps_and_loses_it_at_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[Any] = []
@@ -63,17 +62,16 @@ def test_an_eager_run_gets_its_parts_after_the_warmup_steps_and_loses_them_at_it
     monkeypatch.setattr(eager_fast_path, "install", installed)
     monkeypatch.setattr(eager_fast_path, "find_megatron_fsdp", lambda model: f"fsdp of {model}")
     model: Any = "model"
-    fast_path = EagerFastPath(("last-unit", "gathers"), warmup_steps=2)
+    fast_path = EagerFastPath(True, warmup_steps=2)
     for step in range(4):
         fast_path.before_step(lambda: (model, ["optimizer"]))
         assert len(done) == (step >= 2)
-    given = {"optimizers": ["optimizer"], "parts": ("last-unit", "gathers")}
-    assert done == [("fsdp of model", given)]
+    assert done == [("fsdp of model", {"optimizers": ["optimizer"]})]
     fast_path.close()
     fast_path.close()
     assert done[1:] == ["closed"]
 
 
-def test_the_parts_go_by_the_environment() -> None:
-    assert given_parts(variable(("last-unit", "gathers"))) == ("last-unit", "gathers")
-    assert given_parts(variable(())) == given_parts({}) == ()
+def test_it_goes_by_the_environment() -> None:
+    assert is_given(variable(True))
+    assert not is_given(variable(False)) and not is_given({})
