@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from megatron_cg import graph_units
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.fastpath.params.shared_buffers import free_before_others
 from tests.unit.ranks import on_ranks
 
 pytest.importorskip("megatron_fsdp")
@@ -124,3 +126,72 @@ def test_a_teacher_that_runs_before_the_backward_pass_overwrites_no_weights(
     for run in runs:
         assert run[f"{where}, without the fast path"] == run[f"{where}, eager"]
         assert run[f"{where}, with it"] == run[f"{where}, eager"]
+
+
+class Table:
+    """Megatron-FSDP's table of buffers, which notes who took what."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+
+    def get_tensor(self, shape: Any, dtype: Any, name: str) -> str:
+        self.taken.append(name)
+        return name
+
+
+class Pool:
+    """Bucket 3 is in buffer 1; bucket 4 is in none."""
+
+    def __init__(self) -> None:
+        self.using_buffer = {3: ("weights", 1)}
+
+    def _get_gbuf_name(self, name: str, number: int) -> str:
+        return f"{name}-{number}"
+
+
+class Store:
+    def __init__(self) -> None:
+        self.weight_alloc = Pool()
+
+
+class Kept:
+    def __init__(self, *buckets: int) -> None:
+        self.buckets = list(buckets)
+        self.freed_before: list[list[str]] = []
+
+    def kept(self) -> list[int]:
+        return self.buckets
+
+    def give_way(self) -> None:
+        self.freed_before.append(list(TABLE.taken))
+
+
+TABLE = Table()
+
+
+def get_global_memory_buffer() -> Table:
+    return TABLE
+
+
+@pytest.mark.parametrize(("buckets", "freed"), [((3,), True), ((4, 3), True), ((4,), False)])
+def test_buckets_give_way_to_their_own_buffer_alone(buckets: tuple[int, ...], freed: bool) -> None:
+    TABLE.taken.clear()
+    store, kept = Store(), Kept(*buckets)
+    undo = free_before_others(store, kept)
+    assert TABLE.get_tensor((), None, "weights-0") == "weights-0" and kept.freed_before == []
+    assert TABLE.get_tensor((), None, "weights-1") == "weights-1"
+    assert kept.freed_before == ([["weights-0"]] if freed else [])
+    undo()
+    TABLE.get_tensor((), None, "weights-1")
+    assert len(kept.freed_before) == freed
+
+
+@pytest.mark.parametrize("gone", ["store", "kept"])
+def test_a_model_that_is_let_go_gives_way_to_nobody(gone: str) -> None:
+    held: dict[str, Any] = {"store": Store(), "kept": Kept(3)}
+    undo = free_before_others(held["store"], held["kept"])
+    del held[gone]
+    gc.collect()
+    assert TABLE.get_tensor((), None, "weights-1") == "weights-1"
+    assert gone == "kept" or held["kept"].freed_before == []
+    undo()
