@@ -35,7 +35,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from megatron_cg.memory.dense import is_dense
 from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.unit import Unit
 
@@ -169,7 +168,8 @@ def _detached(value: Any, *, copies: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     made = value.detach()
-    if copies and is_dense(made) and made.data_ptr() % _ALIGNED == 0:
+    is_strided = made.layout is torch.strided and not made.is_nested
+    if copies and is_strided and made.data_ptr() % _ALIGNED == 0:
         copy = made.clone()
         made = copy if copy.stride() == made.stride() else made
     made.requires_grad_(value.requires_grad)
