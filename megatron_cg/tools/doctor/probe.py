@@ -100,7 +100,7 @@ def loaded() -> dict[str, list[str]]:
 
 
 def driver() -> dict[str, Any]:
-    """The visible GPUs, or torch's error, and what torch warns of. Takes no memory of a GPU.
+    """The visible GPUs, or torch's error, and what torch warns of when it takes them.
 
     ``apart`` are pairs of GPUs of which the first cannot access the memory of the second.
     """

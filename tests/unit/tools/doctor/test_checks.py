@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.doctor import checks
 from megatron_cg.tools.doctor.checks import can_run, examine
 from megatron_cg.tools.doctor.finding import Finding, Level
+from megatron_cg.tools.doctor.probe import driver as driver_here
 from megatron_cg.tools.doctor.probe import loaded
 from megatron_cg.tools.doctor.probe import versions as versions_here
 from megatron_cg.tools.doctor.system import System, run_probe
@@ -222,6 +224,30 @@ def test_each_copy_of_megatron_on_the_path_is_seen(
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 9\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert versions_here()["megatron"][0] == ("0.19.9", str(tmp_path.resolve()))
+
+
+def test_what_torch_says_of_its_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch import cuda
+
+    def fails() -> None:
+        raise RuntimeError("Found no NVIDIA driver")
+
+    monkeypatch.setattr(cuda, "init", fails)
+    assert driver_here() == {"error": "Found no NVIDIA driver"}
+    made: dict[str, Any] = {
+        "init": lambda: warnings.warn("sm_120 is not\n  compatible", stacklevel=1),
+        "device_count": lambda: 2,
+        "get_device_name": "GPU {}".format,
+        "get_device_capability": lambda number: (9, number),
+        "can_device_access_peer": lambda one, other: one < other,
+    }
+    for name, function in made.items():
+        monkeypatch.setattr(cuda, name, function)
+    found = driver_here()
+    assert found["gpus"] == [("GPU 0", 9, 0), ("GPU 1", 9, 1)] and found["apart"] == [(1, 0)]
+    assert found["said"] == ["sm_120 is not compatible"]
+    failed = system({"driver": {"error": "none"}}).answers | {"driver": {"found": {"error": "no"}}}
+    assert only(System(failed), Level.ERROR).found == "torch finds no GPU: no"
 
 
 def test_libraries_of_this_process_are_found() -> None:
