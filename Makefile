@@ -19,7 +19,7 @@ FAST := arguments integrations/standalone/test_call.py \
 	$(patsubst %,tools/bench/test_%.py,host measured report results rounds sampling schedule trace) \
 	$(patsubst %,fastpath/test_%.py,buckets cached_lists views) \
 	$(patsubst %,tools/plan/test_%.py,pool request) \
-	$(patsubst %,tools/report/test_%.py,facts series words) \
+	tools/report/test_story.py \
 	$(patsubst %,telemetry/test_%.py,log progress)
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)

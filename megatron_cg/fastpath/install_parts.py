@@ -39,7 +39,7 @@ def _warn_once(part: str, why: str) -> None:
         _warned.add((part, why))
         logger.warning(
             "FSDP fast path: %s stays off, because %s. Training goes on without it. "
-            "megatron-cg doctor names all such functions.",
+            "megatron-cg doctor --verbose names all such functions.",
             part,
             why,
         )

@@ -1,9 +1,8 @@
 """Check this machine: what prevents CUDA graphs here, and what to type.
 
-Checks versions, symbols that this package relies on, environment variables, libraries, driver and
-GPUs. Each finding has a reason and a remedy. Nothing is changed and no GPU memory is taken. Exit
-code 0: graphs can run (with --backend tape: the comparison on the CPU can); 1: something prevents
-them.
+Prints what is wrong first, with the reason and what to type, then the facts: versions, driver,
+libraries, symbols that this package relies on, environment variables. Nothing is changed. Exit code
+0: graphs can run (with --backend tape: the comparison on the CPU can); 1: something prevents them.
 """
 
 from __future__ import annotations
@@ -20,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="name each symbol of another package that this one uses or replaces, and by which "
+        "module",
+    )
+    parser.add_argument(
         "--backend",
         choices=(TRANSFORMER_ENGINE, NATIVE, TAPE),
         default=TRANSFORMER_ENGINE,
@@ -34,18 +39,14 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         raise MegatronCGError(f"the doctor takes no {' '.join(extra)}: leave out what follows --")
     from rich.console import Console
 
-    from megatron_cg.tools.doctor.ask import CHANGES, COLLECTED
-    from megatron_cg.tools.doctor.checks import can_run, examine
-    from megatron_cg.tools.doctor.findings_shown import as_json, print_report
-    from megatron_cg.tools.doctor.system import this_system, told
+    from megatron_cg.tools.doctor.checks import as_json, can_run, examine, print_report
+    from megatron_cg.tools.doctor.system import this_system
 
     with Console(stderr=True).status("checking, which takes some seconds"):
         here = this_system(args.backend)
         findings = examine(here)
-        more = {"changes": told(here, CHANGES), "system": told(here, COLLECTED)}
     if args.json:
-        print(json.dumps(as_json(args.backend, findings) | more, indent=1))
+        print(json.dumps(as_json(here, findings, verbose=args.verbose), indent=1))
     else:
-        console = Console(highlight=False)
-        print_report(console, args.backend, findings, more["changes"] or ())
+        print_report(Console(highlight=False), here, findings, verbose=args.verbose)
     return 0 if can_run(findings) else 1

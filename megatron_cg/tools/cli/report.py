@@ -1,4 +1,4 @@
-"""Make one HTML page of a run, or of two: losses, times, memory, what was graphed, counters.
+"""Make one HTML page of a run, or of two: losses, times, memory, what was captured.
 
 DIR is what 'megatron-cg align --work-dir' or a run with --cg-report or --cg-record has left. The
 page loads nothing, from no network and no other file. Exit code 0: written; 2: cannot be done.
@@ -24,24 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("directory", type=Path, metavar="DIR", help="records of a run, or of align's two")
     add("--against", type=Path, metavar="DIR2", help="another run to compare it with")
     add("--out", type=Path, metavar="FILE", help="the page (default DIR/report.html)")
-    add("--png", action="store_true", help="also each plot as a PNG file, in FILE's folder")
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Write the page and, if requested, the plots; prints their locations."""
+    """Write the page, and print its place."""
     if extra:
         raise PlotsError(f"report starts no training and takes no {' '.join(extra)}: leave it out.")
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotsError("the plots need matplotlib: pip install 'megatron-cg[report]'.")
     from megatron_cg.files import write_text
-    from megatron_cg.tools.report.report_page import page, write_pngs
+    from megatron_cg.tools.report.report_page import page
     from megatron_cg.tools.report.story import read_story
 
     story = read_story(args.directory, args.against)
     out = args.out or args.directory / "report.html"
     write_text(out, page(story))
     print(f"written: {out}")
-    if args.png:
-        for path in write_pngs(story, out.parent):
-            print(f"written: {path}")
     return 0

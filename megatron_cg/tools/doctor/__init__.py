@@ -1,7 +1,5 @@
-"""``megatron-cg doctor``: checks a machine before a run.
+"""``megatron-cg doctor``: what prevents CUDA graphs on a machine, and what to type.
 
-``checks.py`` lists the checks, one topic per module: versions, symbols, environment, libraries,
-modules, machine. A check is a function from a ``System`` (``system.py``) to findings. Facts that
-need an import or a loaded library come from another process (``ask.py``, ``probe.py``), because the
-import of a broken package can crash its process.
+Another process (``probe.py``) imports and loads what a run would, because a broken package can end
+the process that imports it. A check is a function from its answers, in a ``System``, to findings.
 """

@@ -1,66 +1,55 @@
-"""Lists all checks in the order of the report, and runs them."""
+"""Runs all checks, and prints what they found: as text, or as JSON."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
+from typing import Any
 
-from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.doctor import ask, environment, gpu_checks, libraries, versions
-from megatron_cg.tools.doctor import module_places as modules
-from megatron_cg.tools.doctor import symbol_checks as symbols
-from megatron_cg.tools.doctor.finding import Finding, Level, NotReachedError, note
+from rich.console import Console
+from rich.text import Text
+
+from megatron_cg.arguments.schema import TAPE
+from megatron_cg.tools.doctor import machine, versions
+from megatron_cg.tools.doctor.finding import Finding, Level, error
 from megatron_cg.tools.doctor.system import System
+from megatron_cg.version import __version__
+
+CHECKS: dict[Callable[[System], Iterable[Finding]], str] = {
+    versions.versions: "versions",
+    machine.driver: "driver",
+    machine.libraries: "torch",
+    machine.symbols: "symbols",
+    machine.variables: "machine",
+}
+"""Each check, and the stage without which there is nothing to check."""
+_OF_GPUS = (machine.driver, machine.libraries, machine.variables)
+_STYLE = {Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+FORMAT = 1
+"""Version of the JSON; increases when a name in it changes its meaning or is removed."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """One question about a system; the answers are findings."""
-
-    name: str
-    look: Callable[[System], Iterable[Finding]]
-    decides: bool = True
-    """Whether it can find that a run is impossible; then its own failure must be reported."""
-    backends: tuple[str, ...] = (TRANSFORMER_ENGINE, NATIVE, TAPE)
-    stage: str | None = None
-    """The stage of the other process; this check reports the stage's failure."""
-
-
-_TE = (TRANSFORMER_ENGINE,)
-_GPU = (TRANSFORMER_ENGINE, NATIVE)
-CHECKS: tuple[Check, ...] = (
-    Check("python", versions.python),
-    Check("packages", versions.packages),
-    Check("te-parts", versions.te_parts, backends=_TE),
-    Check("torch", symbols.torch_imports, stage=ask.TORCH),
-    Check("cuda", versions.cuda, backends=_GPU),
-    Check("driver", gpu_checks.driver, backends=_GPU, stage=ask.DRIVER),
-    Check("gpus", gpu_checks.gpus, backends=_GPU),
-    Check("peer-access", gpu_checks.peers, decides=False, backends=_GPU),
-    Check("gpu-memory", gpu_checks.memory, decides=False, backends=_GPU),
-    Check("shared-memory", gpu_checks.shared_memory, decides=False, backends=_GPU),
-    Check("te-import", symbols.te_imports, backends=_TE, stage=ask.TE),
-    Check("libraries", libraries.libraries, decides=False, backends=_GPU),
-    Check("megatron", modules.megatron_copies),
-    Check("dataset-helpers", modules.dataset_helpers, backends=_GPU),
-    Check("shadowing", modules.shadowing, decides=False),
-    Check("symbols", symbols.relied_on, stage=ask.SYMBOLS),
-    Check("flags", symbols.megatron_flags, stage=ask.FLAGS),
-    Check("changes", symbols.changes, decides=False, stage=ask.CHANGES),
-    Check("gloo", gpu_checks.gloo, backends=(TAPE,)),
-    Check("environment", environment.variables, backends=_GPU),
-    Check("system", symbols.collected, decides=False, stage=ask.COLLECTED),
-)
-_ELSEWHERE = "what it depends on is reported on its own"
-
-
-def examine(system: System, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """The findings of all checks for the system's backend. Raises nothing that a check raises."""
+def examine(system: System) -> list[Finding]:
+    """The findings of all checks for the system's backend, the worst first. Raises nothing."""
     found: list[Finding] = []
-    for check in checks:
-        if system.backend in check.backends:
-            found += [replace(finding, check=check.name) for finding in _look(check, system)]
-    return found
+    for stage, answer in system.answers.items():
+        if "error" in answer:
+            repeat = f"python -m megatron_cg.tools.doctor.probe /dev/stdout {system.backend}"
+            why = "a run would fail in the same place, and what depends on it is not known"
+            failed = error(f"looking at {stage} failed: {answer['error']}", why, repeat)
+            found.append(replace(failed, check=stage))
+    for check, stage in CHECKS.items():
+        if system.told(stage) is None or (system.backend == TAPE and check in _OF_GPUS):
+            continue
+        try:
+            found += [replace(finding, check=check.__name__) for finding in check(system)]
+        except Exception as failure:
+            what = f"this check itself failed: {type(failure).__name__}: {failure}"
+            remedy = "megatron-cg doctor --json, and report what it prints"
+            failed = error(what, "nothing says that a run is possible", remedy)
+            found.append(replace(failed, check=check.__name__))
+    return sorted(found, key=lambda finding: list(Level).index(finding.level))
 
 
 def can_run(findings: Iterable[Finding]) -> bool:
@@ -68,26 +57,40 @@ def can_run(findings: Iterable[Finding]) -> bool:
     return all(finding.level is not Level.ERROR for finding in findings)
 
 
-def _look(check: Check, system: System) -> list[Finding]:
-    """The check's findings; if it raises, the exception becomes a finding after them."""
-    found: list[Finding] = []
-    failed = Level.ERROR if check.decides else Level.WARNING
-    try:
-        found.extend(check.look(system))
-    except NotReachedError as reason:
-        found.append(note(str(reason), _ELSEWHERE))
-    except ask.StageError as failure:
-        what = f"looking at {failure.stage} failed"
-        if failure.stage != check.stage:
-            found.append(note(f"not looked at: {what}", _ELSEWHERE))
-        else:
-            probe = "python -m megatron_cg.tools.doctor.probe /dev/stdout transformer_engine"
-            why = "a run would fail in the same place"
-            found.append(Finding(failed, f"{what}: {failure}", why, f"{probe} {failure.stage}"))
-    except Exception as failure:
-        what = f"this check itself failed: {type(failure).__name__}: {failure}"
-        unknown = "what it looks at is not known"
-        why = f"{unknown}, so nothing says that the run can be" if check.decides else unknown
-        remedy = "megatron-cg doctor --json, and report what it prints"
-        found.append(Finding(failed, what, why, remedy))
-    return found
+def as_json(system: System, findings: Sequence[Finding], *, verbose: bool) -> dict[str, Any]:
+    """What ``--json`` prints; with ``verbose`` also the symbols of other packages."""
+    counts = Counter(finding.level for finding in findings)
+    shown = {
+        "format": FORMAT,
+        "megatron_cg": __version__,
+        "backend": system.backend,
+        "can_run": can_run(findings),
+        "counts": {level.value: counts[level] for level in Level},
+        "findings": [asdict(finding) for finding in findings],
+    }
+    return shown | ({"symbols": system.told("symbols")} if verbose else {})
+
+
+def print_report(
+    console: Console, system: System, findings: Sequence[Finding], *, verbose: bool
+) -> None:
+    """What is wrong and what to type, then the facts, a line for each check."""
+    what = "the comparison on the CPU tape" if system.backend == TAPE else "CUDA graphs"
+    errors = sum(finding.level is Level.ERROR for finding in findings)
+    things = "thing prevents" if errors == 1 else "things prevent"
+    verdict = f"{errors} {things} {what} here" if errors else f"{what} can run here"
+    text = Text(f"{verdict}\n", style="bold red" if errors else "green")
+    facts: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.level is Level.OK:
+            facts.setdefault(finding.check, []).append(finding.found)
+            continue
+        text.append(f"\n{finding.level.value}", style=_STYLE[finding.level])
+        text.append(f"  {finding.check}: {finding.found}\n  why:  {finding.why}\n", style="default")
+        text.append(f"  type: {finding.remedy}\n" if finding.remedy else "", style="bold")
+    for check, found in facts.items():
+        text.append(f"\n{check:10}", style="cyan").append(" " + ", ".join(found), style="default")
+    for row in system.told("symbols") or () if verbose else ():
+        state = row["error"] or row["unknown"] or ("replaced" if row["replaced"] else "")
+        text.append(f"\n{row['module']}  {row['package']} {row['symbol']}  {state}", style="dim")
+    console.print(text, soft_wrap=True)

@@ -6,21 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 from megatron_cg.tools.align.compare import Run, numbers_of
 from megatron_cg.tools.report.story import Story, first_rank
 
 MIB = 2**20
-
-LIMIT = 1000
-"""Maximum number of points of a curve: more than it has pixels."""
-MEANS = 200
-"""Maximum number of points of a curve of means."""
-
-
 Curve = dict[int, float]
 """A number at each step, from 1, in the order of steps; NaN where it is no number."""
 
@@ -106,49 +97,7 @@ def median_times(story: Story) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items() if found}
 
 
-def phase_times(record: Mapping[str, Any], steps: range) -> dict[str, float]:
-    """The median milliseconds of each phase of a step; empty if phases were not recorded.
-
-    The time outside all phases is ``rest``.
-    """
-    rows = [s for n, s in enumerate(record["steps"], 1) if n in steps and s.get("phases")]
-    if not rows:
-        return {}
-    names = dict.fromkeys(name for row in rows for name in row["phases"])
-    found = {n: statistics.median(float(row["phases"].get(n, 0.0)) for row in rows) for n in names}
-    rest = [row["milliseconds"] - sum(row["phases"].values()) for row in rows]
-    return found | {"rest": max(0.0, statistics.median(rest))}
-
-
-def rates(record: Mapping[str, Any], group: str, name: str, scale: float = 1.0) -> Curve:
-    """The growth of a count per step, times ``scale``: the mean since the previous point."""
-    before, step = 0.0, 0
-    points: Curve = {}
-    rows = list(record.get("intervals", ()))
-    stride = -(-len(rows) // MEANS) or 1
-    # Counted from the end, so that the last count is included.
-    for row in rows[::-1][::stride][::-1]:
-        now = float(row[group].get(name, 0))
-        if row["step"] > step:
-            points[row["step"]] = (now - before) / (row["step"] - step) * scale
-        before, step = now, row["step"]
-    return points
-
-
 def memory_over_steps(record: Mapping[str, Any], name: str) -> Curve:
     """MiB after steps, of ``allocated_bytes`` or the like; empty without a GPU."""
     rows = [row for row in record.get("intervals", ()) if row["memory"] is not None]
     return {row["step"]: row["memory"][name] / MIB for row in rows}
-
-
-def thin(curve: Curve, limit: int = LIMIT) -> Curve:
-    """At most about ``limit`` points: the lowest and the highest of each interval, in order."""
-    if len(curve) <= limit:
-        return curve
-    points, stretches = list(curve.items()), max(1, limit // 2)
-    kept: Curve = {}
-    for start, end in pairwise(n * len(points) // stretches for n in range(stretches + 1)):
-        inside = [point for point in points[start:end] if not math.isnan(point[1])]
-        if inside:
-            kept |= sorted({choose(inside, key=itemgetter(1)) for choose in (min, max)})
-    return kept

@@ -19,14 +19,6 @@ class Verdict(NamedTuple):
     text: str
 
 
-class Tile(NamedTuple):
-    """One number at the head of the page."""
-
-    label: str
-    value: str
-    note: str
-
-
 def verdict(story: Story) -> Verdict:
     """The result: of the comparison if there are two runs, else of the run."""
     comparison = story.comparison
@@ -101,63 +93,16 @@ def difference(quantity: Quantity) -> str:
 
 def speed(story: Story) -> str:
     """The median step time of each run, and the steps that it covers."""
-    times, steps = median_times(story), _steps(story)
-    if story.name not in times:
+    medians, steps = median_times(story), counted_steps(story)
+    if story.name not in medians:
         return "No step is left to compute a time from."
-    ours, theirs = times[story.name], _reference(story, times)
+    ours = medians[story.name]
     text = f"Median step: {story.name} {ours:.1f} ms"
-    if theirs is not None:
+    if story.reference is not None and story.reference_name in medians:
+        theirs = medians[story.reference_name]
         text += f", {story.reference_name} {theirs:.1f} ms, a ratio of {ours / theirs:.3f}"
-    text += f" ({steps}, rank {min(story.run)})."
-    if story.on_gpu:
-        return text
-    if story.captured_after is None:
-        return f"{text} No GPU was used, so times mean nothing for a GPU."
-    return (
-        f"{text} No GPU was used: recordings of operations replaced CUDA graphs, and times mean "
-        "nothing for a GPU."
-    )
-
-
-def tiles(story: Story, found: list[Quantity]) -> list[Tile]:
-    """The numbers at the head of the page."""
-    made = [Tile("steps", f"{len(story.rank['steps']):,}", count(len(story.run), "rank"))]
-    if compared := sum(quantity.compared for quantity in found):
-        unequal = sum(len(quantity.unequal) for quantity in found)
-        value = f"{unequal:,} differ" if unequal else "exactly 0"
-        made.append(Tile("loss and norm difference", value, f"of {count(compared, 'number')}"))
-    made += _time_tiles(story)
-    if total := counts(story.run):
-        captured, replayed, eager, mismatched = (
-            total.get(name, 0) for name in ("captured", "replayed", "eager", "mismatched")
-        )
-        graphs = f"{replayed:,} replays, {eager:,} eager instead, all ranks"
-        held = "each is described below" if mismatched else "every guard held"
-        made.append(Tile("graphs", f"{captured:,}", graphs))
-        made.append(Tile("mismatches", f"{mismatched:,}", f"{held}, all ranks"))
-    if (taken := graph_memory(story)) is not None:
-        made.append(Tile("memory of graphs", f"{taken / MIB:+.0f} MiB", "allocated, by capture"))
-    return made
-
-
-def _time_tiles(story: Story) -> list[Tile]:
-    """Empty for a run without a GPU: a number at the head of the page should mean something."""
-    times = median_times(story)
-    if story.name not in times or not story.on_gpu:
-        return []
-    ours, theirs = times[story.name], _reference(story, times)
-    if theirs is None:
-        return [Tile("median step", f"{ours:.1f} ms", _steps(story))]
-    return [Tile("median step, ratio", f"{ours / theirs:.2f}", f"{ours:.1f} of {theirs:.1f} ms")]
-
-
-def _reference(story: Story, times: Mapping[str, float]) -> float | None:
-    return None if story.reference is None else times.get(story.reference_name)
-
-
-def _steps(story: Story) -> str:
-    steps = counted_steps(story)
-    return f"steps {steps.start} to {steps.stop - 1}"
+    text += f" (steps {steps.start} to {steps.stop - 1}, rank {min(story.run)})."
+    return text if story.on_gpu else f"{text} No GPU was used: times mean nothing for a GPU."
 
 
 def title(story: Story) -> str:
@@ -200,28 +145,6 @@ def peaks(story: Story) -> str:
     return f"Highest allocated, of the rank that had most: {text}."
 
 
-def phase_times(phases: Mapping[str, Mapping[str, float]]) -> str:
-    """Milliseconds by run and phase."""
-    runs = (
-        f"{name}: {', '.join(f'{phase} {time:.1f} ms' for phase, time in found.items())}"
-        for name, found in phases.items()
-    )
-    return f"{'; '.join(runs)}."
-
-
-def counter_rows(total: Mapping[str, int]) -> list[list[str]]:
-    """Name and sum of each counter; bytes and nanoseconds also in larger units."""
-    units = {"bytes_copied": (MIB, "MiB"), "guard_ns": (1e6, "ms")}
-    rows = []
-    for name, value in total.items():
-        more = ""
-        if name in units:
-            size, unit = units[name]
-            more = f" ({value / size:.1f} {unit})"
-        rows.append([name.replace("_", " "), f"{value:,}{more}"])
-    return rows
-
-
 def faults(story: Story) -> list[str]:
     """Every error, failed capture and warning, once, with its ranks."""
     ranks: dict[tuple[str, str], list[int]] = {}
@@ -245,14 +168,26 @@ def _faults_of(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"ended with {record['error']}"
 
 
-def graph_memory(story: Story) -> int | None:
-    """Bytes that the first capture left allocated, or None if no GPU was used."""
-    captures = story.captures
-    memory = captures[0]["memory"] if captures else {}
-    before, after = memory.get("before"), memory.get("after")
-    if not before or not after:
-        return None
-    return int(after["allocated_bytes"] - before["allocated_bytes"])
+def points(capture: Mapping[str, Any]) -> str:
+    """Allocated memory at each recorded point of a capture; empty without a GPU."""
+    found = [
+        f"{name} {memory['allocated_bytes'] / MIB:,.0f} MiB"
+        for name, memory in capture["memory"].items()
+        if memory and "allocated_bytes" in memory
+    ]
+    return f"Allocated: {', '.join(found)}." if found else ""
+
+
+def work(total: Mapping[str, int]) -> str:
+    """What graphs did on all ranks."""
+    if not total:
+        return "No count of graphs was recorded."
+    names = ("captured", "replayed", "eager", "mismatched", "verified")
+    captured, replayed, eager, mismatched, verified = (f"{total.get(n, 0):,}" for n in names)
+    return (
+        f"On all ranks {captured} graphs were captured. Of their passes {replayed} were replays, "
+        f"{eager} eager instead, {mismatched} not allowed by a guard, {verified} verified."
+    )
 
 
 def counts(run: Run) -> dict[str, int]:

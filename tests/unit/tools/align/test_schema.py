@@ -227,38 +227,16 @@ def test_what_may_not_be_read_is_told_as_such(locked: Path) -> None:
     assert refused(locked / "file").endswith("rank0.json cannot be read: Permission denied.")
 
 
-PLOTTED = {
-    "steps": ("loss", "step"),
-    "captures": ("capture", "coverage", "memory-capture", "step"),
-    "intervals": ("memory-steps", "counters"),
-}
-"""The plots that are drawn of each part of a record; those of steps begin after the capture."""
-
-
 def test_a_page_is_made_of_whatever_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Empty, absent and non-finite values cause no traceback."""
-    from matplotlib.figure import Figure
+    from megatron_cg.tools.report import plots
 
-    from megatron_cg.tools.pages import figures
-    from megatron_cg.tools.pages.theme import STYLED
-
-    def drawn(draw: Any, width: float, name: str) -> tuple[str, str]:
-        # All but the writing of SVG, which takes most of the time; pages of both widths in turn.
-        name, _, _kind = name.rpartition("-")
-        shown.add(name)
-        turn = (figures.WIDE, figures.NARROW)[accepted % 2]
-        if width == turn and name.startswith(PLOTTED.get(str(at[0]), ())):
-            draw(Figure(), figures.Look(STYLED, width))
-            tried.add(name)
-        return "", ""
-
-    monkeypatch.setattr(figures, "_svg", drawn)
+    # Figures are drawn and not written as files, which takes most of the time.
+    monkeypatch.setattr(plots, "png", lambda _figure: b"")
     record = small_record()
     accepted = 0
-    shown: set[str] = set()
-    tried: set[str] = set()
     largest = sys.float_info.max
     for at in fields(record):
         others: list[Any] = ["inf", "nan", largest.hex()]
@@ -274,4 +252,4 @@ def test_a_page_is_made_of_whatever_is_accepted(
             accepted += 1
             assert main(["report", str(one), "--against", str(two)]) == 0, (at, other)
             assert capsys.readouterr().err == ""
-    assert accepted > 50 and tried == shown
+    assert accepted > 50

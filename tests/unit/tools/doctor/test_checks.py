@@ -1,99 +1,179 @@
-"""No check, and no process that a check asks, can end the doctor."""
+"""What is found on systems made for a test, and that nothing can end the doctor."""
 
 from __future__ import annotations
 
-import dataclasses
-import io
-import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from packaging.requirements import Requirement
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.doctor import ask, symbol_checks
-from megatron_cg.tools.doctor.checks import CHECKS, Check, can_run, examine
-from megatron_cg.tools.doctor.finding import (
-    Finding,
-    Level,
-    NotReachedError,
-    error,
-    note,
-    ok,
-    warning,
+from megatron_cg.tools.doctor import checks
+from megatron_cg.tools.doctor.checks import can_run, examine
+from megatron_cg.tools.doctor.finding import Finding, Level
+from megatron_cg.tools.doctor.probe import driver as driver_here
+from megatron_cg.tools.doctor.probe import loaded
+from megatron_cg.tools.doctor.probe import versions as versions_here
+from megatron_cg.tools.doctor.system import System, run_probe
+from megatron_cg.tools.doctor.versions import INSTALL
+from tests.unit.tools.doctor.systems import (
+    CUDNN,
+    LOADED,
+    NCCL,
+    ROOT,
+    VERSIONS,
+    of_level,
+    only,
+    system,
 )
-from megatron_cg.tools.doctor.findings_shown import as_json, print_report
-from megatron_cg.tools.doctor.system import System, told
-from tests.unit.tools.doctor.systems import ROOT, VERSIONS, of_level, only, system
+
+OTHER_CUDNN = "/opt/cudnn/lib/libcudnn.so.9.1.0"
+OTHER_NCCL = "/usr/lib/libnccl.so.2.18.5"
 
 
-def finds_then_fails(_system: System) -> Iterator[Finding]:
-    yield ok("so far")
-    raise KeyError("broken")
+def packages(**versions: str | None) -> dict[str, Any]:
+    return {
+        "versions": {"packages": VERSIONS | {n.replace("_", "-"): v for n, v in versions.items()}}
+    }
 
 
-def asks_torch(here: System) -> Iterator[Finding]:
-    here.ask(ask.TORCH)
-    yield ok("imported")
+def driver(**changes: Any) -> dict[str, Any]:
+    return {"driver": changes}
 
 
-@pytest.mark.parametrize(("decides", "level"), [(True, Level.ERROR), (False, Level.WARNING)])
-def test_a_check_that_fails_is_a_finding_after_those_it_had(decides: bool, level: Level) -> None:
-    checks = (Check("broken", finds_then_fails, decides=decides), Check("next", lambda _: [ok("")]))
-    found = examine(system(), checks)
-    assert [(finding.check, finding.level) for finding in found] == [
-        ("broken", Level.OK),
-        ("broken", level),
-        ("next", Level.OK),
-    ]
-    assert "KeyError" in found[1].found and can_run(found) is not decides
+def with_te(**changes: Any) -> dict[str, Any]:
+    return {"transformer-engine": changes}
 
 
-def test_a_failed_stage_is_an_error_of_its_own_check_and_a_note_of_others() -> None:
-    here = system({ask.TORCH: ask.StageError(ask.TORCH, "ImportError: no libcudart")})
-    checks = (Check("torch", asks_torch, stage=ask.TORCH), Check("cuda", asks_torch))
-    found = examine(here, checks)
-    assert [finding.level for finding in found] == [Level.ERROR, Level.NOTE]
-    assert "no libcudart" in found[0].found
+@pytest.mark.parametrize("backend", [TRANSFORMER_ENGINE, NATIVE, TAPE])
+def test_a_good_machine_has_facts_alone(backend: str) -> None:
+    found = examine(system(backend=backend))
+    assert {finding.level for finding in found} == {Level.OK} and can_run(found)
+    assert ("driver" in {finding.check for finding in found}) is (backend != TAPE)
 
 
-def test_every_check_survives_a_system_with_nothing_in_it(tmp_path: Path) -> None:
-    here = system(
-        ask=lambda stage: {}[stage],
-        shared_memory=tmp_path / "gone",
-        requirements=["~~ not one"],
-        python="?",
-    )
-    for backend in (TRANSFORMER_ENGINE, NATIVE, TAPE):
-        found = examine(dataclasses.replace(here, backend=backend))
-        assert {finding.check for finding in found} >= {"torch", "symbols", "packages"}
-        assert not can_run(found)
+@pytest.mark.parametrize(
+    ("found", "level", "said"),
+    [
+        (packages(transformer_engine="2.18.0"), Level.ERROR, "transformer-engine 2.18.0"),
+        (packages(megatron_core="0.18.1"), Level.ERROR, "megatron-core 0.18.1"),
+        (packages(torch=None), Level.ERROR, "torch is not installed"),
+        (packages(transformer_engine=None), Level.ERROR, "transformer-engine is not installed"),
+        (packages(torch="2.9.1"), Level.WARNING, "torch 2.9.1 was never run"),
+        (packages(torch="2.15.0"), Level.WARNING, "torch 2.15.0 was run with this package on"),
+        (packages(torch="2.11.0a0+eb6.nv26.02"), Level.WARNING, "torch 2.11.0a0"),
+        (packages(megatron_fsdp="99.0"), Level.WARNING, "megatron-fsdp 99.0"),
+        (
+            {"versions": {"megatron": [("0.19.1", "/clone"), ("0.19.2", "/venv")]}},
+            Level.WARNING,
+            "a second megatron.core, 0.19.2, in /venv",
+        ),
+        ({"torch": {"cuda": None}}, Level.ERROR, "without CUDA"),
+        (driver(error="no NVIDIA driver"), Level.ERROR, "no NVIDIA driver"),
+        (driver(said=["sm_120 is not compatible"]), Level.WARNING, "sm_120"),
+        (driver(gpus=[["T4", 7, 5]] * 2), Level.ERROR, "2 x T4 (sm_75)"),
+        (driver(gpus=[["A100", 8, 0]]), Level.NOTE, "1 x A100 (sm_80)"),
+        (driver(apart=[[0, 1], [1, 0]]), Level.NOTE, "GPU 0 cannot access the memory of GPU 1"),
+        (with_te(error="ImportError: undefined symbol"), Level.ERROR, "undefined symbol"),
+        (
+            with_te(loaded=LOADED | {"cuDNN": [OTHER_CUDNN, CUDNN]}),
+            Level.WARNING,
+            f"{OTHER_CUDNN} is loaded beside torch's {CUDNN}",
+        ),
+        (
+            with_te(loaded=LOADED | {"NCCL": [OTHER_NCCL, NCCL]}),
+            Level.WARNING,
+            f"{OTHER_NCCL} is loaded beside torch's {NCCL}",
+        ),
+    ],
+)
+def test_what_is_wrong_is_found_once(found: dict[str, Any], level: Level, said: str) -> None:
+    here = system(found)
+    assert said in only(here, level).found
+    assert can_run(examine(here)) is (level is not Level.ERROR)
+    assert examine(here)[0].level is level  # The worst is first.
 
 
-def test_names_of_checks_are_unique_and_no_check_of_a_gpu_is_for_the_tape() -> None:
-    names = [check.name for check in CHECKS]
-    assert len(set(names)) == len(names)
-    tape = {check.name for check in CHECKS if TAPE in check.backends}
-    assert tape.isdisjoint({"driver", "gpus", "gpu-memory", "cuda", "te-import", "libraries"})
+def test_remedies_lead_to_what_was_measured() -> None:
+    assert only(system(packages(torch=None)), Level.ERROR).remedy == INSTALL["torch"]
+    first, _, second = INSTALL["transformer-engine"].partition(" && ")
+    assert second.startswith("pip install --no-build-isolation")
+    lines = (ROOT / "requirements" / "gpu-build.txt").read_text().splitlines()
+    assert first.split()[2:] == [Requirement(line).name for line in lines]
+    second_copy = system(with_te(loaded=LOADED | {"cuDNN": [OTHER_CUDNN, CUDNN]}))
+    assert only(second_copy, Level.WARNING).remedy == "export CUDNN_HOME=/venv/nvidia/cudnn"
+    hidden = system(driver(error="none"), variables={"CUDA_VISIBLE_DEVICES": ""})
+    assert only(hidden, Level.ERROR).remedy.startswith("unset CUDA_VISIBLE_DEVICES")
 
 
-def test_the_native_backend_needs_a_gpu_and_no_transformer_engine() -> None:
-    here = system(backend=NATIVE, versions={name: None for name in VERSIONS if "engine" in name})
-    found = examine(here)
-    checks = {finding.check for finding in found}
-    assert checks >= {"driver", "gpus", "cuda"} and checks.isdisjoint({"te-parts", "te-import"})
-    assert not [f for f in found if f.level is Level.ERROR and "ngine" in f.found]
+@pytest.mark.parametrize("backend", [NATIVE, TAPE])
+def test_what_a_backend_does_not_need_is_not_missed(backend: str) -> None:
+    gone = packages(transformer_engine=None, megatron_fsdp=None)
+    assert can_run(examine(system(gone, backend=backend)))
 
 
-STAGES = """
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", Level.ERROR),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", Level.ERROR),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", Level.ERROR),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", Level.WARNING),
+        ("NVTE_FUSED_ATTN", "0", Level.WARNING),
+        ("CUDA_LAUNCH_BLOCKING", "1", Level.WARNING),
+        ("CUDNN_HOME", "/nowhere", Level.WARNING),
+        ("CUDNN_PATH", "", Level.WARNING),
+    ],
+)
+def test_a_variable_that_is_likely_not_meant(name: str, value: str, level: Level) -> None:
+    here = system(variables={name: value})
+    assert f"{name}={value}" in only(here, level).found
+    assert f"{name}={value}" in of_level(examine(here), Level.OK)[-1].found
+
+
+def test_other_variables_that_matter_are_facts(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcudnn.so.9").touch()
+    matter = {"NCCL_NEW": "1", "CUDNN_HOME": str(tmp_path), "NCCL_GRAPH_REGISTER": "0"}
+    matter |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    found = examine(system(variables=matter | {"HOME": "/root", "NCCLX": "1"}))
+    assert {finding.level for finding in found} == {Level.OK}
+    shown = ", ".join(f"{name}={matter[name]}" for name in sorted(matter))
+    assert found[-1].found == shown
+
+
+def test_a_stage_that_failed_is_an_error_and_what_depends_on_it_is_not_looked_at() -> None:
+    here = system()
+    answers = here.answers | {"torch": {"error": "ImportError: no libcudart"}, "driver": {}}
+    found = examine(System(answers))
+    (failed,) = of_level(found, Level.ERROR)
+    assert failed.check == "torch" and "no libcudart" in failed.found
+    assert {"driver", "libraries"}.isdisjoint({finding.check for finding in found})
+
+
+def test_a_check_that_fails_is_an_error_and_the_next_ones_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_: System) -> list[Finding]:
+        raise KeyError("gone")
+
+    monkeypatch.setattr(checks, "CHECKS", {broken: "machine", **checks.CHECKS})
+    found = examine(system())
+    (failed,) = of_level(found, Level.ERROR)
+    assert failed.check == "broken" and "KeyError: 'gone'" in failed.found
+    assert {finding.check for finding in found} > {"versions", "variables"}
+
+
+PROBE = """
 import json, os, signal, sys, time
-out, end, *stages = sys.argv[1:]
+out, end = sys.argv[1:]
 with open(out, "a") as file:
-    file.write(json.dumps({stages[0]: {"found": 1}}) + "\\n{\\"cut")
+    file.write('{"first": {"found": 1}}\\n{"second": {}}\\n{"cut')
 print("last words")
 sys.stdout.flush()
 if end == "signal":
@@ -103,41 +183,31 @@ if end == "wait":
 """
 
 
-@pytest.fixture
-def probe(tmp_path: Path) -> dict[str, str]:
-    """An environment in which the other process is one made for a test."""
+@pytest.mark.parametrize(
+    ("end", "said", "seconds"),
+    [
+        ("signal", "died with <Signals.SIGSEGV", 60.0),
+        ("wait", "timed out", 2.0),
+        ("early", "ended early", 60.0),
+    ],
+)
+def test_what_was_seen_before_the_other_process_ended_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, said: str, seconds: float
+) -> None:
     folder = tmp_path / "megatron_cg" / "tools" / "doctor"
     folder.mkdir(parents=True)
     for place in (folder.parent.parent, folder.parent, folder):
         (place / "__init__.py").touch()
-    (folder / "probe.py").write_text(STAGES)
-    return {"PYTHONPATH": str(tmp_path)}
-
-
-@pytest.mark.parametrize(
-    ("end", "said"), [("signal", "ended by SIGSEGV"), ("code", "ended with code 0")]
-)
-def test_what_was_seen_before_the_other_process_ended_is_kept(
-    probe: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, said: str
-) -> None:
+    (folder / "probe.py").write_text(PROBE)
     monkeypatch.chdir(tmp_path)
-    answers = ask.run_probe(["first", "second", "third"], end, probe)
+    answers = run_probe(end, {"PYTHONPATH": str(tmp_path)}, seconds)
     assert answers["first"] == {"found": 1} and "third" not in answers
     assert said in answers["second"]["error"] and "last words" in answers["second"]["error"]
 
 
-def test_another_process_that_takes_too_long_is_ended_and_said(
-    probe: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    answers = ask.run_probe(["first", "second"], "wait", probe, seconds=0.1)
-    errors = [answer["error"] for answer in answers.values() if "error" in answer]
-    assert len(errors) == 1 and "did not end within 0.1 seconds" in errors[0]
-
-
 def test_the_doctor_itself_imports_nothing_that_may_be_broken() -> None:
     code = (
-        "import sys, megatron_cg.tools.cli.doctor, megatron_cg.tools.doctor.findings_shown\n"
+        "import sys, megatron_cg.tools.cli.doctor, megatron_cg.tools.doctor.checks\n"
         "sys.exit(str({'torch', 'megatron', 'numpy'} & set(sys.modules)))"
     )
     words = [sys.executable, "-c", code]
@@ -145,82 +215,44 @@ def test_the_doctor_itself_imports_nothing_that_may_be_broken() -> None:
     assert done.stderr.strip() == "set()"
 
 
-def test_a_stage_that_was_not_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def run_probe(stages: Any, *_: Any) -> dict[str, Any]:
-        asked.append(list(stages))
-        return {stage: {"found": stage} for stage in stages}
-
-    monkeypatch.setattr(ask, "run_probe", run_probe)
-    nothing = ask.Interpreter(TRANSFORMER_ENGINE, {}, lambda _: None)
-    with pytest.raises(NotReachedError, match="torch is not installed"):
-        nothing.ask(ask.TORCH)
-    everything = ask.Interpreter(TAPE, {}, lambda _: "1.0")
-    assert everything.ask(ask.SYMBOLS) == ask.SYMBOLS
-    with pytest.raises(NotReachedError, match="no part in the backend tape"):
-        everything.ask(ask.DRIVER)
-    megatron = [ask.SYMBOLS, ask.FLAGS, ask.CHANGES]
-    assert asked == [[ask.TORCH, *megatron, ask.COLLECTED]]
+def test_each_copy_of_megatron_on_the_path_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert versions_here()["megatron"][0] == ("0.19.9", str(tmp_path.resolve()))
 
 
-FINDINGS = [
-    dataclasses.replace(finding, check="a-check")
-    for finding in (
-        ok("all [bold]well[/bold]"),
-        note("a note", "just so"),
-        warning("a warning", "slow", "unset SLOW"),
-        error("an error", "cannot be", "pip install it"),
-    )
-]
+def test_what_torch_says_of_its_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch import cuda
 
+    def fails() -> None:
+        raise RuntimeError("Found no NVIDIA driver")
 
-def test_the_json_has_a_fixed_shape() -> None:
-    data = json.loads(json.dumps(as_json(TAPE, FINDINGS)))
-    assert set(data) == {"format", "megatron_cg", "backend", "can_run", "counts", "findings"}
-    assert data["format"] == 1 and data["can_run"] is False
-    assert data["counts"] == {"ok": 1, "note": 1, "warning": 1, "error": 1}
-    assert data["findings"][3] == {
-        "check": "a-check",
-        "level": "error",
-        "found": "an error",
-        "why": "cannot be",
-        "remedy": "pip install it",
+    monkeypatch.setattr(cuda, "init", fails)
+    assert driver_here() == {"error": "Found no NVIDIA driver"}
+    made: dict[str, Any] = {
+        "init": lambda: warnings.warn("sm_120 is not\n  compatible", stacklevel=1),
+        "device_count": lambda: 2,
+        "get_device_name": "GPU {}".format,
+        "get_device_capability": lambda number: (9, number),
+        "can_device_access_peer": lambda one, other: one < other,
     }
+    for name, function in made.items():
+        monkeypatch.setattr(cuda, name, function)
+    found = driver_here()
+    assert found["gpus"] == [("GPU 0", 9, 0), ("GPU 1", 9, 1)] and found["apart"] == [(1, 0)]
+    assert found["said"] == ["sm_120 is not compatible"]
+    failed = system({"driver": {"error": "none"}}).answers | {"driver": {"found": {"error": "no"}}}
+    assert only(System(failed), Level.ERROR).found == "torch finds no GPU: no"
 
 
-def test_the_table_has_a_line_a_finding_and_details_of_what_is_not_ok() -> None:
-    out = io.StringIO()
-    print_report(Console(file=out, width=100), TRANSFORMER_ENGINE, FINDINGS)
-    text = out.getvalue()
-    assert "Changes in other packages" not in text
-    assert "all [bold]well[/bold]" in text and text.count("why:") == 3
-    assert text.index("pip install it") < text.index("unset SLOW") < text.index("just so")
-    assert text.rstrip().endswith("1 thing prevents CUDA graphs here")
-    assert of_level(FINDINGS, Level.ERROR) == [only(FINDINGS, Level.ERROR)]
+def test_libraries_of_this_process_are_found() -> None:
+    import torch
 
-
-def test_changes_are_told_by_our_module_before_the_verdict() -> None:
-    rows = [
-        ("megatron", "megatron.a.b", "megatron_cg.ours", "enabled"),
-        ("megatron", "megatron.fsdp.Buffer.zero", "megatron_cg.fast", "graphs live"),
-        ("megatron_fsdp", "megatron_fsdp.Buffer.zero", "megatron_cg.fast", "graphs live"),
-        ("megatron", "megatron.c.f.<locals>.g", "megatron_cg.slow", "graphs live"),
-    ]
-    changes = [dict(zip(("package", "place", "by", "when"), row, strict=True)) for row in rows]
-    out = io.StringIO()
-    print_report(Console(file=out, width=100), TRANSFORMER_ENGINE, FINDINGS, changes)
-    text = out.getvalue()
-    assert "megatron_cg.ours  megatron: a.b\n" in text
-    assert "megatron_cg.fast  megatron, megatron_fsdp: Buffer.zero\n" in text
-    assert "megatron_cg.slow  megatron: f.g\n" in text
-    assert text.index("once enabled") < text.index("taken over") < text.index("pip install it")
-    (finding,) = symbol_checks.changes(system({ask.CHANGES: changes}))
-    assert finding.level is Level.OK
-    assert "1 once megatron_cg is enabled" in finding.found and "3 functions" in finding.found
-
-
-def test_what_another_process_did_not_find_is_nothing() -> None:
-    failed = system({ask.CHANGES: ask.StageError(ask.CHANGES, "no")})
-    assert told(failed, ask.CHANGES) is None and told(failed, "never run") is None
-    assert told(failed, ask.TORCH)["cuda"] == "13.0"
+    found = loaded()["cuDNN"]
+    assert bool(found) is torch.backends.cudnn.is_available()
+    assert all(os.path.isabs(path) for path in found)

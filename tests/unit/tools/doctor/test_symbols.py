@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import sys
 import types
 from collections.abc import Iterator
@@ -10,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.tools.doctor import ask, relied_on
-from megatron_cg.tools.doctor import symbol_checks as symbols
+from megatron_cg.tools.doctor import relied_on
+from megatron_cg.tools.doctor.checks import examine, print_report
 from megatron_cg.tools.doctor.finding import Level
 from megatron_cg.tools.doctor.relied_on import look_up, modules_that_rely
 from megatron_cg.upstream.symbols import Symbol
-from tests.unit.tools.doctor.systems import ROOT, of_level, only, system
+from tests.unit.tools.doctor.systems import ROOT, of_level, system
 
 PACKAGE = ROOT / "megatron_cg"
-TE_ONLY = ["megatron_cg.backends.te.gone", "megatron_cg.backends.te.te_replay_gone"]
-TAPE_ONLY = ["megatron_cg.backends.tape.gone", "megatron_cg.tools.cpu.gone"]
 NOT_YET = ("tools/bench/",)
 """Modules that look symbols up and do not declare them yet; they are not in the doctor's report."""
 
@@ -119,14 +120,14 @@ def test_a_module_that_looks_symbols_up_declares_them() -> None:
             assert module in declared, f"{name} has no RELIES_ON"
 
 
-def test_each_backend_needs_the_modules_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relied_on, "modules_that_rely", lambda _: [*TE_ONLY, *TAPE_ONLY])
-    native = TE_ONLY[:1]
-    backends = (("transformer_engine", TE_ONLY), ("native", native), ("tape", TAPE_ONLY))
-    for backend, mine in backends:
+def test_each_backend_needs_the_modules_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = "megatron_cg.backends."
+    of_te = [f"{backends}te.gone", f"{backends}te.te_replay_gone"]
+    of_tape = [f"{backends}tape.gone", "megatron_cg.tools.cpu.gone"]
+    monkeypatch.setattr(relied_on, "modules_that_rely", lambda _: [*of_te, *of_tape])
+    for backend, mine in ((TRANSFORMER_ENGINE, of_te), (NATIVE, of_te[:1]), (TAPE, of_tape)):
         assert [row["module"] for row in look_up(backend)] == mine
+    assert not [row for row in look_up(TAPE) if row["package"] == "transformer-engine"]
 
 
 def test_a_missing_symbol_and_a_broken_module_are_said(
@@ -150,20 +151,15 @@ def test_a_missing_symbol_and_a_broken_module_are_said(
         ("not_there", False, True),
         ("relying.two", True, False),
     ]
-    found = list(symbols.relied_on(system({ask.SYMBOLS: rows})))
-    assert len(of_level(found, Level.ERROR)) == 2
-    assert "torch:gone" in found[0].found and "relying.one" in found[0].why
-    assert "1 symbols of not-there" in only(found, Level.NOTE).found
-
-
-def test_many_missing_symbols_are_ten_findings_and_one_for_the_rest() -> None:
-    row = {"module": "m", "package": "p", "error": "gone", "skipped": False}
-    rows = [row | {"symbol": f"s{number}"} for number in range(14)]
-    found = of_level(symbols.relied_on(system({ask.SYMBOLS: rows})), Level.ERROR)
-    assert len(found) == 11 and "4 more symbols: s10 s11 s12 s13" in found[-1].found
-
-
-def test_a_te_that_cannot_be_imported_is_an_error() -> None:
-    failed = {"error": "ImportError: undefined symbol", "loaded": {}}
-    found = only(symbols.te_imports(system({ask.TE: failed})), Level.ERROR)
-    assert "undefined symbol" in found.found
+    here = system()
+    here.answers["symbols"] = {"found": rows}
+    found = of_level(examine(here), Level.ERROR)
+    assert [one.found for one in found] == [
+        "1 symbols of megatron-cg are missing or changed",
+        "1 symbols of torch are missing or changed",
+    ]
+    assert "not-there: not installed" in [one.found for one in examine(here)]
+    out = io.StringIO()
+    for verbose in (False, True):
+        print_report(Console(file=out), here, examine(here), verbose=verbose)
+        assert ("relying.one  torch torch:gone  " in out.getvalue()) is verbose

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.report.report_page import page
-from megatron_cg.tools.report.story import read_story
 from tests.unit.tools.report.made_up import make_record, write
 from tests.unit.tools.report.tape_runs import make_pair
 
@@ -19,12 +17,6 @@ def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(directory / "eager" / "record", *[make_record(graphs=False)] * 2)
     write(directory / "graphs" / "record", *[make_record(off=17)] * 2)
     return directory
-
-
-@pytest.fixture(scope="session")
-def made_up_page(made_up: Path) -> str:
-    """The page of that pair."""
-    return page(read_story(made_up))
 
 
 @pytest.fixture
