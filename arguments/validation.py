@@ -13,7 +13,6 @@ from megatron_cg.arguments import (
     rules_numerics,
     rules_optimizer,
     rules_packs,
-    rules_precompile,
     rules_recompute,
     rules_scopes,
 )
@@ -39,7 +38,6 @@ RULES: tuple[Rule, ...] = (
     *rules_numerics.RULES,
     *rules_packs.RULES,
     *rules_optimizer.RULES,
-    *rules_precompile.RULES,
     *rules_environment.RULES,
 )
 """The rules of a run that asks for layerwise graphs under Megatron-FSDP."""

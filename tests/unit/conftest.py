@@ -25,8 +25,6 @@ LONGEST = (
     "moe/test_training.py",
     "moe/test_eight_ranks.py",
     "moe/test_repeats.py",
-    "integrations/megatron/test_layer_code.py",
-    "tools/plan/test_compiled.py",
     "consensus/test_compiled_regions.py",
     "tools/plan/test_sweep.py",
     "integrations/standalone/test_sharded.py",

@@ -73,7 +73,7 @@ def test_a_region_that_differs_between_ranks_is_an_error_that_names_it(
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        ("builder.py", "--out and --name are for a function, FILE.py:FUNCTION"),
+        ("builder.py", "builder.py names no function: type FILE.py:FUNCTION or MODULE:FUNCTION"),
         ("nowhere.py:build", "there is no file nowhere.py"),
         ("no_such_module_here:build", "there is no module no_such_module_here"),
         ("json:build", "json has no function build"),
@@ -95,14 +95,6 @@ def test_a_capability_that_is_none_is_refused(
     with pytest.raises(SystemExit):
         main(words)
     assert "neither a compute capability, such as 9.0, nor cpu" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", ["--world-size 2", "--out x"])
-def test_a_function_needs_a_folder_and_a_size(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["precompile", "json:dumps", *words.split()]) == 2
-    assert "json:dumps needs --out DIR and --world-size N" in capsys.readouterr().err
 
 
 def test_words_after_a_bare_dash_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
