@@ -1,7 +1,7 @@
 """Compile a layer once, without a GPU and without weights, for all ranks of a run.
 
 BUILD is FILE.py:FUNCTION or MODULE:FUNCTION. The function makes the process groups, builds the
-module on the meta device, and returns a megatron_cg.precompile.region.Region. It is called once for
+module on the meta device, and returns a megatron_cg.compiled.region.Region. It is called once for
 each traced rank. Exit code 0: written; 2: the layer cannot be compiled, with the module and what to
 do.
 """
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     build = builder(args.build)
     import torch
 
-    from megatron_cg.precompile.save import save
+    from megatron_cg.compiled.save import save
 
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(args.deterministic or before)
@@ -144,7 +144,7 @@ def builder(text: str) -> Any:
 
 
 def _built(function: Callable[[], Any], text: str) -> Any:
-    from megatron_cg.precompile.region import Region
+    from megatron_cg.compiled.region import Region
 
     with _of_the_user(f"{text} raised"):
         region = function()

@@ -30,7 +30,7 @@ _TE_ONLY = (
 )
 _NOT_NATIVE = ("megatron_cg.backends.te.te_backend", "megatron_cg.backends.te.te_replay")
 """What captures by Transformer Engine. Its modules may still be in the model."""
-_WITHOUT_GRAPHS = ("megatron_cg.consensus.compiled_regions",)
+_WITHOUT_GRAPHS = ("megatron_cg.compiled.together",)
 """Modules that a run with graphs does not use; they change other packages in their own block."""
 _TAPE_ONLY = ("megatron_cg.backends.tape.", "megatron_cg.tools.cpu.")
 

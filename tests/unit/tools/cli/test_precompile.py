@@ -14,7 +14,7 @@ from megatron_cg.tools.cli.main import main
 BUILDER = """
 import torch
 import torch.distributed as dist
-from megatron_cg.precompile.region import Region
+from megatron_cg.compiled.region import Region
 
 class Twice(torch.nn.Module):
     def __init__(self):
@@ -106,7 +106,7 @@ def test_words_after_a_bare_dash_are_refused(capsys: pytest.CaptureFixture[str])
     ("code", "reason"),
     [
         ("def build(): raise ValueError('mine')", "build raised ValueError: mine"),
-        ("def build(): return 3", "build returned int, not a megatron_cg.precompile.region.Region"),
+        ("def build(): return 3", "build returned int, not a megatron_cg.compiled.region.Region"),
         ("def build(", "cannot be imported: SyntaxError"),
         ("import nowhere_to_be_found", "cannot be imported: ModuleNotFoundError"),
     ],

@@ -83,7 +83,7 @@ def test_changes_and_the_machine_come_from_the_code_that_makes_and_collects_them
         "transformer_engine",
     }
     assert all(by.startswith("megatron_cg.") for by in rows.values())
-    assert "megatron_cg.consensus.compiled_regions" not in rows.values()
+    assert "megatron_cg.compiled.together" not in rows.values()
     assert f"{ours}.patches  megatron: arguments.add_megatron_arguments, " in text
     assert data["system"]["torch_version"].startswith(installed_version("torch") or "?")
     assert data["system"]["os"] in texts(data, "ok")[-2] + texts(data, "ok")[-1]

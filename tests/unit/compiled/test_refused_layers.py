@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.save import save
 from megatron_cg.errors import PrecompileError
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.save import save
-from tests.unit.precompile.regions import causal_mask, config, hidden_states, local_layer
+from tests.unit.compiled.regions import causal_mask, config, hidden_states, local_layer
 from tests.unit.te_sources import source_of_te
 
 ROWS = 8
@@ -31,7 +31,7 @@ RANDOM = "draws random numbers"
 
 def layer(options: dict[str, Any]) -> Region:
     """A layer of Megatron's local implementation."""
-    from megatron_cg.precompile.megatron_groups import megatron_groups
+    from megatron_cg.compiled.megatron_groups import megatron_groups
 
     settings = config(**options)
     made = local_layer(settings)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_cg.precompile.region import Region
+from megatron_cg.compiled.region import Region
 from megatron_cg.replay.verify import difference, synthetic_gradient
 
 _Named = list[tuple[str, torch.Tensor | None]]

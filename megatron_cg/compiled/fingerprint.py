@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.precompile.region import Region
+from megatron_cg.compiled.region import Region
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed import all_reduce as bound_at_import
 from torch.distributed.device_mesh import init_device_mesh
 
+from megatron_cg.compiled import collectives
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.save import save
 from megatron_cg.errors import PrecompileError
-from megatron_cg.precompile import collectives
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.save import save
 from megatron_cg.upstream.symbols import Symbol
-from tests.unit.precompile.regions import config, expert_block, gathered_linear, with_groups
+from tests.unit.compiled.regions import config, expert_block, gathered_linear, with_groups
 
 
 class Plain(torch.nn.Module):

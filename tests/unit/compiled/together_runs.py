@@ -1,4 +1,4 @@
-"""What each rank does with compiled regions in the scenarios of ``test_compiled_regions.py``."""
+"""What each rank does with compiled regions in the scenarios of ``test_together.py``."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
+from megatron_cg.compiled.fingerprint import Capability
 from megatron_cg.errors import PrecompileError
-from megatron_cg.precompile.fingerprint import Capability
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol
 

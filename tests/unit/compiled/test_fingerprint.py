@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.compiled.fingerprint import differences, fingerprint, short
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.sources import changed_sources
 from megatron_cg.errors import PrecompileError
-from megatron_cg.precompile.fingerprint import differences, fingerprint, short
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.sources import changed_sources
 
 
 class Kind(enum.Enum):
@@ -68,7 +68,7 @@ def test_every_field_is_in_it() -> None:
 
 
 def test_every_field_of_megatrons_configuration_is_in_it() -> None:
-    from tests.unit.precompile.regions import config
+    from tests.unit.compiled.regions import config
 
     settings = config()
     found = fingerprint(region(config=settings), None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_cg.precompile.fingerprint import Capability
-from megatron_cg.precompile.fused_norm import fused_norms_kept
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.trace import Trace, trace
+from megatron_cg.compiled.fingerprint import Capability
+from megatron_cg.compiled.fused_norm import fused_norms_kept
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.trace import Trace, trace
 
 
 def traced(capability: Capability, dtype: torch.dtype = torch.float32) -> Trace:

@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 from megatron_cg import graph_units
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.compiled.load import Precompiled, load
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.save import save
 from megatron_cg.consensus.decision import ranks_text
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArtifactRefusedError, ReplayMismatchError
-from megatron_cg.precompile.load import Precompiled, load
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.save import save
 from megatron_cg.replay.verify import bytes_of
-from tests.unit.precompile.poison import MARKER, poisoned
-from tests.unit.precompile.regions import REGIONS, WORLD, Layers
+from tests.unit.compiled.poison import MARKER, poisoned
+from tests.unit.compiled.regions import REGIONS, WORLD, Layers
 from tests.unit.ranks import on_ranks
 
 OWN_TOKENS = ("experts-2", "experts-4")
@@ -360,7 +360,7 @@ def test_what_a_rank_finds_at_a_later_check_is_a_refusal_of_all(
         ("keyword", "argument.mask was absent and is None"),
         ("autocast", "was compiled with autocast off and is called with torch.bfloat16"),
         ("module", "parameter.bias was absent and is torch.float32 (4,)"),
-        ("hook", "linear has the hook tests.unit.precompile.test_loaded.hooked.<locals>.<lambda>"),
+        ("hook", "linear has the hook tests.unit.compiled.test_loaded.hooked.<locals>.<lambda>"),
     ],
 )
 def test_a_call_for_which_it_was_not_compiled_is_refused(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cg.compiled import store
 from megatron_cg.errors import ArtifactRefusedError, PrecompileError
-from megatron_cg.precompile import store
 
 DATA = b"any bytes"
 

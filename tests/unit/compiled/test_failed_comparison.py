@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_cg.compiled import beside, one_step
+from megatron_cg.compiled.beside import Outcome, beside_other_ranks
+from megatron_cg.compiled.load import load
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.save import save
 from megatron_cg.consensus.decision import AgreementError
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArtifactRefusedError
-from megatron_cg.precompile import beside, one_step
-from megatron_cg.precompile.beside import Outcome, beside_other_ranks
-from megatron_cg.precompile.load import load
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.save import save
 from tests.unit.ranks import on_ranks
 
 

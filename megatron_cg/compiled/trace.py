@@ -16,11 +16,10 @@ import torch
 import torch.fx
 from torch._dynamo.backends.common import AotAutograd
 
-from megatron_cg.errors import PrecompileError
-from megatron_cg.precompile.collectives import traceable
-from megatron_cg.precompile.fingerprint import Capability, fingerprint
-from megatron_cg.precompile.fused_norm import fused_norms_kept
-from megatron_cg.precompile.graph_checks import (
+from megatron_cg.compiled.collectives import traceable
+from megatron_cg.compiled.fingerprint import Capability, fingerprint
+from megatron_cg.compiled.fused_norm import fused_norms_kept
+from megatron_cg.compiled.graph_checks import (
     PREFIX,
     name_groups,
     refuse_globals,
@@ -28,10 +27,11 @@ from megatron_cg.precompile.graph_checks import (
     refuse_modules,
     refuse_zero_gradients,
 )
-from megatron_cg.precompile.graph_code import Line, bytecode_lines, graph_lines
-from megatron_cg.precompile.output_code import RankedOutputCode
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.zero_dropout import remove_zero_dropout
+from megatron_cg.compiled.graph_code import Line, bytecode_lines, graph_lines
+from megatron_cg.compiled.output_code import RankedOutputCode
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.zero_dropout import remove_zero_dropout
+from megatron_cg.errors import PrecompileError
 from megatron_cg.upstream.symbols import Symbol
 
 _AOT_AUTOGRAD = Symbol(
@@ -78,7 +78,7 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
     Args:
         region: on the meta device.
         rank: for messages.
-        capability: see :func:`~megatron_cg.precompile.fingerprint.fingerprint`.
+        capability: see :func:`~megatron_cg.compiled.fingerprint.fingerprint`.
 
     Raises:
         PrecompileError: the region cannot be traced, or its graph must not be saved; names the

@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from megatron_cg import compile_together
-from megatron_cg.consensus import compiled_regions
-from megatron_cg.consensus.compiled_regions import CompiledRegions
+from megatron_cg.compiled import together
+from megatron_cg.compiled.together import CompiledRegions
 from megatron_cg.consensus.decision import AgreementError, Decision, Level
 from megatron_cg.errors import PhaseError, UpstreamChangedError
 from megatron_cg.upstream.symbols import Symbol
-from tests.unit.consensus.compiled_region_runs import (
+from tests.unit.compiled.together_runs import (
     MORE,
     RANKS,
     SLOW,
@@ -177,11 +177,9 @@ def test_process_groups_come_first() -> None:
 
 
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = Symbol(
-        "torch", compiled_regions._EXCHANGE.path, "exchanges sizes", fingerprints=("0",)
-    )
+    changed = Symbol("torch", together._EXCHANGE.path, "exchanges sizes", fingerprints=("0",))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(compiled_regions, "_EXCHANGE", changed)
+    monkeypatch.setattr(together, "_EXCHANGE", changed)
     with pytest.raises(UpstreamChangedError, match="has another body"), compile_together():
         pass
 
@@ -189,7 +187,7 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_vote_is_held_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     votes: Any = None  # would be used
     regions = CompiledRegions(votes)
-    monkeypatch.setattr(compiled_regions, "under_capture", lambda: True)
+    monkeypatch.setattr(together, "under_capture", lambda: True)
     assert regions.guards_checked(True) and not regions.guards_checked(False)
     assert regions.unraised is None
 
@@ -210,7 +208,7 @@ def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
     regions = CompiledRegions(votes)
     assert not regions.guards_checked(False)
     with monkeypatch.context() as capture:
-        capture.setattr(compiled_regions, "under_capture", lambda: True)
+        capture.setattr(together, "under_capture", lambda: True)
         assert regions.guards_checked(True)
     regions.compilation_begins()
     assert votes.posted == 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_cg.compiled.load import Precompiled
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.store import Manifest
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.precompile.load import Precompiled
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.store import Manifest
 
 MANIFEST = Manifest("layer", "", 0, {}, (), (0,), 1, "", (), 0.0)
 

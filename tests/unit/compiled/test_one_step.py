@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.precompile.one_step import first_difference
-from megatron_cg.precompile.region import Region
+from megatron_cg.compiled.one_step import first_difference
+from megatron_cg.compiled.region import Region
 
 
 class Block(torch.nn.Module):

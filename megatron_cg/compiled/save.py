@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_cg.compiled import store
+from megatron_cg.compiled.fingerprint import Capability, differences, short
+from megatron_cg.compiled.graph_checks import PREFIX
+from megatron_cg.compiled.graph_code import digest, first_difference
+from megatron_cg.compiled.offline import fake_rank
+from megatron_cg.compiled.region import Build, Region
+from megatron_cg.compiled.sources import traced_sources
+from megatron_cg.compiled.trace import Trace, trace
 from megatron_cg.errors import PrecompileError
-from megatron_cg.precompile import store
-from megatron_cg.precompile.fingerprint import Capability, differences, short
-from megatron_cg.precompile.graph_checks import PREFIX
-from megatron_cg.precompile.graph_code import digest, first_difference
-from megatron_cg.precompile.offline import fake_rank
-from megatron_cg.precompile.region import Build, Region
-from megatron_cg.precompile.sources import traced_sources
-from megatron_cg.precompile.trace import Trace, trace
 
 
 @dataclass(frozen=True)

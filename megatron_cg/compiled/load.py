@@ -20,6 +20,20 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron_cg.compiled import one_step, store
+from megatron_cg.compiled.beside import Outcome, beside_other_ranks
+from megatron_cg.compiled.fingerprint import (
+    autocast_of,
+    capability_of,
+    differences,
+    fingerprint,
+    short,
+    tensor_kind,
+)
+from megatron_cg.compiled.graph_checks import PREFIX
+from megatron_cg.compiled.output_code import Rank, loading_for
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.sources import changed_sources
 from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import (
@@ -28,20 +42,6 @@ from megatron_cg.consensus.process_exit import (
 )
 from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
 from megatron_cg.hooks.hook_records import HookKind, describe, module_hooks
-from megatron_cg.precompile import one_step, store
-from megatron_cg.precompile.beside import Outcome, beside_other_ranks
-from megatron_cg.precompile.fingerprint import (
-    autocast_of,
-    capability_of,
-    differences,
-    fingerprint,
-    short,
-    tensor_kind,
-)
-from megatron_cg.precompile.graph_checks import PREFIX
-from megatron_cg.precompile.output_code import Rank, loading_for
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.sources import changed_sources
 from megatron_cg.upstream.patch import Undo, all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 

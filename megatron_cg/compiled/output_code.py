@@ -17,8 +17,8 @@ import torch.fx
 from torch._inductor.output_code import RegionalOutputCode
 from torch.fx.node import map_aggregate
 
+from megatron_cg.compiled.graph_checks import is_collective, rename
 from megatron_cg.errors import ArtifactRefusedError
-from megatron_cg.precompile.graph_checks import is_collective, rename
 from megatron_cg.upstream.symbols import Symbol
 
 RELIES_ON = (
@@ -64,7 +64,7 @@ class RankedOutputCode(RegionalOutputCode):
         rank = _loading.get()
         if rank is None:
             raise ArtifactRefusedError(
-                "this code belongs to no rank yet: load it by megatron_cg.precompile.load.load"
+                "this code belongs to no rank yet: load it by megatron_cg.compiled.load.load"
             )
         give_to(rank, self._graph_module)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cg.compiled import output_code
+from megatron_cg.compiled.output_code import Rank, loading_for
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.save import save
 from megatron_cg.errors import ArtifactRefusedError
-from megatron_cg.precompile import output_code
-from megatron_cg.precompile.output_code import Rank, loading_for
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.save import save
 
 
 class Moves(torch.nn.Module):

@@ -11,9 +11,9 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
+from megatron_cg.compiled.graph_code import place_of
 from megatron_cg.errors import PrecompileError
 from megatron_cg.hooks.hook_records import describe, module_hooks
-from megatron_cg.precompile.graph_code import place_of
 
 PREFIX = "mcg::"
 """Begins the name of a role in saved code: ``mcg::tp``."""

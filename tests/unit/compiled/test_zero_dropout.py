@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.trace import Trace, trace
 from megatron_cg.errors import PrecompileError
-from megatron_cg.precompile.region import Region
-from megatron_cg.precompile.trace import Trace, trace
 
 
 class Attended(nn.Module):
