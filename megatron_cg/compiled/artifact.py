@@ -41,8 +41,6 @@ class Manifest:
     fingerprint: Mapping[str, str]
     roles: tuple[str, ...]
     """The roles whose groups the code uses."""
-    traced_ranks: tuple[int, ...]
-    world_size: int
     format: int = FORMAT
 
 
@@ -152,8 +150,7 @@ def _parsed(path: Path, text: bytes) -> Manifest:
                 f"{path} has format {fields['format']}, and this version of megatron_cg reads "
                 f"{FORMAT}: save again"
             )
-        for name in ("roles", "traced_ranks"):
-            fields[name] = tuple(fields[name])
+        fields["roles"] = tuple(fields["roles"])
         return Manifest(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ArtifactRefusedError(
