@@ -42,7 +42,6 @@ ELSEWHERE: Mapping[str, str] = {
     "gradient_ranks": "sizes of process groups; for a model those of this process",
     "custom_layers": "flags that name a layer spec; the layers are read from the model instead",
     "moe_routing_trace_path": "a flag of megatron.training",
-    "fused_operations": "for --cg-precompile-dir, a flag of Megatron's scripts",
     "sft": "of megatron.training's data loader; other loops pack sequences themselves",
     "rl_use_sequence_packing": "of megatron.training's reinforcement learning",
     "dataloader_inter_document_masking": "of megatron.training's data loader",

@@ -30,14 +30,6 @@ from megatron_cg.upstream.symbols import changed
 logger = logging.getLogger(__name__)
 
 _GROUP = "megatron_cg"
-_FUSIONS = {
-    "bias_gelu_fusion": "--no-bias-gelu-fusion",
-    "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
-    "bias_dropout_fusion": "--no-bias-dropout-fusion",
-    "masked_softmax_fusion": "--no-masked-softmax-fusion",
-    "apply_rope_fusion": "--no-rope-fusion",
-}
-"""Operations that a layer may run as one, each with the flag that turns this off."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -123,7 +115,6 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         "expert_tensor_parallel_size": _get(namespace, "expert_tensor_parallel_size")
         or _get(namespace, "tensor_model_parallel_size"),
         "cpu_offloading": _get(namespace, "cpu_offloading_num_layers") > 0,
-        "fused_operations": _fused_operations(namespace),
     }
     for name in ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"):
         derived[name] = dtype_name(_get(namespace, name))
@@ -236,12 +227,6 @@ def _layer_settings(namespace: argparse.Namespace) -> dict[str, Any]:
         ),
         "moe_layer_freq": frequency if isinstance(frequency, int) else tuple(frequency),
     }
-
-
-def _fused_operations(namespace: argparse.Namespace) -> tuple[str, ...]:
-    """The flags that would turn off what is fused; an MLP has one of the two activations."""
-    other = "bias_gelu_fusion" if _get(namespace, "swiglu") else "bias_swiglu_fusion"
-    return tuple(flag for name, flag in _FUSIONS.items() if name != other and _get(namespace, name))
 
 
 def _recompute_settings(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -98,12 +98,4 @@ RULES: tuple[Rule, ...] = (
         f"type --context-parallel-size 1, {_OR_NO_BOUND} and leave attn out of "
         "--cuda-graph-modules",
     ),
-    Refusal(
-        "pack-sequences-compiled",
-        lambda _run: True,
-        "--cg-pack-sequences with --cg-precompile-dir",
-        "the code of an artifact was compiled for whole sequences",
-        f"drop --cg-precompile-dir, {_OR_NO_BOUND}",
-        where=lambda run, graph: _has_bound(run, graph) and graph.cg_precompile_dir is not None,
-    ),
 )

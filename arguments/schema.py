@@ -132,15 +132,6 @@ class GraphArguments:
         type=int,
         metavar="N",
     )
-    cg_precompile_dir: str | None = _flag(
-        None,
-        "Capture code that 'megatron-cg precompile' made of the layers from the same flags and "
-        "wrote into this folder. Each rank checks it and compares a step of each layer with eager; "
-        "all ranks use it or none. What is missing or refused ends the run, or with "
-        "--cg-on-failure eager the layers' own code is captured. For --cg-backend native and whole "
-        "dense layers of --transformer-impl local.",
-        metavar="DIR",
-    )
     cg_record: str | None = _flag(
         None,
         "Write each step's loss and gradient norm, and at the end the digest of every parameter "
@@ -227,13 +218,6 @@ class RunArguments:
     fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
 
     transformer_impl: str = _setting("transformer_engine", "whose modules layers are made of")
-    fused_operations: tuple[str, ...] = _setting(
-        (
-            *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-masked-softmax-fusion"),
-            "--no-rope-fusion",
-        ),
-        "the flags that would turn off what is fused",
-    )
     init_model_with_meta_device: bool = _setting(False, "weights get values after the wrapping")
 
     bf16: bool = _setting(False, "parameters and activations are bfloat16")

@@ -11,7 +11,6 @@ from megatron_cg.arguments import (
     rules_layers,
     rules_numerics,
     rules_packs,
-    rules_precompile,
     rules_recompute,
     rules_scopes,
 )
@@ -34,7 +33,6 @@ RULES: tuple[Rule, ...] = (
     *rules_recompute.RULES,
     *rules_numerics.RULES,
     *rules_packs.RULES,
-    *rules_precompile.RULES,
     *rules_environment.RULES,
 )
 """The rules of a run that asks for layerwise graphs under Megatron-FSDP."""

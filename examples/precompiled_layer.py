@@ -30,8 +30,7 @@ def build(device: str = "meta") -> Any:
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_cg.precompile.megatron_groups import megatron_groups
-    from megatron_cg.precompile.region import Region
+    from megatron_cg.compiled.region import Region, megatron_groups
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
@@ -58,8 +57,8 @@ def build(device: str = "meta") -> Any:
 
 def train(folder: Path, device: str) -> None:
     """Load the artifact on all ranks, attach it to two layers, and take some steps."""
+    from megatron_cg.compiled.load import load
     from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.precompile.load import load
 
     torch.manual_seed(1)
     regions = [build(device) for _ in range(LAYERS)]

@@ -16,7 +16,7 @@ from megatron_cg.errors import CaptureError, ConfigurationError, MegatronCGError
 from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from megatron_cg.consensus.compiled_regions import CompiledRegions, compile_together
+    from megatron_cg.compiled.together import CompiledRegions, compile_together
     from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm
     from megatron_cg.integrations.megatron.loop import GraphedLayers
     from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 _LATER = {
-    "CompiledRegions": "megatron_cg.consensus.compiled_regions",
+    "CompiledRegions": "megatron_cg.compiled.together",
     "GraphedLayers": "megatron_cg.integrations.megatron.loop",
     "GraphedUnits": "megatron_cg.integrations.standalone.graphs",
-    "compile_together": "megatron_cg.consensus.compiled_regions",
+    "compile_together": "megatron_cg.compiled.together",
     "graph_units": "megatron_cg.integrations.standalone.graphs",
 }
 

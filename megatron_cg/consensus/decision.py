@@ -42,13 +42,13 @@ class Kind(IntEnum):
     STEP = 3
     MISMATCH = 4
     GUARD = 5
-    """Whether a compiled region's guards pass (``consensus/compiled_regions.py``)."""
+    """Whether a compiled region's guards pass (``compiled/together.py``)."""
     COMPILE = 6
     """Which function is being compiled."""
     SIZE = 7
     """The static size that a rank needs."""
     PRECOMPILED = 8
-    """Whether compiled code that was loaded may be used (``precompile/load.py``)."""
+    """Whether compiled code that was loaded may be used (``compiled/load.py``)."""
 
 
 _OF_COMPILED_REGIONS = {Kind.GUARD, Kind.COMPILE, Kind.SIZE}

@@ -27,8 +27,6 @@ NATIVE = ("--cg-backend", "native")
 VERIFIED = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
 LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
 """As without Apex: its norm and Megatron's fused softmax are packages that need not be there."""
-SEPARATE = (*LOCAL, "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion")
-"""And without operations that torch compiles: layers whose code can be traced."""
 EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -362,24 +360,3 @@ CASES = [
     ),
     Case("mamba", "mamba-hybrid-tiny", ("mamba", "attn"), batch(8), needs="mamba_ssm"),
 ]
-
-_TP2 = ("--tensor-model-parallel-size", "2")
-_COMPILED = ("--cg-precompile-dir", "{directory}/artifacts")
-COMPILED = [
-    Case(f"compiled-{name}", DENSE, (), flags, graph_flags=(*_COMPILED, *more))
-    for name, flags, more in (
-        ("fsdp", (*batch(8), *SEPARATE), NATIVE),
-        ("tp2", (*batch(4), *SEPARATE, *_TP2), NATIVE),
-        (
-            "verified",
-            (*batch(8), *SEPARATE),
-            (*NATIVE, *VERIFIED),
-        ),
-        ("evaluation", (*batch(8), *SEPARATE, *EVALUATED), NATIVE),
-        ("recomputed", (*batch(8), *SEPARATE, *UNIFORM), NATIVE),
-        ("te", (*batch(8), *SEPARATE), ()),
-        ("te-tp2", (*batch(4), *SEPARATE, *_TP2), ()),
-        ("te-evaluation", (*batch(8), *SEPARATE, *EVALUATED), ()),
-    )
-]
-"""Graphs of layers that were compiled beforehand, from the flags of the graph run."""

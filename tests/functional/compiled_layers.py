@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg import graph_units
+from megatron_cg.compiled.load import load
+from megatron_cg.compiled.region import Region, megatron_groups
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.precompile.load import load
-from megatron_cg.precompile.megatron_groups import megatron_groups
-from megatron_cg.precompile.region import Region
-from tests.unit.precompile.regions import Layers, causal_mask, config, hidden_states, local_layer
+from tests.unit.compiled.regions import Layers, causal_mask, config, hidden_states, local_layer
 
 LAYERS, STEPS, MICROBATCHES, WARMUP = 3, 12, 2, 3
 SEQUENCE, BATCH, HIDDEN = 64, 2, 256

@@ -5,16 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.align.outcome import Outcome
-from megatron_cg.tools.align.run import example_script, make_run
-from megatron_cg.tools.align.token_data import TokenStream
-from tests.functional.cases import COMPILED, Case
-from tests.functional.conftest import plan_of, skip_without
+from tests.functional.conftest import skip_without
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "tests.functional.compiled_layers"
@@ -35,26 +30,6 @@ def test_loaded_code_in_graphs_trains_the_eager_numbers(model: str, tmp_path: Pa
     for how in ("graphs", "compiled"):
         # 3 graphs; 3 layers x 9 steps x 2 microbatches.
         assert f"{how}: {{'captured': 3, 'replayed': 54, 'eager': 0," in ended.stdout
-
-
-@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.name)
-def test_a_script_captures_what_was_compiled_from_its_command_line(
-    case: Case,
-    align: Callable[..., Outcome],
-    log: Callable[..., str],
-    data: TokenStream,
-    tmp_path: Path,
-) -> None:
-    skip_without(case.gpus)
-    graphs = make_run(plan_of(case, tmp_path, example_script()), data, tmp_path / "none", "graphs")
-    env = {**graphs.env, "CUDA_VISIBLE_DEVICES": ""}
-    start("compile", "precompile", "--", *graphs.words, **env)
-    comparison = align(case).comparison
-    assert comparison.status == "identical", comparison.reason + "\n" + log(case)[-3000:]
-    assert comparison.graphs["captured"] > 0
-    assert comparison.graphs["replayed"] > 0
-    assert comparison.graphs["mismatched"] == 0
-    assert "megatron_cg: 3 layers run code of" in log(case)
 
 
 def start(module: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -50,9 +50,6 @@ from megatron_cg.upstream.capturing_flag import capturing_flag
 from megatron_cg.upstream.layer_config import LayerConfig
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed
-
-if TYPE_CHECKING:  # It imports torch's compiler.
-    from megatron_cg.integrations.megatron.layer_code import LayerCode
 
 _CONFIG = Symbol(
     "megatron-core",
@@ -99,8 +96,6 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     policy: ReplayPolicy = ReplayPolicy()
     fast_path: bool = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
-    code: LayerCode | None = None
-    """What captures run instead of the layers' own code."""
     live: list[FsdpCudaGraphHelper] | None = None
     """Helpers of models under FSDP add themselves here, to be notified of training steps."""
     callables_per_chunk: list[list[Any]]
@@ -278,8 +273,6 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             returned = weight_gradients_returned(self.model[0], self.flattened_callables)
             scopes.callback(returned)
             scopes.callback(recompute_in_layers(self.model[0], self._static_inputs))
-            if self.code is not None:
-                scopes.callback(self.code.captured_in(self.flattened_callables))
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))

@@ -253,14 +253,6 @@ def _replace_helper(settings: Any, args: Any) -> Undo:
     live: list[FsdpCudaGraphHelper] = []
     members = settings_of(settings)
     with ExitStack() as undo:
-        if settings.cg_precompile_dir is not None:
-            from megatron_cg.integrations.megatron.layer_code import LayerCall, LayerCode
-
-            code = LayerCode(
-                Path(settings.cg_precompile_dir), LayerCall.of(args), settings.cg_on_failure
-            )
-            members["code"] = code
-            undo.callback(code.before_wrapping())
         undo.callback(settings_for_own_loops(members))
         helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
         undo.callback(set_attribute(*_HELPER.place(), helper))

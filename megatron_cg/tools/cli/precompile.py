@@ -1,10 +1,8 @@
 """Compile a layer once, without a GPU and without weights, for all ranks of a run.
 
-For a run of Megatron: give its script, or a preset, and after a bare -- the flags of the run; or
-after -- its whole command line. The flags say where the artifact goes. For a loop of your own BUILD
-is FILE.py:FUNCTION or MODULE:FUNCTION. The function makes the process groups, builds the module on
-the meta device, and returns a megatron_cg.precompile.region.Region. It is called once for each
-traced rank. Exit code 0: written; 2: the layer cannot be compiled, with the module and what to do.
+BUILD is FILE.py:FUNCTION or MODULE:FUNCTION. The function makes the process groups, builds the
+module on the meta device, and returns a megatron_cg.compiled.region.Region. Exit code 0: written;
+2: the layer cannot be compiled, with the module and what to do.
 """
 
 from __future__ import annotations
@@ -16,44 +14,26 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cli.options import positive, whole
+from megatron_cg.tools.cli.options import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     add = parser.add_argument
-    add(
-        "build",
-        nargs="?",
-        metavar="BUILD",
-        help="a script of Megatron, a preset, FILE.py:FUNCTION or MODULE:FUNCTION",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="where to write the artifact of a function",
-    )
-    add("--name", help="name of the artifact of a function (default: that of the function)")
+    add("build", metavar="BUILD", help="FILE.py:FUNCTION or MODULE:FUNCTION")
+    add("--out", type=Path, metavar="DIR", required=True, help="where to write the artifact")
+    add("--name", help="name of the artifact (default: that of the function)")
     add(
         "--world-size",
         type=positive,
+        required=True,
         help="ranks while tracing, as many as the groups of the region need at least; the artifact "
-        "serves any run with groups of these sizes (default for a run: the fewest, at least 2)",
-    )
-    add(
-        "--ranks",
-        type=whole,
-        nargs="+",
-        metavar="RANK",
-        help="ranks to trace and compare (default: 0, all that share a group of the region with "
-        "it, and the last)",
+        "serves any run with groups of these sizes",
     )
     add(
         "--capability",
@@ -86,76 +66,39 @@ _CACHES_OFF = ("TORCHINDUCTOR_AUTOGRAD_CACHE", "TORCHINDUCTOR_FORCE_DISABLE_CACH
 them, as those of ``megatron-cg align`` do. What is traced has a new cache anyway."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What is compiled, and where it goes."""
-
-    build: Any
-    name: str
-    folder: Path
-    world_size: int
-    deterministic: bool
-
-
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Trace, write and report; returns the exit code."""
     if "torch" not in sys.modules:
         for name in _CACHES_OFF:
             os.environ.pop(name, None)
-    job = _of_function(args, extra) if ":" in (args.build or "") else _of_run(args, extra)
+    if extra:
+        raise MegatronCGError(
+            f"nothing is passed on to {args.build}: leave out {' '.join(extra)} after --"
+        )
+    build = builder(args.build)
     import torch
 
-    from megatron_cg.precompile.save import save
+    from megatron_cg.compiled.save import save
 
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(job.deterministic or before)
+    torch.use_deterministic_algorithms(args.deterministic or before)
     try:
         saved = save(
-            job.build,
-            job.folder,
-            name=job.name,
-            world_size=job.world_size,
-            ranks=args.ranks,
+            build,
+            args.out,
+            name=args.name or args.build.rpartition(":")[2],
+            world_size=args.world_size,
             capability=args.capability,
         )
     finally:
         torch.use_deterministic_algorithms(before)
     manifest = saved.manifest
-    ranks = ", ".join(map(str, manifest.traced_ranks))
     print(
-        f"{job.folder / manifest.name}.artifact: {manifest.artifact_bytes} bytes of code, without "
-        f"weights\ntraced as ranks {ranks} of {manifest.world_size} in {manifest.seconds:.1f} s: "
-        f"the same operations and constants\ngroups: {', '.join(manifest.roles) or 'none'}\n"
+        f"{args.out / manifest.name}.artifact: {manifest.artifact_bytes} bytes of code, without "
+        f"weights\ngroups: {', '.join(manifest.roles) or 'none'}\n"
         f"SHA-256 of the manifest: {saved.manifest_sha256}"
     )
     return 0
-
-
-def _of_function(args: argparse.Namespace, extra: Sequence[str]) -> _Job:
-    if extra:
-        raise MegatronCGError(
-            f"nothing is passed on to {args.build}: leave out {' '.join(extra)} after --"
-        )
-    if args.out is None or args.world_size is None:
-        raise MegatronCGError(f"{args.build} needs --out DIR and --world-size N")
-    name = args.name or args.build.rpartition(":")[2]
-    return _Job(builder(args.build), name, args.out, args.world_size, args.deterministic)
-
-
-def _of_run(args: argparse.Namespace, extra: Sequence[str]) -> _Job:
-    if args.out is not None or args.name is not None:
-        raise MegatronCGError(
-            "--out and --name are for a function, FILE.py:FUNCTION: the artifact of a run goes to "
-            "its --cg-precompile-dir"
-        )
-    from megatron_cg.integrations.megatron.layer_code import NAME
-    from megatron_cg.tools.plan.compiled import read_run
-
-    found = read_run(args.build, extra, args.world_size)
-    for note in found.notes:
-        print(f"note: {note}", file=sys.stderr)
-    deterministic = bool(found.args.deterministic_mode or args.deterministic)
-    return _Job(found.build, NAME, found.folder, found.args.world_size, deterministic)
 
 
 def builder(text: str) -> Any:
@@ -165,7 +108,9 @@ def builder(text: str) -> Any:
     and a module is also looked for in the working directory, as by ``python -m``.
     Raises MegatronCGError if there is none.
     """
-    module_name, _, function = text.rpartition(":")
+    module_name, colon, function = text.rpartition(":")
+    if not colon:
+        raise MegatronCGError(f"{text} names no function: type FILE.py:FUNCTION or MODULE:FUNCTION")
     folder = Path()
     if module_name.endswith(".py"):
         file = Path(module_name)
@@ -187,7 +132,7 @@ def builder(text: str) -> Any:
 
 
 def _built(function: Callable[[], Any], text: str) -> Any:
-    from megatron_cg.precompile.region import Region
+    from megatron_cg.compiled.region import Region
 
     with _of_the_user(f"{text} raised"):
         region = function()

@@ -44,19 +44,10 @@ _FULL: dict[str, Any] = {
     "num_experts": None,
     "cuda_graph_modules": ("attn", "mlp"),
 }
-_COMPILED: dict[str, Any] = {
-    "cuda_graph_modules": (),
-    "num_experts": None,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "transformer_impl": "local",
-    "fused_operations": (),
-}
 _TORCH: dict[str, Any] = {"cg_grouped_gemm": "torch"}
 _ROWS: dict[str, Any] = {**_TORCH, "cg_moe_rows": 1.25}
 _PEERS: dict[str, Any] = {**_TORCH, "cg_moe_exchange": "peer"}
 _NATIVE: dict[str, Any] = {"cg_backend": "native"}
-_PRECOMPILED: dict[str, Any] = {**_NATIVE, "cg_precompile_dir": "compiled"}
 
 FSDP = (
     Case("implementation", {"cuda_graph_impl": "local"}),
@@ -360,38 +351,6 @@ BACKEND = (
     ),
 )
 
-PRECOMPILE = (
-    Case("pack-sequences-compiled", _COMPILED, graph={**_PRECOMPILED, "cg_pack_sequences": 8}),
-    Case(
-        "precompile-local",
-        {**_COMPILED, "transformer_impl": "transformer_engine"},
-        graph=_PRECOMPILED,
-    ),
-    Case(
-        "precompile-whole-layers",
-        {**_COMPILED, "cuda_graph_modules": ("attn", "mlp")},
-        graph=_PRECOMPILED,
-    ),
-    Case("precompile-dense", {**_COMPILED, **DROP_AND_PAD, "num_experts": 8}, graph=_PRECOMPILED),
-    Case("precompile-one-kind", {**_COMPILED, "mtp_num_layers": 1}, graph=_PRECOMPILED),
-    Case("precompile-dropout", {**_COMPILED, "hidden_dropout": 0.1}, graph=_PRECOMPILED),
-    Case(
-        "precompile-recompute",
-        {**_COMPILED, "recompute_granularity": "selective"},
-        graph=_PRECOMPILED,
-    ),
-    Case(
-        "precompile-meta-weights",
-        {**_COMPILED, "init_model_with_meta_device": True},
-        graph=_PRECOMPILED,
-    ),
-    Case(
-        "precompile-fusions",
-        {**_COMPILED, "fused_operations": ("--no-rope-fusion",)},
-        graph=_PRECOMPILED,
-    ),
-)
-
 ENVIRONMENT = (
     Case("transformer-engine-version", versions={"transformer-engine": "2.18.0"}),
     Case("transformer-engine-version", versions={"transformer-engine": None}),
@@ -421,6 +380,5 @@ ALL = (
     *RECOMPUTE,
     *NUMERICS,
     *BACKEND,
-    *PRECOMPILE,
     *ENVIRONMENT,
 )

@@ -94,17 +94,6 @@ def test_the_good_arguments_are_the_good_run() -> None:
         ("--num-layers 7 --hybrid-layer-pattern M*|M-/MM", "num_layers", 4),
         ("--hybrid-override-pattern M*", "hybrid_layer_pattern", "M*"),
         ("--moe-layer-freq 2", "moe_layer_freq", 2),
-        (
-            "--swiglu --no-rope-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion",
-            "fused_operations",
-            ("--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"),
-        ),
-        (
-            "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion "
-            "--no-rope-fusion",
-            "fused_operations",
-            (),
-        ),
         ("--moe-layer-freq [0]+[1]*2", "moe_layer_freq", (0, 1, 1)),
         (
             "--moe-router-load-balancing-type sinkhorn",

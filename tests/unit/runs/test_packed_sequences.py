@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import torch
 import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import close_all_sessions
-from megatron_cg.errors import ArgumentError, ReplayMismatchError
+from megatron_cg.errors import ArgumentError
 from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 from megatron_cg.integrations.megatron.packs import fix_packs, most_sequences
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
@@ -236,19 +235,6 @@ def test_another_form_runs_eagerly(one_rank: None, packs: Sequence[tuple[int, ..
     graphed, counters = train(("attn",), graphed=True, packs=packs, most=MOST)
     assert graphed == eager
     expect(counters, replayed=LAYERS * (AFTER - 1), mismatched=LAYERS, eager=LAYERS)
-
-
-def test_compiled_code_takes_no_boundaries() -> None:
-    """Why ``pack-sequences-compiled`` is refused."""
-    from megatron_cg.precompile.load import Precompiled
-    from megatron_cg.precompile.region import Region
-
-    module, hidden = torch.nn.Linear(32, 32), torch.zeros(TOKENS, 1, 32)
-    manifest: Any = SimpleNamespace(name="layer")
-    compiled = Precompiled(torch.nn.Linear.forward, Region(module, (hidden,)), manifest)
-    compiled(module, hidden)
-    with pytest.raises(ReplayMismatchError, match=r"layer was compiled for other.*cu_seqlens"):
-        compiled(module, hidden, cu_seqlens=torch.tensor(PACKS[0]))
 
 
 def test_samples_that_a_pack_joins_are_not_balanced_as_one(one_rank: None) -> None:

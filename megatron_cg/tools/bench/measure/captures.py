@@ -82,15 +82,12 @@ class CaptureMeter:
             self._began = None
             if not error:
                 synchronize()
-            code = getattr(self.helper, "code", None)
             self._note(
                 {
                     "seconds": time.perf_counter() - began,
                     "warmup_seconds": self._warmup_seconds(marks),
                     "memory_before": before,
                     "memory": memory() if not error else None,
-                    # What was loaded of layers that were compiled beforehand; see ``LayerCode``.
-                    "loaded": None if code is None else code.loaded,
                     "error": error,
                 }
             )

@@ -79,17 +79,13 @@ def _of_gpu(rounds: Sequence[Result]) -> dict[str, Any]:
 
 
 def _of_captures(rounds: Sequence[Result]) -> dict[str, Any]:
-    """``load_seconds`` and ``compile_seconds`` are of layers that were compiled beforehand."""
     captures = [r["captures"][-1] for one in rounds for r in one["ranks"] if r["captures"]]
     firsts = [one["ranks"][0]["captures"] for one in rounds if one["ranks"]]
     own = [found[-1] for found in firsts if found]
     graphs = [one for one in own if one.get("warmup_seconds") is not None]
-    loaded = [one["loaded"] for one in own if one.get("loaded")]
     return {
         "capture_seconds": _median(one["seconds"] for one in own),
         "capture_without_warmup": _median(one["seconds"] - one["warmup_seconds"] for one in graphs),
-        "load_seconds": _median(one["load_seconds"] for one in loaded),
-        "compile_seconds": _median(one["compile_seconds"] for one in loaded),
         "capture_peak": _most(captures, "peak_allocated"),
     }
 

@@ -67,10 +67,6 @@ def step_lines(rows: Sequence[Row]) -> list[str]:
 def memory_lines(rows: Sequence[Row]) -> list[str]:
     """The table of memory and captures."""
     over = baseline_title(rows)
-    loaded = []
-    if any(row.metrics["load_seconds"] is not None for row in rows):
-        loaded = [_number("load s", "load_seconds", ",.2f")]
-        loaded += [_number("compile s", "compile_seconds", ",.2f")]
     columns: list[Column] = [
         ("configuration", status_label),
         _number("peak allocated MiB", "peak_allocated", ",.0f"),
@@ -82,7 +78,6 @@ def memory_lines(rows: Sequence[Row]) -> list[str]:
         (over, _ratio("capture_peak", "peak_allocated")),
         _number("capture s", "capture_seconds", ",.2f"),
         _number("without warmup", "capture_without_warmup", ",.2f"),
-        *loaded,
         _number("bytes a replay", "bytes_per_replay", ",.0f"),
         _number("last loss", "loss", ".6f"),
     ]

@@ -105,17 +105,11 @@ def script_words(settings: Settings, configuration: str, data: Sequence[str]) ->
     return [*words, *both, *(of_graphs if one.fsdp and one.graphs == "partial" else ())]
 
 
-def command(
-    settings: Settings, configuration: str, data: Sequence[str], artifacts: Path = Path("artifacts")
-) -> list[str]:
-    """The whole command line; layers that it compiles first go to the folder ``artifacts``."""
+def command(settings: Settings, configuration: str, data: Sequence[str]) -> list[str]:
+    """The whole command line."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words += ["--nproc-per-node", str(settings.nproc), "-m", "megatron_cg", str(SCRIPT)]
-    words += script_words(settings, configuration, data)
-    if not KNOWN[configuration].compiled:
-        return words
-    first = [sys.executable, "-m", "megatron_cg.tools.bench.runs.compiled_first"]
-    return [*first, *words, "--cg-precompile-dir", str(artifacts)]
+    return [*words, *script_words(settings, configuration, data)]
 
 
 def run_environment(

@@ -23,15 +23,6 @@ FULL = "fsdp-full-iteration"
 TORCH_EAGER, EXPERTS = "fsdp-eager-torch-gemm", "fsdp-graphs-experts"
 PEER_EXPERTS = "fsdp-graphs-experts-peer"
 NATIVE_GRAPHS = "fsdp-graphs-native"
-LOCAL_EAGER, LOCAL_GRAPHS = "fsdp-eager-local", "fsdp-graphs-local"
-COMPILED_GRAPHS = "fsdp-graphs-compiled"
-
-SEPARATE = (
-    *("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion"),
-    *("--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"),
-    "--no-rope-fusion",
-)
-"""Megatron's local layers of operations that torch does not compile: what can be traced."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +43,6 @@ class Configuration:
     """Whether graphs of experts exchange tokens by peer memory."""
     native: bool = False
     """Whether graphs are captured without Transformer Engine."""
-    local: bool = False
-    """Whether its layers are Megatron's local ones of separate operations, captured whole."""
-    compiled: bool = False
-    """Whether graphs are of layers that were compiled before the run started."""
     baseline: str = EAGER
     """The name of the configuration that its ratios are to."""
 
@@ -66,7 +53,6 @@ class Configuration:
             # Unsharded parameters at fixed addresses, for graphs or for the fast path.
             words += GRAPH_FLAGS
         words += ["--cg-grouped-gemm", "torch"] if self.torch_gemm else []
-        words += SEPARATE if self.local else ()
         if self.graphs == "none":
             return ["--cuda-graph-impl", "none", *words]
         words += ["--cuda-graph-warmup-steps", str(warmup_steps)]
@@ -83,8 +69,6 @@ class Configuration:
 
     def captured(self, scopes: Sequence[str]) -> tuple[str, ...]:
         """What partial graphs hold where others hold ``scopes``."""
-        if self.local:
-            return ()
         if not self.torch_gemm or not scopes:
             return tuple(scopes)
         return (*(scope for scope in scopes if not scope.startswith("moe")), "moe")
@@ -122,8 +106,6 @@ CONFIGURATIONS = _by_name(
 
 _OF_MOE: dict[str, Any] = {"models": "MoE", "torch_gemm": True, "baseline": TORCH_EAGER}
 """Dropless experts in graphs, and the baseline with the same grouped GEMM."""
-_OF_LOCAL: dict[str, Any] = {"models": "dense", "local": True, "baseline": LOCAL_EAGER}
-"""Layers that can be compiled beforehand, and the baseline with the same layers."""
 ON_REQUEST = _by_name(
     Configuration(
         TORCH_EAGER, "Megatron-FSDP, eager, with torch's grouped GEMM", graphs="none", **_OF_MOE
@@ -146,27 +128,6 @@ ON_REQUEST = _by_name(
         "Megatron-FSDP with partial graphs by the native backend",
         fast_path=True,
         native=True,
-    ),
-    Configuration(
-        LOCAL_EAGER,
-        "Megatron-FSDP, eager, with Megatron's local layers of separate operations",
-        graphs="none",
-        **_OF_LOCAL,
-    ),
-    Configuration(
-        LOCAL_GRAPHS,
-        "the same with graphs of whole layers by the native backend",
-        fast_path=True,
-        native=True,
-        **_OF_LOCAL,
-    ),
-    Configuration(
-        COMPILED_GRAPHS,
-        "the same graphs of layers that megatron-cg precompile made before the run",
-        fast_path=True,
-        native=True,
-        compiled=True,
-        **_OF_LOCAL,
     ),
 )
 """The configurations that only ``--only`` selects."""

@@ -29,7 +29,7 @@ def on_gpus(data: TokenStream, run: PlannedRun, folder: Path) -> Run:
     """A run of the example script under torchrun; all runs share one sample index."""
     settings, configuration = run.settings, KNOWN[run.configuration]
     flags = data.flags(data.prefix.parent / "cache")
-    words = command(settings, run.configuration, flags, folder / "artifacts")
+    words = command(settings, run.configuration, flags)
     env = run_environment(
         settings, os.environ, root=_ROOT, cudnn=torch_cudnn(), metrics=folder / METRICS
     )
@@ -72,7 +72,7 @@ def check_for_tape(run: PlannedRun) -> None:
     """Raises BenchError or LaunchError for what the CPU's training loop does not support."""
     settings, configuration = run.settings, KNOWN[run.configuration]
     shape = tape_shape(settings.preset)
-    own = configuration.fsdp and configuration.graphs != "full" and not configuration.local
+    own = configuration.fsdp and configuration.graphs != "full"
     asked = {
         f"the configuration {run.configuration}": not own,
         f"{settings.microbatches} microbatches": settings.microbatches != 1,

@@ -92,7 +92,6 @@ def test_every_configuration_of_every_shape_is_accepted(
     assert ("moe" in captured) is (one.torch_gemm and one.graphs == "partial")
     assert args.cg_grouped_gemm == ("torch" if one.torch_gemm else "te")
     assert args.cg_backend == ("native" if one.native else "te")
-    assert args.transformer_impl == ("local" if one.local else "transformer_engine")
     impl = {"none": "none", "partial": "transformer_engine", "full": "full_iteration"}
     assert config.cuda_graph_impl == impl[one.graphs]
     assert args.cuda_graph_warmup_steps == 3

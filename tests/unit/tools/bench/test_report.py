@@ -12,11 +12,11 @@ from megatron_cg.tools.bench.results.comparing import compare
 from megatron_cg.tools.bench.results.markdown import as_markdown
 from megatron_cg.tools.bench.results.scaling import trends
 from megatron_cg.tools.bench.runs.configurations import (
-    COMPILED_GRAPHS,
     DDP_GRAPHS,
     EAGER,
+    EXPERTS,
     GRAPHS,
-    LOCAL_EAGER,
+    TORCH_EAGER,
 )
 from megatron_cg.tools.bench.runs.store import FAILED, LEFT_OUT
 from tests.unit.tools.bench.made_up import made_result, several_rounds
@@ -49,18 +49,15 @@ def everything() -> str:
     del old["device_trace"]
     grows = (100.0,) * 4 + (130.0,) * 4
     graphs = made_result(GRAPHS, grows, shape="qwen3-moe", notice="CPU tape")
-    compiled = made_result(COMPILED_GRAPHS, grouped_gemm="cutlass")
-    loaded = {"artifact": "layer", "layers": 3, "load_seconds": 0.4, "compile_seconds": 6.0}
-    for rank in compiled["ranks"]:
-        rank["captures"] = [{**rank["captures"][0], "loaded": loaded}]
-    local = made_result(LOCAL_EAGER, grouped_gemm="cutlass", trace=None, device_trace=None)
+    experts = made_result(EXPERTS, grouped_gemm="cutlass")
+    torch_gemm = made_result(TORCH_EAGER, grouped_gemm="cutlass", trace=None, device_trace=None)
     grown = [
         made_result(
             *(GRAPHS, (20.0 + 10 * n,) * 3), layers=n, dimension="layers", trace=None, began=str(n)
         )
         for n in (4, 8)
     ]
-    results = [*rounds(), old, graphs, local, compiled, *grown]
+    results = [*rounds(), old, graphs, torch_gemm, experts, *grown]
     earlier = [made_result(GRAPHS, (220.0,) * 3)]
     return as_markdown(results, trends(results), compare(earlier, results))
 

@@ -13,8 +13,7 @@ from megatron_cg.tools.cli.main import main
 
 BUILDER = """
 import torch
-import torch.distributed as dist
-from megatron_cg.precompile.region import Region
+from megatron_cg.compiled.region import Region
 
 class Twice(torch.nn.Module):
     def __init__(self):
@@ -24,16 +23,9 @@ class Twice(torch.nn.Module):
     def forward(self, given):
         return self.linear(given) * 2
 
-class Ranked(Twice):
-    def forward(self, given):
-        return self.linear(given) * (1 + dist.get_rank())
-
-def region(kind=Twice):
+def region():
     with torch.device("meta"):
-        return Region(kind(), (torch.randn(2, 4, requires_grad=True),))
-
-def ranked():
-    return region(Ranked)
+        return Region(Twice(), (torch.randn(2, 4, requires_grad=True),))
 """
 
 
@@ -54,26 +46,16 @@ def test_it_writes_an_artifact_and_says_what_it_is(
     said = capsys.readouterr().out
     manifest = json.loads((tmp_path / "out" / "region.json").read_text())
     assert f"region.artifact: {manifest['artifact_bytes']} bytes" in said
-    assert "traced as ranks 0, 1 of 2" in said and "groups: none" in said
-    assert manifest["fingerprint"]["numerics.deterministic"] == "True"
+    assert "groups: none" in said
+    assert manifest["fingerprint"]["deterministic"] == "True"
     assert manifest["fingerprint"]["device"] == "cpu"
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_region_that_differs_between_ranks_is_an_error_that_names_it(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = f"precompile {file}:ranked --world-size 2 --name other --out {tmp_path}/out".split()
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert "constant 1 on rank 0 and constant 2 on rank 1" in said and "Ranked" in said
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        ("builder.py", "--out and --name are for a function, FILE.py:FUNCTION"),
+        ("builder.py", "builder.py names no function: type FILE.py:FUNCTION or MODULE:FUNCTION"),
         ("nowhere.py:build", "there is no file nowhere.py"),
         ("no_such_module_here:build", "there is no module no_such_module_here"),
         ("json:build", "json has no function build"),
@@ -97,14 +79,6 @@ def test_a_capability_that_is_none_is_refused(
     assert "neither a compute capability, such as 9.0, nor cpu" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["--world-size 2", "--out x"])
-def test_a_function_needs_a_folder_and_a_size(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["precompile", "json:dumps", *words.split()]) == 2
-    assert "json:dumps needs --out DIR and --world-size N" in capsys.readouterr().err
-
-
 def test_words_after_a_bare_dash_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("precompile json:dumps --world-size 2 --out x -- --bf16".split()) == 2
     assert "leave out --bf16" in capsys.readouterr().err
@@ -114,7 +88,7 @@ def test_words_after_a_bare_dash_are_refused(capsys: pytest.CaptureFixture[str])
     ("code", "reason"),
     [
         ("def build(): raise ValueError('mine')", "build raised ValueError: mine"),
-        ("def build(): return 3", "build returned int, not a megatron_cg.precompile.region.Region"),
+        ("def build(): return 3", "build returned int, not a megatron_cg.compiled.region.Region"),
         ("def build(", "cannot be imported: SyntaxError"),
         ("import nowhere_to_be_found", "cannot be imported: ModuleNotFoundError"),
     ],

@@ -17,13 +17,12 @@ NAMES = preset_names()
 APART = (
     "moe_layer_freq",
     "te_rng_tracker",
-    "fused_operations",
     "gradient_ranks",
     "micro_batch_size",
 )
 """The first is compared as the scopes of each layer, which a model shows directly.
-Megatron does not pass the second from its flags to its config. The third is read of scripts alone,
-the fourth of process groups, and a model does not have the last."""
+Megatron does not pass the second from its flags to its config. The third is read of process
+groups, and a model does not have the last."""
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,337 @@
+"""Load compiled code on every rank, or on none.
+
+All ranks vote twice: when each has checked and decoded the artifact, and when each has compared one
+step of it with eager. A rank that refuses still votes, so no rank waits in a collective of the
+comparison for one that has refused. If the comparison itself fails on a rank, others may wait for
+it in a collective of the region, so that process ends, and with it the run.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron_cg.compiled import artifact
+from megatron_cg.compiled.region import (
+    PREFIX,
+    Region,
+    call_kinds,
+    differences,
+    fingerprint,
+    module_kinds,
+    short,
+)
+from megatron_cg.compiled.trace import Rank, loading_for
+from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, digest, ranks_text
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.consensus.process_exit import (
+    exit_without_waiting,
+    exit_without_waiting_unless_it_goes_on,
+)
+from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
+from megatron_cg.hooks.hook_records import HookKind, describe, module_hooks
+from megatron_cg.replay.verify import difference, synthetic_gradient
+from megatron_cg.upstream.patch import Undo, all_of, set_attribute
+from megatron_cg.upstream.symbols import Symbol
+
+logger = logging.getLogger(__name__)
+
+_LOAD = Symbol(
+    "torch",
+    "torch.compiler:load_compiled_function",
+    "decodes a compiled function from a file",
+    parameters=("file",),
+)
+RELIES_ON = (_LOAD,)
+
+OnRefusal = Literal["error", "eager"]
+
+
+class _Stage(IntEnum):
+    """What a vote follows; its serial number."""
+
+    DECODED = 1
+    COMPARED = 2
+
+
+class Precompiled:
+    """Compiled code on this rank; call it with a module and its arguments.
+
+    One artifact serves all modules of the same kind and shapes, such as all layers of a model.
+    """
+
+    def __init__(self, function: Callable[..., Any], region: Region, name: str) -> None:
+        self._function, self._name = function, name
+        self._training = region.module.training
+        self._device_type = region.device().type
+        self._call = call_kinds(region, self._device_type)
+        self._module = module_kinds(region.module)
+        named = region.module.named_parameters()
+        self._frozen = tuple(name for name, one in named if not one.requires_grad)
+
+    def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward pass; its outputs have the compiled backward pass.
+
+        Raises ReplayMismatchError if an argument, autocast or a frozen parameter is not as it was
+        traced: code without guards would compute something wrong.
+        """
+        found = call_kinds(Region(module, args, kwargs), self._device_type)
+        if found != self._call:
+            raise ReplayMismatchError(
+                f"{self._name} was compiled for other calls: "
+                f"{short(differences(self._call, found))}. Call it as it was traced, or save an "
+                "artifact for this call"
+            )
+        for name in self._frozen:
+            if module.get_parameter(name).requires_grad:
+                raise ReplayMismatchError(
+                    f"{name} needed no gradient when {self._name} was compiled, so that code gives "
+                    "it none. Save an artifact with it trainable, or undo attach"
+                )
+        return self._function(module, *args, **kwargs)
+
+    def attach(self, modules: Iterable[torch.nn.Module]) -> Undo:
+        """Let these modules' forward passes run the compiled code; returns the undo.
+
+        In the other mode than the traced one (``eval()`` for code of ``train()``), a module's own
+        forward runs. Hooks of the modules themselves run as before. A call raises
+        ReplayMismatchError if a module inside has got a hook since, which would never run, or was
+        replaced, as a wrapper of the model may do.
+
+        Raises:
+            ReplayMismatchError: a module has other parameters or buffers, or a module inside it has
+                a hook, which would never run; none is changed then.
+        """
+        modules = list(modules)
+        for module in modules:
+            found = module_kinds(module)
+            if found != self._module:
+                raise ReplayMismatchError(
+                    f"{self._name} was compiled for another {type(module).__name__}: "
+                    f"{short(differences(self._module, found))}. Leave this module out"
+                )
+            _refuse_inner_hooks(self._name, module)
+        return all_of(
+            set_attribute(module, "forward", self._forward_of(module)) for module in modules
+        )
+
+    def _forward_of(self, module: torch.nn.Module) -> Callable[..., Any]:
+        own, attached = module.forward, tuple(module.modules())
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if module.training is not self._training:
+                return own(*args, **kwargs)
+            try:
+                _refuse_inner_hooks(self._name, module)
+                if tuple(module.modules()) != attached:
+                    raise ReplayMismatchError(
+                        f"a module inside this {type(module).__name__} was replaced after attach, "
+                        f"and {self._name} would never run the new one: replace it before attach, "
+                        "or leave this module out"
+                    )
+                return self(module, *args, **kwargs)
+            except ReplayMismatchError:
+                exit_without_waiting_unless_it_goes_on()
+                raise
+
+        return forward
+
+
+def load(
+    directory: Path | str,
+    name: str,
+    region: Region,
+    votes: Agreement,
+    *,
+    on_refusal: OnRefusal = "error",
+    manifest_sha256: str | None = None,
+) -> Precompiled | None:
+    """Load an artifact on all ranks, or on none. All ranks call this together.
+
+    Nothing is decoded before the owner of the files (or ``manifest_sha256``), the checksum and the
+    fingerprint were checked; see Note [What is trusted].
+
+    Args:
+        directory: where ``save`` wrote to.
+        name: of the artifact.
+        region: the module on this rank's device, with real weights, real arguments of the shapes
+            to come, and the process groups of the rank by role.
+        votes: of all ranks of the default process group.
+        on_refusal: ``error`` raises on all ranks; ``eager`` returns None on all ranks.
+        manifest_sha256: what ``save`` returned; the folder's owner does not matter then.
+
+    Raises:
+        ArtifactRefusedError: a rank refused, and ``on_refusal`` is ``error``.
+        AgreementError: a rank is gone or does something else, or this rank failed in the comparison
+            while others may wait for it in a collective. This process must end.
+    """
+    held = ""
+    compiled: Any = None
+    own: Exception | None = None
+    try:
+        stored = artifact.read(Path(directory), name, manifest_sha256)
+        held = stored.manifest_sha256
+        compiled = _decoded(stored, region)
+    except Exception as error:  # This rank must vote, so nothing may escape.
+        own = error
+    refusal = _decided(_Stage.DECODED, own, votes, f"{on_refusal} {held}")
+    if refusal is None:
+        own = _compared(name, region, compiled)
+        refusal = _decided(_Stage.COMPARED, own, votes, f"{on_refusal} {held}")
+    if refusal is None:
+        return Precompiled(compiled, region, name)
+    if on_refusal == "error":
+        raise refusal from own
+    logger.warning("megatron_cg: %s runs eagerly on all ranks: %s", name, refusal)
+    return None
+
+
+def _decoded(stored: artifact.Stored, region: Region) -> Any:
+    """The code for this rank. Raises ArtifactRefusedError if it is for something else."""
+    manifest, device = stored.manifest, region.device()
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    different = differences(manifest.fingerprint, fingerprint(region, capability))
+    if different:
+        raise ArtifactRefusedError(
+            f"{manifest.name} was made for something else: {short(different)}. Save again for this "
+            "configuration"
+        )
+    missing = set(manifest.roles) - set(region.groups)
+    if missing:
+        raise ArtifactRefusedError(
+            f"{manifest.name} has collectives on {', '.join(sorted(missing))}, and the region "
+            "names no such group: add it to Region.groups"
+        )
+    groups = {f"{PREFIX}{role}": group.group_name for role, group in region.groups.items()}
+    with loading_for(Rank(device, groups)):
+        compiled = _LOAD.find()(io.BytesIO(stored.data))
+    # All guards were left out; the fingerprint and the check of each call replace them.
+    compiled.disable_guard_check()
+    return compiled
+
+
+def _compared(name: str, region: Region, compiled: Callable[..., Any]) -> Exception | None:
+    """Why this rank refuses the code after one step of it, if it does."""
+    try:
+        different = first_difference(region, compiled)
+    except Exception as error:
+        if not region.groups or not dist.is_initialized() or dist.get_world_size() == 1:
+            return error
+        exit_without_waiting()
+        raise AgreementError(
+            f"this rank failed while {name} was compared with eager, and other ranks may wait for "
+            "it in a collective of the region. So this run ends. To train without compiled code, "
+            "do not load it"
+        ) from error
+    if different is None:
+        return None
+    return ArtifactRefusedError(
+        f"{name} does not compute what eager computes: {different}. Save again; if that does not "
+        "help, please report it with this line"
+    )
+
+
+def _decided(
+    stage: _Stage, own: Exception | None, votes: Agreement, held: str
+) -> ArtifactRefusedError | None:
+    """The refusal of all ranks, or None if all go on."""
+    level = Level.KEEP if own is None else Level.GIVE_UP
+    decision = votes.agree(Kind.PRECOMPILED, Vote(level, graphs=digest([held])), serial=stage)
+    if own is not None:
+        if isinstance(own, MegatronCGError):
+            return ArtifactRefusedError(str(own))
+        return ArtifactRefusedError(
+            f"the artifact could not be {stage.name.lower()}: {type(own).__name__}: {own}"
+        )
+    if decision.asked:
+        return ArtifactRefusedError(
+            f"{ranks_text(decision.asked)} refused the artifact, for the reason in its own log, so "
+            "no rank uses it"
+        )
+    if decision.minority:
+        return ArtifactRefusedError(
+            f"{ranks_text(decision.minority)} and the other ranks read different artifacts, or "
+            "were called with a different on_refusal: give all ranks the same folder"
+        )
+    return None
+
+
+def first_difference(region: Region, compiled: Callable[..., Any]) -> str | None:
+    """The first output, buffer or gradient that differs between eager and compiled, in words.
+
+    Outputs that are all zero are named as well, since equal zeros say nothing about the code.
+
+    Both passes run on the region's own arguments. Buffers are put back; gradients of parameters
+    are not accumulated, and hooks of parameters do not run. All ranks of the region's groups call
+    this together, since both passes contain its collectives.
+    """
+    eager = _pass(region, region.module)
+    found = _pass(region, lambda *args, **kwargs: compiled(region.module, *args, **kwargs))
+    outputs = [value for name, value in eager if name.startswith("output ")]
+    if outputs and not any(one is not None and one.any() for one in outputs):
+        return (
+            "every output is zero, so the comparison shows nothing: give the region arguments and "
+            "weights with realistic values"
+        )
+    if [name for name, _value in eager] != [name for name, _value in found]:
+        return f"{len(eager)} results in eager and {len(found)} in compiled code"
+    for (name, one), (_, other) in zip(eager, found, strict=True):
+        different = difference(one, other)
+        if different is not None:
+            return f"{name} is {different[0]} in eager and {different[1]} in compiled code"
+    return None
+
+
+def _pass(region: Region, run: Callable[..., Any]) -> list[tuple[str, torch.Tensor | None]]:
+    buffers = dict(region.module.named_buffers())
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    args, kwargs = tree_map(_detached, (region.args, dict(region.kwargs)))
+    inputs = [
+        (f"the gradient of {name}", value)
+        for name, value in Region(region.module, args, kwargs).tensors()
+        if value.requires_grad
+    ]
+    try:
+        made = [one for one in tree_leaves(run(*args, **kwargs)) if isinstance(one, torch.Tensor)]
+        results: list[tuple[str, torch.Tensor | None]]
+        results = [(f"output {place}", one.detach()) for place, one in enumerate(made)]
+        results += [(f"buffer {name}", buffer.clone()) for name, buffer in buffers.items()]
+        ends = [one for one in made if one.requires_grad]
+        if ends and inputs:
+            names, leaves = zip(*inputs, strict=True)
+            starts = [synthetic_gradient(one) for one in ends]
+            gradients = torch.autograd.grad(ends, leaves, starts, allow_unused=True)
+            results += list(zip(names, gradients, strict=True))
+        return results
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(before[name])
+
+
+def _detached(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _refuse_inner_hooks(name: str, module: torch.nn.Module) -> None:
+    inside = islice(module.modules(), 1, None)
+    if not any(getattr(inner, kind.value) for inner in inside for kind in HookKind):
+        return
+    for path, inner in islice(module.named_modules(), 1, None):
+        for hook in module_hooks(inner):
+            raise ReplayMismatchError(
+                f"{path} has the hook {describe(hook.fn)}, which {name} would never run: register "
+                "it on the module that is attached, or leave this module out. If Megatron-FSDP put "
+                "it there, name the class of the attached module in fsdp_unit_modules"
+            )

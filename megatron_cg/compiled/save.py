@@ -1,0 +1,179 @@
+"""Compile a region once, as a rank that does not exist, for all that will.
+
+A rank that does not exist has no GPU, no other process and no weights. The default process group is
+torch's ``fake`` one, whose collectives do nothing. Requests for the current CUDA device get the
+meta device, so that what is traced names no GPU. Code that is right on this rank alone, such as
+code with its rank as a constant, is found on the others when they compare it with eager.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+
+from megatron_cg.compiled import artifact
+from megatron_cg.compiled.region import PREFIX, Build, Capability, fingerprint
+from megatron_cg.compiled.trace import trace
+from megatron_cg.errors import PrecompileError
+from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.symbols import Symbol
+
+_FAKE_STORE = Symbol(
+    "torch",
+    "torch.testing._internal.distributed.fake_pg:FakeStore",
+    "the store of a fake process group, and what registers its backend",
+)
+_PARALLEL_STATE = "megatron.core.parallel_state"
+_DESTROY = Symbol(
+    "megatron-core", f"{_PARALLEL_STATE}:destroy_model_parallel", "forgets Megatron's groups"
+)
+_DISPATCHER_MODULE = "megatron.core.transformer.moe.token_dispatcher"
+_DISPATCHER = Symbol(
+    "megatron-core",
+    f"{_DISPATCHER_MODULE}:MoEAlltoAllTokenDispatcher",
+    "the class that keeps a stream for all its objects",
+    attributes=("cuda_dtoh_stream",),
+)
+RELIES_ON = (_FAKE_STORE, _DESTROY, _DISPATCHER)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was written."""
+
+    manifest: artifact.Manifest
+    manifest_sha256: str
+    """Give it to ``load`` where the folder's owner is not to be trusted."""
+
+
+def save(
+    build: Build,
+    directory: Path | str,
+    *,
+    name: str,
+    world_size: int,
+    capability: Capability = (9, 0),
+) -> Saved:
+    """Trace a region on the meta device as rank 0, and write the code.
+
+    Needs no GPU, no weights and no other process. Traces under this process's numerics flags, such
+    as ``torch.use_deterministic_algorithms``, which become part of the fingerprint.
+
+    Args:
+        build: builds the region of the rank that the default process group says.
+        directory: where to write ``NAME.json``, the manifest, and ``NAME.artifact``.
+        name: of the artifact.
+        world_size: ranks of the default process group while tracing. The artifact serves a run of
+            any size whose groups have the sizes of the region's.
+        capability: compute capability of the GPUs that will load it; None for CPUs.
+
+    Raises:
+        PrecompileError: the region cannot be traced. Nothing has been written.
+        OSError: the folder cannot be written.
+    """
+    artifact.paths(Path(directory), name)
+    with fake_rank(0, world_size, capability):
+        region = build()
+        traced, made_for = trace(region, capability), fingerprint(region, capability)
+    with tempfile.TemporaryDirectory(prefix="megatron-cg-") as folder:
+        file = Path(folder, "artifact")
+        traced.compiled.save_compiled_function(str(file))
+        data = file.read_bytes()
+    manifest = artifact.Manifest(
+        name=name,
+        artifact_sha256=sha256(data).hexdigest(),
+        artifact_bytes=len(data),
+        fingerprint=made_for,
+        roles=tuple(sorted(role.removeprefix(PREFIX) for role in traced.roles)),
+    )
+    return Saved(manifest, artifact.write(Path(directory), manifest, data))
+
+
+class _NoStream:
+    """A CUDA stream for constructors that only keep it. Using it in traced code is an error."""
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        return None
+
+
+_capability: Capability = None
+"""Of the GPUs that the code is for, while a fake rank is there."""
+
+
+def _current_device() -> torch.device:
+    return torch.device("meta")
+
+
+def _device_capability(device: object = None) -> Capability:
+    return _capability
+
+
+@torch.compiler.substitute_in_graph(_current_device)
+def _traced_current_device() -> torch.device:
+    """For Dynamo, which takes what ``torch.cuda.current_device`` is for torch's own."""
+    return torch.device("meta")
+
+
+@torch.compiler.substitute_in_graph(_device_capability)
+def _traced_device_capability(device: object = None) -> Capability:
+    return _capability
+
+
+@contextmanager
+def fake_rank(rank: int, world_size: int, capability: Capability) -> Iterator[None]:
+    """Be ``rank`` of ``world_size`` in the block, on a GPU of that compute capability.
+
+    Raises PrecompileError if this process has a process group already.
+    """
+    if dist.is_initialized():
+        raise PrecompileError(
+            "this process has a process group: save in a process of its own, before "
+            "init_process_group, or type megatron-cg precompile"
+        )
+    named: list[tuple[Any, str, Any]] = [
+        (sys.modules[__name__], "_capability", capability),
+        (torch.cuda, "current_device", _current_device),
+        (torch.cuda, "Stream", _NoStream),
+        # Dynamo cannot trace it; the eager step has warned.
+        (warnings, "warn", lambda *_args, **_kwargs: None),
+    ]
+    if capability is not None:
+        named.append((torch.cuda, "get_device_capability", _device_capability))
+    torch._dynamo.reset()
+    with ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)
+        # A process group puts its rank before every uncaught error, and never takes that back.
+        stack.callback(setattr, sys, "excepthook", sys.excepthook)
+        stack.callback(_forget_stream)
+        for owner, name, value in named:
+            stack.callback(set_attribute(owner, name, value, shared=True))
+        store = _FAKE_STORE.find()()
+        dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+        stack.callback(_destroy)
+        yield
+
+
+def _forget_stream() -> None:
+    """Let a dispatcher that is made later make a stream of its own, a real one."""
+    if _DISPATCHER_MODULE in sys.modules:
+        dispatcher = _DISPATCHER.find()
+        if isinstance(dispatcher.cuda_dtoh_stream, _NoStream):
+            dispatcher.cuda_dtoh_stream = None
+
+
+def _destroy() -> None:
+    if _PARALLEL_STATE in sys.modules:
+        _DESTROY.find()()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,345 @@
+"""One decision of all ranks at the guards of ``torch.compile``, and one shape for all.
+
+Dynamo decides on each rank alone whether a compiled region fits a call, and which sizes it compiles
+as constants. Ranks whose batches differ then compile at different times and different code.
+
+Note [Who decides the shape]
+    No rank alone. When a guard fails on one rank, all compile that region again. Dynamo first
+    traces it with every size as a constant. Then ranks exchange the sizes that they met. Each
+    enters those of all ranks, in rank order, into its history of sizes, and Dynamo traces again. So
+    all apply the same rule to the same history: a size that has been the same on all ranks is a
+    constant, any other is dynamic. This scheme is torch's own (``enable_compiler_collectives``),
+    but torch 2.11 to 2.15 run it on the group of one accelerator only. Here it runs on the votes'
+    gloo group. Where sizes must be constants (``dynamic=False``, CUDA graphs), inputs must have the
+    size that :meth:`CompiledRegions.static_size` says; otherwise all ranks raise an error.
+
+Note [A hook must not raise]
+    An exception in the guard-complete hook ends the process by ``std::terminate`` (torch 2.11). So
+    the hook keeps it and answers that a guard failed. It is raised where Dynamo then begins to
+    compile, or at the end of the block if Dynamo may not compile there.
+
+Note [One vote before each compilation]
+    Dynamo asks the hook only if a region has compiled code, which may be gone on one rank only: its
+    guards drop an object when garbage is collected. So a rank that begins to compile without
+    having been asked votes there. A vote at which all guards passed leads to no compilation, so it
+    never counts for the next one; a failed vote does, until the hook is asked again. If Dynamo may
+    not compile after a failed vote, and next compiles another region whose code is gone on one rank
+    only, that rank skips this vote, which is an error on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_cg.consensus.agreement_time import AgreementTime
+from megatron_cg.consensus.decision import (
+    AgreementError,
+    Decision,
+    Kind,
+    Level,
+    Vote,
+    digest,
+    ranks_text,
+)
+from megatron_cg.consensus.exchange import TIMEOUT, Agreement, under_capture
+from megatron_cg.errors import PhaseError, StaticShapeError
+from megatron_cg.upstream.patch import Undo, put_over
+from megatron_cg.upstream.symbols import Symbol
+
+logger = logging.getLogger(__name__)
+
+
+def _dynamo(path: str, expected: str, **checks: tuple[str, ...]) -> Symbol:
+    return Symbol("torch", f"torch._dynamo.{path}", expected, **checks)
+
+
+_SET_HOOK = Symbol(
+    "torch",
+    "torch._C._dynamo.eval_frame:set_guard_complete_hook",
+    "sets the function that is asked after each check of guards; returns the previous one",
+)
+_BEGIN = _dynamo("convert_frame:get_compile_pg", "is called when a compilation begins")
+_EXCHANGE = _dynamo(
+    "output_graph:OutputGraph.run_compiler_collective",
+    "exchanges the sizes that ranks met in the first trace, and starts the second",
+    fingerprints=("7686050615057836", "7057496218b8adfe"),  # torch 2.11 and 2.12; 2.13 to 2.15
+)
+_STATE = _dynamo(
+    "symbolic_convert:DistributedState",
+    "what one compilation exchanges",
+    attributes=("compile_pg", "local_state", "all_states"),
+)
+_MET = _dynamo("pgo:FrameStateSizeEntry", "the sizes of one input", attributes=("size", "scalar"))
+_RESTART = _dynamo("exc:CompileCollectiveRestartAnalysis", "starts the second trace")
+_WRAPPED = _dynamo("exc:InternalTorchDynamoError", "what Dynamo makes of our errors")
+_DYNAMIC = _dynamo(
+    "config:automatic_dynamic_shapes",
+    "whether a size that varied is dynamic; False under dynamic=False",
+)
+_SUPPRESS = _dynamo(
+    "config:suppress_errors", "whether Dynamo goes on in eager after an error, ours included"
+)
+RELIES_ON = (_SET_HOOK, _BEGIN, _EXCHANGE, _STATE, _MET, _RESTART, _WRAPPED, _DYNAMIC, _SUPPRESS)
+
+
+@dataclass
+class CompileCounters:
+    """What happened at the guards of compiled regions, counted on this rank."""
+
+    guards: int = 0
+    """Votes on guards: one at each call of a region, and at each graph break inside."""
+    failed: int = 0
+    """Votes at which this rank's guards failed, or it had no compiled code."""
+    followed: int = 0
+    """Votes after which this rank compiled only because another rank had to."""
+    compiled: int = 0
+    """Exchanges of sizes, one for each compilation."""
+    sizes: int = 0
+    """Calls of :meth:`CompiledRegions.static_size`."""
+
+    def as_dict(self) -> dict[str, int]:
+        """The values by field name."""
+        return asdict(self)
+
+
+class CompiledRegions:
+    """The votes of all ranks on compiled regions; :func:`compile_together` makes it.
+
+    ``counters`` and ``time`` say what happened and what it cost on this rank.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._serial = 0
+        self._voted = False
+        """Whether the hook's last vote failed, and no compilation has begun since."""
+        self._sizes: dict[str, int] = {}
+        self.unraised: BaseException | None = None
+        """What went wrong at a vote on guards, until it is raised."""
+        self.wrapped: BaseException | None = None
+        """What :meth:`sizes_met` raised last, which Dynamo puts into an exception of its own."""
+        self.counters = CompileCounters()
+
+    @property
+    def time(self) -> AgreementTime:
+        """What the votes cost this rank, in milliseconds."""
+        return self._agreement.time
+
+    def static_size(self, size: int, name: str = "tokens", *, multiple_of: int = 1) -> int:
+        """The size to which all ranks pad, so that all compile for the same static shape.
+
+        All ranks call it together, before the compiled region. It only grows, so a region is
+        compiled again only when some rank needs more than any rank has needed before.
+
+        Args:
+            size: what this rank needs, from 0 on.
+            name: which size, if a program has several.
+            multiple_of: the result is a multiple of it, which saves compilations.
+
+        Returns:
+            The largest size that any rank has needed so far under this name, rounded up.
+
+        Raises:
+            ValueError: a negative size, or a multiple below 1.
+            AgreementError: a rank is gone or late, or asks for a size of another name or multiple.
+        """
+        if size < 0 or multiple_of < 1:
+            raise ValueError(
+                f"static_size({size}, multiple_of={multiple_of}): a size is 0 or more, and a "
+                "multiple 1 or more"
+            )
+        rounded = -(-size // multiple_of) * multiple_of
+        what = f"the size {name!r}, a multiple of {multiple_of}"
+        decision = self._vote(Kind.SIZE, Vote(size=rounded, graphs=digest([what])))
+        _require_same(decision, f"{what},", "Give all ranks the same name and multiple_of")
+        self.counters.sizes += 1
+        largest = self._sizes[name] = max(self._sizes.get(name, 0), decision.largest)
+        return largest
+
+    def guards_checked(self, passed: bool) -> bool:
+        """The hook: whether guards passed on all ranks; False makes Dynamo compile.
+
+        Under a capture of a CUDA graph no vote is held. See Note [A hook must not raise].
+        """
+        self._voted = False
+        if under_capture():
+            return passed
+        if self.unraised is not None:
+            return False  # Ranks no longer do the same, so another vote would say nothing.
+        try:
+            all_passed = self._vote_on_guards(passed)
+        except BaseException as error:
+            self.unraised = error
+            logger.error("megatron_cg: the vote on a compiled region failed: %s", error)
+            return False
+        self._voted = not all_passed
+        return all_passed
+
+    def compilation_begins(self) -> CompiledRegions:
+        """In place of Dynamo's ``get_compile_pg``; the result gets to :meth:`sizes_met`."""
+        if self.unraised is not None:
+            error, self.unraised = self.unraised, None
+            raise error
+        # See Note [One vote before each compilation].
+        if not self._voted:
+            self._vote_on_guards(False)
+        self._voted = False
+        return self
+
+    def sizes_met(self, graph: Any) -> None:
+        """In place of Dynamo's ``OutputGraph.run_compiler_collective``.
+
+        Raises what starts the second trace, AgreementError and StaticShapeError.
+        """
+        tracer = graph.root_tx
+        state = tracer.distributed_state
+        if state is None or state.all_states is not None:
+            return
+        try:
+            state.all_states = self._exchange(tracer.f_code, state.local_state)
+        except BaseException as error:
+            self.wrapped = error
+            raise
+        # The second trace may take another way than the first.
+        tracer.speculation_log.clear()
+        raise _RESTART.find()
+
+    def _exchange(self, code: Any, met: Any) -> list[Any]:
+        region = f"{code.co_name}, line {code.co_firstlineno}"
+        decision = self._vote(Kind.COMPILE, Vote(graphs=digest([region])))
+        _require_same(decision, f"{region},", "Call the same regions in the same order")
+        states = self._agreement.gather(met)
+        self.counters.compiled += 1
+        if not _DYNAMIC.find():
+            _require_one_shape(region, [state.automatic_dynamic for state in states])
+        return states
+
+    def _vote_on_guards(self, passed: bool) -> bool:
+        decision = self._vote(Kind.GUARD, Vote(Level.KEEP if passed else Level.RECAPTURE))
+        all_passed = decision.level is Level.KEEP
+        self.counters.guards += 1
+        self.counters.failed += not passed
+        self.counters.followed += passed and not all_passed
+        if not all_passed:
+            logger.info(
+                "megatron_cg: guards of a compiled region failed on %s; all ranks compile it.",
+                ranks_text(decision.asked),
+            )
+        return all_passed
+
+    def _vote(self, kind: Kind, vote: Vote) -> Decision:
+        self._serial += 1
+        self._agreement.post(kind, vote, serial=self._serial)
+        decision = self._agreement.collect()
+        assert decision is not None
+        return decision
+
+
+@contextmanager
+def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegions]:
+    """Let all ranks decide together at every compiled region that is called in this block.
+
+    All ranks enter it together, before the first call of a compiled region, and call the same
+    regions in the same order. See ``docs/compiled-regions.md``.
+
+    Args:
+        timeout: how long a rank waits for another at a vote; longer than a compilation takes.
+
+    Raises:
+        PhaseError: no process groups, another guard-complete hook is installed, or Dynamo
+            suppresses errors (``torch._dynamo.config.suppress_errors``).
+        UpstreamChangedError: this torch is none that this was written for.
+        AgreementError: in the block or at its end: a rank is gone or late, or ranks called
+            different regions. They no longer do the same, so this process must end.
+        StaticShapeError: as AgreementError, if ranks would compile for different static shapes.
+    """
+    if not dist.is_initialized():
+        raise PhaseError(
+            "compile_together() needs the other ranks: call torch.distributed.init_process_group() "
+            "before"
+        )
+    _require_no_hook()
+    _EXCHANGE.require_known_body()
+    for symbol in RELIES_ON:
+        symbol.find()
+    _require_no_suppression()
+    with ExitStack() as undo:
+        agreement = Agreement(timeout)
+        undo.callback(agreement.close)
+        together = CompiledRegions(agreement)
+        undo.callback(_install(together.guards_checked))
+        undo.callback(put_over(*_BEGIN.place(), together.compilation_begins))
+        undo.callback(put_over(*_EXCHANGE.place(), together.sizes_met))
+        try:
+            yield together
+        except _WRAPPED.find() as error:
+            if together.wrapped is None:
+                raise
+            raise together.wrapped from error
+        if together.unraised is not None:
+            raise together.unraised
+
+
+def _require_no_hook() -> None:
+    install = _SET_HOOK.find()
+    if (other := install(None)) is not None:
+        install(other)
+        raise PhaseError(
+            "another guard-complete hook is installed, and torch has one only: leave the other "
+            "compile_together() first, or type torch.compiler.set_enable_guard_collectives(False)"
+        )
+
+
+def _require_no_suppression() -> None:
+    if _SUPPRESS.find():
+        raise PhaseError(
+            "torch._dynamo.config.suppress_errors is on, so Dynamo would swallow the errors of "
+            "compile_together(), and ranks would go on with different code. Type "
+            "torch._dynamo.config.suppress_errors = False before, and unset "
+            "TORCHDYNAMO_SUPPRESS_ERRORS: any value of it, 0 too, turns the setting on"
+        )
+
+
+def _install(hook: Callable[[bool], bool]) -> Undo:
+    install = _SET_HOOK.find()
+    install(hook)
+
+    def undo() -> None:
+        if (now := install(None)) is not hook and now is not None:
+            logger.warning("megatron_cg: a guard-complete hook that was set later stays.")
+            install(now)
+
+    return undo
+
+
+def _require_same(decision: Decision, what: str, remedy: str) -> None:
+    if decision.minority:
+        raise AgreementError(
+            f"this rank is at {what} and {ranks_text(decision.minority)} differ from most ranks. "
+            f"{remedy} on all of them"
+        )
+
+
+def _require_one_shape(region: str, met: list[dict[str, Any]]) -> None:
+    """Raise StaticShapeError if an input's sizes differ between ranks."""
+    for name in met[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, entries in enumerate(met):
+            entry = entries.get(name)
+            size = entry.size if entry is not None and isinstance(entry.size, tuple) else None
+            found = size if size is not None else entry and entry.scalar
+            ranks.setdefault(str(found), []).append(rank)
+        if len(ranks) > 1:
+            raise StaticShapeError(
+                f"ranks would compile {region} for different static shapes: {name} is "
+                + ", ".join(f"{size} on {ranks_text(where)}" for size, where in ranks.items())
+                + ". Pad it before the call to what static_size() returns, or let sizes be "
+                "dynamic: torch.compile(..., dynamic=None)"
+            )

@@ -1,0 +1,206 @@
+"""Regions of Megatron's local spec, on the meta device to be saved and on the CPU to be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_cg.compiled.region import Region
+
+WORLD = 4
+_ROWS, _BATCH, _HIDDEN = 8, 2, 32
+
+
+def config(**options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fields: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": _HIDDEN,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**{**fields, **options})
+
+
+def experts(parallel: int) -> Any:
+    """A configuration in which each expert has room for its share of the tokens, and no more."""
+    return config(
+        add_bias_linear=False,
+        expert_model_parallel_size=parallel,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=48,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_expert_capacity_factor=1.0,
+        moe_pad_expert_input_to_capacity=True,
+    )
+
+
+def with_groups(settings: Any, device: str, **options: Any) -> None:
+    """Make Megatron's groups, and seed the weights, which are the same in each process.
+
+    ``options`` are about Megatron's random states.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        settings.tensor_model_parallel_size,
+        expert_model_parallel_size=settings.expert_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    if device != "meta":
+        random.model_parallel_cuda_manual_seed(1, **options)
+        torch.manual_seed(3)
+
+
+def local_layer(settings: Any, device: str = "meta", **options: Any) -> Any:
+    """A layer of Megatron's local spec; ``options`` are those of :func:`with_groups`."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    with_groups(settings, device, **options)
+    spec = get_gpt_layer_local_spec(settings.num_moe_experts)
+    with torch.device(device):
+        return build_module(spec, config=settings).to(device)
+
+
+def hidden_states(settings: Any, device: str, seed: int = 5, rows: int = _ROWS) -> torch.Tensor:
+    rows //= settings.tensor_model_parallel_size if settings.sequence_parallel else 1
+    if device != "meta":
+        torch.manual_seed(seed)
+    shape = rows, _BATCH, settings.hidden_size
+    return torch.randn(*shape, device=device, requires_grad=True)
+
+
+def causal_mask(rows: int, device: str) -> torch.Tensor:
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)[None, None]
+
+
+class Layers(torch.nn.Module):
+    """The modules of some regions, one behind the other.
+
+    No input of one is used outside of it too: autograd would add the gradients in another order.
+    """
+
+    def __init__(self, regions: list[Region]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(region.module for region in regions)
+        self.options = regions[0].kwargs
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden, _ = layer(hidden, **self.options)
+        return hidden
+
+
+def transformer_layer(device: str = "meta", seed: int = 5) -> Region:
+    from megatron_cg.compiled.region import megatron_groups
+
+    settings = config(tensor_model_parallel_size=2)
+    layer = local_layer(settings, device)
+    given = hidden_states(settings, device, seed)
+    mask = {"attention_mask": causal_mask(_ROWS, device)}
+    return Region(layer, (given,), mask, megatron_groups(), settings)
+
+
+def expert_block(parallel: int, device: str = "meta", seed: int = 5) -> Region:
+    """Router, all-to-all, experts, combine, at static capacity."""
+    from megatron_cg.compiled.region import megatron_groups
+
+    settings = experts(parallel)
+    block = local_layer(settings, device).mlp
+    groups = megatron_groups()
+    with torch.no_grad():
+        # Otherwise experts of all ranks are the same, and the router has no gradient.
+        for weight in block.experts.parameters():
+            weight.mul_(1 + groups["ep"].rank() / 4)
+    return Region(block, (hidden_states(settings, device, seed),), {}, groups, settings)
+
+
+def sequence_parallel_mlp(device: str = "meta", seed: int = 5) -> Region:
+    """All-gather and reduce-scatter, asynchronous ones in the backward pass."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
+    from megatron_cg.compiled.region import megatron_groups
+
+    settings = config(tensor_model_parallel_size=2, sequence_parallel=True)
+    with_groups(settings, device)
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    groups = megatron_groups()
+    with torch.device(device):
+        mlp = MLP(settings, parts, tp_group=groups["tp"]).to(device)
+    return Region(mlp, (hidden_states(settings, device, seed),), {}, groups, settings)
+
+
+class GatheredColumns(torch.nn.Module):
+    """All-gather along the last dimension, and reduce-scatter in the backward pass."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.linear = torch.nn.Linear(_HIDDEN, 6)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        from megatron.core.tensor_parallel import mappings
+
+        columns = self.linear(given).tanh()
+        gather: Any = mappings.all_gather_last_dim_from_tensor_parallel_region
+        made: torch.Tensor = gather(columns, self.group)
+        return made
+
+
+def gathered_columns(device: str = "meta", seed: int = 5) -> Region:
+    from megatron_cg.compiled.region import megatron_groups
+
+    settings = config(tensor_model_parallel_size=2)
+    with_groups(settings, device)
+    groups = megatron_groups()
+    with torch.device(device):
+        module = GatheredColumns(groups["tp"])
+    return Region(module, (hidden_states(settings, device, seed),), {}, groups, settings)
+
+
+def gathered_linear(device: str = "meta", seed: int = 5) -> Region:
+    """Its backward pass takes the columns of the rank, so its code is not that of another."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    from megatron_cg.compiled.region import megatron_groups
+
+    settings = config(tensor_model_parallel_size=2)
+    with_groups(settings, device)
+    groups = megatron_groups()
+    with torch.device(device):
+        linear = ColumnParallelLinear(
+            *(_HIDDEN, 16),
+            config=settings,
+            init_method=settings.init_method,
+            gather_output=True,
+            tp_group=groups["tp"],
+        ).to(device)
+    return Region(linear, (hidden_states(settings, device, seed),), {}, groups, settings)
+
+
+REGIONS: dict[str, Callable[..., Region]] = {
+    "layer": transformer_layer,
+    "mlp": sequence_parallel_mlp,
+    "columns": gathered_columns,
+    "experts-2": partial(expert_block, 2),
+    "experts-4": partial(expert_block, 4),
+}
+"""By the name of their artifact."""

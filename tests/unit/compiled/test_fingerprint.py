@@ -1,0 +1,100 @@
+"""A fingerprint sees every change of what an artifact was made for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.compiled.region import Region, differences, fingerprint, short
+from megatron_cg.errors import PrecompileError
+
+
+def region(**options: Any) -> Region:
+    fields: dict[str, Any] = {"args": (torch.zeros(2, 4),)}
+    return Region(torch.nn.Linear(4, 3), **{**fields, **options})
+
+
+def test_what_it_has() -> None:
+    found = fingerprint(region(kwargs={"mask": None, "pair": (1, torch.ones(2))}), (9, 0))
+    assert found["device"] == "cuda 9.0" and found["version.torch"] == torch.__version__
+    assert found["module"] == "torch.nn.modules.linear.Linear"
+    assert found["parameter.weight"] == ("torch.float32 (3, 4) strides (4, 1), requires_grad")
+    assert found["argument.0"] == "torch.float32 (2, 4) strides (4, 1)"
+    assert found["argument.mask"] == "None" and found["argument.pair"] == "1"
+    assert found["argument.pair.1"] == "torch.float32 (2,) strides (1,)"
+
+
+def test_every_field_of_megatrons_configuration_is_in_it() -> None:
+    from tests.unit.compiled.regions import config
+
+    settings = config()
+    found = fingerprint(region(config=settings), None)
+    assert all(f"config.{field.name}" in found for field in dataclasses.fields(settings))
+    assert not any(" at 0x" in text for text in found.values())
+    assert found["config.params_dtype"] == "torch.float32"
+    assert found["config.activation_func"].endswith("gelu")
+
+
+def in_eval() -> Region:
+    found = region()
+    found.module.eval()
+    return found
+
+
+def frozen() -> Region:
+    found = region()
+    found.module.requires_grad_(False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (partial(region, args=(torch.zeros(2, 4).half(),)), "argument.0 was"),
+        (partial(region, args=(torch.zeros(4, 2).t(),)), "argument.0 was"),
+        (partial(region, kwargs={"scale": 2}), "argument.scale was absent and is 2"),
+        (partial(region, config={"width": [8, None]}), "config.width was absent and is [8, None]"),
+        (in_eval, "module.training was True and is False"),
+        (frozen, "parameter.weight was"),
+    ],
+)
+def test_a_change_is_named(other: Callable[[], Region], name: str) -> None:
+    lines = differences(fingerprint(region(), None), fingerprint(other(), None))
+    assert any(name in line for line in lines)
+
+
+def test_a_change_of_the_devices_capability_is_named() -> None:
+    lines = differences(fingerprint(region(), (9, 0)), fingerprint(region(), (10, 0)))
+    assert lines == ["device was cuda 9.0 and is cuda 10.0"]
+
+
+def test_whether_algorithms_are_deterministic_is_in_it() -> None:
+    before, old = fingerprint(region(), None), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(not old)
+    try:
+        (line,) = differences(before, fingerprint(region(), None))
+    finally:
+        torch.use_deterministic_algorithms(old)
+    assert line == f"deterministic was {old} and is {not old}"
+
+
+def test_many_differences_are_counted() -> None:
+    assert short(list("abc"), 2) == "a; b; and 1 more" and short(["a"]) == "a"
+
+
+def test_tensors_on_several_devices_are_refused() -> None:
+    with pytest.raises(PrecompileError, match="cpu, meta"):
+        region(args=(torch.zeros(2, 4, device="meta"),)).device()
+
+
+def test_autocast_of_the_device_is_part_of_it() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under, on_gpus = fingerprint(region(), None), fingerprint(region(), (9, 0))
+    lines = differences(fingerprint(region(), None), under)
+    assert lines == ["autocast was off and is torch.bfloat16"]
+    assert not differences(fingerprint(region(), (9, 0)), on_gpus)

@@ -1,0 +1,376 @@
+"""Artifacts of one offline process, loaded on four ranks: their bits, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg import graph_units
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.compiled.load import Precompiled, load
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.save import save
+from megatron_cg.consensus.decision import ranks_text
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import ArtifactRefusedError, ReplayMismatchError
+from megatron_cg.replay.verify import bytes_of
+from tests.unit.compiled.poison import MARKER, poisoned
+from tests.unit.compiled.regions import REGIONS, WORLD, Layers, gathered_linear
+from tests.unit.ranks import on_ranks
+
+OWN_TOKENS = ("experts-2", "experts-4")
+"""Regions whose ranks have tokens of their own; ranks of a tensor-parallel group share theirs."""
+
+
+def step(region: Region, seed: int) -> dict[str, torch.Tensor]:
+    """Loss, input gradient and parameter gradients of one training step on new tokens."""
+    torch.manual_seed(seed)
+    (old,) = region.args
+    given = torch.randn_like(old).requires_grad_()
+    for parameter in region.module.parameters():
+        parameter.grad = None
+    made = region.module(given, **region.kwargs)
+    outs = [out for out in (made if isinstance(made, tuple) else (made,)) if out is not None]
+    loss = sum((out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum() for out in outs)
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    assert given.grad is not None
+    found = {"loss": loss.detach(), "input": given.grad}
+    for name, parameter in region.module.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    return found
+
+
+def counted(compiled: Precompiled) -> list[int]:
+    """An entry for each call of the compiled code."""
+    calls: list[int] = []
+    run = compiled._function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return run(*args, **kwargs)
+
+    compiled._function = call
+    return calls
+
+
+def bits(folder: Path, votes: Agreement, name: str) -> dict[str, Any]:
+    """Which values of a step are equal, bit for bit, in eager and in loaded code."""
+    rank = dist.get_rank()
+    region = REGIONS[name](device="cpu", seed=5)
+    compiled = load(folder, name, region, votes)
+    assert compiled is not None
+    seed = 20 + (rank if name in OWN_TOKENS else rank // 2)
+    eager = step(region, seed)
+    calls = counted(compiled)
+    undo = compiled.attach([region.module])
+    loaded = step(region, seed)
+    undo()
+    step(region, seed)  # Its own forward again.
+    return {
+        "calls": len(calls),
+        "nonzero": [key for key, value in eager.items() if bool(value.any())],
+        "equal": [key for key in eager if torch.equal(bytes_of(eager[key]), bytes_of(loaded[key]))],
+        "all": [*eager],
+    }
+
+
+def said(run: Callable[[], Precompiled | None]) -> str:
+    try:
+        return "eager" if run() is None else "loaded"
+    except ArtifactRefusedError as error:
+        return str(error)
+
+
+def broken_decoder(file: Any) -> None:
+    raise EOFError("half of it")
+
+
+def scaled(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda given: forward(given) * 1.0000002
+
+
+def refusals(folder: Path, own: Path, votes: Agreement, digest: str) -> dict[str, Any]:
+    """What ranks come to where one of them has a bad artifact. ``own`` is this rank's folder."""
+    rank = dist.get_rank()
+    region = REGIONS["columns"](device="cpu", seed=5)
+    shutil.copytree(folder, own)
+    own.chmod(0o700)
+    artifact, manifest = own / "columns.artifact", own / "columns.json"
+    found: dict[str, Any] = {}
+
+    def all_load(**options: Any) -> str:
+        return said(partial(load, own, "columns", region, votes, **options))
+
+    if rank == 2:
+        artifact.write_bytes(poisoned(own / MARKER))
+    found["damaged"] = all_load()
+    found["damaged, eager"] = all_load(on_refusal="eager")
+    found["decoded"] = (own / MARKER).exists()
+    shutil.copy(folder / "columns.artifact", artifact)
+    if rank == 1:
+        own.chmod(0o777)
+    found["foreign"] = all_load()
+    found["foreign, by its SHA-256"] = all_load(manifest_sha256=digest)
+    found["another SHA-256"] = all_load(manifest_sha256="0" * 64 if rank == 1 else digest)
+    own.chmod(0o700)
+    if rank == 3:
+        stale = replace(region.config, ffn_hidden_size=128)
+        region = replace(region, config=stale)
+    found["stale"] = all_load()
+    region = REGIONS["columns"](device="cpu", seed=5)
+    found["other answers to a refusal"] = all_load(on_refusal="eager" if rank == 0 else "error")
+    if rank == 0:
+        fields = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps(fields))  # The same artifact by another manifest.
+    found["different"] = all_load()
+    shutil.copy(folder / "columns.json", manifest)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(torch.compiler, "load_compiled_function", broken_decoder)
+        found["not decoded"] = all_load()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            linear = region.module.get_submodule("linear")
+            patch.setattr(linear, "forward", scaled(linear.forward))
+        found["other numbers"] = all_load()
+    ranked = gathered_linear(device="cpu", seed=5)
+    found["of one rank"] = said(partial(load, folder, "ranked", ranked, votes))
+    found["good again"] = all_load()
+    return found
+
+
+def hooked(compiled: Precompiled, region: Region) -> None:
+    inner = region.module.get_submodule("linear")
+    handle = inner.register_forward_hook(lambda *_: None)
+    try:
+        compiled.attach([region.module])
+    finally:
+        handle.remove()
+
+
+def under_autocast(compiled: Precompiled, region: Region) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compiled(region.module, *region.args)
+
+
+def wrong_calls(folder: Path, votes: Agreement) -> dict[str, Any]:
+    """Calls for which the code was not compiled; no collective is entered."""
+    region = REGIONS["columns"](device="cpu", seed=5)
+    compiled = load(folder, "columns", region, votes)
+    assert compiled is not None
+    (given,) = region.args
+    found: dict[str, Any] = {}
+    other = torch.nn.Linear(3, 4)
+    calls: dict[str, Callable[[], Any]] = {
+        "shape": lambda: compiled(region.module, given[:4]),
+        "dtype": lambda: compiled(region.module, given.double()),
+        "autograd": lambda: compiled(region.module, given.detach()),
+        "keyword": lambda: compiled(region.module, given, mask=None),
+        "autocast": lambda: under_autocast(compiled, region),
+        "module": lambda: compiled.attach([region.module, other]),
+        "hook": lambda: hooked(compiled, region),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "went on"
+        except ReplayMismatchError as error:
+            found[name] = str(error)
+    found["attached"] = "forward" in vars(region.module)
+    undo = compiled.attach([region.module])
+    ran = counted(compiled)
+    region.module.eval()(given)
+    found["in eval()"] = len(ran)
+    region.module.train()(given)
+    found["in train()"] = len(ran)
+    undo()
+    return found
+
+
+def trained(folder: Path, votes: Agreement, how: str) -> tuple[list[torch.Tensor], int]:
+    """Losses of five steps and weights; ``graphs`` captures the loaded code. Counts replays."""
+    regions = [REGIONS["layer"](device="cpu", seed=5) for _ in range(2)]
+    model = Layers(regions)
+    if how != "eager":
+        compiled = load(folder, "layer", regions[0], votes)
+        assert compiled is not None
+        compiled.attach(model.layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    graphed: Any = nullcontext()
+    if how == "graphs":
+        graphed = graph_units(model, ["layers.*"], warmup_steps=2, backend=TapeBackend())
+    with graphed as graphs:
+        for number in range(5):
+            with graphs.step() if graphs is not None else nullcontext():
+                optimizer.zero_grad()
+                torch.manual_seed(number)
+                given = torch.randn_like(regions[0].args[0]).requires_grad_()
+                loss = model(given).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach().clone())
+        replays = 0 if graphs is None else graphs.counters.replayed
+    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())], replays
+
+
+def captured(folder: Path, votes: Agreement) -> dict[str, Any]:
+    """Whether training with loaded code, also in graphs, has the bits of eager training."""
+    eager, _ = trained(folder, votes, "eager")
+    found: dict[str, Any] = {}
+    for how in ("compiled", "graphs"):
+        values, replays = trained(folder, votes, how)
+        pairs = zip(eager, values, strict=True)
+        found[how] = all(torch.equal(bytes_of(one), bytes_of(two)) for one, two in pairs)
+        found[f"{how}, replays"] = replays
+    return found
+
+
+def on_a_rank(folder: Path, out: Path, digest: str) -> dict[str, Any]:
+    logging.disable()
+    votes, rank = Agreement(), dist.get_rank()
+    found: dict[str, Any] = {name: bits(folder, votes, name) for name in REGIONS}
+    found["refusals"] = refusals(folder, out / f"own{rank}", votes, digest)
+    found["wrong calls"] = wrong_calls(folder, votes)
+    found["captured"] = captured(folder, votes)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Save all regions in this process, without a GPU; load them on four ranks."""
+    folder, out = (tmp_path_factory.mktemp(name) for name in ("artifacts", "results"))
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # As on the ranks.
+    try:
+        saved = {
+            name: save(build, folder, name=name, world_size=WORLD, capability=None)
+            for name, build in {**REGIONS, "ranked": gathered_linear}.items()
+        }
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert not dist.is_initialized()
+    return on_ranks(partial(on_a_rank, folder, out, saved["columns"].manifest_sha256), WORLD)
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_step_of_loaded_code_has_the_bits_of_eager(
+    name: str, results: list[dict[str, Any]]
+) -> None:
+    for found in (result[name] for result in results):
+        assert found["equal"] == found["all"]
+        assert found["nonzero"] == found["all"]
+        assert found["calls"] == 1
+
+
+def test_loaded_code_is_captured_and_replayed_with_the_bits_of_eager(
+    results: list[dict[str, Any]],
+) -> None:
+    """Two layers of one artifact, five steps of which two are warmup."""
+    expected = {"compiled": True, "compiled, replays": 0, "graphs": True, "graphs, replays": 6}
+    assert [result["captured"] for result in results] == [expected] * WORLD
+
+
+def test_the_number_of_gradients_is_that_of_the_layer(results: list[dict[str, Any]]) -> None:
+    assert [len(result["layer"]["all"]) for result in results] == [14] * WORLD
+
+
+def across(results: list[dict[str, Any]], part: str, name: str) -> list[Any]:
+    return [result[part][name] for result in results]
+
+
+def test_a_damaged_artifact_is_refused_by_all_and_decoded_by_none(
+    results: list[dict[str, Any]],
+) -> None:
+    texts = across(results, "refusals", "damaged")
+    assert "columns.artifact is damaged" in texts.pop(2)
+    assert all("rank 2 refused the artifact" in text for text in texts)
+    assert across(results, "refusals", "damaged, eager") == ["eager"] * WORLD
+    assert across(results, "refusals", "decoded") == [False] * WORLD
+
+
+def test_a_folder_that_others_may_write_is_refused_unless_its_checksum_is_given(
+    results: list[dict[str, Any]],
+) -> None:
+    texts = across(results, "refusals", "foreign")
+    assert "other users may write" in texts[1] and "chmod go-w" in texts.pop(1)
+    assert all("rank 1 refused the artifact" in text for text in texts)
+    assert across(results, "refusals", "foreign, by its SHA-256") == ["loaded"] * WORLD
+    texts = across(results, "refusals", "another SHA-256")
+    assert "is not the manifest that save wrote" in texts.pop(1)
+    assert all("rank 1 refused the artifact" in text for text in texts)
+
+
+def test_an_artifact_for_another_configuration_is_refused_with_the_field(
+    results: list[dict[str, Any]],
+) -> None:
+    texts = across(results, "refusals", "stale")
+    assert "config.ffn_hidden_size was 64 and is 128" in texts.pop(3)
+    assert all("rank 3 refused the artifact" in text for text in texts)
+
+
+def test_ranks_that_do_not_do_the_same_all_refuse(results: list[dict[str, Any]]) -> None:
+    found = across(results, "refusals", "other answers to a refusal")
+    assert found[0] == "eager" and all("different on_refusal" in text for text in found[1:])
+    found = across(results, "refusals", "different")
+    assert all("rank 0 and the other ranks read different artifacts" in text for text in found)
+    assert across(results, "refusals", "good again") == ["loaded"] * WORLD
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "text"),
+    [
+        ("not decoded", [1], "the artifact could not be decoded: EOFError: half of it"),
+        # The gradient of its input is added over the ranks.
+        ("of one rank", [0, 1, 2, 3], "what eager computes: the gradient of"),
+        # What rank 0 computes is gathered by rank 1 too.
+        ("other numbers", [0, 1], "does not compute what eager computes: output 0 is"),
+    ],
+)
+def test_what_a_rank_finds_at_a_later_check_is_a_refusal_of_all(
+    name: str, ranks: list[int], text: str, results: list[dict[str, Any]]
+) -> None:
+    texts = across(results, "refusals", name)
+    for rank in range(WORLD):
+        refused = f"{ranks_text(ranks)} refused the artifact"
+        assert (text if rank in ranks else refused) in texts[rank]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("shape", "argument.0 was torch.float32 (8, 2, 32)"),
+        ("dtype", "is torch.float64 (8, 2, 32)"),
+        ("autograd", "strides (64, 32, 1), requires_grad and is"),
+        ("keyword", "argument.mask was absent and is None"),
+        ("autocast", "autocast was off and is torch.bfloat16"),
+        ("module", "parameter.bias was absent and is torch.float32 (4,)"),
+        ("hook", "linear has the hook tests.unit.compiled.test_loaded.hooked.<locals>.<lambda>"),
+    ],
+)
+def test_a_call_for_which_it_was_not_compiled_is_refused(
+    name: str, text: str, results: list[dict[str, Any]]
+) -> None:
+    assert all(text in found for found in across(results, "wrong calls", name))
+
+
+def test_a_refused_module_leaves_the_others_as_they_were(results: list[dict[str, Any]]) -> None:
+    assert across(results, "wrong calls", "attached") == [False] * WORLD
+
+
+def test_a_module_in_the_other_mode_runs_its_own_forward(results: list[dict[str, Any]]) -> None:
+    assert across(results, "wrong calls", "in eval()") == [0] * WORLD
+    assert across(results, "wrong calls", "in train()") == [1] * WORLD

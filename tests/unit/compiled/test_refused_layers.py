@@ -1,0 +1,102 @@
+"""Layers of Megatron that cannot be compiled for all ranks, and what is said then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.save import save
+from megatron_cg.errors import PrecompileError
+from tests.unit.compiled.regions import causal_mask, config, hidden_states, local_layer
+from tests.unit.te_sources import source_of_te
+
+ROWS = 8
+MOE: dict[str, Any] = {
+    "add_bias_linear": False,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+}
+STATIC = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
+SELECTIVE = {"recompute_granularity": "selective"}
+RANDOM = "draws random numbers"
+
+
+def layer(options: dict[str, Any]) -> Region:
+    """A layer of Megatron's local implementation."""
+    from megatron_cg.compiled.region import megatron_groups
+
+    settings = config(**options)
+    made = local_layer(settings)
+    mask = {"attention_mask": causal_mask(ROWS, "meta")}
+    return Region(made, (hidden_states(settings, "meta"),), mask, megatron_groups(), settings)
+
+
+def saved(options: dict[str, Any], folder: Path) -> Any:
+    return save(lambda: layer(options), folder, name="it", world_size=2, capability=None)
+
+
+@pytest.mark.parametrize("options", [{}, MOE | STATIC], ids=["dense", "experts that drop and pad"])
+def test_a_layer_without_any_of_it_is_compiled(options: dict[str, Any], tmp_path: Path) -> None:
+    assert saved(options, tmp_path).manifest.roles == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"hidden_dropout": 0.1}, (RANDOM, "fused_bias_dropout.py")),
+        ({"attention_dropout": 0.1}, (RANDOM, "attention_dropout (Dropout)")),
+        (MOE, ("cannot be traced", "in _maybe_dtoh_and_synchronize")),
+        (MOE | STATIC | AUX_LOSS, ("cannot be traced", "moe_utils.py")),
+        (SELECTIVE | {"recompute_modules": ["core_attn"]}, ("cannot be traced", "rng_states")),
+        (SELECTIVE | {"recompute_modules": ["mlp"]}, ("cannot be traced", "rng_states")),
+    ],
+    ids=["dropout", "attention dropout", "dropless", "aux loss", "core_attn", "mlp"],
+)
+def test_other_layers_cannot_be_compiled(
+    options: dict[str, Any], texts: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(PrecompileError) as error:
+        saved(options, tmp_path)
+    assert all(text in str(error.value) for text in texts), error.value
+
+
+def not_traced_by_te() -> Any:
+    """Transformer Engine's ``no_torch_dynamo``, from its sources; modules' ``forward`` have it."""
+    source = (
+        source_of_te("jit.py").read_text().replace("from .", "from transformer_engine.pytorch.")
+    )
+    start = source.index("    def no_torch_dynamo(")
+    end = source.index("\nelse:", start)
+    scope: dict[str, Any] = {"is_in_onnx_export_mode": lambda: False}
+    exec(
+        "from functools import wraps\nimport inspect, torch\nif True:\n" + source[start:end], scope
+    )
+    return scope["no_torch_dynamo"]()
+
+
+@pytest.mark.parametrize("of_te", [False, True])
+def test_transformer_engine_forbids_to_trace_its_modules(of_te: bool, tmp_path: Path) -> None:
+    class Linear(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input)
+
+    if of_te:
+        Linear.forward = not_traced_by_te()(Linear.forward)  # type: ignore[method-assign]
+
+    def build() -> Region:
+        with torch.device("meta"):
+            return Region(Linear(4, 4), (torch.randn(4, 4, requires_grad=True),), {}, {})
+
+    if not of_te:
+        assert save(build, tmp_path, name="it", world_size=2, capability=None)
+        return
+    with pytest.raises(PrecompileError, match="cannot be traced as one graph"):
+        save(build, tmp_path, name="it", world_size=2, capability=None)
