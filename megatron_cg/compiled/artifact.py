@@ -41,6 +41,8 @@ class Manifest:
     fingerprint: Mapping[str, str]
     roles: tuple[str, ...]
     """The roles whose groups the code uses."""
+    traced_ranks: tuple[int, ...]
+    world_size: int
     format: int = FORMAT
 
 
@@ -150,7 +152,8 @@ def _parsed(path: Path, text: bytes) -> Manifest:
                 f"{path} has format {fields['format']}, and this version of megatron_cg reads "
                 f"{FORMAT}: save again"
             )
-        fields["roles"] = tuple(fields["roles"])
+        for name in ("roles", "traced_ranks"):
+            fields[name] = tuple(fields[name])
         return Manifest(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ArtifactRefusedError(

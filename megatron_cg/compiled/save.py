@@ -1,9 +1,8 @@
-"""Compile a region once, as a rank that does not exist, for all that will.
+"""Compile a region once, as several ranks that do not exist, for all that will.
 
 A rank that does not exist has no GPU, no other process and no weights. The default process group is
 torch's ``fake`` one, whose collectives do nothing. Requests for the current CUDA device get the
-meta device, so that what is traced names no GPU. Code that is right on this rank alone, such as
-code with its rank as a constant, is found on the others when they compare it with eager.
+meta device, so that what is traced names no GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -23,8 +22,9 @@ import torch._dynamo
 import torch.distributed as dist
 
 from megatron_cg.compiled import artifact
-from megatron_cg.compiled.region import PREFIX, Build, Capability, fingerprint
-from megatron_cg.compiled.trace import trace
+from megatron_cg.compiled.graph import first_difference
+from megatron_cg.compiled.region import PREFIX, Build, Capability, Region, differences, short
+from megatron_cg.compiled.trace import Trace, trace
 from megatron_cg.errors import PrecompileError
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -63,9 +63,10 @@ def save(
     *,
     name: str,
     world_size: int,
+    ranks: Sequence[int] | None = None,
     capability: Capability = (9, 0),
 ) -> Saved:
-    """Trace a region on the meta device as rank 0, and write the code.
+    """Trace a region on the meta device as several ranks, and write the code if all agree.
 
     Needs no GPU, no weights and no other process. Traces under this process's numerics flags, such
     as ``torch.use_deterministic_algorithms``, which become part of the fingerprint.
@@ -76,28 +77,67 @@ def save(
         name: of the artifact.
         world_size: ranks of the default process group while tracing. The artifact serves a run of
             any size whose groups have the sizes of the region's.
+        ranks: those to trace. Default: rank 0, all ranks that share a group of the region with it,
+            and the last rank.
         capability: compute capability of the GPUs that will load it; None for CPUs.
 
     Raises:
-        PrecompileError: the region cannot be traced. Nothing has been written.
+        PrecompileError: the region cannot be traced, or is not the same on all ranks. Nothing has
+            been written.
         OSError: the folder cannot be written.
     """
     artifact.paths(Path(directory), name)
-    with fake_rank(0, world_size, capability):
-        region = build()
-        traced, made_for = trace(region, capability), fingerprint(region, capability)
+    first, peers = _trace_as(build, 0 if ranks is None else ranks[0], world_size, capability)
+    if ranks is None:
+        ranks = sorted({0, *peers, world_size - 1})
+    for rank in ranks:
+        if rank != first.rank:
+            other, _ = _trace_as(build, rank, world_size, capability)
+            _require_same(first, other)
     with tempfile.TemporaryDirectory(prefix="megatron-cg-") as folder:
         file = Path(folder, "artifact")
-        traced.compiled.save_compiled_function(str(file))
+        first.compiled.save_compiled_function(str(file))
         data = file.read_bytes()
     manifest = artifact.Manifest(
         name=name,
         artifact_sha256=sha256(data).hexdigest(),
         artifact_bytes=len(data),
-        fingerprint=made_for,
-        roles=tuple(sorted(role.removeprefix(PREFIX) for role in traced.roles)),
+        fingerprint=first.fingerprint,
+        roles=tuple(sorted(role.removeprefix(PREFIX) for role in first.roles)),
+        traced_ranks=tuple(ranks),
+        world_size=world_size,
     )
     return Saved(manifest, artifact.write(Path(directory), manifest, data))
+
+
+def _trace_as(
+    build: Build, rank: int, world_size: int, capability: Capability
+) -> tuple[Trace, set[int]]:
+    """The trace of a rank, and the ranks that share a group of the region with it."""
+    if not 0 <= rank < world_size:
+        raise PrecompileError(f"there is no rank {rank} in a world of {world_size}")
+    with fake_rank(rank, world_size, capability):
+        region: Region = build()
+        groups: Mapping[str, dist.ProcessGroup] = region.groups
+        peers = {peer for group in groups.values() for peer in dist.get_process_group_ranks(group)}
+        return trace(region, rank, capability), peers
+
+
+def _require_same(one: Trace, other: Trace) -> None:
+    different = differences(one.fingerprint, other.fingerprint)
+    if different:
+        raise PrecompileError(
+            f"rank {one.rank} and rank {other.rank} would run different code: {short(different)}. "
+            "Leave what differs out of the region"
+        )
+    found = first_difference(one.code, other.code, one.rank, other.rank)
+    if found is not None:
+        raise PrecompileError(
+            f"rank {one.rank} and rank {other.rank} would run different code of "
+            f"{one.fingerprint['module']}: the {found}. Code of one rank would silently be wrong "
+            "on the other. Leave this module out of the region, or give it the value as a tensor "
+            "or a buffer"
+        )
 
 
 class _NoStream:

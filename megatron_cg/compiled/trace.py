@@ -1,4 +1,4 @@
-"""Traces a region, forward and backward, by torch's AOT compilation, and refuses what is unsafe.
+"""Traces a region as one rank, forward and backward, by torch's AOT compilation.
 
 Relied on: ``torch.compile(...).forward.aot_compile`` (torch 2.11 to 2.15) makes one graph of a
 module's call and of its backward pass, without running it. The compilers below keep the graphs as
@@ -14,12 +14,10 @@ Note [Operations that only GPUs have]
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
@@ -29,9 +27,19 @@ from torch._inductor.output_code import RegionalOutputCode
 from torch.fx.node import map_aggregate
 
 from megatron_cg.compiled.collectives import traceable
-from megatron_cg.compiled.region import PREFIX, Capability, Region
+from megatron_cg.compiled.graph import (
+    Code,
+    bytecode_lines,
+    graph_lines,
+    is_collective,
+    name_groups,
+    refuse_globals,
+    refuse_in_graph,
+    refuse_modules,
+    rename,
+)
+from megatron_cg.compiled.region import PREFIX, Capability, Region, fingerprint
 from megatron_cg.errors import ArtifactRefusedError, PrecompileError
-from megatron_cg.hooks.hook_records import describe, module_hooks
 from megatron_cg.upstream.symbols import Symbol
 
 _AOT_COMPILED = Symbol(
@@ -64,30 +72,30 @@ _HAS_KERNEL = Symbol(
     "whether an operation has a kernel for a device",
 )
 _OPERATION = Symbol("torch", f"torch.ops:aten.{_NORM}", "RMSNorm as one operation")
-RELIES_ON = (_AOT_COMPILED, _OUTPUT_CODE, _GUARDS, _FRESH_CACHE, _CACHES, _HAS_KERNEL, _OPERATION)
-
-_OF_DYNAMO = ("__compiled_fn", "__import_torch_dot_", "__import_builtins", "__import_operator")
-"""Beginnings of the names that bytecode of Dynamo needs itself (torch 2.11 and 2.15)."""
-_WITH_GROUPS = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")
+RELIES_ON = (
+    *(_AOT_COMPILED, _OUTPUT_CODE, _GUARDS, _FRESH_CACHE, _CACHES, _HAS_KERNEL, _OPERATION),
+)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a trace came to."""
+    """What one rank's trace came to."""
 
-    graphs: Mapping[str, torch.fx.GraphModule]
-    """The graphs of the ``forward`` and ``backward`` passes."""
+    rank: int
+    code: Code
+    fingerprint: Mapping[str, str]
     roles: frozenset[str]
     """The roles whose groups the code uses, with the prefix ``mcg::``."""
     compiled: Any
     """torch's compiled function, which can be saved."""
 
 
-def trace(region: Region, capability: Capability) -> Trace:
-    """Trace a region.
+def trace(region: Region, rank: int, capability: Capability) -> Trace:
+    """Trace the region of a rank.
 
     Args:
         region: on the meta device.
+        rank: for messages.
         capability: see :func:`~megatron_cg.compiled.region.fingerprint`.
 
     Raises:
@@ -122,7 +130,7 @@ def trace(region: Region, capability: Capability) -> Trace:
     settings = torch._dynamo.config.patch(enable_aot_compile=True)
     fused = nullcontext() if capability is None else fused_norms_kept()
     # torch's cache on disk would answer instead of our compilers, with a pickle of who knows whom.
-    with settings, fused, _FRESH_CACHE.find()(), traceable(), _naming_the_place():
+    with settings, fused, _FRESH_CACHE.find()(), traceable(), _naming_the_place(rank):
         compiled: Any = torch.compile(
             region.module,
             fullgraph=True,
@@ -132,7 +140,9 @@ def trace(region: Region, capability: Capability) -> Trace:
         )
         function = compiled.forward.aot_compile((region.args, dict(region.kwargs)))
     refuse_globals(function.fn.__code__)
-    return Trace(graphs, frozenset(roles), function)
+    code = {part: graph_lines(graph) for part, graph in sorted(graphs.items())}
+    code |= {"outputs": bytecode_lines(function.fn.__code__)}
+    return Trace(rank, code, fingerprint(region, capability), frozenset(roles), function)
 
 
 def _any_operation(_name: str) -> bool:
@@ -141,7 +151,7 @@ def _any_operation(_name: str) -> bool:
 
 
 @contextmanager
-def _naming_the_place() -> Iterator[None]:
+def _naming_the_place(rank: int) -> Iterator[None]:
     """Turn errors of the compiler in the block into a PrecompileError that names the place."""
     try:
         yield
@@ -156,8 +166,8 @@ def _naming_the_place() -> Iterator[None]:
         reason = lines[0] if lines else type(error).__name__
         where = f", at {places[-1]}" if places else ""
         raise PrecompileError(
-            f"the region cannot be traced as one graph: {reason}{where}. Leave this "
-            "module out of the region"
+            f"as rank {rank}, the region cannot be traced as one graph: {reason}{where}. Leave "
+            "this module out of the region"
         ) from error
 
 
@@ -239,141 +249,3 @@ def give_to(rank: Rank, graph_module: Any) -> None:
         if is_collective(node):
             rename(node, rank.groups)
     graph_module.recompile()
-
-
-def refuse_modules(module: torch.nn.Module) -> None:
-    """Raise PrecompileError for modules of Transformer Engine, and for modules with hooks."""
-    for name, inner in module.named_modules():
-        for hook in module_hooks(inner):
-            raise PrecompileError(
-                f"{name or 'the region'} has the hook {describe(hook.fn)}, which would become part "
-                "of the code: build the module without hooks, and register them where it is loaded"
-            )
-        if type(inner).__module__.partition(".")[0] == "transformer_engine":
-            raise PrecompileError(
-                f"{name or 'the region'} is Transformer Engine's {type(inner).__name__}, which "
-                "Dynamo must not trace (torch._dynamo.disable in its code). Build the region from "
-                "Megatron's local spec, get_gpt_layer_local_spec, or of plain modules"
-            )
-
-
-def refuse_in_graph(graph_module: torch.fx.GraphModule) -> None:
-    """Raise PrecompileError for random numbers, and for constants that have no values."""
-    for node in graph_module.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise PrecompileError(
-                f"{place_of(node)} draws random numbers ({node.target}), and Megatron's random "
-                "states are not part of compiled code: set hidden_dropout and attention_dropout "
-                "to 0"
-            )
-        value = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(value, torch.Tensor) and value.device.type == "meta":
-            raise PrecompileError(
-                f"{place_of(node)} has a constant tensor, {node.target}, made on the meta device, "
-                "which has no values: register it as a buffer, which load takes from the rank's "
-                "own module"
-            )
-
-
-def refuse_globals(code: CodeType) -> None:
-    """Raise PrecompileError if Dynamo's bytecode reads or changes variables of modules.
-
-    What was traced then depends on the offline process, or every call would change other code's
-    state: a layer that was traced before Megatron's random states were seeded would delete them.
-    Attributes of the region's own modules may be written; eager does the same.
-    """
-    found = {
-        str(step.argval).removeprefix("__import_").replace("_dot_", ".")
-        for step in dis.get_instructions(code)
-        if step.opname in {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"}
-        and not str(step.argval).startswith(_OF_DYNAMO)
-    }
-    if found:
-        raise PrecompileError(
-            f"the region reads or changes variables of {', '.join(sorted(found))} at each call, "
-            "such as a counter, a cache or a list of losses, or returns an object of a class of "
-            "its own. Compiled code holds operations on tensors: leave that part out of the "
-            "region, and return tensors or tuples of them"
-        )
-
-
-def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) -> set[str]:
-    """Replace the names of process groups by roles; returns the roles that the graph uses.
-
-    Args:
-        graph_module: the graph; changed in place.
-        roles: the prefix and the role, by the name of the group on this rank.
-
-    Raises:
-        PrecompileError: a collective runs on a group that has no role.
-    """
-    used = set()
-    for node, name in _groups(graph_module):
-        if name not in roles:
-            raise PrecompileError(
-                f"{place_of(node)} runs {node.target} on a process group that the region does not "
-                f"name. Its roles are {', '.join(sorted(roles.values())) or 'none'}: add the group "
-                "to Region.groups"
-            )
-        used.add(roles[name])
-        rename(node, {name: roles[name]})
-    graph_module.recompile()
-    return used
-
-
-def rename(node: torch.fx.Node, names: Mapping[Any, Any]) -> None:
-    """Replace constants of a collective's operands, wherever they stand."""
-
-    def renamed(value: Any) -> Any:
-        return names.get(value, value) if isinstance(value, str) else value
-
-    node.args = map_aggregate(node.args, renamed)
-    node.kwargs = map_aggregate(node.kwargs, renamed)
-
-
-def _groups(graph_module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, str]]:
-    """Collectives of a graph, each with the name of its group."""
-    for node in filter(is_collective, graph_module.graph.nodes):
-        for place, argument in enumerate(node.target._schema.arguments):
-            if argument.name == "group_name":
-                yield (
-                    node,
-                    node.args[place] if place < len(node.args) else node.kwargs["group_name"],
-                )
-
-
-def is_collective(node: torch.fx.Node) -> bool:
-    """Whether a node is a functional collective."""
-    return getattr(node.target, "namespace", None) in _WITH_GROUPS
-
-
-def place_of(node: torch.fx.Node) -> str:
-    """The innermost module of a node, with its class, and the last line of source.
-
-    Operations inside of an autograd.Function do not know their module: it is then that of the
-    operation before it.
-    """
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    frames = [line for line in frames if line.startswith("File ")]
-    source = ""
-    if frames:
-        file, line, function = (part.strip() for part in frames[-1].split(",", 2))
-        name = file.removeprefix('File "').removesuffix('"').rpartition("/")[2]
-        source = f"{name}:{line.removeprefix('line ')} {function}"
-    return ", ".join(filter(None, (_module(node), source))) or node.name
-
-
-def _module(node: torch.fx.Node) -> str:
-    """``mlp.linear_fc1 (Linear)`` for ``L['self']._modules['mlp']._modules['linear_fc1']``."""
-    at = node
-    while at.op != "root":
-        stack = at.meta.get("nn_module_stack") or at.meta.get("fwd_nn_module_stack")
-        if stack:
-            path, kind = list(stack.values())[-1]
-            name = getattr(kind, "__name__", str(kind).rpartition(".")[2])
-            for noise in ("L['self']", "L['fn']", "_modules[", "_orig_mod", "'", '"', "]", "["):
-                path = path.replace(noise, "")
-            inner = ".".join(filter(None, path.split(".")))
-            return f"{inner} ({name})" if inner else name
-        at = at.prev
-    return ""

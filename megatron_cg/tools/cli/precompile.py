@@ -1,8 +1,9 @@
 """Compile a layer once, without a GPU and without weights, for all ranks of a run.
 
 BUILD is FILE.py:FUNCTION or MODULE:FUNCTION. The function makes the process groups, builds the
-module on the meta device, and returns a megatron_cg.compiled.region.Region. Exit code 0: written;
-2: the layer cannot be compiled, with the module and what to do.
+module on the meta device, and returns a megatron_cg.compiled.region.Region. It is called once for
+each traced rank. Exit code 0: written; 2: the layer cannot be compiled, with the module and what to
+do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cli.options import positive
+from megatron_cg.tools.cli.options import positive, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="ranks while tracing, as many as the groups of the region need at least; the artifact "
         "serves any run with groups of these sizes",
+    )
+    add(
+        "--ranks",
+        type=whole,
+        nargs="+",
+        metavar="RANK",
+        help="ranks to trace and compare (default: 0, all that share a group of the region with "
+        "it, and the last)",
     )
     add(
         "--capability",
@@ -88,14 +97,17 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
             args.out,
             name=args.name or args.build.rpartition(":")[2],
             world_size=args.world_size,
+            ranks=args.ranks,
             capability=args.capability,
         )
     finally:
         torch.use_deterministic_algorithms(before)
     manifest = saved.manifest
+    ranks = ", ".join(map(str, manifest.traced_ranks))
     print(
         f"{args.out / manifest.name}.artifact: {manifest.artifact_bytes} bytes of code, without "
-        f"weights\ngroups: {', '.join(manifest.roles) or 'none'}\n"
+        f"weights\ntraced as ranks {ranks} of {manifest.world_size}: "
+        f"the same operations and constants\ngroups: {', '.join(manifest.roles) or 'none'}\n"
         f"SHA-256 of the manifest: {saved.manifest_sha256}"
     )
     return 0

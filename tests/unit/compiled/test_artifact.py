@@ -23,6 +23,8 @@ def manifest(data: bytes = DATA) -> artifact.Manifest:
         artifact_bytes=len(data),
         fingerprint={"version.torch": "2.11.0"},
         roles=("tp",),
+        traced_ranks=(0, 1),
+        world_size=2,
     )
 
 

@@ -26,7 +26,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArtifactRefusedError, ReplayMismatchError
 from megatron_cg.replay.verify import bytes_of
 from tests.unit.compiled.poison import MARKER, poisoned
-from tests.unit.compiled.regions import REGIONS, WORLD, Layers, gathered_linear
+from tests.unit.compiled.regions import REGIONS, WORLD, Layers
 from tests.unit.ranks import on_ranks
 
 OWN_TOKENS = ("experts-2", "experts-4")
@@ -146,8 +146,6 @@ def refusals(folder: Path, own: Path, votes: Agreement, digest: str) -> dict[str
             linear = region.module.get_submodule("linear")
             patch.setattr(linear, "forward", scaled(linear.forward))
         found["other numbers"] = all_load()
-    ranked = gathered_linear(device="cpu", seed=5)
-    found["of one rank"] = said(partial(load, folder, "ranked", ranked, votes))
     found["good again"] = all_load()
     return found
 
@@ -258,7 +256,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     try:
         saved = {
             name: save(build, folder, name=name, world_size=WORLD, capability=None)
-            for name, build in {**REGIONS, "ranked": gathered_linear}.items()
+            for name, build in REGIONS.items()
         }
     finally:
         torch.use_deterministic_algorithms(before)
@@ -334,8 +332,6 @@ def test_ranks_that_do_not_do_the_same_all_refuse(results: list[dict[str, Any]])
     ("name", "ranks", "text"),
     [
         ("not decoded", [1], "the artifact could not be decoded: EOFError: half of it"),
-        # The gradient of its input is added over the ranks.
-        ("of one rank", [0, 1, 2, 3], "what eager computes: the gradient of"),
         # What rank 0 computes is gathered by rank 1 too.
         ("other numbers", [0, 1], "does not compute what eager computes: output 0 is"),
     ],

@@ -12,10 +12,12 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 from torch.distributed import all_reduce as bound_at_import
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_cg.compiled.region import Region
 from megatron_cg.compiled.save import save
 from megatron_cg.errors import PrecompileError
+from tests.unit.compiled.regions import config, gathered_linear, with_groups
 
 
 class Plain(torch.nn.Module):
@@ -70,6 +72,69 @@ def test_an_asynchronous_collective_that_was_imported_by_name_is_refused(tmp_pat
 
     found = refusal(lambda: region(body), tmp_path)
     assert "async_op=True" in found and "test_traps.py" in found
+
+
+def vocabulary() -> Region:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+    settings = config(tensor_model_parallel_size=2)
+    with_groups(settings, "meta")
+    group = parallel_state.get_tensor_model_parallel_group()
+    with torch.device("meta"):
+        embedding = VocabParallelEmbedding(
+            *(64, 32), config=settings, init_method=settings.init_method, tp_group=group
+        )
+        model = torch.nn.Sequential()
+        model.add_module("embedding", embedding)
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+    return Region(model.to("meta"), (tokens,), {}, {"tp": group})
+
+
+def test_an_embedding_that_has_its_ranks_first_row_is_refused_with_it(tmp_path: Path) -> None:
+    found = refusal(vocabulary, tmp_path, 4)
+    assert "embedding (VocabParallelEmbedding)" in found and "layers.py:" in found
+    assert "0) {}` on rank 0" in found and "32) {}` on rank 1" in found
+
+
+def test_a_layer_that_takes_its_ranks_columns_is_refused(tmp_path: Path) -> None:
+    found = refusal(gathered_linear, tmp_path, 4)
+    assert "ColumnParallelLinear" in found and "backward code" in found
+    assert "on rank 0" in found and "on rank 1" in found
+
+
+def coordinate() -> Region:
+    mesh = init_device_mesh("cpu", (2,))
+    return region(lambda x, module: module.last(x) * (1 + mesh.get_local_rank()))
+
+
+def test_a_coordinate_of_the_mesh_is_refused(tmp_path: Path) -> None:
+    found = refusal(coordinate, tmp_path)
+    assert "1) {}` on rank 0" in found and "2) {}` on rank 1" in found
+    assert "test_traps.py:" in found
+
+
+def test_a_rank_among_the_outputs_is_refused(tmp_path: Path) -> None:
+    found = refusal(lambda: region(lambda x, module: (x, module.group.rank())), tmp_path)
+    assert "the region's outputs" in found and "on rank 1" in found
+
+
+def test_a_constant_tensor_of_the_rank_is_refused(tmp_path: Path) -> None:
+    def body(x: torch.Tensor, module: Plain) -> torch.Tensor:
+        return x * torch.tensor([1.0, 2.0 + module.group.rank()]).sum()
+
+    found = refusal(lambda: region(body), tmp_path)
+    assert "test_traps.py:" in found and found.count("a tensor (2,) torch.float32") == 2
+
+
+def test_shapes_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    def build() -> Region:
+        found = region(lambda x, module: module.last(x))
+        rows = 4 + dist.get_rank()
+        return Region(found.module, (torch.randn(rows, 4, device="meta"),), {}, found.groups)
+
+    found = refusal(build, tmp_path)
+    assert "argument.0 was" in found and "(4, 4)" in found and "(5, 4)" in found
 
 
 def test_modules_of_transformer_engine_are_refused_by_name(tmp_path: Path) -> None:
@@ -174,6 +239,7 @@ def test_a_process_with_a_group_does_not_save(
     ("options", "text"),
     [
         ({"name": "../it"}, "cannot name an artifact"),
+        ({"name": "it", "ranks": [0, 2]}, "there is no rank 2 in a world of 2"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
