@@ -7,10 +7,10 @@ handle is done. Numbers are the same; what ran beside the collective now runs af
 Note [A tensor that a Function returns and has twice]
     torch 2.11 gives silently zero gradients where a traced ``autograd.Function`` returns a tensor
     that its forward has under two names (pytorch/pytorch#180642): one that it has written in place,
-    or that ``contiguous()`` or ``to()`` have returned as it was. Megatron's mappings do this: they
-    allocate an output, let a collective write it, and return it. The replacements return a
-    functional collective's own result. Any other such Function is refused at load, where its
-    gradients are not those of eager.
+    or that ``contiguous()`` or ``to()`` have returned as it was. Dynamo makes both names outputs of
+    the traced function, and the gradient of one is lost. Megatron's mappings do this: they allocate
+    an output, let a collective write it, and return it. The replacements return a functional
+    collective's own result. ``graph_checks.py`` refuses such a Function anywhere else.
 """
 
 from __future__ import annotations
@@ -28,41 +28,55 @@ from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _LAYERS = "megatron.core.tensor_parallel.layers"
-_RANDOM = "megatron.core.tensor_parallel.random"
 
-
-def _replaced(path: str, expected: str, fingerprint: str) -> Symbol:
-    return Symbol("megatron-core", path, expected, fingerprints=(fingerprint,))
-
-
-_REDUCE = _replaced(f"{_MAPPINGS}:_reduce", "all-reduces its input in place", "354fa3ca19004b07")
-_GATHER_FIRST = _replaced(
-    f"{_MAPPINGS}:_gather_along_first_dim", "all-gathers the first dimension", "a4e3ac604c4824f4"
+_REDUCE = Symbol(
+    "megatron-core",
+    f"{_MAPPINGS}:_reduce",
+    "all-reduces its input in place",
+    parameters=("input_", "group"),
+    fingerprints=("354fa3ca19004b07",),
 )
-_GATHER_LAST = _replaced(
-    f"{_MAPPINGS}:_gather_along_last_dim", "all-gathers the last dimension", "ae4793e64e8fd3a9"
+_GATHER_FIRST = Symbol(
+    "megatron-core",
+    f"{_MAPPINGS}:_gather_along_first_dim",
+    "all-gathers along the first dimension",
+    parameters=("input_", "group", "output_split_sizes", "use_global_buffer"),
+    fingerprints=("a4e3ac604c4824f4",),
 )
-_SCATTER_FIRST = _replaced(
-    f"{_MAPPINGS}:_reduce_scatter_along_first_dim", "reduce-scatters", "b16fab690c1237cd"
+_GATHER_LAST = Symbol(
+    "megatron-core",
+    f"{_MAPPINGS}:_gather_along_last_dim",
+    "all-gathers along the last dimension",
+    parameters=("input_", "group"),
+    fingerprints=("ae4793e64e8fd3a9",),
 )
-_ALL_TO_ALL = _replaced(
-    f"{_MAPPINGS}:_AllToAll.forward", "exchanges rows between all ranks", "11b09017a57255c0"
+_SCATTER_FIRST = Symbol(
+    "megatron-core",
+    f"{_MAPPINGS}:_reduce_scatter_along_first_dim",
+    "reduce-scatters along the first dimension",
+    parameters=("input_", "group", "input_split_sizes", "use_global_buffer"),
+    fingerprints=("b16fab690c1237cd",),
 )
-_BUFFER = _replaced(
+_ALL_TO_ALL = Symbol(
+    "megatron-core",
+    f"{_MAPPINGS}:_AllToAll.forward",
+    "exchanges rows between all ranks of a group",
+    parameters=("ctx", "group", "input", "output_split_sizes", "input_split_sizes"),
+    fingerprints=("11b09017a57255c0",),
+)
+_BUFFER = Symbol(
+    "megatron-core",
     "megatron.core.utils:GlobalMemoryBuffer.get_tensor",
     "returns memory that layers share, with any content",
-    "517236bbbf6756e2",
+    fingerprints=("517236bbbf6756e2",),
 )
-_FORK = _replaced(
-    f"{_RANDOM}:CudaRNGStatesTracker.fork",
+_FORK = Symbol(
+    "megatron-core",
+    "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
     "draws from another random state in a block",
-    "b6ca8a68776218dc",
+    fingerprints=("b6ca8a68776218dc",),
 )
-_CAUSAL = _replaced(
-    "megatron.core.fusions.fused_softmax:get_default_causal_mask",
-    "makes the mask of a layer that gets none, on a device by name",
-    "4b98020062c1e495",
-)
+_RANDOM = "megatron.core.tensor_parallel.random"
 _TRACKER = Symbol(
     "megatron-core", f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the tracker of random states, or None"
 )
@@ -77,6 +91,12 @@ _WARNED = Symbol(
     f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce.warned",
     "is set while it is traced, once it has warned",
 )
+_CAUSAL = Symbol(
+    "megatron-core",
+    "megatron.core.fusions.fused_softmax:get_default_causal_mask",
+    "makes the mask of a layer that gets none, on a device by name",
+    fingerprints=("4b98020062c1e495",),
+)
 _BOUND = tuple(
     Symbol("megatron-core", f"{module}:{name}", "a collective of torch, bound at import")
     for module in (_MAPPINGS, _LAYERS)
@@ -84,12 +104,15 @@ _BOUND = tuple(
 )
 RELIES_ON = (
     *(_REDUCE, _GATHER_FIRST, _GATHER_LAST, _SCATTER_FIRST, _ALL_TO_ALL, _BUFFER, _FORK),
-    *(_CAUSAL, _TRACKER, _TRACKER_MADE, _TRACKER_CLASS, _WARNED),
+    *(_TRACKER, _TRACKER_MADE, _TRACKER_CLASS, _WARNED, _CAUSAL),
     *_BOUND,
 )
 
 _ASYNCHRONOUS = (
-    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single"),
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
     "reduce_scatter_tensor",
 )
 """The collectives of ``torch.distributed`` that Dynamo can rewrite."""
@@ -128,9 +151,9 @@ def traceable() -> Iterator[None]:
 def _megatron(stack: ExitStack, done: dict[str, Callable[..., Any]]) -> None:
     standins: tuple[tuple[Symbol, Any], ...] = (
         (_REDUCE, _reduce),
-        (_GATHER_FIRST, _along_first_dim(_GATHER_FIRST.find(), _gathered)),
+        (_GATHER_FIRST, _gather_first(_GATHER_FIRST.find())),
         (_GATHER_LAST, _gather_last),
-        (_SCATTER_FIRST, _along_first_dim(_SCATTER_FIRST.find(), _scattered)),
+        (_SCATTER_FIRST, _scatter_first(_SCATTER_FIRST.find())),
         (_ALL_TO_ALL, staticmethod(_all_to_all)),
         (_BUFFER, _fresh_memory),
         (_FORK, lambda *_args, **_kwargs: nullcontext()),
@@ -141,8 +164,9 @@ def _megatron(stack: ExitStack, done: dict[str, Callable[..., Any]]) -> None:
         (_TRACKER_MADE, True),
     )
     for symbol, standin in standins:
-        if symbol.unknown_body() is None:  # If not, Megatron's own is traced.
-            stack.callback(set_attribute(*symbol.place(), standin))
+        if symbol.unknown_body() is not None:
+            continue  # Megatron's own is traced; graph_checks.py refuses what is not right then.
+        stack.callback(set_attribute(*symbol.place(), standin))
     for symbol in _BOUND:
         gathers = "gather" in symbol.path
         standin = done["all_gather_into_tensor" if gathers else "reduce_scatter_tensor"]
@@ -156,32 +180,33 @@ def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
     return reduced
 
 
-def _along_first_dim(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    def call(
+def _gather_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gather(
         input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
     ) -> Any:
         if group.size() == 1 or sizes is not None:
             return original(input_, group, sizes, use_global_buffer)
-        return ours(input_.contiguous(), group)
+        return functional.all_gather_tensor(input_.contiguous(), 0, group)
 
-    return call
-
-
-def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
-    gathered: torch.Tensor = functional.all_gather_tensor(rows, 0, group)
-    return gathered
-
-
-def _scattered(rows: torch.Tensor, group: Any) -> torch.Tensor:
-    scattered: torch.Tensor = functional.reduce_scatter_tensor(rows, "sum", 0, group)
-    return scattered
+    return gather
 
 
 def _gather_last(input_: torch.Tensor, group: Any) -> torch.Tensor:
     if group.size() == 1:
         return input_
-    rows = _gathered(input_.contiguous(), group)
+    rows = functional.all_gather_tensor(input_.contiguous(), 0, group)
     return torch.cat(rows.chunk(group.size(), dim=0), dim=-1)
+
+
+def _scatter_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter(
+        input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if group.size() == 1 or sizes is not None:
+            return original(input_, group, sizes, use_global_buffer)
+        return functional.reduce_scatter_tensor(input_.contiguous(), "sum", 0, group)
+
+    return scatter
 
 
 def _all_to_all(

@@ -1,58 +1,32 @@
-"""Compile a region once, as several ranks that do not exist, for all that will.
-
-A rank that does not exist has no GPU, no other process and no weights. The default process group is
-torch's ``fake`` one, whose collectives do nothing. Requests for the current CUDA device get the
-meta device, so that what is traced names no GPU.
-"""
+"""Compile a region once, as several ranks that do not exist, for all that will."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch._dynamo
 import torch.distributed as dist
 
-from megatron_cg.compiled import artifact
-from megatron_cg.compiled.graph import first_difference
-from megatron_cg.compiled.region import PREFIX, Build, Capability, Region, differences, short
+from megatron_cg.compiled import store
+from megatron_cg.compiled.fingerprint import Capability, differences, short
+from megatron_cg.compiled.graph_checks import PREFIX
+from megatron_cg.compiled.graph_code import digest, first_difference
+from megatron_cg.compiled.offline import fake_rank
+from megatron_cg.compiled.region import Build, Region
+from megatron_cg.compiled.sources import traced_sources
 from megatron_cg.compiled.trace import Trace, trace
 from megatron_cg.errors import PrecompileError
-from megatron_cg.upstream.patch import set_attribute
-from megatron_cg.upstream.symbols import Symbol
-
-_FAKE_STORE = Symbol(
-    "torch",
-    "torch.testing._internal.distributed.fake_pg:FakeStore",
-    "the store of a fake process group, and what registers its backend",
-)
-_PARALLEL_STATE = "megatron.core.parallel_state"
-_DESTROY = Symbol(
-    "megatron-core", f"{_PARALLEL_STATE}:destroy_model_parallel", "forgets Megatron's groups"
-)
-_DISPATCHER_MODULE = "megatron.core.transformer.moe.token_dispatcher"
-_DISPATCHER = Symbol(
-    "megatron-core",
-    f"{_DISPATCHER_MODULE}:MoEAlltoAllTokenDispatcher",
-    "the class that keeps a stream for all its objects",
-    attributes=("cuda_dtoh_stream",),
-)
-RELIES_ON = (_FAKE_STORE, _DESTROY, _DISPATCHER)
 
 
 @dataclass(frozen=True)
 class Saved:
     """What was written."""
 
-    manifest: artifact.Manifest
+    manifest: store.Manifest
     manifest_sha256: str
     """Give it to ``load`` where the folder's owner is not to be trusted."""
 
@@ -86,7 +60,8 @@ def save(
             been written.
         OSError: the folder cannot be written.
     """
-    artifact.paths(Path(directory), name)
+    store.paths(Path(directory), name)
+    began = time.perf_counter()
     first, peers = _trace_as(build, 0 if ranks is None else ranks[0], world_size, capability)
     if ranks is None:
         ranks = sorted({0, *peers, world_size - 1})
@@ -95,19 +70,22 @@ def save(
             other, _ = _trace_as(build, rank, world_size, capability)
             _require_same(first, other)
     with tempfile.TemporaryDirectory(prefix="megatron-cg-") as folder:
-        file = Path(folder, "artifact")
-        first.compiled.save_compiled_function(str(file))
-        data = file.read_bytes()
-    manifest = artifact.Manifest(
-        name=name,
-        artifact_sha256=sha256(data).hexdigest(),
-        artifact_bytes=len(data),
-        fingerprint=first.fingerprint,
-        roles=tuple(sorted(role.removeprefix(PREFIX) for role in first.roles)),
-        traced_ranks=tuple(ranks),
-        world_size=world_size,
-    )
-    return Saved(manifest, artifact.write(Path(directory), manifest, data))
+        artifact = Path(folder, "artifact")
+        first.compiled.save_compiled_function(str(artifact))
+        data = artifact.read_bytes()
+        manifest = store.Manifest(
+            name=name,
+            artifact_sha256=sha256(data).hexdigest(),
+            artifact_bytes=len(data),
+            fingerprint=first.fingerprint,
+            roles=tuple(sorted(role.removeprefix(PREFIX) for role in first.roles)),
+            traced_ranks=tuple(ranks),
+            world_size=world_size,
+            code_sha256=digest(first.code),
+            sources=traced_sources(first.compiled),
+            seconds=time.perf_counter() - began,
+        )
+        return Saved(manifest, store.write(Path(directory), manifest, artifact))
 
 
 def _trace_as(
@@ -117,10 +95,13 @@ def _trace_as(
     if not 0 <= rank < world_size:
         raise PrecompileError(f"there is no rank {rank} in a world of {world_size}")
     with fake_rank(rank, world_size, capability):
-        region: Region = build()
-        groups: Mapping[str, dist.ProcessGroup] = region.groups
-        peers = {peer for group in groups.values() for peer in dist.get_process_group_ranks(group)}
-        return trace(region, rank, capability), peers
+        region = build()
+        return trace(region, rank, capability), _peers(region)
+
+
+def _peers(region: Region) -> set[int]:
+    groups: Mapping[str, dist.ProcessGroup] = region.groups
+    return {rank for group in groups.values() for rank in dist.get_process_group_ranks(group)}
 
 
 def _require_same(one: Trace, other: Trace) -> None:
@@ -130,90 +111,12 @@ def _require_same(one: Trace, other: Trace) -> None:
             f"rank {one.rank} and rank {other.rank} would run different code: {short(different)}. "
             "Leave what differs out of the region"
         )
-    found = first_difference(one.code, other.code, one.rank, other.rank)
+    found = first_difference(one.code, other.code)
     if found is not None:
         raise PrecompileError(
             f"rank {one.rank} and rank {other.rank} would run different code of "
-            f"{one.fingerprint['module']}: the {found}. Code of one rank would silently be wrong "
-            "on the other. Leave this module out of the region, or give it the value as a tensor "
-            "or a buffer"
+            f"{one.fingerprint['module']}: the "
+            f"{found.text(one.rank, other.rank)}. Code of one rank would silently be wrong on "
+            "the other. Leave this module out of the region, or give it the value as a tensor or "
+            "a buffer"
         )
-
-
-class _NoStream:
-    """A CUDA stream for constructors that only keep it. Using it in traced code is an error."""
-
-    def __init__(self, *_args: object, **_kwargs: object) -> None:
-        return None
-
-
-_capability: Capability = None
-"""Of the GPUs that the code is for, while a fake rank is there."""
-
-
-def _current_device() -> torch.device:
-    return torch.device("meta")
-
-
-def _device_capability(device: object = None) -> Capability:
-    return _capability
-
-
-@torch.compiler.substitute_in_graph(_current_device)
-def _traced_current_device() -> torch.device:
-    """For Dynamo, which takes what ``torch.cuda.current_device`` is for torch's own."""
-    return torch.device("meta")
-
-
-@torch.compiler.substitute_in_graph(_device_capability)
-def _traced_device_capability(device: object = None) -> Capability:
-    return _capability
-
-
-@contextmanager
-def fake_rank(rank: int, world_size: int, capability: Capability) -> Iterator[None]:
-    """Be ``rank`` of ``world_size`` in the block, on a GPU of that compute capability.
-
-    Raises PrecompileError if this process has a process group already.
-    """
-    if dist.is_initialized():
-        raise PrecompileError(
-            "this process has a process group: save in a process of its own, before "
-            "init_process_group, or type megatron-cg precompile"
-        )
-    named: list[tuple[Any, str, Any]] = [
-        (sys.modules[__name__], "_capability", capability),
-        (torch.cuda, "current_device", _current_device),
-        (torch.cuda, "Stream", _NoStream),
-        # Dynamo cannot trace it; the eager step has warned.
-        (warnings, "warn", lambda *_args, **_kwargs: None),
-    ]
-    if capability is not None:
-        named.append((torch.cuda, "get_device_capability", _device_capability))
-    torch._dynamo.reset()
-    with ExitStack() as stack:
-        stack.callback(torch._dynamo.reset)
-        # A process group puts its rank before every uncaught error, and never takes that back.
-        stack.callback(setattr, sys, "excepthook", sys.excepthook)
-        stack.callback(_forget_stream)
-        for owner, name, value in named:
-            stack.callback(set_attribute(owner, name, value, shared=True))
-        store = _FAKE_STORE.find()()
-        dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
-        stack.callback(_destroy)
-        yield
-
-
-def _forget_stream() -> None:
-    """Let a dispatcher that is made later make a stream of its own, a real one."""
-    if _DISPATCHER_MODULE in sys.modules:
-        dispatcher = _DISPATCHER.find()
-        if isinstance(dispatcher.cuda_dtoh_stream, _NoStream):
-            dispatcher.cuda_dtoh_stream = None
-
-
-def _destroy() -> None:
-    if _PARALLEL_STATE in sys.modules:
-        _DESTROY.find()()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -7,24 +7,28 @@ Note [Who decides the shape]
     No rank alone. When a guard fails on one rank, all compile that region again. Dynamo first
     traces it with every size as a constant. Then ranks exchange the sizes that they met. Each
     enters those of all ranks, in rank order, into its history of sizes, and Dynamo traces again. So
-    all apply the same rule to the same history: a size that has been the same on all ranks is a
-    constant, any other is dynamic. This scheme is torch's own (``enable_compiler_collectives``),
-    but torch 2.11 to 2.15 run it on the group of one accelerator only. Here it runs on the votes'
-    gloo group. Where sizes must be constants (``dynamic=False``, CUDA graphs), inputs must have the
-    size that :meth:`CompiledRegions.static_size` says; otherwise all ranks raise an error.
+    all have the same history and apply the same rule to it: a size that has been the same on all
+    ranks is a constant, any other is dynamic. This scheme is torch's own
+    (``enable_compiler_collectives``), but torch 2.11 to 2.15 run it on the group of one accelerator
+    only. Here the exchange runs on the votes' gloo group.
+    Where sizes must be constants (``dynamic=False``, CUDA graphs), inputs must have one size before
+    the call, and :meth:`CompiledRegions.static_size` says which. Without it the ranks' static
+    shapes would differ, which is an error on all of them.
 
 Note [A hook must not raise]
     An exception in the guard-complete hook ends the process by ``std::terminate`` (torch 2.11). So
-    the hook keeps it and answers that a guard failed. It is raised where Dynamo then begins to
-    compile, or at the end of the block if Dynamo may not compile there.
+    the hook keeps it and answers that a guard failed. Dynamo then begins to compile, and that is
+    where it is raised. If Dynamo does not compile there, since a limit of recompilations is reached
+    or a stance forbids it, the exception is raised at the end of the block.
 
 Note [One vote before each compilation]
     Dynamo asks the hook only if a region has compiled code, which may be gone on one rank only: its
     guards drop an object when garbage is collected. So a rank that begins to compile without
-    having been asked votes there. A vote at which all guards passed leads to no compilation, so it
-    never counts for the next one; a failed vote does, until the hook is asked again. If Dynamo may
-    not compile after a failed vote, and next compiles another region whose code is gone on one rank
-    only, that rank skips this vote, which is an error on all of them.
+    having been asked votes there. All ranks hold one vote at each call that any of them compiles.
+    A vote at which all guards passed leads to no compilation, so it never counts for the next one.
+    A failed vote counts for it, until the hook is asked again. If Dynamo may not compile after a
+    failed vote, and next compiles another region whose code is gone on one rank only, that rank
+    skips this vote: ranks are at different votes, which is an error on all of them.
 """
 
 from __future__ import annotations
@@ -55,36 +59,49 @@ from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
-
-def _dynamo(path: str, expected: str, **checks: tuple[str, ...]) -> Symbol:
-    return Symbol("torch", f"torch._dynamo.{path}", expected, **checks)
-
-
 _SET_HOOK = Symbol(
     "torch",
     "torch._C._dynamo.eval_frame:set_guard_complete_hook",
     "sets the function that is asked after each check of guards; returns the previous one",
 )
-_BEGIN = _dynamo("convert_frame:get_compile_pg", "is called when a compilation begins")
-_EXCHANGE = _dynamo(
-    "output_graph:OutputGraph.run_compiler_collective",
+_BEGIN = Symbol(
+    "torch",
+    "torch._dynamo.convert_frame:get_compile_pg",
+    "called once when a compilation begins; a result lets ranks exchange sizes",
+)
+_EXCHANGE = Symbol(
+    "torch",
+    "torch._dynamo.output_graph:OutputGraph.run_compiler_collective",
     "exchanges the sizes that ranks met in the first trace, and starts the second",
     fingerprints=("7686050615057836", "7057496218b8adfe"),  # torch 2.11 and 2.12; 2.13 to 2.15
 )
-_STATE = _dynamo(
-    "symbolic_convert:DistributedState",
+_STATE = Symbol(
+    "torch",
+    "torch._dynamo.symbolic_convert:DistributedState",
     "what one compilation exchanges",
     attributes=("compile_pg", "local_state", "all_states"),
 )
-_MET = _dynamo("pgo:FrameStateSizeEntry", "the sizes of one input", attributes=("size", "scalar"))
-_RESTART = _dynamo("exc:CompileCollectiveRestartAnalysis", "starts the second trace")
-_WRAPPED = _dynamo("exc:InternalTorchDynamoError", "what Dynamo makes of our errors")
-_DYNAMIC = _dynamo(
-    "config:automatic_dynamic_shapes",
+_MET = Symbol(
+    "torch",
+    "torch._dynamo.pgo:FrameStateSizeEntry",
+    "the sizes of one input",
+    attributes=("size", "scalar"),
+)
+_RESTART = Symbol(
+    "torch", "torch._dynamo.exc:CompileCollectiveRestartAnalysis", "starts the second trace"
+)
+_WRAPPED = Symbol(
+    "torch", "torch._dynamo.exc:InternalTorchDynamoError", "what Dynamo makes of our errors"
+)
+_DYNAMIC = Symbol(
+    "torch",
+    "torch._dynamo.config:automatic_dynamic_shapes",
     "whether a size that varied is dynamic; False under dynamic=False",
 )
-_SUPPRESS = _dynamo(
-    "config:suppress_errors", "whether Dynamo goes on in eager after an error, ours included"
+_SUPPRESS = Symbol(
+    "torch",
+    "torch._dynamo.config:suppress_errors",
+    "whether Dynamo goes on in eager after an error, ours included",
 )
 RELIES_ON = (_SET_HOOK, _BEGIN, _EXCHANGE, _STATE, _MET, _RESTART, _WRAPPED, _DYNAMIC, _SUPPRESS)
 

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     ranks = ", ".join(map(str, manifest.traced_ranks))
     print(
         f"{args.out / manifest.name}.artifact: {manifest.artifact_bytes} bytes of code, without "
-        f"weights\ntraced as ranks {ranks} of {manifest.world_size}: "
+        f"weights\ntraced as ranks {ranks} of {manifest.world_size} in {manifest.seconds:.1f} s: "
         f"the same operations and constants\ngroups: {', '.join(manifest.roles) or 'none'}\n"
         f"SHA-256 of the manifest: {saved.manifest_sha256}"
     )

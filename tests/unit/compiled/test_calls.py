@@ -7,7 +7,10 @@ import torch
 
 from megatron_cg.compiled.load import Precompiled
 from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.store import Manifest
 from megatron_cg.errors import ReplayMismatchError
+
+MANIFEST = Manifest("layer", "", 0, {}, (), (0,), 1, "", (), 0.0)
 
 
 class FrozenBias(torch.nn.Linear):
@@ -23,7 +26,7 @@ def test_a_parameter_that_was_frozen_must_stay_so() -> None:
     code = torch.compile(
         FrozenBias.forward, backend="aot_eager", options={"guard_filter_fn": without_guards}
     )
-    compiled = Precompiled(code, Region(module, (given,)), "layer")
+    compiled = Precompiled(code, Region(module, (given,)), MANIFEST)
     compiled(module, given).sum().backward()
     assert module.weight.grad is not None
     module.bias.requires_grad_()
@@ -35,7 +38,7 @@ def test_a_parameter_that_was_frozen_must_stay_so() -> None:
 
 def attached() -> torch.nn.Sequential:
     module, given = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.ones(2, 4)
-    compiled = Precompiled(torch.nn.Sequential.forward, Region(module, (given,)), "layer")
+    compiled = Precompiled(torch.nn.Sequential.forward, Region(module, (given,)), MANIFEST)
     compiled.attach([module])
     return module
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_cg.compiled.region import Capability, Region
-from megatron_cg.compiled.trace import Trace, fused_norms_kept, trace
+from megatron_cg.compiled.fingerprint import Capability
+from megatron_cg.compiled.fused_norm import fused_norms_kept
+from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.trace import Trace, trace
 
 
 def traced(capability: Capability, dtype: torch.dtype = torch.float32) -> Trace:

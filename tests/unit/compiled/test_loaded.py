@@ -136,6 +136,11 @@ def refusals(folder: Path, own: Path, votes: Agreement, digest: str) -> dict[str
         fields = json.loads(manifest.read_text())
         manifest.write_text(json.dumps(fields))  # The same artifact by another manifest.
     found["different"] = all_load()
+    if rank == 3:
+        fields = json.loads(manifest.read_text())
+        fields["sources"][0][3] = "0" * 64
+        manifest.write_text(json.dumps(fields))
+    found["edited source"] = all_load()
     shutil.copy(folder / "columns.json", manifest)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -331,6 +336,7 @@ def test_ranks_that_do_not_do_the_same_all_refuse(results: list[dict[str, Any]])
 @pytest.mark.parametrize(
     ("name", "ranks", "text"),
     [
+        ("edited source", [3], "are different. Save again for this configuration"),
         ("not decoded", [1], "the artifact could not be decoded: EOFError: half of it"),
         # What rank 0 computes is gathered by rank 1 too.
         ("other numbers", [0, 1], "does not compute what eager computes: output 0 is"),
@@ -352,7 +358,7 @@ def test_what_a_rank_finds_at_a_later_check_is_a_refusal_of_all(
         ("dtype", "is torch.float64 (8, 2, 32)"),
         ("autograd", "strides (64, 32, 1), requires_grad and is"),
         ("keyword", "argument.mask was absent and is None"),
-        ("autocast", "autocast was off and is torch.bfloat16"),
+        ("autocast", "was compiled with autocast off and is called with torch.bfloat16"),
         ("module", "parameter.bias was absent and is torch.float32 (4,)"),
         ("hook", "linear has the hook tests.unit.compiled.test_loaded.hooked.<locals>.<lambda>"),
     ],

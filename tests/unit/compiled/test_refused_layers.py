@@ -31,7 +31,7 @@ RANDOM = "draws random numbers"
 
 def layer(options: dict[str, Any]) -> Region:
     """A layer of Megatron's local implementation."""
-    from megatron_cg.compiled.region import megatron_groups
+    from megatron_cg.compiled.megatron_groups import megatron_groups
 
     settings = config(**options)
     made = local_layer(settings)

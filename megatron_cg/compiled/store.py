@@ -6,8 +6,8 @@ Note [What is trusted]
     * the user gives the SHA-256 of the manifest, which ``save`` has returned. The manifest has the
       SHA-256 of the artifact, so nothing else on disk needs to be trusted.
     * otherwise the folder and both files must belong to this user or to root, and nobody else may
-      write them. Who can write them could as well change the user's scripts. Access control lists
-      are not looked at.
+      write them, as OpenSSH asks of its keys. Who can write them could as well change the user's
+      scripts. Access control lists are not looked at.
 
     The checksum in the manifest alone finds damage, not an attacker, who would change both. The
     bytes that are checked are the bytes that are decoded: each file is read once.
@@ -27,8 +27,8 @@ from typing import Any
 from megatron_cg.errors import ArtifactRefusedError, PrecompileError
 from megatron_cg.files import whole_file, write_text
 
-FORMAT = 3
-"""Of the manifest. A change of its fields is another format."""
+FORMAT = 2
+"""Of the manifest. A change of its fields is another format; 1 had no ``seconds``."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,12 @@ class Manifest:
     """The roles whose groups the code uses."""
     traced_ranks: tuple[int, ...]
     world_size: int
+    code_sha256: str
+    """Of the traced operations and constants, which were the same on all traced ranks."""
+    sources: tuple[tuple[str, int, int, str], ...]
+    """Of each piece of source that was traced: module, first line, line after the last, SHA-256."""
+    seconds: float
+    """How long tracing took, of all ranks that were traced."""
     format: int = FORMAT
 
 
@@ -65,8 +71,8 @@ def paths(directory: Path, name: str) -> tuple[Path, Path]:
     return directory / f"{name}.json", directory / f"{name}.artifact"
 
 
-def write(directory: Path, manifest: Manifest, data: bytes) -> str:
-    """Write an artifact and its manifest into the folder, for this user alone.
+def write(directory: Path, manifest: Manifest, artifact: Path) -> str:
+    """Put a file that torch has written, and its manifest, into the folder, for this user alone.
 
     Returns the SHA-256 of the manifest. Raises OSError.
     """
@@ -74,7 +80,7 @@ def write(directory: Path, manifest: Manifest, data: bytes) -> str:
     to_manifest, to_artifact = paths(directory, manifest.name)
     to_manifest.unlink(missing_ok=True)  # It would not fit what is written next.
     with whole_file(to_artifact) as part:
-        part.write_bytes(data)
+        part.write_bytes(artifact.read_bytes())
         part.chmod(0o600)
     text = json.dumps(asdict(manifest), indent=1, sort_keys=True) + "\n"
     write_text(to_manifest, text)
@@ -95,12 +101,8 @@ def read(directory: Path, name: str, manifest_sha256: str | None = None) -> Stor
     """
     to_manifest, to_artifact = paths(directory, name)
     by_owner = manifest_sha256 is None
-    if not directory.exists():
-        raise ArtifactRefusedError(
-            f"there is no folder {directory}: type megatron-cg precompile to make it"
-        )
     if by_owner:
-        _require_own(directory, os.stat(directory))
+        _require_own(directory, os.stat(directory) if directory.exists() else None)
     text = _content(to_manifest, by_owner)
     found = sha256(text).hexdigest()
     if manifest_sha256 is not None and found != manifest_sha256:
@@ -112,8 +114,9 @@ def read(directory: Path, name: str, manifest_sha256: str | None = None) -> Stor
     data = _content(to_artifact, by_owner)
     if len(data) != manifest.artifact_bytes or sha256(data).hexdigest() != manifest.artifact_sha256:
         raise ArtifactRefusedError(
-            f"{to_artifact} is damaged, or of another manifest: its {len(data)} bytes do not have "
-            f"the SHA-256 {manifest.artifact_sha256}. Copy it again, or save again"
+            f"{to_artifact} is damaged, or of another manifest: it has {len(data)} bytes and the "
+            f"SHA-256 {sha256(data).hexdigest()}, not {manifest.artifact_bytes} bytes and "
+            f"{manifest.artifact_sha256}. Copy it again, or save again"
         )
     return Stored(manifest, found, data)
 
@@ -130,17 +133,22 @@ def _content(path: Path, by_owner: bool) -> bytes:
         ) from error
 
 
-def _require_own(path: Path, found: os.stat_result) -> None:
-    trust = "give the SHA-256 of the manifest that save printed (manifest_sha256)"
+def _require_own(path: Path, found: os.stat_result | None) -> None:
+    if found is None:
+        raise ArtifactRefusedError(
+            f"there is no folder {path}: type megatron-cg precompile to make it"
+        )
     if found.st_uid not in {os.geteuid(), 0}:
         raise ArtifactRefusedError(
             f"{path} belongs to user {found.st_uid} and not to you ({os.geteuid()}): decoding it "
-            f"could run that user's code. If you trust it, {trust}"
+            "could run that user's code. If you trust it, give the SHA-256 of the manifest that "
+            "save printed (manifest_sha256)"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ArtifactRefusedError(
             f"other users may write {path}, and decoding it could run their code. Type chmod "
-            f"go-w {path} if you trust what it holds now, or {trust}"
+            f"go-w {path} if you trust what it holds now, or give the SHA-256 of the manifest that "
+            "save printed (manifest_sha256)"
         )
 
 
@@ -152,8 +160,12 @@ def _parsed(path: Path, text: bytes) -> Manifest:
                 f"{path} has format {fields['format']}, and this version of megatron_cg reads "
                 f"{FORMAT}: save again"
             )
-        for name in ("roles", "traced_ranks"):
-            fields[name] = tuple(fields[name])
+        fields["roles"] = tuple(fields["roles"])
+        fields["traced_ranks"] = tuple(fields["traced_ranks"])
+        fields["sources"] = tuple(
+            (str(module), int(first), int(end), str(digest))
+            for module, first, end, digest in fields["sources"]
+        )
         return Manifest(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ArtifactRefusedError(

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.compiled import artifact
+from megatron_cg.compiled import store
 from megatron_cg.errors import ArtifactRefusedError, PrecompileError
 
 DATA = b"any bytes"
 
 
-def manifest(data: bytes = DATA) -> artifact.Manifest:
-    return artifact.Manifest(
+def manifest(data: bytes = DATA) -> store.Manifest:
+    return store.Manifest(
         name="it",
         artifact_sha256=sha256(data).hexdigest(),
         artifact_bytes=len(data),
@@ -25,20 +25,25 @@ def manifest(data: bytes = DATA) -> artifact.Manifest:
         roles=("tp",),
         traced_ranks=(0, 1),
         world_size=2,
+        code_sha256="0" * 64,
+        sources=(("os", 1, 2, "0" * 64),),
+        seconds=1.5,
     )
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    artifact.write(tmp_path / "out", manifest(), DATA)
+    file = tmp_path / "torch's"
+    file.write_bytes(DATA)
+    store.write(tmp_path / "out", manifest(), file)
     return tmp_path / "out"
 
 
 def test_what_was_written_is_read(folder: Path) -> None:
-    found = artifact.read(folder, "it")
+    found = store.read(folder, "it")
     assert found.manifest == manifest() and found.data == DATA
     assert found.manifest_sha256 == sha256((folder / "it.json").read_bytes()).hexdigest()
-    assert artifact.read(folder, "it", found.manifest_sha256) == found
+    assert store.read(folder, "it", found.manifest_sha256) == found
 
 
 def test_only_this_user_can_read_or_write_it(folder: Path) -> None:
@@ -79,7 +84,7 @@ def a_list(folder: Path) -> None:
         (changed_field("artifact_sha256", "0" * 64), "it.artifact is damaged"),
         (half_a_manifest, "it.json is damaged"),
         (a_list, "it.json is damaged"),
-        (changed_field("roles", 1), "it.json is damaged"),
+        (changed_field("sources", [1]), "it.json is damaged"),
         (changed_field("another", 1), "it.json is damaged"),
         (changed_field("format", 1), "has format 1"),
         (lambda folder: (folder / "it.json").unlink(), "cannot be read"),
@@ -89,18 +94,18 @@ def a_list(folder: Path) -> None:
 def test_damage_is_refused(damage: Callable[[Path], None], text: str, folder: Path) -> None:
     damage(folder)
     with pytest.raises(ArtifactRefusedError, match=text):
-        artifact.read(folder, "it")
+        store.read(folder, "it")
 
 
 @pytest.mark.parametrize("name", [".", "it.json", "it.artifact"])
 @pytest.mark.parametrize("mode", [0o020, 0o002])
 def test_what_others_may_write_is_refused(name: str, mode: int, folder: Path) -> None:
-    digest = artifact.read(folder, "it").manifest_sha256
+    digest = store.read(folder, "it").manifest_sha256
     path = folder / name
     path.chmod(path.stat().st_mode | mode)
     with pytest.raises(ArtifactRefusedError, match=r"other users may write .*chmod go-w"):
-        artifact.read(folder, "it")
-    assert artifact.read(folder, "it", digest).data == DATA
+        store.read(folder, "it")
+    assert store.read(folder, "it", digest).data == DATA
 
 
 @pytest.mark.parametrize("name", ["folder", "it.json", "it.artifact"])
@@ -122,26 +127,28 @@ def test_what_belongs_to_another_user_is_refused(
 
         return call
 
-    digest = artifact.read(folder, "it").manifest_sha256
+    digest = store.read(folder, "it").manifest_sha256
     monkeypatch.setattr(os, "stat", reported(os.stat))
     monkeypatch.setattr(os, "fstat", reported(os.fstat))
     with pytest.raises(ArtifactRefusedError, match="belongs to user 4711 and not to you"):
-        artifact.read(folder, "it")
-    assert artifact.read(folder, "it", digest).data == DATA
+        store.read(folder, "it")
+    assert store.read(folder, "it", digest).data == DATA
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactRefusedError, match="there is no folder"):
-        artifact.read(tmp_path / "nowhere", "it")
+        store.read(tmp_path / "nowhere", "it")
 
 
-def test_a_save_that_is_cut_off_leaves_no_manifest_of_another_artifact(folder: Path) -> None:
-    with pytest.raises(TypeError):
-        artifact.write(folder, manifest(), None)  # type: ignore[arg-type]
+def test_a_save_that_is_cut_off_leaves_no_manifest_of_another_artifact(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(OSError, match="nothing"):
+        store.write(folder, manifest(), tmp_path / "nothing")
     assert [path.name for path in folder.iterdir()] == ["it.artifact"]
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "../it", "/it", ".it"])
 def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(PrecompileError, match="cannot name an artifact"):
-        artifact.read(tmp_path, name)
+        store.read(tmp_path, name)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.compiled import trace
+from megatron_cg.compiled import output_code
+from megatron_cg.compiled.output_code import Rank, loading_for
 from megatron_cg.compiled.region import Region
 from megatron_cg.compiled.save import save
-from megatron_cg.compiled.trace import Rank, loading_for
 from megatron_cg.errors import ArtifactRefusedError
 
 
@@ -57,8 +57,8 @@ def test_meta_becomes_the_ranks_device_in_every_graph(
         give_to(rank, graph_module)
         graphs.append((before, graph_module.code))
 
-    give_to = trace.give_to
-    monkeypatch.setattr(trace, "give_to", kept)
+    give_to = output_code.give_to
+    monkeypatch.setattr(output_code, "give_to", kept)
     with (
         loading_for(Rank(torch.device(device), {"mcg::pair": "group 7"})),
         artifact.open("rb") as file,
