@@ -1,7 +1,7 @@
 # make demo: compare training with and without graphs, here and now.
 # make check: lint, types and the tests of FAST, in less than a minute; for while one works.
 # make test: unit tests, ruff, mypy, documentation and wheel.
-# make newest: the tape's alignment and the contract tests, with the newest torch that is admitted.
+# make newest: the tape's alignment and the contract tests, with the newest torch that the tape has run.
 # make docs: the documentation, as a site in build/site. make wheel: the wheel, in build/dist.
 # All make an environment in $(VENV) from what requirements/ says, and only when that has changed.
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from megatron_cg.arguments.rules_environment import _SEEN
+from megatron_cg.arguments.rules_environment import _SEEN, _SEEN_ON_TAPE
 from tools.check_wheel import expected_files
 
 ROOT = Path(__file__).parents[3]
@@ -79,15 +79,20 @@ def test_what_we_reach_into_has_an_upper_bound_and_what_was_measured_is_inside(n
     assert bounds(name).specifier.contains(seen)
 
 
-@pytest.mark.parametrize(
-    "file", ["runtime.txt", "upstream.txt", "gpu.txt", "contract.txt", "newest.txt"]
-)
+@pytest.mark.parametrize("file", ["runtime.txt", "upstream.txt", "gpu.txt", "contract.txt"])
 def test_what_is_tested_is_what_is_declared(file: str) -> None:
     for item in pinned(file):
         declared = bounds(name_of(item))
         exact = [clause.version for clause in item.specifier if clause.operator == "=="]
         assert all(declared.specifier.contains(version) for version in exact)
         assert exact or item.specifier == declared.specifier
+
+
+def test_the_newest_torch_is_one_that_the_tape_has_run_and_no_default() -> None:
+    (torch,) = pinned("newest.txt")
+    (version,) = [clause.version for clause in torch.specifier]
+    assert Version(version).release[:2] in _SEEN_ON_TAPE["torch"]
+    assert not bounds("torch").specifier.contains(version)
 
 
 def test_tests_have_every_dependency_installed() -> None:
