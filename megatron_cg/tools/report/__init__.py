@@ -1,1 +1,1 @@
-"""Converts records of runs to one readable page; see ``docs/report.md``."""
+"""Converts records of runs to one readable page; see ``docs/start.md``."""
