@@ -56,7 +56,7 @@ def router_violation(balancing: Iterable[str]) -> Violation | None:
 def _router(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """Other routers are not known to run without the host."""
+    """Dropless experts in a graph need a router that is known to run without the host."""
     found = router_violation(run.moe_router_load_balancing_type)
     if found is not None and _dropless_in_graph(run, graph):
         yield found
@@ -65,7 +65,7 @@ def _router(
 def _delayed_gradients(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """Weight gradients of experts that are computed after the layer's backward pass."""
+    """Weight gradients of experts in a graph cannot be delayed past the backward pass."""
     captured = run.wants_graphs and captures_experts(run, graph)
     if run.overlap_dispatch_backward_with_experts_wgrad and (
         graph.cg_grouped_gemm == "torch" or captured

@@ -19,7 +19,7 @@ _ON = "gradient accumulation fusion, which is on by default,"
 def fusion(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """While graphs live, layers hand over their gradients instead; where bits would differ."""
+    """Gradient-accumulation fusion is refused where bits would differ, or eager runs are wrong."""
     if not run.gradient_accumulation_fusion:
         return
     for found, reason in _against_fusion(run):

@@ -41,7 +41,7 @@ _bounded = partial(Refusal, where=_has_bound)
 def at_least_one(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """A pack has a sequence."""
+    """The most sequences of a pack are at least 1."""
     most = graph.cg_pack_sequences
     if most is not None and most < 1:
         yield Violation(

@@ -99,7 +99,7 @@ def scope_selects_nothing(
 def whole_moe_layer(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """A whole layer with experts needs fixed shapes too."""
+    """Whole layers with experts need dropless support, or experts that drop and pad."""
     moe = whole_moe_layers(run, graph)
     if moe and not drops_and_pads(run) and graph.cg_grouped_gemm == "te":
         yield Violation(

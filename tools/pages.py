@@ -12,7 +12,6 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -20,12 +19,12 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 from megatron_cg.arguments.rule import Refusal
-from megatron_cg.arguments.schema import VARIABLES, GraphArguments, RunArguments, flag_of
+from megatron_cg.arguments.schema import GraphArguments, flag_of
 from megatron_cg.arguments.validation import RULES
 
-ROOT = Path(__file__).parents[1]
 _FLAG = re.compile(r"(?<![\w`-])(--[a-z][a-z0-9-]*)")
 _FIELD = re.compile(r"\{run\.(\w+)\}")
+_VIOLATION = re.compile(r'Violation\(\s*"([a-z0-9-]+)"')
 _MARKER = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
 _PAGE_NAMED = re.compile(r"`docs/([a-z_-]+)\.md`")
 
@@ -55,42 +54,20 @@ def _default(value: object) -> str:
     return "none" if value == () else f"`{value}`"
 
 
-def settings() -> str:
-    """Those settings of Megatron that the rules read."""
-    lines = ["| Megatron's attribute | default | what it is |", "|---|---|---|"]
-    for field in dataclasses.fields(RunArguments):
-        value = field.default
-        words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        default = "—" if value is None or not words else f"`{words}`"
-        told = " ".join(_in_code(field.metadata["help"]).split()).replace("|", "\\|")
-        lines.append(f"| `{field.name}` | {default} | {told} |")
-    return "\n".join(lines)
-
-
 def rules() -> str:
-    """Every rule: what it refuses, why, and what to type instead."""
+    """Every rule: what it refuses, and what to type instead. The error itself gives the reason."""
     return "\n".join(map(_rule, RULES))
 
 
 def _rule(rule: Any) -> str:
     if isinstance(rule, Refusal):
         found = _in_code(_FIELD.sub("…", rule.found))
-        reason, remedy = _in_code(rule.reason), _in_code(rule.remedy)
-        return f"- **{rule.rule}**: {found}.<br>Because {reason}.<br>Instead: {remedy}."
+        return f"- **{rule.rule}**: {found}.<br>Instead: {_in_code(rule.remedy)}."
     # A rule that says different things of different runs; its docstring says what it demands.
-    name = rule.__name__.replace("_", "-")
-    return f"- **{name}**: {_in_code(inspect.getdoc(rule) or '')}"
-
-
-def variables() -> str:
-    """The environment variables that the rules read."""
-    return "\n".join(f"- `{name}`" for name in VARIABLES)
-
-
-def measured() -> str:
-    """The section of README.md with the figures."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return text.partition("\n## Measured\n")[2].partition("\n## ")[0].strip()
+    names = dict.fromkeys(_VIOLATION.findall(inspect.getsource(rule)))
+    name = ", ".join(names) or rule.__name__.strip("_").replace("_", "-")
+    told = (inspect.getdoc(rule) or "").partition("\n\n")[0]
+    return f"- **{name}**: {_in_code(told)}"
 
 
 def _in_code(text: str) -> str:
@@ -100,10 +77,7 @@ def _in_code(text: str) -> str:
 
 GENERATORS: dict[str, Callable[[], str]] = {
     "flags": our_flags,
-    "settings": settings,
     "rules": rules,
-    "variables": variables,
-    "measured": measured,
 }
 
 

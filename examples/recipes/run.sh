@@ -7,9 +7,9 @@
 #   MOCK_DATA=1 TRAIN_ITERS=20 bash examples/recipes/run.sh qwen3-moe-tiny
 #
 # The second tries it on made-up data. GRAPHS=0 is the same run without graphs. EXPERTS_IN_GRAPHS=1
-# captures whole MoE layers, which drop no token (docs/experts.md); docs/recipes.md says where it is
-# the default. Where each expert-parallel group lies in one node, ranks exchange tokens through peer
-# memory; PEER_EXCHANGE=0 uses NCCL instead.
+# captures whole MoE layers, which drop no token (docs/experts.md); below is where it
+# is the default. Where each expert-parallel group lies in one node, ranks exchange tokens through
+# peer memory; PEER_EXCHANGE=0 uses NCCL instead.
 set -euo pipefail
 
 fail() { echo "$0: $*" >&2; exit 2; }

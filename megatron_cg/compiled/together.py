@@ -264,7 +264,7 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegion
     """Let all ranks decide together at every compiled region that is called in this block.
 
     All ranks enter it together, before the first call of a compiled region, and call the same
-    regions in the same order. See ``docs/compiled-regions.md``.
+    regions in the same order. See ``docs/standalone.md``.
 
     Args:
         timeout: how long a rank waits for another at a vote; longer than a compilation takes.

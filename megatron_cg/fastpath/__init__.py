@@ -2,7 +2,7 @@
 
 Results are bitwise identical: the same values are copied to the same places, and collectives keep
 Megatron-FSDP's order.
-``docs/fast_path.md`` lists what each part replaces and what it saves.
+``docs/fast_path.md`` lists what each part replaces.
 """
 
 from megatron_cg.fastpath.install_parts import FastPath, install

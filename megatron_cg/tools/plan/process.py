@@ -22,7 +22,7 @@ PATIENCE = 3.0
 """Seconds without output before a plan shows that it is running."""
 WORKING = "planning: Megatron builds the model, and its layers run once without a GPU"
 Plan = dict[str, Any]
-"""A plan as JSON; ``docs/plan.md`` describes its fields."""
+"""A plan as JSON."""
 
 
 class PlanError(MegatronCGError):

@@ -1,1 +1,1 @@
-"""``megatron-cg report``: one readable page of the records of a run or two; ``docs/report.md``."""
+"""Converts records of runs to one readable page; see ``docs/start.md``."""
