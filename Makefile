@@ -66,7 +66,7 @@ types: $(TESTED)
 	$(PYTHON) -m mypy
 
 docs: $(TESTED)
-	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 wheel: $(TESTED)
 	$(PYTHON) -m tools.check_wheel build/dist
