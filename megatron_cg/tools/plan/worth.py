@@ -8,7 +8,7 @@ Note [The nearest row]
     of FAR the row tells nothing, nor where not every layer has a graph of its attention, which has
     most of the launches.
 
-The rows of ``measured_rows.json`` are those of runs in ``benchmarks/results``.
+The rows of ``measured_rows.json`` are those of runs of ``megatron-cg bench``.
 """
 
 from __future__ import annotations
