@@ -264,10 +264,12 @@ class GuardedCapture:
                 index=index,
                 in_flight=in_flight,
                 eager_passes=self.eager_passes[index],
-                replay=(replay := self._backend.replay_function(graph)),
+                replay=replay,
                 kept=partial(self._kept, unit, self._observers[index], replay),
             )
-            for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True))
+            for index, (unit, graph, replay) in enumerate(
+                zip(self._units, graphs, map(self._backend.replay_function, graphs), strict=True)
+            )
         )
 
     def _table(

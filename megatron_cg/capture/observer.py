@@ -116,14 +116,13 @@ class Observer:
         """What strange modules may not get later; known code reads nothing that somebody adds."""
         if self._state is None:
             return []
+        names = self._state.own_names
         strange = [m for m in self._unit.graphed if m in self._paths and not is_known(m)]
-        return [
-            *key_sets_of(self._unit.layer, strange),
-            *(
-                KeySet(vars(m), "attribute", f"attribute {_dotted(self._paths[m])}", names)
-                for m, names in ((m, self._state.own_names) for m in strange)
-            ),
+        attributes = [
+            KeySet(vars(m), "attribute", f"attribute {_dotted(self._paths[m])}", names)
+            for m in strange
         ]
+        return [*key_sets_of(self._unit.layer, strange), *attributes]
 
     def begun(self, *, forward: bool, warmup: bool) -> None:
         """A pass begins, after the hooks that come before it."""

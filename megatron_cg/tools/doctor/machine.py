@@ -90,7 +90,7 @@ def symbols(system: System) -> Iterator[Finding]:
         names = "megatron-cg doctor --verbose  # names them"
         remedy = f"{names}; or: {INSTALL[package]}" if package in INSTALL else names
         if broken:
-            why = "a capture without what this package uses is refused, as it would be wrong"
+            why = "this package uses them, and refuses to capture without them"
             yield error(f"{broken} symbols of {package} are missing or changed", why, remedy)
         if unknown:
             what = f"{unknown} functions of {package} that this package replaces have unknown code"

@@ -110,7 +110,7 @@ def test_only_later_units_replay_until_the_backward_has_run_or_cannot() -> None:
     assert found is not None and "still in use for unit 1" in found.text("unit 0")
     del kept
     first = replay(0)
-    replay(1)  # let go
+    replay(1)  # Nobody keeps its output.
     first.sum().backward()
     assert allowed() == [0, 1, 2, 3] and began == [2, 0, 0]
     replay(1, replay(0)).sum().backward()
