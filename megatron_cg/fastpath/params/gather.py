@@ -13,17 +13,6 @@ Note [A group of one bucket]
     stream. Megatron-FSDP handles all other cases (several buckets, gathers across outer groups),
     but without prefetch.
 
-Note [As a pass begins]
-    Megatron-FSDP gathers the first unit's weights when that unit's hook runs. Before that the host
-    runs the embedding, while the GPU has little to do. So these weights are gathered when the
-    model's forward pass begins, if the previous pass has shown that no other gather comes first.
-    The order of collectives does not change, and changes that a script makes to weights between
-    two passes are seen. Shards of outer groups are excluded, because they are gathered only in the
-    first pass of a step. So are models in whose passes another one runs before the first unit.
-    If a pass begins with another unit after all (the first one is skipped), these weights are
-    freed, because they would occupy one of two buffers. If a pass fails before it uses them, they
-    are kept for the next pass unless they have changed: one rank alone may run that pass.
-
 Megatron-FSDP itself handles a bucket that it keeps past a reset (``PRESERVED``).
 """
 
@@ -44,7 +33,6 @@ from torch import nn
 
 from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
-from megatron_cg.fastpath.params.shared_buffers import free_before_others
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import put_over, run_before
 
@@ -71,8 +59,8 @@ RELIES_ON = (
     *fsdp_class("AllGatherPipeline", "buffer", "bucket_status", "bucket_can_be_released"),
     *fsdp_class("AllGatherPipeline", "bucket_to_bucket_group", "param_gather_event_map"),
     *fsdp_class("AllGatherPipeline", "ag_stream", "get_bucket_key", "get_fsdp_buffer"),
-    *fsdp_class("AllGatherPipeline", "recycle_unused_buckets", "wait_bucket_ready"),
-    *fsdp_class("DataParallelBuffer", "get_shard_from_local_buffer", "get_shard_from_bucket"),
+    *fsdp_class("AllGatherPipeline", "recycle_unused_buckets"),
+    *fsdp_class("DataParallelBuffer", "get_shard_from_local_buffer"),
     *fsdp_class("BucketStatus", "EMPTY", "PRESERVED", "COMMUNICATING", "READY_TO_USE"),
 )
 
@@ -92,12 +80,9 @@ def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]
     gathers = Gathers(pipeline, deferred, lambda: bool(fsdp.training))
     with ExitStack() as undo:
         undo.callback(deferred.drop)
-        undo.callback(run_before(fsdp, "forward", gathers.begin_pass))
+        undo.callback(run_before(fsdp, "forward", deferred.drop))
         for name in ("all_gather_params", "async_bucket_gather"):
             undo.callback(put_over(pipeline, name, getattr(gathers, name)))
-        store = fsdp.param_and_grad_buffer
-        if store.double_buf_units:
-            undo.callback(free_before_others(store, gathers))
         return undo.pop_all().close
 
 
@@ -111,16 +96,6 @@ class _Plan:
     """``listed`` and the prefetched buckets, in Megatron-FSDP's order."""
     before_graph: bool
     """Whether the plan is for a forward pass that begins with a graph."""
-
-
-@dataclass(frozen=True)
-class _Opening:
-    """How a forward pass requested its first gather."""
-
-    before: list[_Plan]
-    """Plans of earlier calls, which found all their buckets gathered."""
-    plan: _Plan
-    options: Mapping[str, Any]
 
 
 class Gathers:
@@ -146,46 +121,6 @@ class Gathers:
             bucket: parameter for parameter, bucket in pipeline.buffer.param_to_param_group.items()
         }
         self._plans: dict[tuple[Any, ...], _Plan] = {}
-        self._before: list[_Plan] | None = None
-        """Plans of this pass's calls until one of them gathers; then None."""
-        self._early: _Plan | None = None
-        """The plan that was gathered as this pass began."""
-        self._unasked: list[Key] = []
-        """Buckets gathered that way and not requested yet."""
-        self._opening: _Opening | None = None
-        self._may_open = pipeline.buffer.ddp_config.outer_dp_sharding_strategy == "no_shard"
-
-    def begin_pass(self) -> None:
-        """Run as the model's forward pass begins; see Note [As a pass begins]."""
-        self._deferred.drop()
-        self._before = self._early = None
-        if any(map(self._has_changed, self._unasked)):
-            self._free_unasked()
-        if not self._may_open or not self._replays():
-            return
-        self._before = []
-        opening, self._opening = self._opening, None
-        if opening is None or any(map(self._absent_of, opening.before)):
-            return
-        absent = self._absent_of(opening.plan)
-        if absent and self._can_gather(absent, opening.options):
-            self._early = opening.plan
-            now, _ = self._now_and_later(opening.plan, absent)
-            self._gather(now)
-            self._unasked = now
-
-    def kept(self) -> list[int]:
-        """See :class:`.Gathered`: those that were gathered as this pass began."""
-        return [bucket for bucket, _ in self._unasked]
-
-    def give_way(self) -> None:
-        """See :class:`.Gathered`. Another model runs before the first unit: none opens a pass."""
-        self._may_open = False
-        self._free_unasked()
-
-    def _free_unasked(self) -> None:
-        self._let_unasked_go()
-        self._pipeline.recycle_unused_buckets()
 
     def all_gather_params(
         self, params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
@@ -197,52 +132,20 @@ class Gathers:
         if plan is None:
             plan = self._plans[asked] = self._plan(params, prefetch=prefetch, **options)
         self._pipeline.bucket_can_be_released.update(plan.listed)
-        absent = self._absent_of(plan)
-        ours = self._can_gather(absent, options)
-        gathers = bool(absent) or plan is self._early
-        if gathers and self._unasked:
-            self._let_unasked_go(plan)
-        if self._before is not None:
-            if gathers:
-                self._opening = _Opening(self._before, plan, options) if ours else None
-                self._before = None
-            else:
-                self._before.append(plan)
+        status = self._pipeline.bucket_status
+        absent = [key for key in plan.looked_at if status[key] in self._absent]
         if not absent:
             return
-        if ours:
+        if self._can_gather(absent, options):
             now, later = self._now_and_later(plan, absent)
             if later:
                 self._deferred.hold(partial(self._gather, later))
             if now:
                 self._gather(now)
-        elif any(self._pipeline.bucket_status[key] is self._status.PRESERVED for key in absent):
+        elif any(status[key] is self._status.PRESERVED for key in absent):
             self._all_gather_params(params, prefetch=prefetch, **options)
         else:
             self._all_gather_params([self._stands_for[bucket] for bucket, _ in absent], **options)
-
-    def _let_unasked_go(self, plan: _Plan | None = None) -> None:
-        """Allow the buckets gathered as a pass began to be freed, unless ``plan`` covers them."""
-        wanted = () if plan is None else plan.looked_at
-        for key in self._unasked:
-            if key not in wanted:
-                self._pipeline.bucket_can_be_released[key] = True
-        self._unasked = []
-
-    def _has_changed(self, key: Key) -> bool:
-        """Whether this rank's shard of a gathered bucket has other bits now; the host waits.
-
-        Torch counts no writes through a DTensor, as scripts and optimizers write.
-        """
-        self._pipeline.wait_bucket_ready(*key)
-        weights = self._pipeline.get_fsdp_buffer(*key)
-        shard = weights.get_shard_from_local_buffer()
-        gathered = weights.get_shard_from_bucket(weights.fetch_bucket())
-        return not torch.equal(gathered.view(torch.uint8), shard.view(torch.uint8))
-
-    def _absent_of(self, plan: _Plan) -> list[Key]:
-        status = self._pipeline.bucket_status
-        return [key for key in plan.looked_at if status[key] in self._absent]
 
     def _can_gather(self, absent: Sequence[Key], options: Mapping[str, Any]) -> bool:
         """Whether this class gathers these itself; see Note [A group of one bucket]."""

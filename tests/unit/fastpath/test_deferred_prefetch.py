@@ -1,4 +1,4 @@
-"""When gathers are issued: the first of a pass as it begins, the next unit's after a launch."""
+"""When gathers are issued: the next unit's after a launch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stream(fakes.FakeStream):
 class Pipeline:
     """An output layer without a unit, bucket 0, and units of one weight, buckets 1 to 3."""
 
-    def __init__(self, outer: str = "no_shard") -> None:
+    def __init__(self) -> None:
         from megatron.core.distributed.fsdp.src.megatron_fsdp import (
             param_and_grad_buffer as upstream,
         )
@@ -63,7 +63,9 @@ class Pipeline:
             param_to_param_group={weight: i for i, weight in enumerate(self.weights)},
             bucket_to_bucket_group={i: [i] for i in range(UNITS + 1)},
             num_buckets=UNITS + 1,
-            ddp_config=SimpleNamespace(fsdp_double_buffer=True, outer_dp_sharding_strategy=outer),
+            ddp_config=SimpleNamespace(
+                fsdp_double_buffer=True, outer_dp_sharding_strategy="no_shard"
+            ),
             double_buf_units=list(range(UNITS)),
         )
         own.bucket_status = {(i, False): self.status("EMPTY") for i in range(UNITS + 1)}
@@ -104,10 +106,6 @@ class Pipeline:
         found, self.events[:] = list(self.events), []
         return found
 
-    def begin(self) -> list[Any]:
-        self.gathers.begin_pass()
-        return self.happened()
-
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
@@ -146,17 +144,6 @@ def test_a_held_gather_is_issued_once_or_forgotten_with_its_pass() -> None:
     assert pipeline.happened() == []
 
 
-def test_a_pass_that_failed_leaves_nothing_to_gather() -> None:
-    pipeline = Pipeline()
-    pipeline.begin()
-    pipeline.ask(1)
-    pipeline.free(1)
-    # As a pass begins the first unit is gathered, and what the failed one held is not.
-    assert pipeline.begin() == ["waits for all", 1]
-    pipeline.deferred.launched()
-    assert pipeline.happened() == []
-
-
 def test_a_unit_begins_with_a_graph_if_its_first_weight_is_in_one() -> None:
     inside, outside = (nn.Parameter(torch.zeros(1)) for _ in range(2))
     deferred = DeferredPrefetch([nn.ParameterList([inside])])
@@ -174,71 +161,6 @@ def test_without_a_replay_to_come_all_is_gathered_at_once() -> None:
     pipeline = Pipeline()
     pipeline.gathers._deferred = DeferredPrefetch(pipeline.modules[2:])
     assert pipeline.ask(1) == ["waits for all", 1, 2]
-
-
-def test_the_first_gather_of_a_pass_is_issued_as_it_begins() -> None:
-    pipeline = Pipeline()
-    for number in range(3):
-        assert pipeline.begin() == (["waits for all", 1] if number else [])
-        assert pipeline.ask(0) == []
-        assert pipeline.ask(1) == ([] if number else ["waits for all", 1])
-        pipeline.deferred.launched()
-        assert pipeline.happened() == ["waits for an earlier event", 2]
-        pipeline.free(1)
-        pipeline.free(2)
-
-
-def test_shards_of_outer_groups_are_gathered_when_megatron_does() -> None:
-    pipeline = Pipeline(outer="optim")
-    for _ in range(2):
-        assert pipeline.begin() == []
-        assert pipeline.ask(1) == ["waits for all", 1]
-        pipeline.free(1)
-
-
-def test_nothing_goes_before_a_gather_that_comes_first() -> None:
-    pipeline = Pipeline()
-    pipeline.begin()
-    pipeline.ask(0)
-    pipeline.ask(1)
-    pipeline.free(0)
-    pipeline.free(1)
-    # Bucket 0 was there in the pass before, and has to be gathered first in this one.
-    assert pipeline.begin() == []
-    pipeline.deferred.drop()
-    assert pipeline.ask(0) == ["waits for all", 0]
-    # And so it is the first of the next pass.
-    pipeline.free(0)
-    assert pipeline.begin() == ["waits for all", 0]
-
-
-def test_a_bucket_gathered_as_a_pass_begins_may_be_freed_unless_it_is_asked_for() -> None:
-    for asked, may_be_freed in ((1, False), (3, True)):
-        pipeline = Pipeline()
-        pipeline.begin()
-        pipeline.ask(1)
-        pipeline.free(1)
-        assert pipeline.begin() == ["waits for all", 1]
-        assert pipeline.own.bucket_can_be_released[1, False] is False
-        pipeline.ask(asked)
-        assert pipeline.own.bucket_can_be_released[1, False] is may_be_freed
-
-
-def test_an_evaluation_is_as_megatron_has_it_and_forgets_nothing() -> None:
-    pipeline = Pipeline()
-    pipeline.begin()
-    pipeline.ask(1)
-    pipeline.deferred.launched()
-    pipeline.happened()
-    pipeline.training = False
-    for bucket in (1, 2):
-        pipeline.free(bucket)
-    assert pipeline.begin() == []
-    assert pipeline.ask(1) == ["waits for all", 1, 2]
-    for bucket in (1, 2):
-        pipeline.free(bucket)
-    pipeline.training = True
-    assert pipeline.begin() == ["waits for all", 1]
 
 
 def trained() -> dict[str, Any]:

@@ -182,7 +182,7 @@ def asked_of(
         param_to_param_group={parameter: i for i, parameter in enumerate(parameters)},
         bucket_to_bucket_group={i: [i] for i in range(3)},
         num_buckets=3,
-        ddp_config=SimpleNamespace(fsdp_double_buffer=False, outer_dp_sharding_strategy="no_shard"),
+        ddp_config=SimpleNamespace(fsdp_double_buffer=False),
     )
     pipeline.bucket_status = {
         (i, False): upstream.BucketStatus[statuses.get(i, "READY_TO_USE")] for i in range(3)
@@ -239,7 +239,6 @@ def test_a_bucket_that_is_not_empty_is_left_to_megatron(status: str) -> None:
     pipeline.buffer = SimpleNamespace(
         parameter_groups=[SimpleNamespace(transpose_weight_buffer=None)],
         param_to_param_group={},
-        ddp_config=SimpleNamespace(outer_dp_sharding_strategy="no_shard"),
     )
     pipeline.bucket_status = {(0, False): upstream.BucketStatus[status]}
     pipeline.bucket_can_be_released = {(0, False): True}

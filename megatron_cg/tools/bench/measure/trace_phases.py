@@ -67,7 +67,6 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "unshard": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
         f"{_FAST}.params.unshard:_gathered.<locals>.all_gather_and_wait_parameters_ready",
-        f"{_FAST}.params.gather:Gathers.begin_pass",
         f"{_FAST}.params.deferred_prefetch:DeferredPrefetch.launched",
         f"{_HOOKS}.<locals>._pre_forward_param_unshard",
         f"{_HOOKS}.<locals>._pre_backward_param_unshard",
