@@ -90,40 +90,29 @@ class LayerSelection:
             available: the scopes that exist on each layer; None treats every layer as MoE.
         """
         run_scopes = tuple(scopes) or (WHOLE_LAYER,)
-        return (
-            *self._not_in_run(run_scopes),
-            *self._beyond_the_end(num_layers),
-            *self._preprocess_without_router(run_scopes, num_layers, available),
-        )
+        broken = list(self._not_in_run(run_scopes))
+        if num_layers is not None:
+            broken += self._beyond_the_end(num_layers)
+            broken += self._preprocess_without_router(run_scopes, num_layers, available)
+        return tuple(broken)
 
     def _not_in_run(self, run_scopes: Sequence[str]) -> Iterator[Violation]:
+        captured = (
+            "whole layers, which 'layer' names"
+            if run_scopes == (WHOLE_LAYER,)
+            else f"--cuda-graph-modules {' '.join(run_scopes)}"
+        )
         for scope, ranges in self.ranges:
-            if scope in run_scopes:
-                continue
-            token = f"--cg-layers {_token(scope, ranges)}"
-            if scope == WHOLE_LAYER:
-                reason = (
-                    "'layer' selects whole layers, which are captured only with an empty scope "
-                    f"list, and this run has --cuda-graph-modules {' '.join(run_scopes)}"
+            if scope not in run_scopes:
+                yield Violation(
+                    _RULE,
+                    f"--cg-layers {_token(scope, ranges)}",
+                    f"this run captures {captured}, so there is no {scope} to restrict",
+                    f"name one of {', '.join(run_scopes)} in --cg-layers, or change "
+                    "--cuda-graph-modules (without it whole layers are captured)",
                 )
-                remedy = f"name one of {', '.join(run_scopes)}, or drop --cuda-graph-modules"
-            elif tuple(run_scopes) == (WHOLE_LAYER,):
-                reason = "--cuda-graph-modules is empty, so whole layers are captured, not scopes"
-                remedy = (
-                    f"type --cg-layers {_token(WHOLE_LAYER, ranges)}, or --cuda-graph-modules "
-                    f"{scope}"
-                )
-            else:
-                reason = (
-                    f"{scope} is not among --cuda-graph-modules {' '.join(run_scopes)}, so there "
-                    "is nothing to restrict"
-                )
-                remedy = f"type --cuda-graph-modules {' '.join((*run_scopes, scope))}, or drop it"
-            yield Violation(_RULE, token, reason, remedy)
 
-    def _beyond_the_end(self, num_layers: int | None) -> Iterator[Violation]:
-        if num_layers is None:
-            return
+    def _beyond_the_end(self, num_layers: int) -> Iterator[Violation]:
         for scope, ranges in self.ranges:
             for layers in ranges:
                 end = layers.first if layers.last is None else layers.last
@@ -140,69 +129,51 @@ class LayerSelection:
     def _preprocess_without_router(
         self,
         run_scopes: Sequence[str],
-        num_layers: int | None,
+        num_layers: int,
         available: Sequence[Container[str]] | None,
     ) -> Iterator[Violation]:
         if "moe_preprocess" not in run_scopes or "moe_router" not in run_scopes:
             return
-        count = num_layers or self._count_that_shows_every_range()
-        alone = [
-            index
-            for index in range(count)
-            if "moe_preprocess" in (active := self.scopes(index, count, run_scopes))
-            and "moe_router" not in active
-            and (available is None or "moe_preprocess" in available[index])
-        ]
-        if alone:
-            router = dict(self.ranges)["moe_router"]
-            yield Violation(
-                _RULE,
-                f"--cg-layers selects moe_preprocess without moe_router on layer {alone[0]}"
-                + (f" and {len(alone) - 1} more" if len(alone) > 1 else ""),
-                "Megatron captures moe_preprocess only as the continuation of the router's graph",
-                f"type --cg-layers {_token('moe_router', router)} "
-                f"{_token('moe_preprocess', router)}",
-            )
-
-    def _count_that_shows_every_range(self) -> int:
-        ends = [
-            layers.first if layers.last is None else layers.last
-            for _, ranges in self.ranges
-            for layers in ranges
-        ]
-        return max(ends, default=0) + 2
+        for index in range(num_layers):
+            active = self.scopes(index, num_layers, run_scopes)
+            exists = available is None or "moe_preprocess" in available[index]
+            if exists and "moe_preprocess" in active and "moe_router" not in active:
+                router = dict(self.ranges)["moe_router"]
+                yield Violation(
+                    _RULE,
+                    f"--cg-layers selects moe_preprocess without moe_router on layer {index}",
+                    "Megatron captures moe_preprocess only as the continuation of the router's "
+                    "graph",
+                    f"type --cg-layers {_token('moe_router', router)} "
+                    f"{_token('moe_preprocess', router)}",
+                )
+                return
 
 
 def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation, ...]]:
     """The selection from the well-formed tokens, and a violation for each other token."""
-    found: dict[str, list[LayerRange]] = {}
+    selected: dict[str, list[LayerRange]] = {}
     broken: list[Violation] = []
+    known = (*SCOPES, WHOLE_LAYER)
     for token in tokens:
         scope, colon, texts = token.partition(":")
-        if not colon:
-            broken.append(_bad(token, "it has no colon between a scope and its layers"))
+        if not colon or scope not in known:
+            why = f"there is no scope '{scope}'; there are {', '.join(known)}"
+            why = why if colon else "it has no colon between a scope and its layers"
+            broken.append(_bad(token, why))
             continue
-        if scope not in (*SCOPES, WHOLE_LAYER):
-            known = ", ".join((*SCOPES, WHOLE_LAYER))
-            broken.append(_bad(token, f"there is no scope '{scope}'; there are {known}"))
-            continue
-        ranges = found.setdefault(scope, [])
+        ranges = selected.setdefault(scope, [])
         for text in texts.split(","):
             layers = _read_range(text)
             if isinstance(layers, str):
                 broken.append(_bad(token, layers))
             elif clash := next((other for other in ranges if layers.overlaps(other)), None):
-                broken.append(
-                    _bad(
-                        token,
-                        f"ranges {clash} and {layers} of {scope} overlap: which one is meant?",
-                    )
-                )
+                why = f"ranges {clash} and {layers} of {scope} overlap: which one is meant?"
+                broken.append(_bad(token, why))
             else:
                 ranges.append(layers)
-    return LayerSelection(tuple((scope, tuple(r)) for scope, r in found.items() if r)), tuple(
-        broken
-    )
+    ranges_of = tuple((scope, tuple(ranges)) for scope, ranges in selected.items() if ranges)
+    return LayerSelection(ranges_of), tuple(broken)
 
 
 def _read_range(text: str) -> LayerRange | str:

@@ -1,8 +1,10 @@
-"""Converts Megatron's namespace to our dataclasses; only this file knows that namespace.
+"""Reads the settings of a run from Megatron: from its namespace, or from a model's configs.
 
 Relied on: megatron-core 0.19.2, the namespace of ``megatron.training.arguments``, as returned by
-``parse_args`` or as modified by ``validate_args``. Values that ``validate_args`` derives from other
-flags are derived here too, so both give the same :class:`RunArguments` for the rules.
+``parse_args`` or as modified by ``validate_args``; the fields of ``TransformerConfig``,
+``DistributedDataParallelConfig`` and ``OptimizerConfig``; ``decoder.layers`` of its models, and
+``HybridModel``'s ``hybrid_layer_pattern``. What ``validate_args`` derives from other flags is
+derived here too, so all of them give the same :class:`RunArguments`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_cg.arguments.layout import decoder_symbols
@@ -30,6 +32,45 @@ from megatron_cg.upstream.symbols import changed
 logger = logging.getLogger(__name__)
 
 _GROUP = "megatron_cg"
+_FIELDS = [field.name for field in dataclasses.fields(RunArguments)]
+_DTYPES = ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype")
+
+DISTRIBUTED = (
+    "data_parallel_sharding_strategy",
+    *_DTYPES,
+    "fsdp_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
+    "fp8_param_gather",
+    "keep_fp8_transpose_cache",
+    "delay_wgrad_compute",
+)
+"""Fields of ``DistributedDataParallelConfig``."""
+
+OPTIMIZER = ("optimizer_cuda_graph",)
+"""Fields of ``OptimizerConfig``."""
+
+NOT_IN_CONFIGS = (
+    "use_megatron_fsdp",
+    "hybrid_layer_pattern",
+    "gradient_ranks",
+    "custom_layers",
+    "moe_routing_trace_path",
+    "sft",
+    "rl_use_sequence_packing",
+    "dataloader_inter_document_masking",
+    "micro_batch_size",
+)
+"""Flags of megatron.training and its data loaders, and what is read from the model itself."""
+
+TRANSFORMER: Mapping[str, str] = {
+    **{n: n for n in _FIELDS if n not in (*DISTRIBUTED, *OPTIMIZER, *NOT_IN_CONFIGS)},
+    "num_experts": "num_moe_experts",
+    "te_rng_tracker": "use_te_rng_tracker",
+    # Both configs have these two; a switch is on if one of them is on.
+    "fp8_param_gather": "fp8_param",
+    "delay_wgrad_compute": "delay_wgrad_compute",
+}
+"""The other fields, each with its field of ``TransformerConfig``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -116,10 +157,8 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         or _get(namespace, "tensor_model_parallel_size"),
         "cpu_offloading": _get(namespace, "cpu_offloading_num_layers") > 0,
     }
-    for name in ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"):
-        derived[name] = dtype_name(_get(namespace, name))
-    names = (field.name for field in dataclasses.fields(RunArguments))
-    unchanged = {name: _get(namespace, name) for name in names if name not in derived}
+    derived |= {name: dtype_name(_get(namespace, name)) for name in _DTYPES}
+    unchanged = {name: _get(namespace, name) for name in _FIELDS if name not in derived}
     return RunArguments(**unchanged, **derived)
 
 
@@ -240,3 +279,62 @@ def _recompute_settings(namespace: argparse.Namespace) -> dict[str, Any]:
         granularity = "selective"
         modules.append("moe")
     return {"recompute_granularity": granularity, "recompute_modules": tuple(modules)}
+
+
+def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = None) -> RunArguments:
+    """The settings of a model under Megatron-FSDP that was built in Python.
+
+    Args:
+        model: megatron-core's model without its wrappers; it has ``decoder``.
+        config: its ``TransformerConfig``.
+        ddp_config: Megatron-FSDP's ``DistributedDataParallelConfig``.
+        optimizer_config: the optimizer's ``OptimizerConfig``, if it has one.
+
+    Raises UpstreamChangedError when a field of the configs is missing.
+    """
+    values = {ours: _field(config, "TransformerConfig", name) for ours, name in TRANSFORMER.items()}
+    for name in DISTRIBUTED:
+        value = _field(ddp_config, "DistributedDataParallelConfig", name)
+        values[name] = values.get(name) or value
+    values |= {name: dtype_name(values[name]) for name in _DTYPES}
+    frequency, recipe = values["moe_layer_freq"], values["fp8_recipe"]
+    values |= {
+        "cuda_graph_modules": tuple(scope.name for scope in values["cuda_graph_modules"]),
+        "recompute_modules": tuple(values["recompute_modules"] or ("core_attn",)),
+        "fp8_recipe": str(getattr(recipe, "value", recipe)),
+        "moe_router_load_balancing_type": tuple(
+            _scope_names(values["moe_router_load_balancing_type"])
+        ),
+        "moe_layer_freq": frequency if isinstance(frequency, int) else tuple(frequency),
+    }
+    if optimizer_config is not None:
+        values |= {name: _field(optimizer_config, "OptimizerConfig", name) for name in OPTIMIZER}
+    return RunArguments(**{**values, **_layers(model)}, use_megatron_fsdp=True)
+
+
+def _field(config: Any, kind: str, name: str) -> Any:
+    try:
+        return getattr(config, name)
+    except AttributeError as error:
+        raise changed("megatron-core", f"{kind}.{name}", "a field of the config") from error
+
+
+def _layers(model: Any) -> dict[str, Any]:
+    """The kinds of layers, from the model itself: a spec may differ from the config."""
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        return {"hybrid_layer_pattern": pattern, "num_layers": len(decoder_symbols(pattern))}
+    layers = list(getattr(getattr(model, "decoder", None), "layers", ()))
+    if not layers or not all(_is_plain(layer) for layer in layers):
+        return {"custom_layers": True}
+    return {
+        "num_layers": len(layers),
+        "moe_layer_freq": tuple(int(layer.is_moe_layer) for layer in layers),
+    }
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is attention followed by an MLP or experts, as the rules assume."""
+    parts = [getattr(layer, name, None) for name in ("self_attention", "mlp")]
+    has_parts = all(p is not None and type(p).__name__ != "IdentityOp" for p in parts)
+    return has_parts and hasattr(layer, "is_moe_layer")

@@ -1,34 +1,110 @@
-"""Defines a rule: a pure function from a configured run to the violations in it."""
+"""A rule: one property that a configured run must not have, and what it says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.layers import read_tokens
+from megatron_cg.arguments.layout import available_scopes
+from megatron_cg.arguments.schema import WHOLE_LAYER, Environment, GraphArguments, RunArguments
 from megatron_cg.errors import Violation
 
-Rule = Callable[[RunArguments, GraphArguments, Environment], Iterable[Violation]]
-"""Yields nothing when the rule holds. Reads only its arguments."""
+ROUTER_SCOPES = ("moe_router", "moe_preprocess", "moe")
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A :data:`Rule` on one property of the run; ``{run.<field>}`` in ``found`` is formatted.
+class Configuration:
+    """What rules read: a run, and what follows from it. Nothing else is read."""
 
-    ``where`` says which runs it is about.
+    run: RunArguments
+    graph: GraphArguments
+    environment: Environment
+
+    @cached_property
+    def layers(self) -> list[tuple[frozenset[str], frozenset[str]]] | None:
+        """For each decoder layer the scopes that it has, and those of them that are captured.
+
+        None if a layer spec, a heterogeneous config or Megatron alone knows the layers.
+        """
+        available = available_scopes(self.run)
+        if available is None:
+            return None
+        selection, _ = read_tokens(self.graph.cg_layers)
+        scopes, count = self.run.cuda_graph_modules, len(available)
+        return [
+            (has, has.intersection(selection.scopes(index, count, scopes)))
+            for index, has in enumerate(available)
+        ]
+
+    @property
+    def whole_moe_layers(self) -> list[int]:
+        """Indices of the MoE layers that are captured whole; empty if the layers are not known."""
+        layers = self.layers if self.run.is_moe else None
+        return [
+            index
+            for index, (has, captured) in enumerate(layers or ())
+            if "moe" in has and WHOLE_LAYER in captured
+        ]
+
+    @property
+    def captures_experts(self) -> bool:
+        """Whether a graph holds the experts of a MoE layer."""
+        named = "moe" in self.run.cuda_graph_modules
+        return self.run.is_moe and (named or bool(self.whole_moe_layers))
+
+    @property
+    def captures_router(self) -> bool:
+        """Whether a graph holds the router of a MoE layer."""
+        named = any(scope in ROUTER_SCOPES for scope in self.run.cuda_graph_modules)
+        return self.run.is_moe and (named or bool(self.whole_moe_layers))
+
+    @property
+    def has_torch_experts(self) -> bool:
+        """Whether experts compute by torch's grouped GEMM."""
+        return self.graph.cg_grouped_gemm == "torch"
+
+    @property
+    def captures_dropless_experts(self) -> bool:
+        """Whether a graph holds experts that get any number of tokens."""
+        return self.run.wants_graphs and self.captures_experts and not self.run.drops_and_pads
+
+    @property
+    def captures_torch_experts(self) -> bool:
+        """The same, by torch's grouped GEMM."""
+        return self.has_torch_experts and self.captures_dropless_experts
+
+
+Facts = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A property that a run must not have.
+
+    ``broken`` says whether a run has it, or gives the facts of each violation. The texts are
+    formatted with ``{run.<field>}``, ``{graph.<field>}`` and those facts. A rule with
+    ``without_graphs`` applies to runs without layerwise graphs too.
     """
 
-    rule: str
-    broken: Callable[[RunArguments], bool]
+    name: str
+    broken: Callable[[Configuration], bool | Sequence[Facts]]
     found: str
     reason: str
     remedy: str
-    where: Callable[[RunArguments, GraphArguments], bool] = lambda _run, _graph: True
+    without_graphs: bool = False
 
     def __call__(
         self, run: RunArguments, graph: GraphArguments, environment: Environment
     ) -> Iterator[Violation]:
-        """The violation, if the run breaks this rule."""
-        if self.where(run, graph) and self.broken(run):
-            yield Violation(self.rule, self.found.format(run=run), self.reason, self.remedy)
+        """The violations of this rule in a run."""
+        yield from self.check(Configuration(run, graph, environment))
+
+    def check(self, given: Configuration) -> Iterator[Violation]:
+        """As a call, of a configuration."""
+        broken = self.broken(given)
+        for facts in [{}] if broken is True else broken or ():
+            values = {"run": given.run, "graph": given.graph, **facts}
+            texts = (text.format(**values) for text in (self.found, self.reason, self.remedy))
+            yield Violation(self.name, *texts)

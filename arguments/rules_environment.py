@@ -6,32 +6,13 @@ from collections.abc import Iterator
 
 from packaging.version import InvalidVersion, Version
 
-from megatron_cg.arguments.rule import Rule
-from megatron_cg.arguments.schema import (
-    TRANSFORMER_ENGINE,
-    Environment,
-    GraphArguments,
-    RunArguments,
-)
-from megatron_cg.errors import Violation
+from megatron_cg.arguments.rule import Configuration, Facts, Rule
+from megatron_cg.arguments.schema import TAPE, TRANSFORMER_ENGINE, Environment
 
-_TE = "transformer-engine"
-_OLDEST = {
-    _TE: (
-        (2, 19),
-        "its make_graphed_callables has no capture_time_hooks before 2.19, so the hooks of FSDP "
-        "units cannot run during capture",
-    ),
-    "megatron-core": (
-        (0, 19),
-        "releases before 0.19 have no --fsdp-db-use-persist-buf-on-alloc-fail, without which "
-        "unsharded parameters move",
-    ),
-}
 _SEEN = {
     "megatron-core": (0, 19, 2),
     "megatron-fsdp": (0, 6, 1),
-    _TE: (2, 20, 2),
+    "transformer-engine": (2, 20, 2),
     "torch": (2, 11, 0),
 }
 """The versions that this package was written for and measured with."""
@@ -47,67 +28,72 @@ def _release(version: str) -> tuple[int, ...] | None:
         return None
 
 
-def too_old(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
-    """Versions that are known to lack a required symbol or behaviour are refused."""
-    for name, (oldest, reason) in _OLDEST.items():
-        if name == _TE and environment.backend != TRANSFORMER_ENGINE:
-            continue
-        wanted = ".".join(map(str, oldest))
-        version = environment.versions.get(name)
-        if version is None:
-            found, why = f"{name} is not installed", f"version {wanted} or newer is needed"
-        elif (release := _release(version)) is None or release >= oldest:
-            continue
-        else:
-            found, why = f"{name} {version}", reason
-        extra, instead = "", ""
-        if name == _TE:
-            extra, instead = "[pytorch]", ", or capture without it: --cg-backend native"
-        remedy = f"type pip install '{name}{extra}>={wanted}'{instead}"
-        yield Violation(f"{name}-version", found, why, remedy)
+def _older(given: Configuration, package: str, oldest: tuple[int, ...]) -> list[Facts]:
+    """What is installed, if that is nothing or older than ``oldest``."""
+    version = given.environment.versions.get(package)
+    if version is None:
+        return [{"version": "is not installed"}]
+    release = _release(version)
+    return [{"version": version}] if release is not None and release < oldest else []
 
 
-def expandable_segments(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
-    """Expandable segments require NCCL's registration of graph buffers to be off.
+def _with_expandable_segments(given: Configuration) -> list[Facts]:
+    """The variable that turns them on.
 
-    torch 2.11 also reads the setting from PYTORCH_ALLOC_CONF; Megatron's own check does not.
+    torch 2.11 also reads PYTORCH_ALLOC_CONF; Megatron's own check does not.
     """
-    if environment.backend == "tape":
-        return
-    variables = environment.variables
-    if variables.get("NCCL_GRAPH_REGISTER") == "0":
-        return
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:True" in variables.get(name, "").replace(" ", ""):
-            yield Violation(
-                "expandable-segments",
-                f"{name}={variables[name]} without NCCL_GRAPH_REGISTER=0",
-                "NCCL registers the buffers of a captured collective, and with expandable segments "
-                "their memory may be unmapped later: illegal memory access in a replay",
-                "type export NCCL_GRAPH_REGISTER=0, or take expandable_segments:True out of "
-                f"{name}",
-            )
+    variables = given.environment.variables
+    if given.environment.backend == TAPE or variables.get("NCCL_GRAPH_REGISTER") == "0":
+        return []
+    return [
+        {"name": name, "value": variables[name]}
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        if "expandable_segments:True" in variables.get(name, "").replace(" ", "")
+    ]
 
 
-def max_connections(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
-    """Megatron-FSDP refuses one connection, because its all-gathers could then not overlap."""
-    if environment.variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        yield Violation(
-            "max-connections",
-            "CUDA_DEVICE_MAX_CONNECTIONS=1",
-            "all streams then share one hardware queue, so Megatron-FSDP's gathers wait for the "
-            "compute they should overlap with, and it refuses to start",
-            "type unset CUDA_DEVICE_MAX_CONNECTIONS",
-        )
+too_old = (
+    Rule(
+        "transformer-engine-version",
+        lambda c: (
+            c.environment.backend == TRANSFORMER_ENGINE and _older(c, "transformer-engine", (2, 19))
+        ),
+        "transformer-engine {version}",
+        "before 2.19 make_graphed_callables has no capture_time_hooks, so the hooks of FSDP units "
+        "cannot run during capture",
+        "type pip install 'transformer-engine[pytorch]>=2.19', or capture without it: --cg-backend "
+        "native",
+    ),
+    Rule(
+        "megatron-core-version",
+        lambda c: _older(c, "megatron-core", (0, 19)),
+        "megatron-core {version}",
+        "releases before 0.19 have no --fsdp-db-use-persist-buf-on-alloc-fail, without which "
+        "unsharded parameters move",
+        "type pip install 'megatron-core>=0.19'",
+    ),
+)
+"""Versions that are known to lack a required symbol or behaviour."""
 
+expandable_segments = Rule(
+    "expandable-segments",
+    _with_expandable_segments,
+    "{name}={value} without NCCL_GRAPH_REGISTER=0",
+    "NCCL registers the buffers of a captured collective, and with expandable segments their "
+    "memory may be unmapped later: illegal memory access in a replay",
+    "type export NCCL_GRAPH_REGISTER=0, or take expandable_segments:True out of {name}",
+)
 
-RULES: tuple[Rule, ...] = (too_old, expandable_segments, max_connections)
+max_connections = Rule(
+    "max-connections",
+    lambda c: c.environment.variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS=1",
+    "all streams then share one hardware queue, so Megatron-FSDP's gathers wait for the compute "
+    "they should overlap with, and it refuses to start",
+    "type unset CUDA_DEVICE_MAX_CONNECTIONS",
+)
+
+RULES = (*too_old, expandable_segments, max_connections)
 
 
 def unseen_versions(environment: Environment) -> Iterator[str]:
@@ -121,14 +107,14 @@ def unseen_versions(environment: Environment) -> Iterator[str]:
             continue
         measured = ".".join(map(str, seen))
         taped = release is not None and release[:2] in _SEEN_ON_TAPE.get(name, ())
-        if taped and environment.backend == "tape":
+        if taped and environment.backend == TAPE:
             continue
-        found = (
+        how = (
             f"was run with this package on the CPU tape alone, {measured} on GPUs"
             if taped
             else f"was never run with this package, {measured} was"
         )
         yield (
-            f"{name} {version} {found}. Compare a short run with and without graphs before a long "
+            f"{name} {version} {how}. Compare a short run with and without graphs before a long "
             "one: megatron-cg align."
         )

@@ -1,22 +1,21 @@
-"""Which scopes a model has.
+"""Which scopes a model has, and options of layers that a graph cannot hold.
 
-Repeats the assertions of ``TransformerConfig.__post_init__`` in megatron-core 0.19.2, before a
-model is built, and adds checks that it lacks.
+Some rules repeat assertions of ``TransformerConfig.__post_init__`` in megatron-core 0.19.2, before
+a model is built. With the others the host waits for the device, or Python code runs at every step,
+which a replay does not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import asdict
 
 from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.layout import available_scopes
-from megatron_cg.arguments.rule import Refusal, Rule
-from megatron_cg.arguments.rules_layers import whole_moe_layers
-from megatron_cg.arguments.schema import WHOLE_LAYER, Environment, GraphArguments, RunArguments
-from megatron_cg.errors import Violation
+from megatron_cg.arguments.rule import ROUTER_SCOPES, Configuration, Facts, Rule
+from megatron_cg.arguments.schema import WHOLE_LAYER, RunArguments
 
-_MOE_SCOPES = ("moe", "moe_router", "moe_preprocess")
 _ROUTER_INSTEAD = "--cuda-graph-modules attn moe_router"
+_WITHOUT_MOE = "or leave the MoE layers out: type --cuda-graph-modules attn"
 _DROP_AND_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _GEMM = "--cg-grouped-gemm torch"
 _PART = {
@@ -28,18 +27,27 @@ _PART = {
     "mamba": "a Mamba mixer",
     WHOLE_LAYER: "a layer",
 }
+_PACKS = (
+    "packed sequences (--sft, --rl-use-sequence-packing or --dataloader-inter-document-masking)"
+)
+_BEHIND_ATTENTION = "type --cuda-graph-modules mlp, or other scopes behind attention"
 
 
-def drops_and_pads(run: RunArguments) -> bool:
-    """Whether each expert gets a fixed number of tokens."""
-    return run.moe_expert_capacity_factor is not None and run.moe_pad_expert_input_to_capacity
+def _has_scope(given: Configuration, *scopes: str) -> bool:
+    return set(scopes) <= set(given.run.cuda_graph_modules)
 
 
-def _preprocess_synchronizes(run: RunArguments) -> bool:
+def _moe_scopes_without_experts(given: Configuration) -> list[Facts]:
+    asked = [scope for scope in given.run.cuda_graph_modules if scope in ROUTER_SCOPES]
+    return [{"scopes": " ".join(asked)}] if asked and not given.run.is_moe else []
+
+
+def _preprocess_synchronizes(given: Configuration) -> bool:
+    run = given.run
     return (
-        "moe_preprocess" in run.cuda_graph_modules
+        _has_scope(given, "moe_preprocess")
         and run.is_moe
-        and not drops_and_pads(run)
+        and not run.drops_and_pads
         and run.moe_token_dispatcher_type == "alltoall"
         and (
             run.moe_expert_capacity_factor is not None
@@ -49,110 +57,98 @@ def _preprocess_synchronizes(run: RunArguments) -> bool:
     )
 
 
-def experts_missing(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
-    """MoE scopes need a model with more than one expert."""
-    asked = [scope for scope in run.cuda_graph_modules if scope in _MOE_SCOPES]
-    if asked and not run.is_moe:
-        yield Violation(
-            "moe-without-experts",
-            f"--cuda-graph-modules {' '.join(asked)} in a model without experts",
-            "these scopes are parts of a MoE layer",
-            "type --cuda-graph-modules attn mlp, or make it a MoE model with --num-experts 8",
-        )
+def _scopes_asked_for(run: RunArguments) -> list[str]:
+    """The run's scopes; MoE scopes of a model without experts break a rule of their own."""
+    return [scope for scope in run.scope_names if run.is_moe or scope not in ROUTER_SCOPES]
 
 
-def scope_selects_nothing(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
-    """Each scope must exist on at least one of the layers that ``--cg-layers`` selects for it."""
-    available = available_scopes(run)
-    if available is None:
-        return
-    selection, _ = read_tokens(graph.cg_layers)
-    count = len(available)
-    active = [selection.scopes(index, count, run.cuda_graph_modules) for index in range(count)]
-    for scope in run.scope_names:
-        if scope in _MOE_SCOPES and not run.is_moe:
-            continue
-        if not any(scope in here for here in available):
-            yield Violation(
-                "scope-selects-nothing",
-                f"--cuda-graph-modules {scope}",
-                f"none of the model's {count} layers has {_PART[scope]}, so nothing would be "
-                "captured",
-                f"drop {scope} from --cuda-graph-modules",
-            )
-        elif not any(
-            scope in has and scope in on for has, on in zip(available, active, strict=True)
-        ):
-            index = next(index for index, has in enumerate(available) if scope in has)
-            yield Violation(
-                "scope-selects-nothing",
-                f"--cg-layers leaves {scope} on no layer that has it",
-                f"the first layer with it is layer {index}",
-                f"type --cg-layers {scope}:{index}-",
-            )
+def _scopes_on_no_layer(given: Configuration) -> list[Facts]:
+    layers = given.layers
+    if layers is None:
+        return []
+    return [
+        {"scope": scope, "count": len(layers), "part": _PART[scope]}
+        for scope in _scopes_asked_for(given.run)
+        if not any(scope in has for has, _ in layers)
+    ]
 
 
-def whole_moe_layer(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
-    """Whole layers with experts need dropless support, or experts that drop and pad."""
-    moe = whole_moe_layers(run, graph)
-    if moe and not drops_and_pads(run) and graph.cg_grouped_gemm == "te":
-        yield Violation(
-            "whole-moe-layer",
-            f"an empty --cuda-graph-modules captures whole layers, {len(moe)} of them MoE layers "
-            f"(the first is layer {moe[0]}) without drop-and-pad",
-            "how many tokens each expert gets differs from step to step and is read back to the "
-            "CPU, which a capture does not allow",
-            f"add {_GEMM}, or type {_ROUTER_INSTEAD}, or add {_DROP_AND_PAD}, or name the dense "
-            "layers with --cg-layers layer:0",
-        )
+def _scopes_deselected(given: Configuration) -> list[Facts]:
+    """Scopes that ``--cg-layers`` takes from each layer that has them, with the first of these."""
+    layers = given.layers or []
+    return [
+        {"scope": scope, "first": next(i for i, (has, _) in enumerate(layers) if scope in has)}
+        for scope in _scopes_asked_for(given.run)
+        if any(scope in has for has, _ in layers)
+        and not any(scope in captured for _, captured in layers)
+    ]
 
 
-def layer_selection(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
+def _whole_moe_layers(given: Configuration) -> list[Facts]:
+    moe = given.whole_moe_layers
+    if not moe or given.run.drops_and_pads or given.has_torch_experts:
+        return []
+    return [{"count": len(moe), "first": moe[0]}]
+
+
+def _layer_selection(given: Configuration) -> list[Facts]:
     """``--cg-layers`` must be well formed and match the run's scopes and layers."""
-    selection, broken = read_tokens(graph.cg_layers)
-    yield from broken
-    yield from selection.violations(run.cuda_graph_modules, run.num_layers, available_scopes(run))
+    run = given.run
+    selection, broken = read_tokens(given.graph.cg_layers)
+    unfit = selection.violations(run.cuda_graph_modules, run.num_layers, available_scopes(run))
+    return [
+        {**asdict(violation), "found": violation.found.removeprefix("--cg-layers ")}
+        for violation in (*broken, *unfit)
+    ]
 
 
-RULES: tuple[Rule, ...] = (
-    Refusal(
+def _packs_and_captures_mamba(given: Configuration) -> bool:
+    whole = given.run.is_whole_layer and given.run.hybrid_layer_pattern is not None
+    return given.run.packs_sequences and (whole or _has_scope(given, "mamba"))
+
+
+def _bounds_packs_of_attention(given: Configuration) -> bool:
+    return given.graph.cg_pack_sequences is not None and given.run.captures("attn")
+
+
+SCOPE_RULES = (
+    Rule(
         "moe-and-router",
-        lambda run: {"moe", "moe_router"} <= set(run.cuda_graph_modules),
+        lambda c: _has_scope(c, "moe", "moe_router"),
         "--cuda-graph-modules has both moe and moe_router",
         "moe captures the whole MoE layer, the router in it, so the router would be captured twice",
         "keep one of the two: type --cuda-graph-modules attn moe_router (any MoE model), or "
         f"--cuda-graph-modules attn moe with {_GEMM} or {_DROP_AND_PAD}",
     ),
-    Refusal(
+    Rule(
         "preprocess-without-router",
-        lambda run: (
-            "moe_preprocess" in run.cuda_graph_modules
-            and "moe_router" not in run.cuda_graph_modules
-        ),
+        lambda c: _has_scope(c, "moe_preprocess") and not _has_scope(c, "moe_router"),
         "--cuda-graph-modules has moe_preprocess without moe_router",
         "Megatron captures moe_preprocess only as the continuation of the router's graph",
         "type --cuda-graph-modules attn moe_router moe_preprocess",
     ),
-    experts_missing,
+    Rule(
+        "moe-without-experts",
+        _moe_scopes_without_experts,
+        "--cuda-graph-modules {scopes} in a model without experts",
+        "these scopes are parts of a MoE layer",
+        "type --cuda-graph-modules attn mlp, or make it a MoE model with --num-experts 8",
+    ),
     # A graph can hold experts if it has fixed shapes: by drop and pad, or by counts on the GPU.
-    Refusal(
+    Rule(
         "moe-without-drop-and-pad",
-        lambda run: "moe" in run.cuda_graph_modules and run.is_moe and not drops_and_pads(run),
+        lambda c: (
+            _has_scope(c, "moe")
+            and c.run.is_moe
+            and not c.run.drops_and_pads
+            and not c.has_torch_experts
+        ),
         "--cuda-graph-modules moe without drop-and-pad experts",
         "how many tokens each expert gets then differs from step to step, and Transformer "
         "Engine's grouped GEMM reads it on the CPU, which a capture does not allow",
         f"add {_GEMM}, or add {_DROP_AND_PAD}, or type {_ROUTER_INSTEAD}",
-        where=lambda _run, graph: graph.cg_grouped_gemm == "te",
     ),
-    Refusal(
+    Rule(
         "preprocess-synchronizes",
         _preprocess_synchronizes,
         "--cuda-graph-modules moe_preprocess with --moe-token-dispatcher-type alltoall and a "
@@ -162,7 +158,125 @@ RULES: tuple[Rule, ...] = (
         "drop moe_preprocess from --cuda-graph-modules, or make the experts drop and pad: "
         f"{_DROP_AND_PAD}",
     ),
-    scope_selects_nothing,
-    whole_moe_layer,
-    layer_selection,
+    Rule(
+        "scope-selects-nothing",
+        _scopes_on_no_layer,
+        "--cuda-graph-modules {scope}",
+        "none of the model's {count} layers has {part}, so nothing would be captured",
+        "drop {scope} from --cuda-graph-modules",
+    ),
+    Rule(
+        "scope-selects-nothing",
+        _scopes_deselected,
+        "--cg-layers leaves {scope} on no layer that has it",
+        "the first layer with it is layer {first}",
+        "type --cg-layers {scope}:{first}-",
+    ),
+    Rule(
+        "whole-moe-layer",
+        _whole_moe_layers,
+        "an empty --cuda-graph-modules captures whole layers, {count} of them MoE layers (the "
+        "first is layer {first}) without drop-and-pad",
+        "how many tokens each expert gets differs from step to step and is read back to the CPU, "
+        "which a capture does not allow",
+        f"add {_GEMM}, or type {_ROUTER_INSTEAD}, or add {_DROP_AND_PAD}, or name the dense layers "
+        "with --cg-layers layer:0",
+    ),
+    Rule("cg-layers", _layer_selection, "--cg-layers {found}", "{reason}", "{remedy}"),
 )
+"""They give Megatron's own answer, or a stricter one."""
+
+_OPTIONS = (
+    Rule(
+        "sinkhorn-router",
+        lambda c: c.captures_router and "sinkhorn" in c.run.moe_router_load_balancing_type,
+        "--moe-router-load-balancing-type sinkhorn with a captured MoE router",
+        "its iteration ends when a value on the GPU is small enough, so the CPU waits for that "
+        "value in every round, which a capture does not allow",
+        f"type --moe-router-load-balancing-type aux_loss, {_WITHOUT_MOE}",
+    ),
+    Rule(
+        "dispatcher-reads-counts",
+        lambda c: c.captures_experts and c.run.moe_token_dispatcher_type == "allgather",
+        "--moe-token-dispatcher-type allgather in MoE layers that are captured with their experts",
+        "this dispatcher copies the number of each expert's tokens to the CPU and waits for it, "
+        "with drop-and-pad too, which a capture does not allow",
+        "type --moe-token-dispatcher-type alltoall, or --cuda-graph-modules attn moe_router",
+    ),
+    Rule(
+        "routing-trace",
+        lambda c: c.captures_router and c.run.moe_routing_trace_path is not None,
+        "--moe-routing-trace-path with a captured MoE router",
+        "Megatron writes the choices of a router from a hook on it, and a replay runs no hook of a "
+        "module inside the graph: nothing would be written",
+        f"drop --moe-routing-trace-path, {_WITHOUT_MOE}",
+    ),
+    Rule(
+        "largest-attention-logits",
+        lambda c: c.run.captures("attn") and (c.run.qk_clip or c.run.log_max_attention_logit),
+        "--qk-clip or --log-max-attention-logit with captured attention",
+        "Python code of the attention hands the largest logits of a step over to the optimizer "
+        "and the log, and a replay does not run it: nothing would be clipped or logged",
+        "drop --qk-clip and --log-max-attention-logit (with --bf16, megatron-core 0.19.2 does not "
+        "find the layers of a Megatron-FSDP model and ends with an AttributeError, without graphs "
+        "too), or, without --bf16, type --cuda-graph-modules with scopes other than attn",
+    ),
+)
+
+_PACKED_SEQUENCES = (
+    Rule(
+        "pack-sequences-least",
+        lambda c: c.graph.cg_pack_sequences is not None and c.graph.cg_pack_sequences < 1,
+        "--cg-pack-sequences {graph.cg_pack_sequences}",
+        "it is the most sequences that a pack has",
+        "type --cg-pack-sequences 64, or as many as your packs have",
+        without_graphs=True,
+    ),
+    Rule(
+        "packed-sequences",
+        lambda c: (
+            c.graph.cg_pack_sequences is None and c.run.packs_sequences and c.run.captures("attn")
+        ),
+        f"{_PACKS} with captured attention",
+        "a pack's boundaries reach the layer in a PackedSeqParams, and Megatron's graphs take only "
+        "tensors (cu_seqlens differs from step to step in length and values, max_seqlen is a "
+        "number)",
+        "add --cg-pack-sequences N, where N is the most sequences of a pack; or leave attn out of "
+        "--cuda-graph-modules",
+    ),
+    Rule(
+        "packed-microbatches",
+        lambda c: c.run.packs_sequences and (c.run.micro_batch_size or 1) > 1,
+        f"{_PACKS} with --micro-batch-size {{run.micro_batch_size}}",
+        "Megatron joins the samples of a microbatch into one, and its graphs have the shape of "
+        "separate samples: none would be replayed",
+        "type --micro-batch-size 1, and a longer --seq-length for as many tokens",
+    ),
+    Rule(
+        "packed-mamba",
+        _packs_and_captures_mamba,
+        f"{_PACKS} with captured Mamba mixers",
+        "a mixer reads from PackedSeqParams which sequence each token belongs to, and Megatron's "
+        "graphs take no such object",
+        _BEHIND_ATTENTION,
+    ),
+    Rule(
+        "pack-sequences-hybrid",
+        lambda c: _bounds_packs_of_attention(c) and c.run.hybrid_layer_pattern is not None,
+        "--cg-pack-sequences with captured attention of a hybrid model",
+        "the flag acts in GPTModel. HybridModel passes packs on as they are, with an index of "
+        "tokens for its Mamba mixers",
+        _BEHIND_ATTENTION,
+    ),
+    Rule(
+        "pack-sequences-context-parallel",
+        lambda c: _bounds_packs_of_attention(c) and c.run.context_parallel_size > 1,
+        "--cg-pack-sequences with --context-parallel-size {run.context_parallel_size}",
+        "each rank then has two parts of every sequence, and the positions in them are not "
+        "computed on the device",
+        "type --context-parallel-size 1, or drop --cg-pack-sequences and leave attn out of "
+        "--cuda-graph-modules",
+    ),
+)
+
+RULES = (*SCOPE_RULES, *_OPTIONS, *_PACKED_SEQUENCES)

@@ -190,11 +190,6 @@ class RunArguments:
     moe_router_load_balancing_type: tuple[str, ...] = _setting(
         ("aux_loss",), "how the router spreads tokens over experts"
     )
-    moe_flex_dispatcher_backend: str = _setting("deepep", "what the dispatcher flex is made of")
-    moe_hybridep_pad_uneven_dispatch_inputs: bool = _setting(
-        False, "ranks pad to the largest number of tokens"
-    )
-    moe_ncclep_static_shape: bool = _setting(False, "NCCL EP's buffers are used whole")
     moe_shared_expert_overlap: bool = _setting(False, "shared expert runs beside communication")
     moe_input_jitter_eps: float | None = _setting(None, "random noise on a MoE layer's input")
 
@@ -218,7 +213,6 @@ class RunArguments:
     fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
 
     transformer_impl: str = _setting("transformer_engine", "whose modules layers are made of")
-    init_model_with_meta_device: bool = _setting(False, "weights get values after the wrapping")
 
     bf16: bool = _setting(False, "parameters and activations are bfloat16")
     fp16: bool = _setting(False, "they are float16; without both they are float32")
@@ -268,6 +262,24 @@ class RunArguments:
     def scope_names(self) -> tuple[str, ...]:
         """The run's scopes, under their names in ``--cg-layers``."""
         return self.cuda_graph_modules or (WHOLE_LAYER,)
+
+    @property
+    def drops_and_pads(self) -> bool:
+        """Whether each expert gets a fixed number of tokens."""
+        return self.moe_expert_capacity_factor is not None and self.moe_pad_expert_input_to_capacity
+
+    @property
+    def packs_sequences(self) -> bool:
+        """Whether a flag of Megatron's packs several sequences into one."""
+        return self.sft or self.rl_use_sequence_packing or self.dataloader_inter_document_masking
+
+    def captures(self, scope: str) -> bool:
+        """Whether a graph holds ``scope``, where it exists."""
+        return self.is_whole_layer or scope in self.cuda_graph_modules
+
+    def recomputes(self, module: str) -> bool:
+        """Whether Megatron recomputes ``module`` selectively."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules
 
 
 _DTYPES = {"None": "auto", "torch.float32": "fp32", "torch.bfloat16": "bf16"}

@@ -8,34 +8,46 @@ from megatron_cg.arguments import (
     rules_environment,
     rules_experts,
     rules_fsdp,
-    rules_layers,
-    rules_numerics,
-    rules_packs,
     rules_recompute,
     rules_scopes,
 )
-from megatron_cg.arguments.rule import Rule
+from megatron_cg.arguments.rule import Configuration, Facts, Rule
 from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments, flag_of
 from megatron_cg.errors import Violation
 
-ANY_RUN = (
-    "cg_record",
-    "cg_report",
-    "cg_grouped_gemm",
-    "cg_pack_sequences",
-)
+ANY_RUN = ("cg_record", "cg_report", "cg_grouped_gemm", "cg_pack_sequences")
 """Fields of GraphArguments that are useful without graphs."""
+
+
+def _flags_without_effect(given: Configuration) -> list[Facts]:
+    if given.run.wants_graphs:
+        return []
+    flags = []
+    for field in dataclasses.fields(given.graph):
+        value = getattr(given.graph, field.name)
+        if value != field.default and field.name not in ANY_RUN:
+            words = " ".join(value) if isinstance(value, tuple) else str(value)
+            flags.append(f"{flag_of(field.name)} {words}")
+    fsdp = "with" if given.run.use_megatron_fsdp else "without"
+    return [{"flags": " ".join(flags), "fsdp": fsdp}] if flags else []
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "flags-without-graphs",
+        _flags_without_effect,
+        "{flags} with --cuda-graph-impl {run.cuda_graph_impl} {fsdp} --use-megatron-fsdp",
+        "the flag only affects layerwise graphs under Megatron-FSDP, which this run does not "
+        "request, so it would have no effect",
+        "add --use-megatron-fsdp --cuda-graph-impl transformer_engine, or drop the flag",
+        without_graphs=True,
+    ),
     *rules_fsdp.RULES,
     *rules_scopes.RULES,
-    *rules_layers.RULES,
     *rules_experts.RULES,
     *rules_recompute.RULES,
-    *rules_numerics.RULES,
-    *rules_packs.RULES,
     *rules_environment.RULES,
 )
-"""The rules of a run that asks for layerwise graphs under Megatron-FSDP."""
 
 
 def violations(
@@ -43,12 +55,16 @@ def violations(
 ) -> tuple[Violation, ...]:
     """Every broken rule, in the order of :data:`RULES`; empty when the run can be graphed.
 
-    A run that does not ask for layerwise graphs under Megatron-FSDP is not checked, except for
-    flags of ours that would have no effect in it, for the grouped GEMM, and for the form of packs.
+    In a run without layerwise graphs under Megatron-FSDP only the rules ``without_graphs`` apply:
+    flags of ours that would have no effect, the grouped GEMM, and the form of packs.
     """
-    of_any = (_unused_flags, *rules_experts.RULES, rules_packs.at_least_one)
-    rules: tuple[Rule, ...] = RULES if run.wants_graphs else of_any
-    return tuple(found for rule in rules for found in rule(run, graph, environment))
+    given = Configuration(run, graph, environment)
+    return tuple(
+        violation
+        for rule in RULES
+        if run.wants_graphs or rule.without_graphs
+        for violation in rule.check(given)
+    )
 
 
 def notices(run: RunArguments, graph: GraphArguments, environment: Environment) -> tuple[str, ...]:
@@ -62,27 +78,3 @@ def notices(run: RunArguments, graph: GraphArguments, environment: Environment) 
             "draws the same weights and dropout masks only with --te-rng-tracker."
         )
     return tuple(lines)
-
-
-def _unused_flags(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> tuple[Violation, ...]:
-    given = []
-    for field in dataclasses.fields(graph):
-        value = getattr(graph, field.name)
-        if value != field.default and field.name not in ANY_RUN:
-            words = " ".join(value) if isinstance(value, tuple) else str(value)
-            given.append(f"{flag_of(field.name)} {words}")
-    if not given:
-        return ()
-    fsdp = "with" if run.use_megatron_fsdp else "without"
-    return (
-        Violation(
-            "flags-without-graphs",
-            f"{' '.join(given)} with --cuda-graph-impl {run.cuda_graph_impl} {fsdp} "
-            "--use-megatron-fsdp",
-            "the flag only affects layerwise graphs under Megatron-FSDP, which this run does not "
-            "request, so it would have no effect",
-            "add --use-megatron-fsdp --cuda-graph-impl transformer_engine, or drop the flag",
-        ),
-    )

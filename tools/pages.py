@@ -9,22 +9,19 @@ Relied on: MkDocs 1.6, https://www.mkdocs.org/dev-guide/plugins/#events.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
-from megatron_cg.arguments.rule import Refusal
+from megatron_cg.arguments.rule import Rule
 from megatron_cg.arguments.schema import GraphArguments, flag_of
 from megatron_cg.arguments.validation import RULES
 
 _FLAG = re.compile(r"(?<![\w`-])(--[a-z][a-z0-9-]*)")
-_FIELD = re.compile(r"\{run\.(\w+)\}")
-_VIOLATION = re.compile(r'Violation\(\s*"([a-z0-9-]+)"')
+_FACT = re.compile(r"\{[^}]+\}")
 _MARKER = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
 _PAGE_NAMED = re.compile(r"`docs/([a-z_-]+)\.md`")
 
@@ -59,15 +56,9 @@ def rules() -> str:
     return "\n".join(map(_rule, RULES))
 
 
-def _rule(rule: Any) -> str:
-    if isinstance(rule, Refusal):
-        found = _in_code(_FIELD.sub("…", rule.found))
-        return f"- **{rule.rule}**: {found}.<br>Instead: {_in_code(rule.remedy)}."
-    # A rule that says different things of different runs; its docstring says what it demands.
-    names = dict.fromkeys(_VIOLATION.findall(inspect.getsource(rule)))
-    name = ", ".join(names) or rule.__name__.strip("_").replace("_", "-")
-    told = (inspect.getdoc(rule) or "").partition("\n\n")[0]
-    return f"- **{name}**: {_in_code(told)}"
+def _rule(rule: Rule) -> str:
+    found, remedy = (_in_code(_FACT.sub("…", text)) for text in (rule.found, rule.remedy))
+    return f"- **{rule.name}**: {found}.<br>Instead: {remedy}."
 
 
 def _in_code(text: str) -> str:

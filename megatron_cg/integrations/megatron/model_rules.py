@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_cg.arguments.configs import run_of
+from megatron_cg.arguments.megatron import run_of
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.errors import ConfigurationError, HookError

@@ -48,9 +48,10 @@ def _package(system: System, name: str, version: str | None) -> Finding:
     if version is None:
         return error(f"{name} is not installed", "a run with graphs imports it", INSTALL[name])
     environment = Environment(versions={name: version}, backend=system.backend)
-    for violation in too_old(RunArguments(), GraphArguments(), environment):
-        if violation.rule == f"{name}-version":
-            return of_violation(violation)
+    for rule in too_old:
+        if rule.name == f"{name}-version":
+            for violation in rule(RunArguments(), GraphArguments(), environment):
+                return of_violation(violation)
     for text in unseen_versions(environment):
         why = "a short run with and without graphs says whether it works"
         return warning(text.partition(". ")[0], why, f"megatron-cg align  # or: {INSTALL[name]}")

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.rules_packs import packs_sequences
 from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
 from megatron_cg.errors import HostSyncError, MegatronCGError
 from megatron_cg.moe.install import peer_memory_of
@@ -97,7 +96,7 @@ def _limits(settings: Settings) -> Iterator[str]:
             "--moe-enable-routing-replay: passes in which routers record or repeat a choice run "
             "their graphs' regions eagerly; the others are replayed."
         )
-    if packs_sequences(settings.run):
+    if settings.run.packs_sequences:
         yield (
             "packed sequences: attention sees their boundaries and stays eager."
             if settings.graph.cg_pack_sequences is None

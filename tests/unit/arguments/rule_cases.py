@@ -116,24 +116,6 @@ LAYERS = (
         "dispatcher-reads-counts",
         {**DROP_AND_PAD, "cuda_graph_modules": (), "moe_token_dispatcher_type": "allgather"},
     ),
-    Case(
-        "dispatcher-reads-counts",
-        {
-            **DROP_AND_PAD,
-            "cuda_graph_modules": ("moe",),
-            "moe_token_dispatcher_type": "flex",
-            "moe_flex_dispatcher_backend": "ncclep",
-        },
-    ),
-    Case(
-        "hybridep-uneven-inputs",
-        {
-            **_ROUTER,
-            "moe_token_dispatcher_type": "flex",
-            "moe_flex_dispatcher_backend": "hybridep",
-            "moe_hybridep_pad_uneven_dispatch_inputs": True,
-        },
-    ),
     Case("routing-trace", {"moe_routing_trace_path": "traces"}),
     Case(
         "routing-trace",
@@ -342,6 +324,7 @@ NUMERICS = (
 )
 
 BACKEND = (
+    Case("flags-without-graphs", {"cuda_graph_impl": "none"}, layers=("attn:0",)),
     Case("native-backend-fp8", {"fp8": "hybrid"}, graph=_NATIVE),
     Case("native-backend-fp8", {"fp4": "e2m1"}, graph=_NATIVE),
     Case(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_cg.backends.tape.tape_memory import Pool
 from megatron_cg.backends.tape.tape_recording import recording
@@ -29,55 +28,6 @@ def captured() -> Iterator[None]:
         yield
 
 
-def hybrid_ep(**settings: Any) -> Any:
-    """Megatron's manager of HybridEP, whose package it looks for only to dispatch."""
-    from megatron.core.transformer.moe import token_dispatcher
-
-    config = SimpleNamespace(
-        moe_permute_fusion=False,
-        moe_expert_capacity_factor=None,
-        moe_pad_expert_input_to_capacity=False,
-        moe_expert_rank_capacity_factor=None,
-        moe_router_topk=1,
-        **settings,
-    )
-    return token_dispatcher._HybridEPManager(dist.group.WORLD, EXPERTS, EXPERTS, config)
-
-
-class MadeByKernel:
-    """torch, but ``torch.tensor`` runs a kernel, which a capture allows."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def tensor(self, data: list[int], **options: Any) -> torch.Tensor:
-        return torch.full((len(data),), *data, **options)
-
-
-@pytest.mark.refuses("hybridep-uneven-inputs", "experts-dispatcher")
-@pytest.mark.parametrize(
-    ("pads", "given", "error"),
-    [
-        (False, torch, None),
-        (True, torch, "torch.tensor on a tensor of the host"),
-        (True, MadeByKernel(), "aten._local_scalar_dense"),
-    ],
-    ids=["even inputs", "uploads", "reads"],
-)
-def test_hybridep_pads_to_a_number_that_the_host_reads(
-    pads: bool, given: Any, error: str | None, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core.transformer.moe import token_dispatcher
-
-    monkeypatch.setattr(token_dispatcher, "hybrid_ep_dispatch", print)
-    monkeypatch.setattr(token_dispatcher, "torch", given)
-    manager = hybrid_ep(moe_hybridep_pad_uneven_dispatch_inputs=pads)
-    chosen = torch.eye(EXPERTS, dtype=torch.bool)
-    refused = nullcontext() if error is None else pytest.raises(HostSyncError, match=error)
-    with captured(), refused:
-        manager.setup_metadata(chosen, chosen.float())
-
-
 @pytest.mark.refuses("experts-dispatcher")
 def test_deepeps_rows_are_as_many_as_the_routing_says() -> None:
     """Without permute fusion: Megatron selects what was received by a mask, and waits for it."""
@@ -91,21 +41,6 @@ def test_deepeps_rows_are_as_many_as_the_routing_says() -> None:
     assert manager._indices_to_multihot(*given)[0].sum() == 1
     with captured(), pytest.raises(HostSyncError, match=r"aten\.index\.Tensor"):
         manager._indices_to_multihot(*given)
-
-
-@pytest.mark.refuses("dispatcher-reads-counts", "experts-dispatcher")
-@pytest.mark.parametrize("static", [True, False], ids=["static shapes", "other shapes"])
-def test_nccl_ep_reads_the_number_of_rows_unless_shapes_are_static(static: bool) -> None:
-    from megatron.core.transformer.moe import token_dispatcher
-
-    manager: Any = object.__new__(token_dispatcher._NCCLEPManager)
-    manager.static_shape, manager.dispatched_probs = static, torch.ones(TOKENS)
-    manager.tokens_per_expert = torch.ones(EXPERTS, dtype=torch.int64)
-    received = torch.ones(TOKENS, HIDDEN)
-    reads = pytest.raises(HostSyncError, match=r"aten\._local_scalar_dense")
-    with nullcontext() if static else reads, captured():
-        rows, _ = manager.get_permuted_hidden_states_by_experts(received)
-        assert len(rows) == TOKENS
 
 
 @pytest.mark.refuses("experts-uneven")

@@ -113,7 +113,7 @@ def test_every_set_of_scopes_gets_megatrons_answer(model: str) -> None:
         run = dataclasses.replace(GOOD_RUN, cuda_graph_modules=scopes, **_MODELS[model])
         ours = {
             violation.rule
-            for rule in rules_scopes.RULES
+            for rule in rules_scopes.SCOPE_RULES
             for violation in rule(run, GraphArguments(), GOOD_ENVIRONMENT)
         }
         if megatron_refuses(run):

@@ -1,4 +1,4 @@
-"""Megatron's real parser: our group in it, and what we read from its namespace."""
+"""What we read of Megatron: its real parser's namespace, and the real configs of a model."""
 
 from __future__ import annotations
 
@@ -7,16 +7,27 @@ import copy
 import dataclasses
 import logging
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.megatron import (
+    DISTRIBUTED,
+    NOT_IN_CONFIGS,
+    OPTIMIZER,
+    TRANSFORMER,
     add_arguments,
     read,
-    read_graph,
     read_run,
+    run_of,
     validate,
     wants_graphs,
 )
@@ -25,57 +36,38 @@ from tests.unit.arguments.good_configuration import (
     GOOD_ARGV,
     GOOD_ENVIRONMENT,
     GOOD_RUN,
-    megatron_parser,
     parse,
 )
-
-
-def test_help_shows_our_group() -> None:
-    text = megatron_parser().format_help()
-    group = text[text.index("\nmegatron_cg:") :]
-    for flag in ("--cg-layers SCOPE:RANGES", "--cg-on-failure {error,eager}", "--cg-record DIR"):
-        assert flag in group
-    assert "attn:0-23 moe_router:4-" in " ".join(group.split())
 
 
 def test_help_texts_of_megatron_that_argparse_cannot_format_are_mended() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bare", help="headroom of 10%)")
     parser.add_argument("--right", default=3, help="%(default)s of 10%%")
-    parser.add_argument("--none")
     with pytest.raises(ValueError, match="unsupported format character"):
         parser.format_help()
     text = add_arguments(parser).format_help()
-    assert "headroom of 10%)" in text
-    assert "3 of 10%\n" in text
+    assert "headroom of 10%)" in text and "3 of 10%\n" in text
 
 
 def test_our_flags_are_read() -> None:
-    line = "--cg-layers attn:0-3,8 moe_router:4- --cg-on-failure eager --cg-record r"
-    line += " --cg-on-mismatch recapture --cg-verify-interval 100 --cg-no-fsdp-fast-path"
+    line = "--cg-layers attn:0-3,8 moe_router:4- --cg-verify-interval 100 --cg-no-fsdp-fast-path"
     assert read(parse(*line.split()))[1] == GraphArguments(
-        cg_layers=("attn:0-3,8", "moe_router:4-"),
-        cg_on_failure="eager",
-        cg_on_mismatch="recapture",
-        cg_verify_interval=100,
-        cg_no_fsdp_fast_path=True,
-        cg_record="r",
+        cg_layers=("attn:0-3,8", "moe_router:4-"), cg_verify_interval=100, cg_no_fsdp_fast_path=True
     )
-    assert read(parse())[1] == GraphArguments()
-
-
-def test_without_our_group_our_flags_have_their_defaults() -> None:
-    assert read_graph(argparse.Namespace()) == GraphArguments()
 
 
 def test_our_defaults_are_those_of_megatrons_parser() -> None:
-    assert read_run(parse()) == RunArguments()
+    assert read(parse()) == (RunArguments(), GraphArguments())
 
 
-def test_the_good_arguments_are_the_good_run() -> None:
-    namespace = parse(*GOOD_ARGV)
-    assert read_run(namespace) == GOOD_RUN
-    assert wants_graphs(namespace)
+def test_the_good_arguments_are_the_good_run(caplog: pytest.LogCaptureFixture) -> None:
+    assert read_run(parse(*GOOD_ARGV)) == GOOD_RUN
+    validate(parse(*GOOD_ARGV), GOOD_ENVIRONMENT)
+    assert caplog.records == []
+
+
+BALANCING = "moe_router_load_balancing_type"
 
 
 @pytest.mark.parametrize(
@@ -83,26 +75,19 @@ def test_the_good_arguments_are_the_good_run() -> None:
     [
         ("--use-nccl-ub", "fsdp_double_buffer", True),
         ("--megatron-fsdp-max-pool-double-buffer", "fsdp_double_buffer", True),
-        ("--fsdp-double-buffer", "fsdp_double_buffer", True),
         ("--cuda-graph-modules attn mlp", "cuda_graph_modules", ("attn", "mlp")),
         ("--cuda-graph-scope attn", "cuda_graph_modules", ("attn",)),
         ("--cuda-graph-modules full_iteration", "cuda_graph_impl", "full_iteration"),
         ("--external-cuda-graph", "cuda_graph_impl", "transformer_engine"),
         ("--enable-cuda-graph", "cuda_graph_impl", "local"),
-        ("--num-layers 7", "num_layers", 7),
         ("--encoder-num-layers 6", "num_layers", 6),
         ("--num-layers 7 --hybrid-layer-pattern M*|M-/MM", "num_layers", 4),
         ("--hybrid-override-pattern M*", "hybrid_layer_pattern", "M*"),
-        ("--moe-layer-freq 2", "moe_layer_freq", 2),
         ("--moe-layer-freq [0]+[1]*2", "moe_layer_freq", (0, 1, 1)),
-        (
-            "--moe-router-load-balancing-type sinkhorn",
-            "moe_router_load_balancing_type",
-            ("sinkhorn",),
-        ),
+        ("--moe-router-load-balancing-type sinkhorn", BALANCING, ("sinkhorn",)),
         (
             "--moe-router-load-balancing-type aux_loss global_aux_loss",
-            "moe_router_load_balancing_type",
+            BALANCING,
             ("aux_loss", "global_aux_loss"),
         ),
         ("--spec some.module some_function", "custom_layers", True),
@@ -110,21 +95,14 @@ def test_the_good_arguments_are_the_good_run() -> None:
         ("--recompute-activations", "recompute_granularity", "selective"),
         ("--moe-layer-recompute", "recompute_granularity", "selective"),
         ("--moe-layer-recompute", "recompute_modules", ("core_attn", "moe")),
-        ("--recompute-modules mlp moe", "recompute_modules", ("mlp", "moe")),
         ("--cpu-offloading-num-layers 2", "cpu_offloading", True),
         ("--fp8-format hybrid", "fp8", "hybrid"),
         ("--tensor-model-parallel-size 2", "expert_tensor_parallel_size", 2),
-        (
-            "--tensor-model-parallel-size 4 --expert-tensor-parallel-size 2",
-            "expert_tensor_parallel_size",
-            2,
-        ),
     ],
 )
 def test_derived_settings(argv: str, field: str, expected: object) -> None:
     run = read_run(parse(*argv.split()))
-    assert getattr(run, field) == expected
-    assert getattr(RunArguments(), field) != expected
+    assert getattr(run, field) == expected != getattr(RunArguments(), field)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +133,6 @@ def test_ranks_that_share_gradients(argv: str, ranks: int, monkeypatch: pytest.M
         "--cuda-graph-modules full",
         "--cuda-graph-modules attn moe_router",
         "--cuda-graph-modules full_iteration",
-        "--cuda-graph-impl transformer_engine --cuda-graph-modules mamba",
     ],
 )
 def test_the_namespace_reads_the_same_after_megatrons_normalisation(argv: str) -> None:
@@ -188,7 +165,7 @@ def test_every_form_of_scopes_that_megatron_takes(
     assert read_run(namespace).cuda_graph_modules == expected
 
 
-@pytest.mark.parametrize("name", ["nccl_ub", "moe_layer_freq", "bf16", "cuda_graph_modules"])
+@pytest.mark.parametrize("name", ["nccl_ub", "bf16", "cuda_graph_modules"])
 def test_a_missing_attribute_of_megatron_is_named(name: str) -> None:
     namespace = parse(*GOOD_ARGV)
     delattr(namespace, name)
@@ -196,19 +173,18 @@ def test_a_missing_attribute_of_megatron_is_named(name: str) -> None:
         validate(namespace, GOOD_ENVIRONMENT)
 
 
-@pytest.mark.parametrize("argv", ["", "--use-megatron-fsdp"])
-def test_a_run_without_graphs_needs_no_attribute_of_megatron(argv: str) -> None:
-    namespace = parse(*argv.split())
+def test_a_run_without_graphs_needs_no_attribute_of_megatron() -> None:
+    namespace = parse("--use-megatron-fsdp")
     for name in ("nccl_ub", "moe_layer_freq", "bf16"):
         delattr(namespace, name)
     validate(namespace)
     assert not wants_graphs(namespace)
+    assert not wants_graphs(argparse.Namespace(yaml_cfg="run.yaml"))
 
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("", False),
         ("--use-megatron-fsdp", False),
         ("--cuda-graph-impl transformer_engine", False),
         ("--use-megatron-fsdp --cuda-graph-impl full_iteration", False),
@@ -222,21 +198,12 @@ def test_wants_graphs(argv: str, expected: bool) -> None:
     assert wants_graphs(parse(*argv.split())) is expected
 
 
-def test_a_yaml_namespace_wants_no_graphs() -> None:
-    assert not wants_graphs(argparse.Namespace(yaml_cfg="run.yaml"))
-
-
-def test_the_good_arguments_are_valid_and_silent(caplog: pytest.LogCaptureFixture) -> None:
-    validate(parse(*GOOD_ARGV), GOOD_ENVIRONMENT)
-    assert caplog.records == []
-
-
 def test_all_violations_of_a_bad_command_line_in_one_error() -> None:
     bare = (
         "--use-megatron-fsdp --cuda-graph-impl transformer_engine --cuda-graph-modules mlp "
         "--num-layers 2 --num-experts 4 --cg-layers attn:0 mlp"
     )
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match="7 reasons") as caught:
         validate(parse(*bare.split()), Environment())
     assert [violation.rule for violation in caught.value.violations] == [
         "double-buffer",
@@ -247,58 +214,95 @@ def test_all_violations_of_a_bad_command_line_in_one_error() -> None:
         "transformer-engine-version",
         "megatron-core-version",
     ]
-    text = str(caught.value)
-    assert "7 reasons" in text
-    assert "add --fsdp-double-buffer" in text
-    assert "type --cuda-graph-modules mlp attn" in text
-
-
-def test_our_flags_without_graphs_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="--cg-layers attn:0 with --cuda-graph-impl none"):
-        validate(parse("--use-megatron-fsdp", "--cg-layers", "attn:0"), GOOD_ENVIRONMENT)
-
-
-def test_recording_an_eager_run_is_allowed() -> None:
-    validate(parse("--use-megatron-fsdp", "--cg-record", "folder"), Environment())
-
-
-def test_an_eager_run_may_compute_experts_by_torchs_grouped_gemm() -> None:
-    words = "--num-experts 8 --moe-grouped-gemm --disable-bias-linear --bf16".split()
-    validate(parse("--cg-grouped-gemm", "torch", *words), Environment())
-    with pytest.raises(ConfigurationError, match="without --bf16"):
-        validate(parse("--cg-grouped-gemm", "torch", *words[:-1]), Environment())
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
 def test_notices_go_to_the_log_of_rank_0(
     rank: int, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    argv = [argument for argument in GOOD_ARGV if argument != "--te-rng-tracker"]
-    namespace = parse(*argv)
+    namespace = parse(*(argument for argument in GOOD_ARGV if argument != "--te-rng-tracker"))
     namespace.rank = rank
     with caplog.at_level(logging.WARNING):
         validate(namespace, GOOD_ENVIRONMENT)
-    assert len(caplog.records) == lines
-    assert all("--te-rng-tracker" in record.getMessage() for record in caplog.records)
+    assert ["--te-rng-tracker" in line.getMessage() for line in caplog.records] == [True] * lines
 
 
 def test_the_real_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     environment = Environment.read(backend="tape")
     assert environment.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert environment.variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert "NCCL_GRAPH_REGISTER" not in environment.variables
-    assert environment.backend == "tape"
 
 
-def test_a_missing_package_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda name: None)
-    assert Environment.read().versions == {}
+def names(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
-def test_every_setting_says_what_it_is() -> None:
-    for kind in (RunArguments, GraphArguments):
-        assert all(field.metadata["help"] for field in dataclasses.fields(kind))
+def test_every_field_is_of_a_config_or_known_to_be_of_none() -> None:
+    assert set(TRANSFORMER.values()) <= names(TransformerConfig)
+    assert set(DISTRIBUTED) <= names(DistributedDataParallelConfig)
+    assert set(OPTIMIZER) <= names(OptimizerConfig)
+    both = names(TransformerConfig) | names(DistributedDataParallelConfig)
+    assert both.isdisjoint(set(NOT_IN_CONFIGS) - {"use_megatron_fsdp"})
+    assert {*TRANSFORMER, *DISTRIBUTED, *OPTIMIZER, *NOT_IN_CONFIGS} == names(RunArguments)
+
+
+def config(**changes: Any) -> TransformerConfig:
+    return TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, **changes)
+
+
+def layer(*, moe: bool = False, attention: Any = None) -> Any:
+    part = SimpleNamespace()
+    return SimpleNamespace(is_moe_layer=moe, self_attention=attention or part, mlp=part)
+
+
+def model(*layers: Any, **members: Any) -> Any:
+    return SimpleNamespace(decoder=SimpleNamespace(layers=list(layers)), **members)
+
+
+def test_values_come_from_all_three_configs() -> None:
+    optimizer = OptimizerConfig()
+    optimizer.optimizer_cuda_graph = True
+    settings: dict[str, Any] = {"add_bias_linear": False, "num_moe_experts": 4, "fp16": True}
+    run = run_of(
+        model(layer(), layer(moe=True)),
+        config(**settings, hidden_dropout=0.25),
+        DistributedDataParallelConfig(fsdp_double_buffer=True, delay_wgrad_compute=True),
+        optimizer,
+    )
+    assert (run.use_megatron_fsdp, run.fsdp_double_buffer, run.fp16) == (True, True, True)
+    assert (run.num_experts, run.hidden_dropout, run.optimizer_cuda_graph) == (4, 0.25, True)
+    assert run.delay_wgrad_compute
+    # The layers that were built count, whatever moe_layer_freq says.
+    assert (run.num_layers, run.moe_layer_freq, run.custom_layers) == (2, (0, 1), False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(None, "auto"), (torch.float32, "fp32"), (torch.bfloat16, "bf16")]
+)
+def test_dtypes_of_gradients_are_named_as_by_flags(dtype: Any, name: str) -> None:
+    distributed = DistributedDataParallelConfig(
+        megatron_fsdp_main_grads_dtype=dtype, megatron_fsdp_grad_comm_dtype=dtype
+    )
+    run = run_of(model(layer()), config(), distributed)
+    assert run.megatron_fsdp_main_grads_dtype == run.megatron_fsdp_grad_comm_dtype == name
+
+
+def test_a_hybrid_models_layers_are_those_of_its_pattern() -> None:
+    run = run_of(model(hybrid_layer_pattern="MM*-/MM"), config(), DistributedDataParallelConfig())
+    assert (run.hybrid_layer_pattern, run.num_layers) == ("MM*-/MM", 4)
+
+
+@pytest.mark.parametrize(
+    "built", [model(), model(layer(), layer(attention=IdentityOp())), SimpleNamespace()]
+)
+def test_layers_of_another_kind_are_not_guessed(built: Any) -> None:
+    assert run_of(built, config(), DistributedDataParallelConfig()).custom_layers
+
+
+def test_a_config_without_a_field_is_named() -> None:
+    with pytest.raises(UpstreamChangedError, match=r"TransformerConfig\.num_moe_experts"):
+        wrong = SimpleNamespace(**{n: None for n in TRANSFORMER.values() if "experts" not in n})
+        run_of(model(), wrong, DistributedDataParallelConfig())

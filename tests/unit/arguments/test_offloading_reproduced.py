@@ -8,7 +8,6 @@ depends on the order of streams.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,6 @@ from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.unit.counted import expect
 
 LAYERS, WARMUP = 3, 2
-ALL = range(LAYERS)
 Steps = list[tuple[float, float]]
 """The loss and the gradient norm of each."""
 OFFLOADED = {
@@ -77,19 +75,12 @@ def offloading(one_rank: None, replays_alone: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(offload.PipelineOffloadManager, "OFFLOAD_MGR", None)
 
 
-def train(
-    captured: Sequence[int] = (),
-    *,
-    offloaded: bool = True,
-    kept: bool = False,
-    eager: int | None = None,
-) -> Steps:
+def train(*, captured: bool = False, offloaded: bool = True, eager: int | None = None) -> Steps:
     """The losses and norms of all steps, each ended as Megatron's schedule ends it.
 
     Args:
-        captured: the layers that get graphs.
+        captured: whether layers get graphs.
         offloaded: whether activations go to the host.
-        kept: whether the host buffers of the capture stay out of Megatron's pool of free ones.
         eager: a layer without its graph in one step.
     """
     from megatron.core import parallel_state
@@ -97,24 +88,23 @@ def train(
     offload.PipelineOffloadManager.reset_instance()
     options = OFFLOADED if offloaded else {}
     shape = CpuModelConfig(layers=LAYERS, bf16=False, graph_modules=("attn",), options=options)
-    trainer = Trainer(TrainingPlan(shape, graphs=bool(captured)))
-    found = [one_step(trainer) for _ in range(WARMUP)]
+    trainer = Trainer(TrainingPlan(shape, graphs=captured))
+    steps = [one_step(trainer) for _ in range(WARMUP)]
     if captured:
-        session = trainer.capture(AsMegatronCaptures(), only=captured)
+        session = trainer.capture(AsMegatronCaptures())
         Interface.reset()
         pools = offload.PipelineOffloadManager.get_instance().cpu_tensor_pool._pools
         held = dict(pools)  # Somebody has to, or the memory is freed under the graphs.
-        if kept:
-            pools.clear()
-    found.append(one_step(trainer, eager))
-    found.append(one_step(trainer))
+        pools.clear()  # No eager pass gets the host buffers of the graphs.
+    steps.append(one_step(trainer, eager))
+    steps.append(one_step(trainer))
     if captured:
-        replays = 2 * len(captured) - (eager is not None)
-        expect(session.counters, captured=len(captured), replayed=replays, mismatched=0)
+        replays = 2 * LAYERS - (eager is not None)
+        expect(session.counters, captured=LAYERS, replayed=replays, mismatched=0)
         session.close()
         assert bool(held) is offloaded
     parallel_state.destroy_model_parallel()
-    return found
+    return steps
 
 
 def one_step(trainer: Trainer, eager: int | None = None) -> tuple[float, float]:
@@ -127,40 +117,24 @@ def one_step(trainer: Trainer, eager: int | None = None) -> tuple[float, float]:
     return found
 
 
-def check_gradients_are_wrong(found: Steps, eager: Steps) -> None:
-    """The first step that replays has the eager loss, and gradients of another norm."""
-    assert found[:WARMUP] == eager[:WARMUP]
-    (loss, norm), (eager_loss, eager_norm) = found[WARMUP], eager[WARMUP]
-    assert loss == eager_loss and math.isfinite(norm)
-    assert norm != eager_norm
-
-
 @pytest.mark.refuses("activation-offloading")
 def test_with_all_layers_in_each_step_offloading_has_the_eager_bits(offloading: None) -> None:
     eager = train(offloaded=False)
     assert train() == eager
-    assert train(ALL) == eager
-    assert train(ALL, kept=True) == eager
+    assert train(captured=True) == eager
 
 
 @pytest.mark.refuses("activation-offloading")
-@pytest.mark.parametrize("layer", ALL)
-def test_an_eager_layer_takes_the_host_buffers_of_a_graph(layer: int, offloading: None) -> None:
-    """A step's end gives all buffers back, those that graphs write and read among them."""
-    eager = train(offloaded=False)
-    assert train([layer], offloaded=False) == eager
-    assert train([layer], kept=True) == eager
-    check_gradients_are_wrong(train([layer]), eager)
-
-
-@pytest.mark.refuses("activation-offloading")
-@pytest.mark.parametrize("layer", ALL)
+@pytest.mark.parametrize("layer", range(LAYERS))
 def test_the_graph_of_a_layer_reloads_for_the_layer_before(layer: int, offloading: None) -> None:
     """Without it, the layer before computes gradients from activations of an older pass."""
     eager = train(offloaded=False)
-    assert train(ALL, offloaded=False, eager=layer) == eager
-    found = train(ALL, kept=True, eager=layer)
+    assert train(captured=True, offloaded=False, eager=layer) == eager
+    steps = train(captured=True, eager=layer)
     if layer == 0:
-        assert found == eager
-    else:
-        check_gradients_are_wrong(found, eager)
+        assert steps == eager
+        return
+    assert steps[:WARMUP] == eager[:WARMUP]
+    (loss, norm), (eager_loss, eager_norm) = steps[WARMUP], eager[WARMUP]
+    assert loss == eager_loss and math.isfinite(norm)
+    assert norm != eager_norm

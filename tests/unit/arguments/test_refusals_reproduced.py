@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +15,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_memory import FreedStorageError
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-from tests.unit.arguments.good_configuration import GOOD_ARGV, parse
+from tests.unit.arguments.good_configuration import GOOD_ARGV
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
 
@@ -160,72 +157,6 @@ def test_megatron_ends_before_it_builds_a_model(
     ends = nullcontext() if error is None else pytest.raises(AssertionError, match=error)
     with cpu_fakes(), ends:
         arguments.validate_args(args)
-
-
-BOTH = "account_for_embedding_in_pipeline_split"
-"""A field of TransformerConfig that Megatron also reads beside the sections of a YAML file."""
-SECTIONS = ("model_parallel", "language_model")
-
-
-def yaml_settings(places: tuple[str, ...]) -> dict[str, Any]:
-    """Everything that Megatron reads, with :data:`BOTH` in these places; ``""`` is no section."""
-    from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.transformer import TransformerConfig
-
-    sizes = "--micro-batch-size 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
-    steps = "--max-position-embeddings 64 --train-iters 3 --lr 1e-3 --min-lr 0"
-    given = vars(parse(*GOOD_ARGV, *sizes.split(), *steps.split()))
-    parallel = {field.name for field in dataclasses.fields(ModelParallelConfig)}
-    fields = {field.name: field for field in dataclasses.fields(TransformerConfig)}
-
-    def value(field: dataclasses.Field[Any]) -> Any:
-        empty = field.default is dataclasses.MISSING
-        return given.get(field.name, None if empty else field.default)
-
-    outside = {"bias_swiglu_fusion", "rank", "world_size"}
-    whole: dict[str, Any] = {k: v for k, v in given.items() if k not in {*fields, *outside}}
-    whole["model_parallel"] = {n: value(f) for n, f in fields.items() if n in parallel}
-    model = {n: value(f) for n, f in fields.items() if n not in parallel}
-    model |= {"activation_func": "swiglu", "bias_swiglu_fusion": True, "num_moe_experts": 8}
-    whole["language_model"] = model
-    for place in ("", *SECTIONS):
-        section = whole[place] if place else whole
-        section.pop(BOTH, None)
-        if place in places:
-            section[BOTH] = False
-    return whole
-
-
-@pytest.mark.refuses("yaml-config")
-@pytest.mark.parametrize(
-    ("places", "error"),
-    [
-        ((), f"no attribute '{BOTH}'"),
-        (("language_model",), f"no attribute '{BOTH}'"),
-        (("model_parallel",), f"no attribute '{BOTH}'"),
-        (("",), f"Missing argument {BOTH} for"),
-        (("", "language_model"), f"multiple values for keyword argument '{BOTH}'"),
-        (("", "model_parallel"), f"multiple values for keyword argument '{BOTH}'"),
-    ],
-    ids=["nowhere", "model", "parallel", "beside", "beside and model", "beside and parallel"],
-)
-def test_no_yaml_file_passes_megatrons_own_checks(
-    places: tuple[str, ...],
-    error: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from megatron.training import arguments, yaml_arguments
-
-    file = tmp_path / "run.yaml"
-    text = json.dumps(yaml_settings(places), default=lambda value: getattr(value, "name", None))
-    file.write_text(text, encoding="utf-8")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--yaml-cfg", str(file)])
-    args = arguments.parse_args()
-    with pytest.raises(Exception, match=error):
-        yaml_arguments.core_transformer_config_from_yaml(yaml_arguments.validate_yaml(args))
 
 
 @pytest.mark.refuses("implementation")

@@ -241,7 +241,9 @@ READ = {
         "--moe-paged-stash --moe-paged-stash-page-size "
         "--moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-buffer-size-factor-cpu"
     ),
-    "refused by hybridep-uneven-inputs": "--moe-hybridep-pad-uneven-dispatch-inputs",
+    "of HybridEP alone; a capture that reads on the host fails": (
+        "--moe-hybridep-pad-uneven-dispatch-inputs"
+    ),
     "experimental attention: kernels of fast_hadamard_transform, cuDNN or FLA; what reads on the "
     "host in dsa_layout.py and gated_delta_net/common.py is for packed sequences alone": (
         "--experimental-attention-variant --linear-attention-freq --linear-conv-kernel-dim "
