@@ -1,10 +1,11 @@
-"""One capture: warmup, recording in the order of a schedule, and the life of every result.
+"""One capture: warmup, recording of all passes in order, and the life of every result.
 
 The contract is that of ``make_graphed_callables`` in transformer-engine 2.20.2
-(``transformer_engine/pytorch/graph.py``): the same refusals and the same warmup. Hooks run outside
-of the recording. ``torch.autograd.backward`` collects gradients, with ``.grad`` removed before.
-Parameter gradients are returned as clones. So a post-accumulate-grad hook that was left on a
-parameter fires in warmup and capture here, as it does in TE.
+(``transformer_engine/pytorch/graph.py``) for one microbatch: the same refusals and warmup, all
+forward passes and then all backward passes in reverse. Hooks run outside of the recording.
+``torch.autograd.backward`` collects gradients, with ``.grad`` removed before. Parameter gradients
+are returned as clones. So a post-accumulate-grad hook that was left on a parameter fires in warmup
+and capture here, as it does in TE.
 
 Note [How long a result lives]
     Passes that are recorded later may use the memory of what was released. Gradients of parameters
@@ -41,8 +42,9 @@ from megatron_cg.backends.driver.checks import (
 )
 from megatron_cg.backends.driver.graphed import GraphedModule
 from megatron_cg.backends.driver.recorder import Recorded, Recorder
-from megatron_cg.backends.driver.schedule import Step, schedule
 from megatron_cg.errors import CaptureError, HookError
+
+_Gradients = tuple[torch.Tensor | None, ...]
 
 
 def capture_modules(
@@ -61,14 +63,13 @@ def capture_modules(
     _order: Sequence[int] | None = None,
     _num_layers_per_chunk: Sequence[int] | None = None,
     _reuse_graph_input_output_buffers: bool = False,
-    clone_param_grads_on_return: bool = True,
     **options: Any,
 ) -> tuple[GraphedModule, ...]:
     """Warm ``callables`` up and record them; see :class:`megatron_cg.backends.base.Backend`.
 
-    The named options are TE's, with TE's defaults; FP8 is refused. ``backend`` is the name of the
-    backend in messages. ``make_recorder`` is called when everything is checked, before anything
-    runs.
+    The named options are TE's, with TE's defaults; FP8 and several microbatches are refused.
+    ``backend`` is the name of the backend in messages. ``make_recorder`` is called when everything
+    is checked, before anything runs.
 
     Raises:
         CaptureError: samples and callables do not match, an option is unknown or asks for
@@ -78,12 +79,16 @@ def capture_modules(
             hook has an unknown key or returns a value.
         HostSyncError: a callable reads a tensor on the host, and the recorder sees it.
     """
-    check_options(backend, options, clone_param_grads_on_return)
+    check_options(backend, options)
     check_modules(callables)
     check_hooks(callables, capture_time_hooks)
+    if list(_order or [1, -1]) != [1, -1] or len(sample_args) != len(callables):
+        raise CaptureError(
+            f"{len(sample_args)} sample_args for {len(callables)} callables in the order {_order}: "
+            "each callable has one sample and one graph. Leave pipeline parallelism out"
+        )
     kwargs = sample_kwargs or [{} for _ in sample_args]
-    steps = schedule(len(callables), len(sample_args), _order, _num_layers_per_chunk)
-    run = _Capture(callables, sample_args, kwargs, capture_time_hooks, steps)
+    run = _Capture(callables, sample_args, kwargs, capture_time_hooks)
     run.allow_unused_input = allow_unused_input
     run.retain_graph = retain_graph_in_backward
     run.share_buffers = _reuse_graph_input_output_buffers
@@ -100,11 +105,11 @@ def capture_modules(
     except BaseException:
         recorder.abandon()
         raise
-    return tuple(GraphedModule(item, item.module.forward) for item in run.recorded)
+    return tuple(map(GraphedModule, run.recorded))
 
 
 class _Capture:
-    """One run of warmup and recording over a schedule."""
+    """One run of warmup and recording. Passes are those of callables, by their index."""
 
     allow_unused_input = False
     retain_graph = False
@@ -116,106 +121,94 @@ class _Capture:
         sample_args: Sequence[tuple[Any, ...]],
         sample_kwargs: Sequence[Mapping[str, Any]],
         hooks: Sequence[Hooks],
-        steps: Sequence[Step],
     ) -> None:
-        self._callables, self._hooks, self._steps = callables, hooks, steps
-        self._args, self._kwargs = sample_args, sample_kwargs
+        self._hooks, self._args, self._kwargs = hooks, sample_args, sample_kwargs
         self._grad_outputs: dict[Any, Any] = {}
-        layer_of = {step.sample: step.layer for step in steps}
         self.recorded = [
-            _surface(callables[layer_of[index]], layer_of[index], args, sample_kwargs[index])
-            for index, args in enumerate(sample_args)
+            _surface(module, index, sample_args[index], sample_kwargs[index])
+            for index, module in enumerate(callables)
         ]
         for kind in {t.device.type for item in self.recorded for t in item.inputs}:
             check_autocast(kind)
 
     def warm_up(self, iteration: int) -> None:
         """Run every pass once, in order, recording nothing."""
-        alive: dict[int, list[Any]] = {}
-        for step in self._steps:
-            if step.forward:
-                self._run_hooks(step, "forward_pre_hooks")
-                alive[step.sample], _ = self._call(step)
-                if iteration == 0 and self._find_reached(step, alive[step.sample]):
-                    # Those passes may have written what this one saved for its backward.
-                    alive[step.sample], _ = self._call(step)
-                self._run_hooks(step, "forward_hooks")
-                continue
-            outputs = [o for o in alive.pop(step.sample) if o is not None and o.requires_grad]
-            grads = tuple(torch.zeros_like(output) for output in outputs)
-            self._run_hooks(step, "backward_pre_hooks")
-            found = self._gradients(step, tuple(outputs), grads, retain_graph=False)
-            self._run_hooks(step, "backward_hooks")
-            self._keep_used_parameters(step, found, iteration)
+        alive: list[list[Any]] = []
+        for index in range(len(self.recorded)):
+            self._run_hooks(index, "forward_pre_hooks")
+            outputs, _ = self._call(index)
+            if iteration == 0 and self._find_reached(index, outputs):
+                # Those passes may have written what this one saved for its backward.
+                outputs, _ = self._call(index)
+            self._run_hooks(index, "forward_hooks")
+            alive.append(outputs)
+        for index in reversed(range(len(self.recorded))):
+            needing = tuple(o for o in alive.pop() if o is not None and o.requires_grad)
+            made_up = tuple(torch.zeros_like(output) for output in needing)
+            self._run_hooks(index, "backward_pre_hooks")
+            gradients = self._gradients(index, needing, made_up, retain_graph=False)
+            self._run_hooks(index, "backward_hooks")
+            self._keep_used_parameters(index, gradients, iteration)
 
-    def _find_reached(self, step: Step, outputs: Sequence[Any]) -> bool:
+    def _find_reached(self, index: int, outputs: Sequence[Any]) -> bool:
         """See Note [Gradients of one output]. Returns whether more passes were needed."""
-        item = self.recorded[step.sample]
+        item = self.recorded[index]
         numbers = [n for n, o in enumerate(outputs) if o is not None and o.requires_grad]
         if len(numbers) < 2:
             return False
         needing = [id(tensor) for tensor in item.inputs if tensor.requires_grad]
         for number in numbers:
-            output = self._call(step)[0][number]
-            found = self._gradients(step, (output,), (torch.zeros_like(output),), False)
-            pairs = zip(needing, found, strict=True)
+            output = self._call(index)[0][number]
+            gradients = self._gradients(index, (output,), (torch.zeros_like(output),), False)
+            pairs = zip(needing, gradients, strict=True)
             item.reached[number] = {key for key, gradient in pairs if gradient is not None}
         return True
 
     def record(self, recorder: Recorder) -> None:
         """Record every pass in order, and let the recorder settle the memory of all."""
+        for index, item in enumerate(self.recorded):
+            self._run_hooks(index, "forward_pre_hooks")
+            with recorder.recording(item.module, f"forward of {item.label}") as item.forward:
+                flat, item.output_spec = self._call(index)
+            self._run_hooks(index, "forward_hooks")
+            item.outputs = tuple(flat)
         ended: list[Recorded] = []
-        for step in self._steps:
-            item = self.recorded[step.sample]
-            if step.forward:
-                self._record_forward(step, recorder)
-                continue
+        for index in reversed(range(len(self.recorded))):
             if self.share_buffers and len(ended) >= 2:
-                self._release_gradients_of_inputs(ended[-2], recorder)
-            self._record_backward(step, recorder)
-            self._release_results(item, recorder)
-            ended.append(item)
-        for item in self.recorded:
-            if item.forward is None or item.backward is None:
-                raise CaptureError(f"{item.label}: the order has no forward and backward of it")
+                of_inputs, of_parameters = _parts(ended[-2])
+                ended[-2].grad_inputs = (*recorder.release(of_inputs), *of_parameters)
+            self._record_backward(index, recorder)
+            self._release_results(self.recorded[index], recorder)
+            ended.append(self.recorded[index])
         recorder.settle(ended)
 
-    def _call(self, step: Step) -> tuple[list[Any], TreeSpec]:
+    def _call(self, index: int) -> tuple[list[Any], TreeSpec]:
         """The outputs of a pass, and their structure."""
-        module, kwargs = self._callables[step.layer], self._kwargs[step.sample]
-        flat, spec = tree_flatten(module(*self._args[step.sample], **kwargs))
-        check_outputs(self.recorded[step.sample].label, flat)
+        item = self.recorded[index]
+        flat, spec = tree_flatten(item.module(*self._args[index], **self._kwargs[index]))
+        check_outputs(item.label, flat)
         return flat, spec
 
-    def _run_hooks(self, step: Step, key: str) -> None:
-        module = self._callables[step.layer]
-        for hook in self._hooks[step.layer].get(key, {}).values():
-            if hook(module) is not None:
+    def _run_hooks(self, index: int, key: str) -> None:
+        item = self.recorded[index]
+        for hook in self._hooks[index].get(key, {}).values():
+            if hook(item.module) is not None:
                 raise HookError(
-                    f"capture_time_hooks {key} of callable {step.layer} "
-                    f"({type(module).__name__}) returned a value; TE ignores no value and "
-                    "refuses. Return None."
+                    f"capture_time_hooks {key} of {item.label} returned a value; TE ignores no "
+                    "value and refuses. Return None."
                 )
 
-    def _record_forward(self, step: Step, recorder: Recorder) -> None:
-        item = self.recorded[step.sample]
-        self._run_hooks(step, "forward_pre_hooks")
-        with recorder.recording(item.module, f"forward of {item.label}") as item.forward:
-            flat, item.output_spec = self._call(step)
-        self._run_hooks(step, "forward_hooks")
-        item.outputs = tuple(flat)
-
-    def _record_backward(self, step: Step, recorder: Recorder) -> None:
-        item = self.recorded[step.sample]
+    def _record_backward(self, index: int, recorder: Recorder) -> None:
+        item = self.recorded[index]
         item.grad_outputs = self._static_grad_outputs(item)
         outputs = tuple(o for o in item.outputs if o is not None and o.requires_grad)
         grads = tuple(grad for grad in item.grad_outputs if grad is not None)
-        self._run_hooks(step, "backward_pre_hooks")
+        self._run_hooks(index, "backward_pre_hooks")
         with recorder.recording(item.module, f"backward of {item.label}") as item.backward:
-            found = iter(self._gradients(step, outputs, grads, self.retain_graph))
-        self._run_hooks(step, "backward_hooks")
+            gradients = iter(self._gradients(index, outputs, grads, self.retain_graph))
+        self._run_hooks(index, "backward_hooks")
         item.grad_inputs = tuple(
-            next(found) if tensor.requires_grad else None for tensor in item.inputs
+            next(gradients) if tensor.requires_grad else None for tensor in item.inputs
         )
 
     def _release_results(self, item: Recorded, recorder: Recorder) -> None:
@@ -227,11 +220,7 @@ class _Capture:
         if self.share_buffers:
             item.outputs = recorder.release(item.outputs)
 
-    def _release_gradients_of_inputs(self, item: Recorded, recorder: Recorder) -> None:
-        of_inputs, of_parameters = _parts(item)
-        item.grad_inputs = (*recorder.release(of_inputs), *of_parameters)
-
-    def _static_grad_outputs(self, item: Recorded) -> tuple[torch.Tensor | None, ...]:
+    def _static_grad_outputs(self, item: Recorded) -> _Gradients:
         """Return memory for incoming gradients; equal signatures share it if buffers are shared."""
         key = tuple(
             (o.shape, o.dtype) if o is not None and o.requires_grad else None for o in item.outputs
@@ -241,34 +230,32 @@ class _Capture:
                 torch.empty_like(o) if o is not None and o.requires_grad else None
                 for o in item.outputs
             )
-        made: tuple[torch.Tensor | None, ...] = self._grad_outputs[key]
+        made: _Gradients = self._grad_outputs[key]
         return made
 
     def _gradients(
         self,
-        step: Step,
+        index: int,
         outputs: tuple[torch.Tensor, ...],
         grads: tuple[torch.Tensor, ...],
         retain_graph: bool,
-    ) -> tuple[torch.Tensor | None, ...]:
-        inputs = [t for t in self.recorded[step.sample].inputs if t.requires_grad]
+    ) -> _Gradients:
+        inputs = [t for t in self.recorded[index].inputs if t.requires_grad]
         before = [tensor.grad for tensor in inputs]
         for tensor in inputs:
             tensor.grad = None
         try:
             torch.autograd.backward(outputs, grad_tensors=grads, retain_graph=retain_graph)
-            found = tuple(tensor.grad for tensor in inputs)
-            check_gradients(self.recorded[step.sample], found)
-            return found
+            gradients = tuple(tensor.grad for tensor in inputs)
+            check_gradients(self.recorded[index], gradients)
+            return gradients
         finally:
             for tensor, grad in zip(inputs, before, strict=True):
                 tensor.grad = grad
 
-    def _keep_used_parameters(
-        self, step: Step, grads: tuple[torch.Tensor | None, ...], iteration: int
-    ) -> None:
+    def _keep_used_parameters(self, index: int, grads: _Gradients, iteration: int) -> None:
         """Drop parameters that got no gradient, so that none of their hooks fires at a replay."""
-        item = self.recorded[step.sample]
+        item = self.recorded[index]
         by_input = dict(zip((id(t) for t in item.inputs if t.requires_grad), grads, strict=True))
         user = item.inputs[: item.user_args]
         if not self.allow_unused_input and any(
@@ -291,11 +278,11 @@ def _parts(item: Recorded) -> tuple[Any, Any]:
 
 
 def _surface(
-    module: nn.Module, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: nn.Module, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Recorded:
     """Return the static input surface of one sample, with nothing recorded yet."""
     flat, _ = tree_flatten((args, list(kwargs.values())))
-    label = f"callable {layer} ({type(module).__name__})"
+    label = f"callable {index} ({type(module).__name__})"
     for value in flat:
         if not isinstance(value, torch.Tensor):
             raise CaptureError(

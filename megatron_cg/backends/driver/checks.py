@@ -24,14 +24,8 @@ _IDLE_OPTIONS = frozenset(
 )
 
 
-def check_options(backend: str, options: Mapping[str, Any], clone_param_grads: bool) -> None:
-    """Raise CaptureError for an option that is unknown or that the backend cannot follow.
-
-    Args:
-        backend: its name, for messages.
-        options: those that the driver does not read.
-        clone_param_grads: TE's ``clone_param_grads_on_return``.
-    """
+def check_options(backend: str, options: Mapping[str, Any]) -> None:
+    """Raise CaptureError for an option that the driver does not read, if it is unknown or FP8's."""
     unknown = sorted(set(options) - _IDLE_OPTIONS)
     if unknown:
         raise CaptureError(
@@ -45,10 +39,6 @@ def check_options(backend: str, options: Mapping[str, Any], clone_param_grads: b
                 f"{name} is set: the backend {backend} has no FP8. Leave --fp8-format out, or "
                 "capture by Transformer Engine (--cg-backend te)."
             )
-    if not clone_param_grads:
-        raise CaptureError(
-            f"the backend {backend} always clones parameter gradients: leave the option out"
-        )
 
 
 def check_modules(callables: Sequence[nn.Module]) -> None:

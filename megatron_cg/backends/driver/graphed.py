@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_cg.backends.driver.copies import copy_together
 from megatron_cg.backends.driver.recorder import Recorded, Recording, Tensors
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.replay.replay_function import ReplayFunction, StaticMemory
@@ -19,10 +18,6 @@ class GraphResetError(MegatronCGError):
     """A graphed callable was used after its ``reset()``."""
 
 
-class StaleReplayError(MegatronCGError):
-    """A backward replay needs activations that a later forward replay has overwritten."""
-
-
 class _Replay(torch.autograd.Function):
     """Autograd's view of a recorded callable: inputs and parameters in, outputs out."""
 
@@ -30,11 +25,10 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, recorded: Recorded, *inputs: torch.Tensor) -> Any:
         forward, _ = _live_passes(recorded)
         user = recorded.user_args
-        copy_together(zip(recorded.inputs[:user], inputs[:user], strict=True))
+        _copy_together(zip(recorded.inputs[:user], inputs[:user], strict=True))
         forward.replay()
         forward.finished(())
-        recorded.replays += 1
-        ctx.recorded, ctx.replay = recorded, recorded.replays
+        ctx.recorded = recorded
         ctx.set_materialize_grads(False)
         return tuple(None if output is None else output.detach() for output in recorded.outputs)
 
@@ -43,14 +37,8 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         recorded: Recorded = ctx.recorded
         _, backward = _live_passes(recorded)
-        if ctx.replay != recorded.replays:
-            raise StaleReplayError(
-                f"{recorded.label}: its forward was replayed again before this backward, so the "
-                "activations it needs are overwritten. Run the backward first, or capture one "
-                "graph a microbatch in flight."
-            )
         pairs = [(s, g) for s, g in zip(recorded.grad_outputs, grads, strict=True) if s is not None]
-        copy_together((s, g) for s, g in pairs if g is not None)
+        _copy_together((s, g) for s, g in pairs if g is not None)
         for static in (s for s, g in pairs if g is None):
             static.zero_()
         backward.replay()
@@ -62,6 +50,35 @@ class _Replay(torch.autograd.Function):
         )
         backward.finished(recorded.grad_inputs[recorded.user_args : clones])
         return (None, *returned)
+
+
+def _copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each value into its static tensor, unless it is there, in one call a dtype.
+
+    ``torch._foreach_copy_`` copies tensors of one dtype and device by one kernel, and others one by
+    one (torch 2.11, ``ForeachUtils.h``, ``can_use_fast_route``).
+
+    A value may lie in the static memory of another one: a module that returns its inputs returns
+    static memory, which a caller may pass on in another order. One kernel copies all at once, so
+    such a value is read before.
+
+    Args:
+        pairs: a static tensor, and a value of the same shape.
+    """
+    pairs = list(pairs)
+    written = {static.untyped_storage().data_ptr() for static, _ in pairs}
+    groups: dict[
+        tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]
+    ] = {}
+    for static, value in pairs:
+        if not StaticMemory.of(static).holds(value):
+            into, values = groups.setdefault((static.dtype, static.device), ([], []))
+            into.append(static)
+            # Neither can another layout of the same memory be copied onto itself.
+            is_static = value.untyped_storage().data_ptr() in written
+            values.append(value.clone() if is_static else value)
+    for into, values in groups.values():
+        torch._foreach_copy_(into, values)
 
 
 def _reached(recorded: Recorded, grads: Sequence[torch.Tensor | None]) -> Tensors:
@@ -99,44 +116,24 @@ def _live_passes(recorded: Recorded) -> tuple[Recording, Recording]:
 
 
 class GraphedModule:
-    """A layer's recorded passes; called like the layer, with tensors.
+    """A layer's recorded passes; called like the layer, with tensors as in its sample."""
 
-    Keyword arguments that were not in the samples are ignored, as in TE. If the module is not in
-    the training state of the capture, its own forward runs.
-    """
-
-    def __init__(self, recorded: Recorded, forward: Callable[..., Any]) -> None:
+    def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
-        self._eager = forward
-        self._training = recorded.module.training
         self._function: Any = _Replay
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay. Raises GraphResetError after reset and TypeError if an argument is missing."""
+        """Replay. Keywords that were not in the sample are ignored, as in TE.
+
+        Raises GraphResetError after reset.
+        """
         recorded = self._recorded
         _live_passes(recorded)
-        if recorded.module.training != self._training:
-            return self._eager(*args, **kwargs)
-        missing = [name for name in recorded.kwarg_names if name not in kwargs]
-        if missing:
-            raise TypeError(
-                f"{recorded.label} was captured with keyword {missing[0]}, which this call lacks"
-            )
         flat, _ = tree_flatten((args, [kwargs[name] for name in recorded.kwarg_names]))
-        self._check(flat)
         outputs = list(self._function.apply(recorded, *flat, *recorded.parameters))
         for number in _without_gradient(recorded, flat):
             outputs[number] = outputs[number].detach()
         return tree_unflatten(outputs, recorded.output_spec)
-
-    def _check(self, flat: Sequence[Any]) -> None:
-        expected = self._recorded.inputs[: self._recorded.user_args]
-        found = [getattr(value, "shape", type(value).__name__) for value in flat]
-        if found != [value.shape for value in expected]:
-            raise TypeError(
-                f"{self._recorded.label} was captured for inputs of shapes "
-                f"{[tuple(value.shape) for value in expected]} and is called with {found}"
-            )
 
     def replay_function(self) -> ReplayFunction:
         """See :meth:`megatron_cg.backends.base.Backend.replay_function`."""

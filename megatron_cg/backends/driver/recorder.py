@@ -58,7 +58,6 @@ class Recorded:
     reached: dict[int, set[int]] = field(default_factory=dict)
     """For each output that needs a gradient, if there are several: the ids of ``inputs`` that it
     gives one to."""
-    replays: int = 0
     gradients_borrowed: bool = False
     """Whether gradients of parameters are returned in static memory, without a copy."""
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
-from megatron_cg.backends.driver.schedule import schedule
 from megatron_cg.backends.host_reads import HostReads
+from megatron_cg.errors import CaptureError
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
 from megatron_cg.integrations.megatron.attach import run_region
 from megatron_cg.moe.shared_expert import shared_experts_resume
@@ -78,17 +78,18 @@ def simulate(samples: Sequence[Sample], model: torch.nn.Module, options: Any) ->
     capture = Capture(samples)
     capture.trace.known(*model.parameters(), *model.buffers())
     capture.trace.known(*(tensor for sample in samples for _, tensor in sample.inputs()))
-    passes = schedule(
-        len(samples), len(samples), options.get("_order"), options.get("_num_layers_per_chunk")
-    )
+    if list(options.get("_order") or [1, -1]) != [1, -1]:
+        raise CaptureError("a graph for each of several microbatches is not captured")
     layers = [sample.layer for sample in samples]
     with ExitStack() as stack:
         # Validated once, when a layer creates it in warmup (such as jitter on a router's input).
         stack.callback(set_attribute(Distribution, "_validate_args", False))
         stack.callback(_quiet(layers))
         stack.callback(shared_experts_resume(layers))
-        for step in passes:
-            (capture.forward if step.forward else capture.backward)(step.sample)
+        for index in range(len(samples)):
+            capture.forward(index)
+        for index in reversed(range(len(samples))):
+            capture.backward(index)
     return capture
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.driver.schedule import Step, schedule
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
-from megatron_cg.errors import CaptureError, HostSyncError
+from megatron_cg.errors import HostSyncError
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
@@ -248,34 +247,3 @@ def test_state_on_the_host_that_belongs_to_the_graph_is_taken_along() -> None:
     assert seen == [False, True]
     graph(torch.ones(2, 4))
     assert seen == [False, True, False]
-
-
-def test_schedules() -> None:
-    assert schedule(2, 2) == [
-        Step(True, 0, 0),
-        Step(True, 1, 1),
-        Step(False, 1, 1),
-        Step(False, 0, 0),
-    ]
-    assert schedule(2, 2, [1, -1], [2]) == schedule(2, 2)
-    two = schedule(2, 4, [1, 1, -1, -1], [2])
-    assert [step.sample for step in two] == [0, 1, 2, 3, 1, 0, 3, 2]
-    assert [step.layer for step in two] == [0, 1, 0, 1, 1, 0, 1, 0]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (2, 3),
-        (2, 2, [1, -0.5, -1], [2]),
-        (1, 1, [1, 1.5, -1], [1]),
-        (1, 1, [1, 0, -1], [1]),
-        (1, 1, [1, 1, -1], [1]),
-        (2, 3, [1, 1, -1, -1], [2]),
-        (2, 2, [1, -1], [1]),
-        (3, 3, [1, 2, -2, -1], [1, 2]),
-    ],
-)
-def test_schedules_that_do_not_add_up(arguments: Any) -> None:
-    with pytest.raises(CaptureError, match=r"\d sample_args for \d callables do not fit the order"):
-        schedule(*arguments)
