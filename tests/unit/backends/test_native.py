@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.driver.graphed import GraphResetError
-from megatron_cg.replay.in_flight import InFlight
-from megatron_cg.replay.unit import Unit
 from tests.unit.backends.cuda_double import (
     DEFAULT,
     REFUSED,
@@ -265,36 +263,3 @@ def test_copies_are_made_together_by_dtype_and_only_where_they_are_needed(
     graph(*samples).backward(same)
     assert calls == [[torch.float32]] and module.bias.grad is not None
     assert torch.equal(module.bias.grad, expected)
-
-
-def test_the_gradients_that_a_backward_replay_copies_are_counted(cuda: CudaDouble) -> None:
-    from megatron_cg.replay.counters import Counters
-    from megatron_cg.replay.replay_function import copies
-    from megatron_cg.telemetry.capture_report import counts_text
-
-    class Two(nn.Linear):
-        def forward(self, x: torch.Tensor) -> Any:
-            return super().forward(x), x.detach() * 2, super().forward(x) * 3
-
-    (graph,) = capture(Two(4, 4))
-    incoming = graph.replay_function().incoming
-    assert [memory and memory.nbytes for memory in incoming] == [32, None, 32]
-    counters = Counters()
-    in_flight = InFlight()
-
-    def count(gradients: Any) -> None:
-        counters.count_backward(*copies(incoming, gradients))
-
-    for used in (0, 2):
-        outputs = graph(torch.ones(2, 4, requires_grad=True))
-        in_flight.begin(0, Unit("unit", nn.Identity(), ()), outputs, count)
-        static = graph._recorded.grad_outputs[used].fill_(1.0)
-        torch.autograd.backward(outputs[used], static)
-    # Each pass: one gradient was in place, and one was not there, which autograd makes zeros.
-    assert counters.as_dict() | {
-        "backwards": 2,
-        "gradients_copied": 2,
-        "gradient_bytes_copied": 64,
-    } == (counters.as_dict())
-    counters.replayed = 2
-    assert "backward 1.0 copied (0.00 MiB)" in counts_text(counters.as_dict())

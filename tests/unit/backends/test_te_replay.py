@@ -224,19 +224,6 @@ def test_incoming_gradients_are_copied_unless_they_lie_in_the_static_memory(
     assert captured.gradient.eq(2.0).all()
 
 
-def test_another_graph_borrows_nothing(code: dict[str, Any]) -> None:
-    one, other = Captured(code), Captured(code)
-    borrowing, not_borrowing = replay_function(one.function), replay_function(other.function)
-    end_borrowing = borrowing.borrow()
-    assert all(lie_there(one, backward_of(one, borrowing.function)))
-    assert lie_there(other, backward_of(other, not_borrowing.function)) == [
-        *[True] * 3,
-        False,
-        False,
-    ]
-    end_borrowing()
-
-
 def test_all_is_undone_after_a_reset_too(code: dict[str, Any]) -> None:
     captured = Captured(code)
     replay = replay_function(captured.function)
@@ -268,9 +255,3 @@ def test_a_variable_that_is_gone_is_named_with_package_and_version(
     assert f"variable {name} " in said and "transformer-engine 2.99" in said
     assert "transformer_engine.pytorch.graph" in said
     assert "make_graphed_autograd_function" in said
-
-
-@pytest.mark.parametrize("graph", [len, nn.Identity(), lambda: None])
-def test_what_te_did_not_make_is_refused(graph: Any) -> None:
-    with pytest.raises(UpstreamChangedError, match="variable graphed"):
-        replay_function(graph)

@@ -1,4 +1,4 @@
-"""What is noted for a capture: memory in other tensors, collectives, events, constant inputs."""
+"""What is noted for a capture: memory in other tensors, collectives, constant inputs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_cg import graph_units
 from megatron_cg.capture.observer import Observer
 from megatron_cg.capture.static_inputs import StaticInputs
-from megatron_cg.events import Event, PassBegan, PassEnded, PassesDone, emit, subscribe
+from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard.addresses import Addresses, Watched
 from megatron_cg.replay.unit import Unit
 
@@ -58,19 +59,6 @@ def test_collectives_of_a_capture_are_counted_in_each_of_its_passes(
         observer.begun(forward=forward, warmup=False)
         observer.ended(forward=forward)
     assert observer.collectives is held
-
-
-def test_subscribers_hear_every_event_in_order_until_they_are_undone() -> None:
-    heard: list[tuple[str, Event]] = []
-    undo_first = subscribe(lambda event: heard.append(("first", event)))
-    undo_second = subscribe(lambda event: heard.append(("second", event)))
-    emit(began := PassBegan("layer 7", forward=True))
-    undo_first()
-    undo_first()
-    emit(ended := PassEnded("layer 7", forward=False))
-    undo_second()
-    emit(PassesDone())
-    assert heard == [("first", began), ("second", began), ("second", ended)]
 
 
 class Layer(nn.Module):
@@ -120,3 +108,25 @@ def test_a_table_is_the_same_where_a_recomputation_has_a_detached_one() -> None:
         out.sum().backward()
         stop()
     assert replaced((inputs, layer), sample) is table
+
+
+class Borrowing(nn.Module):
+    """Computes with the weight of another module."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.other = [other]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * self.other[0].weight.sum()
+
+
+def test_a_unit_that_uses_the_parameter_of_another_module_is_refused() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    network[1] = Borrowing(network[0])  # type: ignore[arg-type]
+    graphs = graph_units(network, ["1"], backend="tape", warmup_steps=1, on_failure="error")
+    with graphs, pytest.raises(CaptureError, match=r"1 uses 0\.weight, a parameter of a module"):
+        for _ in range(2):
+            with graphs.step():
+                network(torch.ones(1, 2)).sum().backward()
+    assert not any(parameter._backward_hooks for parameter in network.parameters())

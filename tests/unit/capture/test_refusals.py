@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.places import _NOT_THE_MODEL, place_of
+from megatron_cg.backends.places import place_of
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import recording
 from megatron_cg.capture.refusals import refusal
@@ -170,22 +170,6 @@ def test_advice_that_cannot_be_given_does_not_hide_the_error(
     assert "not permitted when stream is capturing" in str(error)
 
 
-def test_a_unit_of_a_plain_model_is_named_too(
-    one_rank: None, as_cuda_ends_captures: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("megatron_fsdp")
-    from tests.unit.integrations.standalone.networks import Run
-
-    run = Run()
-    block: Any = run.network.layers[1]
-    block.dropout = Reads(block.dropout, as_item, "forward")
-    with run.with_graphs(on_failure="eager"):
-        run.step()
-        run.step()
-    assert f"the forward pass of layers.1, in dropout (Reads), {at(as_item)}" in caplog.text
-    assert "Leave the unit out of graph_units. Model, hooks, gradients" in caplog.text
-
-
 def test_a_pass_that_autograd_runs_alone_has_no_line() -> None:
     root = nn.Linear(2, 2)
     loss = root(torch.ones(2)).sum()
@@ -206,7 +190,3 @@ def test_other_errors_are_left_as_they_are() -> None:
     of_the_model = type("OfTheModel", (RuntimeError,), {})("capture")
     for error in (RuntimeError("no"), LookupError("capture"), HookError("capture"), of_the_model):
         assert refusal(error, unit, in_backward=False) is None
-
-
-def test_the_folders_whose_code_is_not_the_models_exist() -> None:
-    assert all(Path(prefix).is_dir() for prefix in _NOT_THE_MODEL)

@@ -34,12 +34,10 @@ def train(
     strategy: str,
     *,
     fused: bool,
-    layers: int = 2,
     microbatches: int = 2,
     graphs: str = "",
-    tensor_parallel: int = 1,
 ) -> dict[str, Any]:
-    """Losses and norms, to the last bit, whose gradients are not zero, and where buckets are."""
+    """Losses and norms, to the last bit, and whose gradients are not zero."""
     from megatron.core.tensor_parallel import layers as linear
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
@@ -53,8 +51,7 @@ def train(
         zero = patch.object(torch.nn.Parameter, "zero_out_wgrad", True, create=True)
         undo.enter_context(zero)
         shape = CpuModelConfig(
-            layers=layers,
-            tensor_parallel=tensor_parallel,
+            layers=2,
             options={"gradient_accumulation_fusion": fused},
             fsdp_options={"data_parallel_sharding_strategy": strategy},
             graph_modules=("attn", "mlp"),
@@ -66,7 +63,6 @@ def train(
             undo.enter_context(patch(REFUSED, lambda _unit: None))
         made = trainer_of(shape, graphs=bool(graphs), microbatches=microbatches)
         trainer = undo.enter_context(made)
-        places = places_of_buckets(trainer)
         steps, error = [], ""
         for step in range(STEPS):
             if graphs and step == CAPTURED:
@@ -83,32 +79,7 @@ def train(
             if name.endswith(FUSED_WEIGHTS) and parameter.grad is not None
         ]
         filled = [bool(shard.any()) for shard in shards if shard.numel()]
-        moves = sum(len(set(found)) > 1 for found in places.values())
-        return {
-            "steps": steps,
-            "error": error,
-            "filled": filled,
-            "buckets": len(places),
-            "uses": min(map(len, places.values()), default=0),
-            "moved": moves,
-        }
-
-
-def places_of_buckets(trainer: Any) -> dict[int, list[int]]:
-    """Where each unit's bucket is whenever a gradient is written to it, by the bucket's number."""
-    places: dict[int, list[int]] = {}
-    for number, group in enumerate(trainer._fsdp.param_and_grad_buffer.parameter_groups):
-        if group.fsdp_unit_id is not None:
-            buffer = group.main_grad_buffer
-            fetch, found = buffer.fetch_bucket, places.setdefault(number, [])
-
-            def noted(*args: Any, fetch: Any = fetch, found: Any = found, **named: Any) -> Any:
-                bucket = fetch(*args, **named)
-                found.append(bucket.data.data_ptr())
-                return bucket
-
-            buffer.fetch_bucket = noted
-    return places
+        return {"steps": steps, "error": error, "filled": filled}
 
 
 def train_all() -> dict[str, Any]:
@@ -116,14 +87,12 @@ def train_all() -> dict[str, Any]:
         f"{strategy} {microbatches} {fused}": train(
             strategy, fused=fused, microbatches=microbatches
         )
-        for strategy in (*SHARDED, *UNSHARDED)
+        for strategy in UNSHARDED
         for microbatches in (1, 2)
         for fused in (False, True)
     }
-    for fused in (False, True):
-        found[f"one rank {fused}"] = train("optim_grads_params", fused=fused, tensor_parallel=2)
-    found["odd"] = train("optim_grads_params", fused=True, layers=3, microbatches=3)
     for strategy in SHARDED:
+        found[f"{strategy} 2 True"] = train(strategy, fused=True)
         for way in ("fast", "slow", "fused"):
             found[f"{strategy} {way}"] = train(strategy, fused=True, graphs=way)
     found["unmarked"] = train("optim_grads_params", fused=True, graphs="unmarked")
@@ -139,16 +108,6 @@ def steps(found: dict[str, Any], strategy: str, microbatches: int, *, fused: boo
     return found[f"{strategy} {microbatches} {fused}"]["steps"]
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_with_sharded_gradients_eager_fusion_is_right(
-    results: list[dict[str, Any]], strategy: str
-) -> None:
-    for found in results:
-        for microbatches in (1, 2):
-            plain, fused = (steps(found, strategy, microbatches, fused=f) for f in (False, True))
-            assert fused == plain
-
-
 @pytest.mark.refuses("gradient-accumulation-fusion")
 @pytest.mark.parametrize("strategy", UNSHARDED)
 def test_without_them_a_microbatch_overwrites_the_one_before(
@@ -160,24 +119,6 @@ def test_without_them_a_microbatch_overwrites_the_one_before(
         plain, fused = (steps(found, strategy, 2, fused=f) for f in (False, True))
         (loss, norm), (fused_loss, fused_norm) = plain[0], fused[0]
         assert loss == fused_loss and norm != fused_norm
-
-
-@pytest.mark.refuses("gradient-accumulation-fusion")
-def test_nor_where_one_rank_has_all_of_a_gradient(results: list[dict[str, Any]]) -> None:
-    for found in results:
-        (loss, norm), (fused_loss, fused_norm) = (
-            found[f"one rank {fused}"]["steps"][0] for fused in (False, True)
-        )
-        assert loss == fused_loss and norm != fused_norm
-
-
-@pytest.mark.parametrize("name", ["optim_grads_params 2 True", "odd"])
-def test_a_bucket_is_always_in_the_same_of_the_double_buffers(
-    results: list[dict[str, Any]], name: str
-) -> None:
-    for found in results:
-        assert found[name]["buckets"] > 1 and found[name]["uses"] >= STEPS
-        assert found[name]["moved"] == 0
 
 
 @pytest.mark.parametrize("way", ["fast", "slow"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.hooks import HookKind, HookSnapshot, ParameterHookSnapshot, describe, module_hooks
+from megatron_cg.hooks import HookKind, HookSnapshot, ParameterHookSnapshot, describe
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
 
 
@@ -39,14 +39,6 @@ def contents(module: nn.Module) -> dict[str, list[tuple[int, object]]]:
     found = {name: [(key, value) for key, value in getattr(module, name).items()] for name in names}
     found["_is_full_backward_hook"] = [(0, module._is_full_backward_hook)]
     return found
-
-
-def test_clear_takes_every_hook_off(module: nn.Linear) -> None:
-    snapshot = HookSnapshot(module)
-    snapshot.clear()
-    assert snapshot.module is module
-    assert list(module_hooks(module)) == []
-    assert all(not getattr(module, name) for name in FLAG_REGISTRIES)
 
 
 def test_restore_gives_back_the_identical_hooks_in_order_and_may_run_twice(
@@ -82,14 +74,6 @@ def test_hooks_left_by_somebody_else_are_gone_after_restore(module: nn.Linear) -
     assert contents(module) == before
 
 
-def test_records_keep_kind_and_order(module: nn.Linear) -> None:
-    records = tuple(module_hooks(module))
-    pre = [record for record in records if record.kind is HookKind.FORWARD_PRE]
-    post = [record for record in records if record.kind is HookKind.FORWARD]
-    assert [record.fn for record in pre] == [with_kwargs, plain]
-    assert [record.fn for record in post] == [plain, with_kwargs, plain]
-
-
 def test_parameter_hooks_are_quiet_and_come_back() -> None:
     parameter = nn.Parameter(torch.ones(2))
     calls: list[str] = []
@@ -105,14 +89,6 @@ def test_parameter_hooks_are_quiet_and_come_back() -> None:
     snapshot.restore()
     parameter.sum().backward()
     assert calls == ["gradient", "accumulated"]
-
-
-def test_a_parameter_without_hooks_is_left_alone() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    snapshot = ParameterHookSnapshot([parameter])
-    snapshot.clear()
-    snapshot.restore()
-    assert parameter._post_accumulate_grad_hooks is None
 
 
 def test_describe_looks_below_partials_and_decorators() -> None:
