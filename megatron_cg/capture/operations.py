@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends.aten import tensors_in, written
 from megatron_cg.backends.places import place_of
-from megatron_cg.memory.storage_reference import StorageReference
+from megatron_cg.memory.storage import StorageReference
 
 
 @dataclass(frozen=True)

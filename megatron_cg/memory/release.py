@@ -20,22 +20,16 @@ Note [Nothing of the last step is needed by a capture]
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.upstream.patch import set_attribute, undone_after
 
-logger = logging.getLogger(__name__)
-
 _KEEPS = "megatron_fsdp_cuda_graph_mode"
 RELIES_ON = (
     *fsdp_class("MegatronFSDP", "zero_grad_buffer", "param_and_grad_buffer"),
-    *fsdp_class("ParamAndGradBuffer", "ddp_config", "optimizer_named_parameters"),
-    *fsdp_class("ParamAndGradBuffer", "dist_main_grad", "parameter_groups"),
+    *fsdp_class("ParamAndGradBuffer", "ddp_config"),
 )
 
 
@@ -44,18 +38,9 @@ def let_gradients_go(fsdp: Any) -> Callable[[], None]:
 
     Do not use it if a CUDA graph reads the optimizer's gradients (a full-iteration graph, or a
     graph of the optimizer): see Note [Gradients that outlive their step].
-
-    Args:
-        fsdp: the ``MegatronFSDP``.
-
-    Returns:
-        The undo. Changes nothing if this Megatron-FSDP has no such mode.
+    ``fsdp`` is the ``MegatronFSDP``. Returns the undo.
     """
-    config = fsdp.param_and_grad_buffer.ddp_config
-    if not hasattr(config, _KEEPS):
-        logger.warning("this Megatron-FSDP has no %s: gradients are left to it", _KEEPS)
-        return lambda: None
-    return set_attribute(config, _KEEPS, False)
+    return set_attribute(fsdp.param_and_grad_buffer.ddp_config, _KEEPS, False)
 
 
 def drop_gradients(fsdp: Any) -> None:
@@ -63,42 +48,6 @@ def drop_gradients(fsdp: Any) -> None:
 
     Call it before a capture, on all ranks or on some: it issues no collective. See
     Note [Nothing of the last step is needed by a capture].
-
-    Args:
-        fsdp: the ``MegatronFSDP``.
     """
     with undone_after(let_gradients_go(fsdp)):
         fsdp.zero_grad_buffer()
-
-
-def gradient_copies(fsdp: Any) -> list[torch.Tensor]:
-    """Local gradient shards that the optimizer reads and that are not views of FSDP's buffers."""
-    store = fsdp.param_and_grad_buffer
-    buffers = (group.main_grad_buffer for group in store.parameter_groups)
-    own = {_key(buffer.data) for buffer in buffers if buffer is not None}
-    found: dict[int, torch.Tensor] = {}
-    for tensor in _optimizer_gradients(store):
-        if _key(tensor) not in own:
-            found.setdefault(_key(tensor), tensor)
-    return list(found.values())
-
-
-def _optimizer_gradients(store: Any) -> Iterable[torch.Tensor]:
-    # In both places: FSDP's own table still holds a gradient that its parameter has lost.
-    for _, parameter in store.optimizer_named_parameters:
-        for gradient in (parameter.grad, getattr(parameter, "decoupled_grad", None)):
-            if gradient is not None:
-                yield _local(gradient)
-    for gradient in store.dist_main_grad.values():
-        if gradient._local_tensor is not None:
-            yield gradient._local_tensor
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
-def _key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key

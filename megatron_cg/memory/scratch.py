@@ -2,8 +2,11 @@
 
 A graph's pool holds the activations that its forward pass saves for its backward pass. They stay
 reserved permanently, since every replay writes to the same addresses. But they are unused from the
-last backward pass of a step to the first forward pass of the next step (see ``pools.py``). The
-optimizer's copies of the gradients live exactly in that interval.
+last backward pass of a step to the first forward pass of the next step. The optimizer's copies of
+the gradients live exactly in that interval. A block that was freed while its graph was captured
+counts as reserved and not as allocated, although every replay writes to it.
+
+Relied on: torch 2.11, ``torch.cuda.memory_snapshot()``.
 
 Note [What is borrowed]
     Only blocks that were freed while the graphs were captured are borrowed. The allocator itself
@@ -40,8 +43,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_cg.memory.pools import pools
-from megatron_cg.memory.storage_reference import StorageReference
+from megatron_cg.memory.storage import StorageReference
 from megatron_cg.upstream.symbols import Symbol
 
 _BEGIN, _END, _RELEASE = (
@@ -140,9 +142,13 @@ class IdlePool:
     def __init__(self, pool: tuple[int, int]) -> None:
         self._pool, self._index = pool, torch.cuda.current_device()
         self._device = torch.device("cuda", self._index)
-        uses = [use for use in pools(torch.cuda.memory_snapshot()) if use.pool == pool]
-        free = max(uses, key=lambda use: use.reserved - use.allocated, default=None)
-        self._stream = torch.cuda.ExternalStream(free.stream) if free is not None else None
+        free: dict[int, int] = {}
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) == pool:
+                unused = segment["total_size"] - segment["allocated_size"]
+                free[segment["stream"]] = free.get(segment["stream"], 0) + unused
+        stream = max(free, key=free.__getitem__, default=None)
+        self._stream = torch.cuda.ExternalStream(stream) if stream is not None else None
         self._plans: dict[Hashable, _Plan] = {}
         self._given: dict[Hashable, list[StorageReference]] = {}
         self._grew = False

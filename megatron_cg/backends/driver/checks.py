@@ -12,7 +12,7 @@ from megatron_cg.backends.driver.recorder import Recorded
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
 from megatron_cg.hooks import HookKind
-from megatron_cg.memory.dense import is_dense
+from megatron_cg.memory.storage import is_dense
 
 Hooks = Mapping[str, Mapping[int, Callable[[nn.Module], None]]]
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron_cg.backends.tape.tape_host import Host
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.memory.storage_reference import StorageReference
+from megatron_cg.memory.storage import StorageReference
 
 #: Every byte of poisoned memory: NaN in each of torch's floating dtypes, -1 in the signed ones.
 POISON = 0xFF

@@ -16,7 +16,7 @@ from megatron_cg.backends.driver.recorder import Tensors
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
 from megatron_cg.errors import CaptureError
-from megatron_cg.memory.dense import is_dense
+from megatron_cg.memory.storage import is_dense
 
 #: ATen factories that do not initialise their result: a replay has nothing to do for them.
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})

@@ -39,7 +39,6 @@ from megatron_cg.integrations.megatron.steps import StepRoutine
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.integrations.megatron.without_te import capture_without_te
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
-from megatron_cg.memory.usage import log_report
 from megatron_cg.moe.install import peer_memory_of
 from megatron_cg.moe.shared_expert import gate_in_region, shared_experts_resume
 from megatron_cg.replay.counters import Counters
@@ -293,7 +292,6 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             if (peers := peer_memory_of(self.model[0])) is not None:
                 session.on_close(peers.hold())
             session.on_close(self._graphs_are_gone)
-            log_report(session, "after capture")
             failed.pop_all()
         return session
 

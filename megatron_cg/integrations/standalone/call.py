@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from megatron_cg.capture.static_inputs import positional_names
-from megatron_cg.memory.dense import is_dense
+from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 from megatron_cg.replay.plain import contents, same_value

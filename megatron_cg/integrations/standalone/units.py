@@ -18,7 +18,7 @@ from megatron_cg.arguments.schema import VARIABLES, Environment, GraphArguments,
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.observe import Seen, overlaps
-from megatron_cg.memory.dense import is_dense
+from megatron_cg.memory.storage import is_dense
 
 UnitName = str | nn.Module | type[nn.Module]
 

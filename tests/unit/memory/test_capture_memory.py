@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.memory.release import drop_gradients, gradient_copies, let_gradients_go
-from megatron_cg.memory.usage import INPUTS, report
+from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from tests.unit.counted import expect
-from tests.unit.memory.held import held
 
 LENGTH, BATCH, STEPS = 16, 2, 3
 
@@ -35,7 +33,9 @@ def as_megatron_sets_it() -> Any:
 
 
 def copied(trainer: Any) -> int:
-    return sum(tensor.nbytes for tensor in gradient_copies(trainer._fsdp))
+    """Bytes of the optimizer's copies of gradients, which FSDP's own table holds too."""
+    copies = trainer._fsdp.param_and_grad_buffer.dist_main_grad.values()
+    return sum(copy._local_tensor.nbytes for copy in copies if copy._local_tensor is not None)
 
 
 def cast_bytes(trainer: Any) -> int:
@@ -63,27 +63,6 @@ def test_gradients_outlive_their_step_in_megatrons_graph_mode_and_not_in_ours(
     assert copied(trainer) == cast_bytes(trainer)
 
 
-def test_an_fsdp_without_that_mode_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    class Older:
-        ddp_config = object()
-
-    class Wrapper:
-        param_and_grad_buffer = Older()
-
-    let_gradients_go(Wrapper())()
-    assert "gradients are left to it" in caplog.text
-
-
-def test_gradients_are_dropped_before_a_capture_and_the_mode_stays(one_rank: None) -> None:
-    trainer = as_megatron_sets_it()
-    trainer.step()
-    assert copied(trainer) == cast_bytes(trainer)
-    drop_gradients(trainer._fsdp)
-    assert copied(trainer) == 0
-    config = trainer._fsdp.param_and_grad_buffer.ddp_config
-    assert config.megatron_fsdp_cuda_graph_mode is True
-
-
 def test_a_gradient_taken_off_its_parameter_is_still_held_by_fsdp(one_rank: None) -> None:
     trainer = as_megatron_sets_it()
     trainer.step()
@@ -92,12 +71,8 @@ def test_a_gradient_taken_off_its_parameter_is_still_held_by_fsdp(one_rank: None
     assert copied(trainer) == cast_bytes(trainer)
     drop_gradients(trainer._fsdp)
     assert copied(trainer) == 0
-
-
-def test_gradients_that_are_views_of_fsdps_buffer_are_no_copies(one_rank: None) -> None:
-    trainer = make_trainer(megatron_fsdp_main_grads_dtype=torch.float32)
-    trainer.step()
-    assert copied(trainer) == 0
+    config = trainer._fsdp.param_and_grad_buffer.ddp_config
+    assert config.megatron_fsdp_cuda_graph_mode is True
 
 
 def trained(trainer: Any, before_capture: Callable[[Any], object]) -> tuple[Run, Any]:
@@ -106,13 +81,7 @@ def trained(trainer: Any, before_capture: Callable[[Any], object]) -> tuple[Run,
     session = trainer.capture(TapeBackend())
     run += [trainer.step() for _ in range(STEPS)]
     expect(session.counters, replayed=2 * STEPS, eager=0)
-    assert held(report(session), INPUTS) > 0
     session.close()
-    trainer._fsdp.zero_grad_buffer()
-    left = report(session)
-    # All that is left is what FSDP had in the first place.
-    assert {row.holder for row in left.rows} == {"FSDP"}
-    assert held(left, "gradients left on parameters") == 0
     return run, weights(trainer)
 
 
@@ -193,11 +162,8 @@ def test_a_layer_without_a_mask_trains_as_eagerly_whether_its_graph_has_one_or_n
     expected = [eager.step() for _ in range(1 + STEPS)]
     trainer = unmasked()
     helper, undo = captured(trainer, leave_out)
-    # The second layer shares the rotary table with the first.
-    inputs = [row.held for row in report(helper.session).rows if row.kind == INPUTS]
-    hidden = LENGTH * BATCH * trainer.plan.model.hidden_size * 2
-    mask = 0 if leave_out else BATCH * LENGTH * LENGTH
-    assert inputs[1] == hidden + mask
+    names = layers_of(trainer)[1].cuda_graphs[0].graph._recorded.kwarg_names
+    assert ("attention_mask" in names) is not leave_out
     found = [trainer.first] + [trainer.step() for _ in range(STEPS)]
     # Megatron's zeros say "mask nothing" to an attention that reads its mask, as this one does.
     replayed, eagerly = (2 * STEPS, 0) if leave_out else (0, 2 * STEPS)
@@ -220,30 +186,4 @@ def test_a_mask_that_comes_later_is_not_left_aside(unmasked: Callable[[], Any]) 
     assert trainer.step() == expected
     expect(helper.session.counters, replayed=0, eager=2)
     helper.delete_cuda_graphs()
-    undo()
-
-
-def test_masks_are_left_out_where_none_was_ever_given_and_until_that_is_undone(
-    unmasked: Callable[[], Any],
-) -> None:
-    from megatron_cg.integrations.megatron.masks import MASK, without_unused_masks
-
-    trainer = unmasked()
-    inputs = observed(trainer)
-    layer = layers_of(trainer)[0]
-    undo = without_unused_masks([layer], inputs)
-    assert MASK not in layer.get_layer_static_inputs(LENGTH, BATCH)
-    undo()
-    assert MASK in layer.get_layer_static_inputs(LENGTH, BATCH)
-    left = {"get_layer_static_inputs", "_get_te_cuda_graph_replay_args"} & set(vars(layer))
-    assert not left
-    assert inputs.is_never_given(layer, MASK) and not inputs.is_never_given(layer, "rotary_pos_emb")
-    assert not inputs.is_never_given(torch.nn.Identity(), MASK)
-    trainer.masks[0] = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)
-    stop = inputs.observe_step()
-    trainer.step()
-    stop()
-    assert not inputs.is_never_given(layer, MASK)
-    undo = without_unused_masks(layers_of(trainer), inputs)
-    assert all("get_layer_static_inputs" not in vars(layer) for layer in layers_of(trainer))
     undo()

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_cg.memory import scratch as idle_pool
-from megatron_cg.memory.scratch import SMALL, IdlePool, _bare, _Chunk, side_by_side, take
+from megatron_cg.memory.scratch import SMALL, IdlePool, _Chunk, take
 
 POOL, CAPTURE_STREAM = (0, 7), 0x51
 MIB = (1 << 20) // 4
@@ -214,14 +214,6 @@ def test_a_piece_has_the_block_that_the_allocator_would_give_it(
     assert blocks == left
 
 
-def test_pieces_are_asked_for_at_once_as_long_as_they_share_a_block() -> None:
-    blocks = [3 * SMALL, 7 * SMALL]
-    sizes = [2 * SMALL, 2 * SMALL, 6 * SMALL, 100, 2 * SMALL - 700, 3 * SMALL]
-    # The third and the fourth have no block, the fifth has the rest of the second's.
-    assert side_by_side(blocks, sizes) == [[0], [1, 4, 5]]
-    assert blocks == []
-
-
 def test_chunks_lie_where_single_pieces_would(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(7)
     saved = 0
@@ -283,13 +275,6 @@ def test_a_chunk_is_cut_into_the_shapes_asked_for(
     assert memory.untyped_storage().nbytes() == -(-end // 512) * 512
 
 
-def test_one_piece_is_an_allocation_of_its_own_shape() -> None:
-    chunk = _Chunk([1], like(3, (1, 4)), torch.empty(()))
-    (memory,) = chunk.cut(_bare(chunk.template))
-    assert memory.shape == (1, 4) and memory.stride() == (4, 1)
-    assert chunk.template.untyped_storage().nbytes() == 4
-
-
 def test_what_is_still_held_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(20 * SMALL, 4 * SMALL)
     with allocator.installed(monkeypatch) as pool:
@@ -326,22 +311,6 @@ def test_a_caller_of_whom_a_piece_is_held_gets_ordinary_memory(
         assert borrowed(allocator, found) == [True, True, False]
 
 
-def test_later_steps_ask_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = Allocator(8 * SMALL)
-    with allocator.installed(monkeypatch) as pool:
-        sizes = [4 * MIB, 8 * MIB, 3 * MIB]
-        found = pool.empty("one", like(*sizes), torch.float32)
-        first = [allocator.address(tensor) for tensor in found]
-        assert first == [(0, 0), None, (0, 4 * SMALL)]
-        found.clear()
-        calls, asked = len(allocator.calls), allocator.asked
-        found = pool.empty("one", like(*sizes), torch.float32)
-        assert [allocator.address(tensor) for tensor in found] == first
-        assert [t.numel() for t in found] == sizes
-        assert allocator.reserved == 1 << 30
-        assert len(allocator.calls) == calls + 3 and allocator.asked == asked + 2
-
-
 def test_with_a_full_memory_only_free_blocks_are_borrowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -351,12 +320,3 @@ def test_with_a_full_memory_only_free_blocks_are_borrowed(
     with allocator.installed(monkeypatch) as pool:
         found = pool.empty("one", like(2 * MIB, 4 * MIB), torch.float32)
         assert borrowed(allocator, found) == [True, False]
-
-
-def test_without_a_pool_nothing_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = Allocator()
-    monkeypatch.setattr(allocator, "snapshot", list)
-    with allocator.installed(monkeypatch) as pool:
-        found = pool.empty("one", like(2 * MIB, 2 * MIB), torch.float32)
-        assert borrowed(allocator, found) == [False, False]
-        assert not pool.borrows() and not allocator.calls

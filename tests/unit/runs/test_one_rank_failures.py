@@ -242,8 +242,7 @@ def fail_after_the_last_vote() -> dict[str, Any]:
     """Rank 1 fails when all ranks have agreed on their graphs."""
     from megatron.core import parallel_state
 
-    from megatron_cg.capture.session import open_sessions
-    from megatron_cg.integrations.megatron import helper as module
+    from megatron_cg.capture.session import Session, open_sessions
 
     eager_trainer = new_trainer()
     eager = [step(eager_trainer) for _ in range(1 + AFTER)]
@@ -253,7 +252,7 @@ def fail_after_the_last_vote() -> dict[str, Any]:
     with megatron_with_tapes(), ExitStack() as stack, no_hang():
         helper = new_helper(trainer)
         if dist.get_rank() == 1:
-            stack.enter_context(failing(module, "log_report", 1, RuntimeError("forced")))
+            stack.enter_context(failing(Session, "on_close", 2, RuntimeError("forced")))
         helper.create_cudagraphs()
         sessions = [open_sessions()]
         for done in range(AFTER):

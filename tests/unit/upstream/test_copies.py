@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES, HookKind
-from megatron_cg.memory.storage_reference import StorageReference
+from megatron_cg.memory.storage import StorageReference
 from megatron_cg.upstream.copies import look_after, look_before
 from megatron_cg.upstream.patch import set_attribute
 from tests.unit.counted import expect

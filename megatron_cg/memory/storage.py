@@ -1,4 +1,4 @@
-"""A weak reference to a storage that cannot be copied.
+"""Storages: a weak reference that cannot be copied, and whether a tensor is all in one.
 
 torch's own weak reference holds one reference count of the storage, as a plain number.
 ``copy.deepcopy`` copies that number, and the copy releases the same count a second time. The heap
@@ -40,3 +40,8 @@ class StorageReference:
             "a reference to the memory of a CUDA graph, or of a tape, cannot be copied or pickled. "
             "Copy the module: its copy has no graphs. Or close the graphs first."
         )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the values of ``tensor`` lie in one block of memory, by its strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
