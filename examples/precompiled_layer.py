@@ -30,8 +30,7 @@ def build(device: str = "meta") -> Any:
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_cg.compiled.megatron_groups import megatron_groups
-    from megatron_cg.compiled.region import Region
+    from megatron_cg.compiled.region import Region, megatron_groups
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)

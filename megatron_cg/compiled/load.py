@@ -1,47 +1,42 @@
 """Load compiled code on every rank, or on none.
 
-All ranks go through the same stages, and vote after each: the artifact is checked, then decoded,
-then compared with eager for one step. A rank that fails at a stage still votes, so no rank waits in
-a collective of the comparison for one that has refused. A rank that fails inside the comparison may
-leave others in a collective. They still vote, and all ranks raise (``beside.py``).
+All ranks vote twice: when each has checked and decoded the artifact, and when each has compared one
+step of it with eager. A rank that refuses still votes, so no rank waits in a collective of the
+comparison for one that has refused. If the comparison itself fails on a rank, others may wait for
+it in a collective of the region. So that rank waits for their votes for a minute only, and then
+its process ends, and with it the run.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from enum import IntEnum
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_cg.compiled import one_step, store
-from megatron_cg.compiled.beside import Outcome, beside_other_ranks
-from megatron_cg.compiled.fingerprint import (
-    autocast_of,
-    capability_of,
+from megatron_cg.compiled import artifact
+from megatron_cg.compiled.region import (
+    PREFIX,
+    Region,
+    call_kinds,
     differences,
     fingerprint,
+    module_kinds,
     short,
-    tensor_kind,
 )
-from megatron_cg.compiled.graph_checks import PREFIX
-from megatron_cg.compiled.output_code import Rank, loading_for
-from megatron_cg.compiled.region import Region
-from megatron_cg.compiled.sources import changed_sources
+from megatron_cg.compiled.trace import Rank, loading_for
 from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.consensus.process_exit import (
-    exit_without_waiting,
-    exit_without_waiting_unless_it_goes_on,
-)
+from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
 from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
 from megatron_cg.hooks.hook_records import HookKind, describe, module_hooks
+from megatron_cg.replay.verify import difference, synthetic_gradient
 from megatron_cg.upstream.patch import Undo, all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
@@ -55,15 +50,15 @@ _LOAD = Symbol(
 )
 RELIES_ON = (_LOAD,)
 
-OnRefusal = Literal["error", "eager"]
+FAILED_ALONE = timedelta(seconds=60)
+"""How long a rank that failed in the comparison waits for the votes of the others."""
 
 
 class _Stage(IntEnum):
     """What a vote follows; its serial number."""
 
-    CHECKED = 1
-    DECODED = 2
-    COMPARED = 3
+    DECODED = 1
+    COMPARED = 2
 
 
 class Precompiled:
@@ -72,18 +67,14 @@ class Precompiled:
     One artifact serves all modules of the same kind and shapes, such as all layers of a model.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], region: Region, manifest: store.Manifest
-    ) -> None:
-        self._function, self._name = function, manifest.name
-        self.manifest = manifest
+    def __init__(self, function: Callable[..., Any], region: Region, name: str) -> None:
+        self._function, self._name = function, name
         self._training = region.module.training
-        self._arguments = _kinds(region)
-        self._module = _module_kinds(region.module)
         self._device_type = region.device().type
-        self._autocast = autocast_of(self._device_type)
+        self._call = call_kinds(region, self._device_type)
+        self._module = module_kinds(region.module)
         named = region.module.named_parameters()
-        self._frozen = tuple(name for name, one in named if not one.requires_grad)
+        self._frozen = tuple(name for name, weight in named if not weight.requires_grad)
 
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward pass; its outputs have the compiled backward pass.
@@ -91,18 +82,12 @@ class Precompiled:
         Raises ReplayMismatchError if an argument, autocast or a frozen parameter is not as it was
         traced: code without guards would compute something wrong.
         """
-        found = _kinds(Region(module, args, kwargs))
-        if found != self._arguments:
+        call = call_kinds(Region(module, args, kwargs), self._device_type)
+        if call != self._call:
             raise ReplayMismatchError(
-                f"{self._name} was compiled for other arguments: "
-                f"{short(differences(self._arguments, found))}. Call it with these shapes, or save "
-                "an artifact for them"
-            )
-        autocast = autocast_of(self._device_type)
-        if autocast != self._autocast:
-            raise ReplayMismatchError(
-                f"{self._name} was compiled with autocast {self._autocast} and is called with "
-                f"{autocast}. Save an artifact under the autocast of the run"
+                f"{self._name} was compiled for other calls: "
+                f"{short(differences(self._call, call))}. Call it as it was traced, or save an "
+                "artifact for this call"
             )
         for name in self._frozen:
             if module.get_parameter(name).requires_grad:
@@ -117,22 +102,20 @@ class Precompiled:
 
         In the other mode than the traced one (``eval()`` for code of ``train()``), a module's own
         forward runs. Hooks of the modules themselves run as before. A call raises
-        ReplayMismatchError if a module inside has got a hook since, which would never run, or was
-        replaced, as a wrapper of the model may do.
+        ReplayMismatchError if a module inside has a hook, which would never run, or was replaced,
+        as a wrapper of the model may do.
 
         Raises:
-            ReplayMismatchError: a module has other parameters or buffers, or a module inside it has
-                a hook, which would never run; none is changed then.
+            ReplayMismatchError: a module has other parameters or buffers; none is changed then.
         """
         modules = list(modules)
         for module in modules:
-            found = _module_kinds(module)
-            if found != self._module:
+            kinds = module_kinds(module)
+            if kinds != self._module:
                 raise ReplayMismatchError(
                     f"{self._name} was compiled for another {type(module).__name__}: "
-                    f"{short(differences(self._module, found))}. Leave this module out"
+                    f"{short(differences(self._module, kinds))}. Leave this module out"
                 )
-            _refuse_inner_hooks(self._name, module)
         return all_of(
             set_attribute(module, "forward", self._forward_of(module)) for module in modules
         )
@@ -144,19 +127,35 @@ class Precompiled:
             if module.training is not self._training:
                 return own(*args, **kwargs)
             try:
-                _refuse_inner_hooks(self._name, module)
-                if tuple(module.modules()) != attached:
-                    raise ReplayMismatchError(
-                        f"a module inside this {type(module).__name__} was replaced after attach, "
-                        f"and {self._name} would never run the new one: replace it before attach, "
-                        "or leave this module out"
-                    )
+                self._require_same_inside(module, attached)
                 return self(module, *args, **kwargs)
             except ReplayMismatchError:
                 exit_without_waiting_unless_it_goes_on()
                 raise
 
         return forward
+
+    def _require_same_inside(
+        self, module: torch.nn.Module, attached: tuple[torch.nn.Module, ...]
+    ) -> None:
+        if tuple(module.modules()) != attached:
+            raise ReplayMismatchError(
+                f"a module inside this {type(module).__name__} was replaced after attach, and "
+                f"{self._name} would never run the new one: replace it before attach, or leave "
+                "this module out"
+            )
+        for inner in attached[1:]:
+            for hook in module_hooks(inner) if _has_hooks(inner) else ():
+                raise ReplayMismatchError(
+                    f"a {type(inner).__name__} inside has the hook {describe(hook.fn)}, which "
+                    f"{self._name} would never run: register it on the module that is attached, or "
+                    "leave this module out. If Megatron-FSDP put it there, name the class of the "
+                    "attached module in fsdp_unit_modules"
+                )
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return any(getattr(module, kind.value) for kind in HookKind)
 
 
 def load(
@@ -165,14 +164,12 @@ def load(
     region: Region,
     votes: Agreement,
     *,
-    on_refusal: OnRefusal = "error",
-    manifest_sha256: str | None = None,
-    also: Sequence[torch.nn.Module] = (),
+    on_refusal: Literal["error", "eager"] = "error",
 ) -> Precompiled | None:
     """Load an artifact on all ranks, or on none. All ranks call this together.
 
-    Nothing is decoded before the owner of the files (or ``manifest_sha256``), the checksum, the
-    fingerprint and the sources were checked on all ranks; see Note [What is trusted].
+    Nothing is decoded before the owner of the file, the checksum and the fingerprint were checked;
+    see Note [What is trusted].
 
     Args:
         directory: where ``save`` wrote to.
@@ -181,120 +178,79 @@ def load(
             to come, and the process groups of the rank by role.
         votes: of all ranks of the default process group.
         on_refusal: ``error`` raises on all ranks; ``eager`` returns None on all ranks.
-        manifest_sha256: what ``save`` returned; the folder's owner does not matter then.
-        also: other modules that are to run the code. Each is compared with eager too.
 
     Raises:
         ArtifactRefusedError: a rank refused, and ``on_refusal`` is ``error``.
-        AgreementError: a rank is gone or does something else, or failed in the comparison while
-            others wait for it in a collective. This process must end.
+        AgreementError: a rank is gone or does something else, or this rank failed in the comparison
+            while others wait for it in a collective. This process must end.
     """
-    regions = (region, *(replace(region, module=module) for module in also))
-    loader = _Loader(Path(directory), name, regions, manifest_sha256)
-    stages: tuple[tuple[_Stage, Callable[[], None]], ...] = (
-        (_Stage.CHECKED, loader.check),
-        (_Stage.DECODED, loader.decode),
-        (_Stage.COMPARED, loader.compare),
-    )
-    for stage, run in stages:
-        meets_others = stage is _Stage.COMPARED and region.groups and dist.is_initialized()
-        own = beside_other_ranks(run) if meets_others else Outcome(_refusal(run))
-        refusal = _decided(stage, own, votes, f"{on_refusal} {loader.held}")
-        if refusal is None:
-            continue
-        if on_refusal == "error":
-            raise refusal from own.error
-        logger.warning("megatron_cg: %s runs eagerly on all ranks: %s", name, refusal)
-        return None
-    return loader.done()
-
-
-class _Loader:
-    """What one rank does at each stage."""
-
-    def __init__(
-        self, directory: Path, name: str, regions: Sequence[Region], manifest_sha256: str | None
-    ) -> None:
-        self._directory, self._name, self._manifest_sha256 = directory, name, manifest_sha256
-        self._region, self._regions = regions[0], regions
-        self._stored: store.Stored | None = None
-        self._compiled: Any = None
-
-    @property
-    def held(self) -> str:
-        """Which artifact this rank has read; all ranks must hold the same."""
-        return "" if self._stored is None else self._stored.manifest_sha256
-
-    def check(self) -> None:
-        stored = store.read(self._directory, self._name, self._manifest_sha256)
-        device = self._region.device()
-        found = fingerprint(self._region, capability_of(device))
-        different = differences(stored.manifest.fingerprint, found)
-        different += changed_sources(stored.manifest.sources)
-        for region in self._regions[1:]:
-            kinds = _module_kinds(region.module)
-            different += differences(_module_kinds(self._region.module), kinds)
-        if different:
-            raise ArtifactRefusedError(
-                f"{self._name} was made for something else: {short(different)}. Save again for "
-                "this configuration"
-            )
-        missing = set(stored.manifest.roles) - set(self._region.groups)
-        if missing:
-            raise ArtifactRefusedError(
-                f"{self._name} has collectives on {', '.join(sorted(missing))}, and the region "
-                "names no such group: add it to Region.groups"
-            )
-        self._stored = stored
-
-    def decode(self) -> None:
-        assert self._stored is not None
-        rank = Rank(self._region.device(), _group_names(self._region))
-        with loading_for(rank):
-            self._compiled = _LOAD.find()(io.BytesIO(self._stored.data))
-        # All guards were left out; the fingerprint and the check of each call replace them.
-        self._compiled.disable_guard_check()
-
-    def compare(self) -> None:
-        # All of them, whatever is found: other ranks are in the same collectives.
-        found = [one_step.first_difference(one, self._compiled) for one in self._regions]
-        for place, different in enumerate(found):
-            if different is None:
-                continue
-            of_which = f" (module {place} of {len(found)})" if len(found) > 1 else ""
-            raise ArtifactRefusedError(
-                f"{self._name} does not compute what eager computes{of_which}: {different}. Save "
-                "again; if that does not help, please report it with this line"
-            )
-
-    def done(self) -> Precompiled:
-        assert self._stored is not None
-        return Precompiled(self._compiled, self._region, self._stored.manifest)
-
-
-def _refusal(run: Callable[[], None]) -> Exception | None:
-    """What kept this rank from a stage. It must vote, so nothing may escape."""
+    held = ""
+    compiled: Any = None
+    own: Exception | None = None
     try:
-        run()
-    except Exception as error:
-        return error
+        stored = artifact.read(artifact.path_of(Path(directory), name))
+        held = stored.sha256
+        compiled = _decoded(name, stored, region)
+    except Exception as error:  # This rank must vote, so nothing may escape.
+        own = error
+    refusal = _decided(_Stage.DECODED, own, votes, f"{on_refusal} {held}")
+    if refusal is None:
+        own = _compared(name, region, compiled)
+        refusal = _decided(_Stage.COMPARED, own, votes, f"{on_refusal} {held}")
+    if refusal is None:
+        return Precompiled(compiled, region, name)
+    if on_refusal == "error":
+        raise refusal from own
+    logger.warning("megatron_cg: %s runs eagerly on all ranks: %s", name, refusal)
     return None
 
 
+def _decoded(name: str, stored: artifact.Stored, region: Region) -> Any:
+    """The code for this rank. Raises ArtifactRefusedError if it is for something else."""
+    device = region.device()
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    different = differences(stored.manifest.fingerprint, fingerprint(region, capability))
+    if different:
+        raise ArtifactRefusedError(
+            f"{name} was made for something else: {short(different)}. Save again for this "
+            "configuration"
+        )
+    groups = {f"{PREFIX}{role}": group.group_name for role, group in region.groups.items()}
+    with loading_for(Rank(device, groups)):
+        compiled = _LOAD.find()(io.BytesIO(stored.code))
+    # All guards were left out; the fingerprint and the check of each call replace them.
+    compiled.disable_guard_check()
+    return compiled
+
+
+def _compared(name: str, region: Region, compiled: Callable[..., Any]) -> Exception | None:
+    """Why this rank refuses the code after one step of it, if it does."""
+    try:
+        different = first_difference(region, compiled)
+    except Exception as error:
+        return error
+    if different is None:
+        return None
+    return ArtifactRefusedError(
+        f"{name} does not compute what eager computes: {different}. Save again; if that does not "
+        "help, please report it with this line"
+    )
+
+
 def _decided(
-    stage: _Stage, outcome: Outcome, votes: Agreement, held: str
+    stage: _Stage, own: Exception | None, votes: Agreement, held: str
 ) -> ArtifactRefusedError | None:
     """The refusal of all ranks, or None if all go on."""
-    own = outcome.error
-    level = Level.KEEP if own is None else Level.GIVE_UP
-    vote = Vote(level, size=int(outcome.waits), graphs=digest([held]))
-    decision = votes.agree(Kind.PRECOMPILED, vote, serial=stage)
-    if decision.largest:
-        exit_without_waiting()
+    vote = Vote(Level.KEEP if own is None else Level.GIVE_UP, graphs=digest([held]))
+    failed = stage is _Stage.COMPARED and not isinstance(own, ArtifactRefusedError | None)
+    limit = FAILED_ALONE if failed else None
+    try:
+        decision = votes.agree(Kind.PRECOMPILED, vote, serial=stage, timeout=limit)
+    except AgreementError as error:
+        if own is None:
+            raise
         raise AgreementError(
-            f"{ranks_text(decision.asked)} failed while compiled code was compared with eager, for "
-            "the reason in the log there, and other ranks wait for it in a collective of the "
-            "region. So this run ends on all ranks. To train without compiled code, do not load it"
+            f"{type(own).__name__} while the artifact was {stage.name.lower()}: {own}. Then {error}"
         ) from own
     if own is not None:
         if isinstance(own, MegatronCGError):
@@ -315,30 +271,60 @@ def _decided(
     return None
 
 
-def _refuse_inner_hooks(name: str, module: torch.nn.Module) -> None:
-    inside = islice(module.modules(), 1, None)
-    if not any(getattr(inner, kind.value) for inner in inside for kind in HookKind):
-        return
-    for path, inner in islice(module.named_modules(), 1, None):
-        for hook in module_hooks(inner):
-            raise ReplayMismatchError(
-                f"{path} has the hook {describe(hook.fn)}, which {name} would never run: register "
-                "it on the module that is attached, or leave this module out. If Megatron-FSDP put "
-                "it there, name the class of the attached module in fsdp_unit_modules"
-            )
+def first_difference(region: Region, compiled: Callable[..., Any]) -> str | None:
+    """The first output, buffer or gradient that differs between eager and compiled, in words.
+
+    Outputs that are all zero are named as well, since equal zeros say nothing about the code.
+
+    Both passes run on the region's own arguments. Buffers are put back; gradients of parameters
+    are not accumulated, and hooks of parameters do not run. All ranks of the region's groups call
+    this together, since both passes contain its collectives.
+    """
+    eager = _pass(region, region.module)
+    found = _pass(region, lambda *args, **kwargs: compiled(region.module, *args, **kwargs))
+    outputs = [value for name, value in eager if name.startswith("output ")]
+    if outputs and not any(one is not None and one.any() for one in outputs):
+        return (
+            "every output is zero, so the comparison shows nothing: give the region arguments and "
+            "weights with realistic values"
+        )
+    if [name for name, _value in eager] != [name for name, _value in found]:
+        return f"{len(eager)} results in eager and {len(found)} in compiled code"
+    for (name, one), (_, other) in zip(eager, found, strict=True):
+        different = difference(one, other)
+        if different is not None:
+            return f"{name} is {different[0]} in eager and {different[1]} in compiled code"
+    return None
 
 
-def _group_names(region: Region) -> dict[str, str]:
-    return {f"{PREFIX}{role}": group.group_name for role, group in region.groups.items()}
+def _pass(region: Region, run: Callable[..., Any]) -> list[tuple[str, torch.Tensor | None]]:
+    buffers = dict(region.module.named_buffers())
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    args, kwargs = tree_map(_detached, (region.args, dict(region.kwargs)))
+    inputs = [
+        (f"the gradient of {name}", value)
+        for name, value in Region(region.module, args, kwargs).tensors()
+        if value.requires_grad
+    ]
+    try:
+        made = [one for one in tree_leaves(run(*args, **kwargs)) if isinstance(one, torch.Tensor)]
+        results: list[tuple[str, torch.Tensor | None]]
+        results = [(f"output {place}", one.detach()) for place, one in enumerate(made)]
+        results += [(f"buffer {name}", buffer.clone()) for name, buffer in buffers.items()]
+        ends = [one for one in made if one.requires_grad]
+        if ends and inputs:
+            names, leaves = zip(*inputs, strict=True)
+            starts = [synthetic_gradient(one) for one in ends]
+            gradients = torch.autograd.grad(ends, leaves, starts, allow_unused=True)
+            results += list(zip(names, gradients, strict=True))
+        return results
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(before[name])
 
 
-def _kinds(region: Region) -> Mapping[str, str]:
-    """What a call must have in common with the traced one."""
-    return {
-        name: tensor_kind(value) if isinstance(value, torch.Tensor) else repr(value)
-        for name, value in region.arguments()
-    }
-
-
-def _module_kinds(module: torch.nn.Module) -> dict[str, str]:
-    return {name: tensor_kind(value) for name, value in Region(module, ()).tensors()}
+def _detached(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)

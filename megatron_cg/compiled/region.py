@@ -1,8 +1,17 @@
-"""What is compiled: a module with its arguments, its process groups and its configuration."""
+"""What is compiled, and the fingerprint of what it was compiled for.
+
+A fingerprint is a flat mapping of names to texts: versions, the device, the mode, each field of the
+region's configuration, shapes and dtypes of all tensors, sizes of all groups. Rank numbers,
+addresses and names of groups are not in it, so it is the same on all ranks. What it does not name,
+such as an edited function, the comparison with eager finds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import enum
+import platform
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +20,32 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from megatron_cg.errors import PrecompileError
+from megatron_cg.upstream.symbols import Symbol, installed_version
+from megatron_cg.version import __version__
+
+PREFIX = "mcg::"
+"""Begins the name of a role in saved code: ``mcg::tp``."""
+
+Capability = tuple[int, int] | None
+"""The compute capability of the GPUs; None for the CPU."""
+
+_GROUPS = {
+    role: Symbol(
+        "megatron-core", f"megatron.core.parallel_state:get_{name}_group", f"the group {role}"
+    )
+    for role, name in (
+        ("tp", "tensor_model_parallel"),
+        ("cp", "context_parallel"),
+        ("ep", "expert_model_parallel"),
+        ("etp", "expert_tensor_parallel"),
+        ("tp-ep", "expert_tensor_and_model_parallel"),
+    )
+}
+RELIES_ON = tuple(_GROUPS.values())
+
+_PACKAGES = ("megatron-core", "megatron-fsdp")
+"""Not transformer-engine: its modules cannot be traced, and the machine that compiles may lack
+it."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +73,9 @@ class Region:
         """
         devices = {tensor.device for _name, tensor in self.tensors()}
         if len(devices) != 1:
-            found = ", ".join(sorted(map(str, devices))) or "no tensors"
+            names = ", ".join(sorted(map(str, devices))) or "no tensors"
             raise PrecompileError(
-                f"{type(self.module).__name__} has its tensors on {found}: move the module and its "
+                f"{type(self.module).__name__} has its tensors on {names}: move the module and its "
                 "arguments to one device"
             )
         return devices.pop()
@@ -57,14 +92,91 @@ class Region:
 
     def arguments(self) -> list[tuple[str, Any]]:
         """All leaves of the arguments, with names that say where they stand."""
-        by_place = [(f"argument.{place}", value) for place, value in enumerate(self.args)]
-        by_name = [(f"argument.{name}", value) for name, value in sorted(self.kwargs.items())]
         return [
-            (f"{name}.{index}" if index else name, leaf)
-            for name, value in (*by_place, *by_name)
-            for index, leaf in enumerate(tree_leaves(value, is_leaf=lambda one: one is None))
+            (f"argument.{name}.{index}" if index else f"argument.{name}", leaf)
+            for name, value in (*enumerate(self.args), *sorted(self.kwargs.items()))
+            for index, leaf in enumerate(tree_leaves(value, is_leaf=lambda leaf: leaf is None))
         ]
 
 
-Build = Callable[[], Region]
-"""Builds the region of the rank that the default process group says, on the meta device."""
+def megatron_groups() -> dict[str, dist.ProcessGroup]:
+    """Megatron's groups that a layer's collectives use on this rank, for ``Region.groups``.
+
+    Data-parallel groups are not among them, so an artifact serves runs of any data-parallel size.
+    Megatron's ``initialize_model_parallel`` must have been called.
+    """
+    return {role: symbol.find()() for role, symbol in _GROUPS.items()}
+
+
+def fingerprint(region: Region, capability: Capability) -> dict[str, str]:
+    """The fingerprint of a region, as it is in this process.
+
+    Args:
+        region: the region, on the meta device or on a rank.
+        capability: of the GPUs that the code is for, or None for the CPU.
+    """
+    device = "cpu" if capability is None else "cuda"
+    entries = {
+        "version.python": ".".join(platform.python_version_tuple()[:2]),
+        "version.megatron_cg": __version__,
+        "version.torch": torch.__version__,  # With the suffix of its build, as torch compares it.
+        "device": device if capability is None else "cuda {}.{}".format(*capability),
+        "module": _text(type(region.module)),
+        "module.training": str(region.module.training),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "default dtype": str(torch.get_default_dtype()),
+    }
+    entries |= {f"version.{name}": installed_version(name) or "none" for name in _PACKAGES}
+    entries |= {f"group.{role}": str(group.size()) for role, group in region.groups.items()}
+    fields = vars(region.config) if dataclasses.is_dataclass(region.config) else region.config
+    entries |= {f"config.{name}": _text(value) for name, value in dict(fields or {}).items()}
+    entries |= module_kinds(region.module) | call_kinds(region, device)
+    return dict(sorted(entries.items()))
+
+
+def module_kinds(module: torch.nn.Module) -> dict[str, str]:
+    """What modules must have in common to run the same code."""
+    return {name: _tensor_kind(value) for name, value in Region(module, ()).tensors()}
+
+
+def call_kinds(region: Region, device_type: str) -> dict[str, str]:
+    """What a call must have in common with the traced one."""
+    enabled = torch.is_autocast_enabled(device_type)
+    kinds = {"autocast": str(torch.get_autocast_dtype(device_type)) if enabled else "off"}
+    for name, value in region.arguments():
+        kinds[name] = _tensor_kind(value) if isinstance(value, torch.Tensor) else _text(value)
+    return kinds
+
+
+def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Each entry that differs, in words; empty if the mappings are equal."""
+    return [
+        f"{name} was {saved.get(name, 'absent')} and is {now.get(name, 'absent')}"
+        for name in sorted({*saved, *now})
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def short(lines: Sequence[str], limit: int = 5) -> str:
+    """The first lines, and how many more there are."""
+    more = f"; and {len(lines) - limit} more" if len(lines) > limit else ""
+    return "; ".join(lines[:limit]) + more
+
+
+def _tensor_kind(tensor: torch.Tensor) -> str:
+    grad = ", requires_grad" if tensor.requires_grad else ""
+    return f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}{grad}"
+
+
+def _text(value: Any) -> str:
+    """Never an address: a function or class by its name, any other object by its class."""
+    if isinstance(value, enum.Enum | bool | int | float | str | None | torch.dtype):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"[{', '.join(sorted(map(_text, value)))}]"
+    if isinstance(value, Mapping):
+        return str({str(key): _text(item) for key, item in value.items()})
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

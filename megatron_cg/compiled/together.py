@@ -7,28 +7,24 @@ Note [Who decides the shape]
     No rank alone. When a guard fails on one rank, all compile that region again. Dynamo first
     traces it with every size as a constant. Then ranks exchange the sizes that they met. Each
     enters those of all ranks, in rank order, into its history of sizes, and Dynamo traces again. So
-    all have the same history and apply the same rule to it: a size that has been the same on all
-    ranks is a constant, any other is dynamic. This scheme is torch's own
-    (``enable_compiler_collectives``), but torch 2.11 to 2.15 run it on the group of one accelerator
-    only. Here the exchange runs on the votes' gloo group.
-    Where sizes must be constants (``dynamic=False``, CUDA graphs), inputs must have one size before
-    the call, and :meth:`CompiledRegions.static_size` says which. Without it the ranks' static
-    shapes would differ, which is an error on all of them.
+    all apply the same rule to the same history: a size that has been the same on all ranks is a
+    constant, any other is dynamic. This scheme is torch's own (``enable_compiler_collectives``),
+    but torch 2.11 to 2.15 run it on the group of one accelerator only. Here it runs on the votes'
+    gloo group. Where sizes must be constants (``dynamic=False``, CUDA graphs), inputs must have the
+    size that :meth:`CompiledRegions.static_size` says; otherwise all ranks raise an error.
 
 Note [A hook must not raise]
     An exception in the guard-complete hook ends the process by ``std::terminate`` (torch 2.11). So
-    the hook keeps it and answers that a guard failed. Dynamo then begins to compile, and that is
-    where it is raised. If Dynamo does not compile there, since a limit of recompilations is reached
-    or a stance forbids it, the exception is raised at the end of the block.
+    the hook keeps it and answers that a guard failed. It is raised where Dynamo then begins to
+    compile, or at the end of the block if Dynamo may not compile there.
 
 Note [One vote before each compilation]
     Dynamo asks the hook only if a region has compiled code, which may be gone on one rank only: its
     guards drop an object when garbage is collected. So a rank that begins to compile without
-    having been asked votes there. All ranks hold one vote at each call that any of them compiles.
-    A vote at which all guards passed leads to no compilation, so it never counts for the next one.
-    A failed vote counts for it, until the hook is asked again. If Dynamo may not compile after a
-    failed vote, and next compiles another region whose code is gone on one rank only, that rank
-    skips this vote: ranks are at different votes, which is an error on all of them.
+    having been asked votes there. A vote at which all guards passed leads to no compilation, so it
+    never counts for the next one; a failed vote does, until the hook is asked again. If Dynamo may
+    not compile after a failed vote, and next compiles another region whose code is gone on one rank
+    only, that rank skips this vote, which is an error on all of them.
 """
 
 from __future__ import annotations
@@ -36,13 +32,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
@@ -59,78 +53,42 @@ from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
+
+def _dynamo(path: str, expected: str, **checks: tuple[str, ...]) -> Symbol:
+    return Symbol("torch", f"torch._dynamo.{path}", expected, **checks)
+
+
 _SET_HOOK = Symbol(
     "torch",
     "torch._C._dynamo.eval_frame:set_guard_complete_hook",
     "sets the function that is asked after each check of guards; returns the previous one",
 )
-_BEGIN = Symbol(
-    "torch",
-    "torch._dynamo.convert_frame:get_compile_pg",
-    "called once when a compilation begins; a result lets ranks exchange sizes",
-)
-_EXCHANGE = Symbol(
-    "torch",
-    "torch._dynamo.output_graph:OutputGraph.run_compiler_collective",
+_BEGIN = _dynamo("convert_frame:get_compile_pg", "is called when a compilation begins")
+_EXCHANGE = _dynamo(
+    "output_graph:OutputGraph.run_compiler_collective",
     "exchanges the sizes that ranks met in the first trace, and starts the second",
     fingerprints=("7686050615057836", "7057496218b8adfe"),  # torch 2.11 and 2.12; 2.13 to 2.15
 )
-_STATE = Symbol(
-    "torch",
-    "torch._dynamo.symbolic_convert:DistributedState",
+_STATE = _dynamo(
+    "symbolic_convert:DistributedState",
     "what one compilation exchanges",
     attributes=("compile_pg", "local_state", "all_states"),
 )
-_MET = Symbol(
-    "torch",
-    "torch._dynamo.pgo:FrameStateSizeEntry",
-    "the sizes of one input",
-    attributes=("size", "scalar"),
-)
-_RESTART = Symbol(
-    "torch", "torch._dynamo.exc:CompileCollectiveRestartAnalysis", "starts the second trace"
-)
-_WRAPPED = Symbol(
-    "torch", "torch._dynamo.exc:InternalTorchDynamoError", "what Dynamo makes of our errors"
-)
-_DYNAMIC = Symbol(
-    "torch",
-    "torch._dynamo.config:automatic_dynamic_shapes",
+_MET = _dynamo("pgo:FrameStateSizeEntry", "the sizes of one input", attributes=("size", "scalar"))
+_RESTART = _dynamo("exc:CompileCollectiveRestartAnalysis", "starts the second trace")
+_WRAPPED = _dynamo("exc:InternalTorchDynamoError", "what Dynamo makes of our errors")
+_DYNAMIC = _dynamo(
+    "config:automatic_dynamic_shapes",
     "whether a size that varied is dynamic; False under dynamic=False",
 )
-_SUPPRESS = Symbol(
-    "torch",
-    "torch._dynamo.config:suppress_errors",
-    "whether Dynamo goes on in eager after an error, ours included",
+_SUPPRESS = _dynamo(
+    "config:suppress_errors", "whether Dynamo goes on in eager after an error, ours included"
 )
 RELIES_ON = (_SET_HOOK, _BEGIN, _EXCHANGE, _STATE, _MET, _RESTART, _WRAPPED, _DYNAMIC, _SUPPRESS)
 
 
-@dataclass
-class CompileCounters:
-    """What happened at the guards of compiled regions, counted on this rank."""
-
-    guards: int = 0
-    """Votes on guards: one at each call of a region, and at each graph break inside."""
-    failed: int = 0
-    """Votes at which this rank's guards failed, or it had no compiled code."""
-    followed: int = 0
-    """Votes after which this rank compiled only because another rank had to."""
-    compiled: int = 0
-    """Exchanges of sizes, one for each compilation."""
-    sizes: int = 0
-    """Calls of :meth:`CompiledRegions.static_size`."""
-
-    def as_dict(self) -> dict[str, int]:
-        """The values by field name."""
-        return asdict(self)
-
-
 class CompiledRegions:
-    """The votes of all ranks on compiled regions; :func:`compile_together` makes it.
-
-    ``counters`` and ``time`` say what happened and what it cost on this rank.
-    """
+    """The votes of all ranks on compiled regions; :func:`compile_together` makes it."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -142,12 +100,6 @@ class CompiledRegions:
         """What went wrong at a vote on guards, until it is raised."""
         self.wrapped: BaseException | None = None
         """What :meth:`sizes_met` raised last, which Dynamo puts into an exception of its own."""
-        self.counters = CompileCounters()
-
-    @property
-    def time(self) -> AgreementTime:
-        """What the votes cost this rank, in milliseconds."""
-        return self._agreement.time
 
     def static_size(self, size: int, name: str = "tokens", *, multiple_of: int = 1) -> int:
         """The size to which all ranks pad, so that all compile for the same static shape.
@@ -176,7 +128,6 @@ class CompiledRegions:
         what = f"the size {name!r}, a multiple of {multiple_of}"
         decision = self._vote(Kind.SIZE, Vote(size=rounded, graphs=digest([what])))
         _require_same(decision, f"{what},", "Give all ranks the same name and multiple_of")
-        self.counters.sizes += 1
         largest = self._sizes[name] = max(self._sizes.get(name, 0), decision.largest)
         return largest
 
@@ -233,7 +184,6 @@ class CompiledRegions:
         decision = self._vote(Kind.COMPILE, Vote(graphs=digest([region])))
         _require_same(decision, f"{region},", "Call the same regions in the same order")
         states = self._agreement.gather(met)
-        self.counters.compiled += 1
         if not _DYNAMIC.find():
             _require_one_shape(region, [state.automatic_dynamic for state in states])
         return states
@@ -241,9 +191,6 @@ class CompiledRegions:
     def _vote_on_guards(self, passed: bool) -> bool:
         decision = self._vote(Kind.GUARD, Vote(Level.KEEP if passed else Level.RECAPTURE))
         all_passed = decision.level is Level.KEEP
-        self.counters.guards += 1
-        self.counters.failed += not passed
-        self.counters.followed += passed and not all_passed
         if not all_passed:
             logger.info(
                 "megatron_cg: guards of a compiled region failed on %s; all ranks compile it.",

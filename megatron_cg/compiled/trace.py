@@ -2,48 +2,57 @@
 
 Relied on: ``torch.compile(...).forward.aot_compile`` (torch 2.11 to 2.15) makes one graph of a
 module's call and of its backward pass, without running it. The compilers below keep the graphs as
-ATen operations: Inductor's code names its GPU, and so could not serve other ranks.
+ATen operations: Inductor's code names its GPU, and so could not serve other ranks. A graph gets its
+device and its process groups when it is loaded (torch's ``post_compile``).
+
+Note [Operations that only GPUs have]
+    ``aten::_fused_rms_norm`` has a kernel for CUDA, and torch's own decomposition for devices
+    without a kernel, such as the meta device (torch 2.11, 2.15). So its trace would have the
+    separate operations, which round elsewhere than the kernel of an eager pass. With a kernel for
+    the meta device, which computes shapes alone, torch keeps the operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
 from torch._dynamo.backends.common import AotAutograd
+from torch._inductor.output_code import RegionalOutputCode
+from torch.fx.node import map_aggregate
 
 from megatron_cg.compiled.collectives import traceable
-from megatron_cg.compiled.fingerprint import Capability, fingerprint
-from megatron_cg.compiled.fused_norm import fused_norms_kept
-from megatron_cg.compiled.graph_checks import (
-    PREFIX,
+from megatron_cg.compiled.graph import (
+    Code,
+    bytecode_lines,
+    graph_lines,
+    is_collective,
     name_groups,
     refuse_globals,
     refuse_in_graph,
     refuse_modules,
-    refuse_zero_gradients,
+    rename,
 )
-from megatron_cg.compiled.graph_code import Line, bytecode_lines, graph_lines
-from megatron_cg.compiled.output_code import RankedOutputCode
-from megatron_cg.compiled.region import Region
-from megatron_cg.compiled.zero_dropout import remove_zero_dropout
-from megatron_cg.errors import PrecompileError
+from megatron_cg.compiled.region import PREFIX, Capability, Region, fingerprint
+from megatron_cg.errors import ArtifactRefusedError, PrecompileError
 from megatron_cg.upstream.symbols import Symbol
 
-_AOT_AUTOGRAD = Symbol(
-    "torch",
-    "torch._dynamo.backends.common:AotAutograd",
-    "a backend made of compilers for forward and backward graphs",
-)
 _AOT_COMPILED = Symbol(
     "torch",
     "torch._dynamo.aot_compile:AOTCompiledFunction",
     "a compiled function that can be saved",
-    attributes=("save_compiled_function", "source_info", "fn", "disable_guard_check"),
+    attributes=("save_compiled_function", "fn", "disable_guard_check"),
+)
+_OUTPUT_CODE = Symbol(
+    "torch",
+    "torch._inductor.output_code:RegionalOutputCode",
+    "serialises a graph, and calls post_compile after loading",
+    attributes=("post_compile", "prepare_for_serialization", "_graph_module"),
 )
 _GUARDS = Symbol(
     "torch", "torch.compiler:skip_all_guards_unsafe", "leaves all guards out of compiled code"
@@ -56,15 +65,15 @@ _CACHES = Symbol(
     "torch._functorch._aot_autograd.autograd_cache:should_use_local_autograd_cache",
     "whether compiled code gets an entry of a cache, which is what can be saved",
 )
-RELIES_ON = (_AOT_AUTOGRAD, _AOT_COMPILED, _GUARDS, _FRESH_CACHE, _CACHES)
+_NORM = Symbol("torch", "torch.ops:aten._fused_rms_norm", "RMSNorm as one operation")
+RELIES_ON = (_AOT_COMPILED, _OUTPUT_CODE, _GUARDS, _FRESH_CACHE, _CACHES, _NORM)
 
 
 @dataclass(frozen=True)
 class Trace:
     """What one rank's trace came to."""
 
-    rank: int
-    code: Mapping[str, list[Line]]
+    code: Code
     fingerprint: Mapping[str, str]
     roles: frozenset[str]
     """The roles whose groups the code uses, with the prefix ``mcg::``."""
@@ -78,7 +87,7 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
     Args:
         region: on the meta device.
         rank: for messages.
-        capability: see :func:`~megatron_cg.compiled.fingerprint.fingerprint`.
+        capability: see :func:`~megatron_cg.compiled.region.fingerprint`.
 
     Raises:
         PrecompileError: the region cannot be traced, or its graph must not be saved; names the
@@ -96,27 +105,35 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES here. Runs that load the code may have them"
         )
     refuse_modules(region.module)
-    made = _Graphs(region)
+    names = {str(group.group_name): f"{PREFIX}{role}" for role, group in region.groups.items()}
+    graphs: dict[str, torch.fx.GraphModule] = {}
+    roles: set[str] = set()
+
+    def compiler(part: str) -> Callable[..., Any]:
+        def compile_graph(graph_module: torch.fx.GraphModule, _examples: Any) -> Any:
+            refuse_in_graph(graph_module)
+            roles.update(name_groups(graph_module, names))
+            graphs[part] = graph_module
+            return _RankedOutputCode(graph_module, ops_filter=_any_operation)
+
+        return compile_graph
+
     settings = torch._dynamo.config.patch(enable_aot_compile=True)
+    fused = nullcontext() if capability is None else _fused_norms_kept()
     # torch's cache on disk would answer instead of our compilers, with a pickle of who knows whom.
-    fused = nullcontext() if capability is None else fused_norms_kept()
     with settings, fused, _FRESH_CACHE.find()(), traceable(), _naming_the_place(rank):
-        backend = _Checked(
-            fw_compiler=made.compiler("forward"), bw_compiler=made.compiler("backward")
-        )
         compiled: Any = torch.compile(
             region.module,
             fullgraph=True,
             dynamic=False,
-            backend=backend,
+            backend=AotAutograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward")),
             options={"guard_filter_fn": _GUARDS.find()},
         )
         function = compiled.forward.aot_compile((region.args, dict(region.kwargs)))
     refuse_globals(function.fn.__code__)
-    code = {part: graph_lines(graph) for part, graph in sorted(made.graphs.items())}
+    code = {part: graph_lines(graph) for part, graph in graphs.items()}
     code |= {"outputs": bytecode_lines(function.fn.__code__)}
-    found = fingerprint(region, capability)
-    return Trace(rank, code, found, frozenset(made.roles), function)
+    return Trace(code, fingerprint(region, capability), frozenset(roles), function)
 
 
 def _any_operation(_name: str) -> bool:
@@ -124,46 +141,17 @@ def _any_operation(_name: str) -> bool:
     return True
 
 
-class _Graphs:
-    """The compilers of the forward and backward graphs, and the graphs."""
-
-    def __init__(self, region: Region) -> None:
-        self._names = {
-            str(group.group_name): f"{PREFIX}{role}" for role, group in region.groups.items()
-        }
-        self.graphs: dict[str, torch.fx.GraphModule] = {}
-        self.roles: set[str] = set()
-
-    def compiler(self, part: str) -> Callable[..., Any]:
-        def compile_graph(graph_module: torch.fx.GraphModule, _examples: Any) -> Any:
-            refuse_in_graph(graph_module)
-            self.roles |= name_groups(graph_module, self._names)
-            self.graphs[part] = graph_module
-            return RankedOutputCode(graph_module, ops_filter=_any_operation)
-
-        return compile_graph
-
-
-class _Checked(AotAutograd):
-    """The backend, with a look at Dynamo's graph first; AOT compilation asks for this class."""
-
-    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
-        refuse_zero_gradients(gm)
-        remove_zero_dropout(gm)
-        return super().__call__(gm, example_inputs, **kwargs)
-
-
 @contextmanager
 def _naming_the_place(rank: int) -> Iterator[None]:
     """Turn errors of the compiler in the block into a PrecompileError that names the place."""
     try:
         yield
-    except PrecompileError:
-        raise
     except Exception as error:
-        refusal = _refusal_inside(error)
-        if refusal is not None:
-            raise refusal from error
+        inner: Any = error
+        while inner is not None:  # Dynamo wraps our own refusals when a backend raises them.
+            if isinstance(inner, PrecompileError):
+                raise inner from None
+            inner = getattr(inner, "inner_exception", None) or inner.__cause__
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         places = [line for line in lines if line.startswith("File ")]
         reason = lines[0] if lines else type(error).__name__
@@ -174,10 +162,78 @@ def _naming_the_place(rank: int) -> Iterator[None]:
         ) from error
 
 
-def _refusal_inside(error: BaseException | None) -> PrecompileError | None:
-    """Our own refusal, which Dynamo wraps when a backend raises it."""
-    while error is not None:
-        if isinstance(error, PrecompileError):
-            return error
-        error = getattr(error, "inner_exception", None) or error.__cause__
-    return None
+@contextmanager
+def _fused_norms_kept() -> Iterator[None]:
+    """Trace RMSNorm as on a GPU; see Note [Operations that only GPUs have]."""
+    _NORM.find()
+    library = torch.library.Library("aten", "IMPL")
+    implementation: Any = library.m
+    # Library.impl refuses the meta device where torch has a decomposition.
+    implementation.impl("_fused_rms_norm", "Meta", _shapes_of_norm, False)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _shapes_of_norm(
+    given: torch.Tensor, normalized_shape: Sequence[int], _weight: Any, _eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs like those of the CUDA kernel: the result, and the reciprocal deviation."""
+    rows = given.shape[: given.dim() - len(normalized_shape)]
+    kept = [*rows, *(1 for _ in normalized_shape)]
+    dtype = torch.promote_types(given.dtype, torch.float32)
+    return given.new_empty(given.shape), given.new_empty(kept, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What differs between the ranks that load the same code."""
+
+    device: torch.device
+    groups: Mapping[str, str]
+    """The names of this rank's process groups, by ``mcg::`` and the role."""
+
+
+_loading: ContextVar[Rank | None] = ContextVar("loading", default=None)
+
+
+@contextmanager
+def loading_for(rank: Rank) -> Iterator[None]:
+    """Code that is loaded in the block runs on this rank."""
+    token = _loading.set(rank)
+    try:
+        yield
+    finally:
+        _loading.reset(token)
+
+
+class _RankedOutputCode(RegionalOutputCode):
+    """A graph on the meta device with roles for groups; on a rank once it is loaded."""
+
+    def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        """Give the loaded graph this rank's device and groups."""
+        if self._graph_module is not None:
+            return  # In the process that traced it, where it is not run.
+        super().post_compile(example_inputs, constants, graph_kwargs)
+        rank = _loading.get()
+        if rank is None:
+            raise ArtifactRefusedError(
+                "this code belongs to no rank yet: load it by megatron_cg.compiled.load.load"
+            )
+        _give_to(rank, self._graph_module)
+
+
+def _give_to(rank: Rank, graph_module: Any) -> None:
+    """Replace the meta device and the roles in a graph, in place."""
+
+    def placed(value: Any) -> Any:
+        is_meta = isinstance(value, torch.device) and value.type == "meta"
+        return rank.device if is_meta else value
+
+    for node in graph_module.graph.nodes:
+        node.args = map_aggregate(node.args, placed)
+        node.kwargs = map_aggregate(node.kwargs, placed)
+        if is_collective(node):
+            rename(node, rank.groups)
+    graph_module.recompile()

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from megatron_cg import graph_units
 from megatron_cg.compiled.load import load
-from megatron_cg.compiled.megatron_groups import megatron_groups
-from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.region import Region, megatron_groups
 from megatron_cg.consensus.exchange import Agreement
 from tests.unit.compiled.regions import Layers, causal_mask, config, hidden_states, local_layer
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cli.options import positive, whole
+from megatron_cg.tools.cli.options import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,14 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="ranks while tracing, as many as the groups of the region need at least; the artifact "
         "serves any run with groups of these sizes",
-    )
-    add(
-        "--ranks",
-        type=whole,
-        nargs="+",
-        metavar="RANK",
-        help="ranks to trace and compare (default: 0, all that share a group of the region with "
-        "it, and the last)",
     )
     add(
         "--capability",
@@ -92,23 +84,17 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(args.deterministic or before)
     try:
-        saved = save(
-            build,
-            args.out,
-            name=args.name or args.build.rpartition(":")[2],
-            world_size=args.world_size,
-            ranks=args.ranks,
-            capability=args.capability,
+        name = args.name or args.build.rpartition(":")[2]
+        manifest = save(
+            build, args.out, name=name, world_size=args.world_size, capability=args.capability
         )
     finally:
         torch.use_deterministic_algorithms(before)
-    manifest = saved.manifest
     ranks = ", ".join(map(str, manifest.traced_ranks))
     print(
-        f"{args.out / manifest.name}.artifact: {manifest.artifact_bytes} bytes of code, without "
-        f"weights\ntraced as ranks {ranks} of {manifest.world_size} in {manifest.seconds:.1f} s: "
-        f"the same operations and constants\ngroups: {', '.join(manifest.roles) or 'none'}\n"
-        f"SHA-256 of the manifest: {saved.manifest_sha256}"
+        f"{args.out / name}.artifact: {manifest.code_bytes} bytes of code, without weights\n"
+        f"traced as ranks {ranks} of {manifest.world_size}: the same operations and constants\n"
+        f"groups: {', '.join(manifest.roles) or 'none'}"
     )
     return 0
 

@@ -109,7 +109,7 @@ class Layers(torch.nn.Module):
 
 
 def transformer_layer(device: str = "meta", seed: int = 5) -> Region:
-    from megatron_cg.compiled.megatron_groups import megatron_groups
+    from megatron_cg.compiled.region import megatron_groups
 
     settings = config(tensor_model_parallel_size=2)
     layer = local_layer(settings, device)
@@ -120,7 +120,7 @@ def transformer_layer(device: str = "meta", seed: int = 5) -> Region:
 
 def expert_block(parallel: int, device: str = "meta", seed: int = 5) -> Region:
     """Router, all-to-all, experts, combine, at static capacity."""
-    from megatron_cg.compiled.megatron_groups import megatron_groups
+    from megatron_cg.compiled.region import megatron_groups
 
     settings = experts(parallel)
     block = local_layer(settings, device).mlp
@@ -137,7 +137,7 @@ def sequence_parallel_mlp(device: str = "meta", seed: int = 5) -> Region:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
-    from megatron_cg.compiled.megatron_groups import megatron_groups
+    from megatron_cg.compiled.region import megatron_groups
 
     settings = config(tensor_model_parallel_size=2, sequence_parallel=True)
     with_groups(settings, device)
@@ -166,7 +166,7 @@ class GatheredColumns(torch.nn.Module):
 
 
 def gathered_columns(device: str = "meta", seed: int = 5) -> Region:
-    from megatron_cg.compiled.megatron_groups import megatron_groups
+    from megatron_cg.compiled.region import megatron_groups
 
     settings = config(tensor_model_parallel_size=2)
     with_groups(settings, device)
@@ -180,7 +180,7 @@ def gathered_linear(device: str = "meta", seed: int = 5) -> Region:
     """Its backward pass takes the columns of the rank, so its code is not that of another."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-    from megatron_cg.compiled.megatron_groups import megatron_groups
+    from megatron_cg.compiled.region import megatron_groups
 
     settings = config(tensor_model_parallel_size=2)
     with_groups(settings, device)

@@ -1,7 +1,8 @@
-"""A rank that fails inside the comparison, while another waits for it there in a collective."""
+"""A rank that fails inside the comparison, while another may wait for it in a collective."""
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -11,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.compiled import beside, one_step
-from megatron_cg.compiled.beside import Outcome, beside_other_ranks
+from megatron_cg.compiled import load as load_module
 from megatron_cg.compiled.load import load
 from megatron_cg.compiled.region import Region
 from megatron_cg.compiled.save import save
+from megatron_cg.consensus import process_exit
 from megatron_cg.consensus.decision import AgreementError
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import ArtifactRefusedError
 from tests.unit.ranks import on_ranks
 
 
@@ -47,80 +47,41 @@ def row(device: str = "meta") -> Region:
         return Region(Row(group), (torch.randn(3, 8, requires_grad=True),), {}, {"tp": group})
 
 
-def fails() -> None:
+def fails(_region: object, _compiled: object) -> None:
     raise torch.OutOfMemoryError("forced")
 
 
-def failed(region: object, compiled: object) -> None:
-    fails()
-
-
-def failed_afterwards(region: object, compiled: object) -> None:
-    original(region, compiled)  # type: ignore[arg-type]
-    fails()
-
-
-original = one_step.first_difference
-
-
-def load_on_a_rank(folder: Path) -> list[str]:
-    """In one process: rank 1 fails after the last collective of a comparison, then before one."""
-    beside.GRACE = timedelta(seconds=1)
-    votes, rank, said = Agreement(), dist.get_rank(), []
+def load_on_a_rank(folder: Path, failing: tuple[int, ...]) -> str:
+    """Ranks in ``failing`` fail before the first collective of the comparison."""
     region = row("cpu")
-    for failure in (failed_afterwards, failed):
-        if rank == 1:
-            one_step.first_difference = failure
-        try:
-            said.append(str(load(folder, "row", region, votes, on_refusal="eager")))
-        except AgreementError as error:
-            said.append(f"{error}; after {type(error.__cause__).__name__}")
-    return said
+    if dist.get_rank() in failing:
+        load_module.first_difference = fails  # type: ignore[assignment]
+    load_module.FAILED_ALONE = timedelta(seconds=3)
+    votes = Agreement(timedelta(seconds=60))
+    try:
+        return str(load(folder, "row", region, votes, on_refusal="eager"))
+    except AgreementError as error:
+        atexit.unregister(process_exit._leave)
+        return f"{error}; after {type(error.__cause__).__name__}"
 
 
-def test_all_ranks_raise_if_one_is_left_waiting(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("artifact")
     torch.use_deterministic_algorithms(True)  # As on the ranks.
     try:
-        save(row, tmp_path, name="row", world_size=2, capability=None)
+        save(row, folder, name="row", world_size=2, capability=None)
     finally:
         torch.use_deterministic_algorithms(False)
-    first, second = on_ranks(partial(load_on_a_rank, tmp_path))
-    words = "rank 1 failed while compiled code was compared with eager, for the reason in the log"
-    assert first[0] == second[0] == "None"
-    assert first[1].startswith(words) and first[1].endswith("; after NoneType")
-    assert second[1].startswith(words) and second[1].endswith("; after OutOfMemoryError")
+    return folder
 
 
-def modes() -> list[object]:
-    kinds = ("cpu", "cuda")
-    return [
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_device(),
-        *(torch.is_autocast_enabled(kind) for kind in kinds),
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-    ]
+def test_a_rank_that_failed_alone_ends_and_so_does_the_one_that_waits_for_it(folder: Path) -> None:
+    waits, fails = on_ranks(partial(load_on_a_rank, folder, (1,)))
+    assert fails.startswith("OutOfMemoryError while the artifact was compared: forced. Then a rank")
+    assert fails.endswith("; after OutOfMemoryError")
+    assert "did not join a vote in time" in waits
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        torch.enable_grad(),
-        torch.no_grad(),
-        torch.inference_mode(),
-        torch.autocast("cpu", torch.float16),
-        torch.device("meta"),
-    ],
-)
-def test_the_code_runs_in_the_modes_of_its_caller(one_rank: None, mode: object) -> None:
-    seen: list[list[object]] = []
-    with mode:  # type: ignore[attr-defined]
-        expected = modes()
-        assert beside_other_ranks(lambda: seen.append(modes())) == Outcome()
-    assert seen == [expected]
-
-
-def test_an_error_of_the_code_comes_out(one_rank: None) -> None:
-    found = beside_other_ranks(fails)
-    assert isinstance(found.error, torch.OutOfMemoryError) and not found.waits
-    assert not isinstance(found.error, ArtifactRefusedError)
+def test_ranks_that_all_failed_refuse_the_artifact_together(folder: Path) -> None:
+    assert on_ranks(partial(load_on_a_rank, folder, (0, 1))) == ["None", "None"]

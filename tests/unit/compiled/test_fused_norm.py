@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_cg.compiled.fingerprint import Capability
-from megatron_cg.compiled.fused_norm import fused_norms_kept
-from megatron_cg.compiled.region import Region
-from megatron_cg.compiled.trace import Trace, trace
+from megatron_cg.compiled.region import Capability, Region
+from megatron_cg.compiled.trace import Trace, _fused_norms_kept, trace
 
 
 def traced(capability: Capability, dtype: torch.dtype = torch.float32) -> Trace:
@@ -43,7 +41,7 @@ def test_code_for_cpus_has_the_operations_that_run_there() -> None:
 
 def test_the_kernel_for_shapes_is_gone_after_an_error() -> None:
     before = has_meta_kernel()
-    with pytest.raises(ArithmeticError), fused_norms_kept():
+    with pytest.raises(ArithmeticError), _fused_norms_kept():
         assert has_meta_kernel()
         raise ArithmeticError
     assert has_meta_kernel() == before
@@ -52,6 +50,6 @@ def test_the_kernel_for_shapes_is_gone_after_an_error() -> None:
 def test_the_shapes_are_those_of_torch() -> None:
     given, weight = torch.randn(3, 2, 4, 5), torch.ones(4, 5)
     expected = torch.ops.aten._fused_rms_norm(given, [4, 5], weight, None)
-    with fused_norms_kept():
+    with _fused_norms_kept():
         meta = torch.ops.aten._fused_rms_norm(given.to("meta"), [4, 5], weight.to("meta"), None)
     assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in expected]

@@ -113,13 +113,13 @@ def batch_of(rank: int) -> int:
 
 def one_guard_fails(rank: int) -> Any:
     region = Region()
-    with compile_together(timeout=LONG) as together:
+    with compile_together(timeout=LONG):
         region(USUAL)
         region(USUAL)
         region(batch_of(rank))
         region(USUAL)
         region(batch_of(rank))
-    return region.shapes, together.counters.as_dict(), together.time.as_dict()
+    return region.shapes
 
 
 def one_guard_fails_alone(rank: int) -> Any:
@@ -158,7 +158,7 @@ def static_sizes_agreed(rank: int) -> Any:
             returned.append(together.static_size(needed, multiple_of=2))
             region(returned[-1])
         returned.append(together.static_size(3, "images"))
-    return region.shapes, returned, together.counters.sizes
+    return region.shapes, returned
 
 
 def static_sizes_differ(rank: int) -> Any:
@@ -177,10 +177,10 @@ def compiled_before_on_some(rank: int) -> Any:
     region = Region()
     if rank != SLOW:
         region(USUAL)
-    with compile_together(timeout=LONG) as together:
+    with compile_together(timeout=LONG):
         region(USUAL)
         region(USUAL)
-    return region.shapes, together.counters.as_dict()
+    return region.shapes
 
 
 def another_region() -> Callable[[torch.Tensor], torch.Tensor]:
@@ -195,19 +195,17 @@ def another_region() -> Callable[[torch.Tensor], torch.Tensor]:
 def code_is_gone_after_a_pass(rank: int) -> Any:
     """Another region passes in between, so the last vote before was on that one."""
     region, another = Region(), another_region()
-    counted: list[dict[str, int]] = []
 
     def block() -> None:
-        with compile_together(timeout=LONG) as together:
+        with compile_together(timeout=LONG):
             region(USUAL)
             another(torch.ones(2))
             another(torch.ones(2))
             if rank == SLOW:
                 region.lose_code()
             region(USUAL)
-            counted.append(together.counters.as_dict())
 
-    return said(block), region.shapes, counted
+    return said(block), region.shapes
 
 
 def different_regions(rank: int) -> Any:
@@ -273,13 +271,6 @@ def sizes_of_other_names(rank: int) -> Any:
     return said(block)
 
 
-def without_dynamo(rank: int) -> Any:
-    with connected(timeout=LONG) as together:
-        torch.ones(USUAL).sum()
-        wrong = said(lambda: together.static_size(-1))
-    return together.counters.as_dict(), wrong
-
-
 def in_each_other(rank: int) -> Any:
     """A second block; torch's own hook; and all as before in the end."""
     set_hook = torch._C._dynamo.eval_frame.set_guard_complete_hook
@@ -333,7 +324,6 @@ SCENARIOS = (
     one_does_not_come_and_none_compiles,
     one_does_not_compile,
     sizes_of_other_names,
-    without_dynamo,
     in_each_other,
     errors_suppressed,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.compiled.one_step import first_difference
+from megatron_cg.compiled.load import first_difference
 from megatron_cg.compiled.region import Region
 
 
@@ -115,3 +115,34 @@ def test_outputs_that_are_all_zero_show_nothing(region: Region) -> None:
     said = first_difference(empty, compiled)
     assert said is not None and said.startswith("every output is zero")
     assert ran  # Ranks whose outputs are not zero wait for the collectives of both passes.
+
+
+class WritesItsOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(given)
+        out.copy_(given * 2)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 2
+
+
+class Doubles(torch.nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        apply: Any = WritesItsOutput.apply
+        doubled: torch.Tensor = apply(super().forward(given))
+        return doubled
+
+
+def test_gradients_that_torch_loses_are_named() -> None:
+    """torch 2.11 traces such a Function with zero gradients (pytorch/pytorch#180642)."""
+    torch._dynamo.reset()
+    region = Region(Doubles(4, 4), (torch.randn(2, 4, requires_grad=True),))
+    compiled = torch.compile(Doubles.forward, backend="aot_eager", fullgraph=True)
+    said = first_difference(region, compiled)
+    if torch.__version__.startswith("2.11."):
+        assert said is not None and said.startswith("the gradient of parameter.weight is")
+    else:
+        assert said is None

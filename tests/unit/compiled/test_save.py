@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_cg.compiled.offline import fake_rank
+from megatron_cg.compiled.save import fake_rank
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.compiled import output_code
-from megatron_cg.compiled.output_code import Rank, loading_for
+from megatron_cg.compiled import trace
+from megatron_cg.compiled.artifact import path_of, read
 from megatron_cg.compiled.region import Region
 from megatron_cg.compiled.save import save
+from megatron_cg.compiled.trace import Rank, loading_for
 from megatron_cg.errors import ArtifactRefusedError
 
 
@@ -39,15 +40,15 @@ def build() -> Region:
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def code(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("artifact")
     save(build, folder, name="it", world_size=2, capability=None)
-    return folder / "it.artifact"
+    return read(path_of(folder, "it")).code
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:3", "cpu"])
 def test_meta_becomes_the_ranks_device_in_every_graph(
-    device: str, artifact: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, code: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing runs, so no GPU is needed to look at the graphs of one."""
     graphs: list[tuple[str, str]] = []
@@ -57,24 +58,18 @@ def test_meta_becomes_the_ranks_device_in_every_graph(
         give_to(rank, graph_module)
         graphs.append((before, graph_module.code))
 
-    give_to = output_code.give_to
-    monkeypatch.setattr(output_code, "give_to", kept)
-    with (
-        loading_for(Rank(torch.device(device), {"mcg::pair": "group 7"})),
-        artifact.open("rb") as file,
-    ):
-        torch.compiler.load_compiled_function(file)
+    give_to = trace._give_to
+    monkeypatch.setattr(trace, "_give_to", kept)
+    with loading_for(Rank(torch.device(device), {"mcg::pair": "group 7"})):
+        torch.compiler.load_compiled_function(io.BytesIO(code))
     (before, after), *_ = graphs
     assert len(graphs) == 2
     assert "device(type='meta')" in before and "'mcg::pair'" in before
-    assert all("meta" not in code and "mcg::" not in code for _, code in graphs)
+    assert all("meta" not in text and "mcg::" not in text for _, text in graphs)
     assert repr(torch.device(device)) in after and "device(type='cpu')" in after
     assert "'group 7'" in after
 
 
-def test_code_that_belongs_to_no_rank_is_refused(artifact: Path) -> None:
-    with (
-        artifact.open("rb") as file,
-        pytest.raises(ArtifactRefusedError, match="belongs to no rank yet"),
-    ):
-        torch.compiler.load_compiled_function(file)
+def test_code_that_belongs_to_no_rank_is_refused(code: bytes) -> None:
+    with pytest.raises(ArtifactRefusedError, match="belongs to no rank yet"):
+        torch.compiler.load_compiled_function(io.BytesIO(code))

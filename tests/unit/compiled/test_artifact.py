@@ -1,0 +1,113 @@
+"""What is checked of an artifact before anything in it is decoded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from megatron_cg.compiled import artifact
+from megatron_cg.errors import ArtifactRefusedError, PrecompileError
+
+CODE = b"any\nbytes"
+MANIFEST = artifact.Manifest(
+    code_sha256=sha256(CODE).hexdigest(),
+    code_bytes=len(CODE),
+    fingerprint={"version.torch": "2.11.0"},
+    roles=["tp"],
+    traced_ranks=[0, 1],
+    world_size=2,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = artifact.path_of(tmp_path / "out", "it")
+    artifact.write(path, MANIFEST, CODE)
+    return path
+
+
+def test_what_was_written_is_read_by_this_user_alone(path: Path) -> None:
+    stored = artifact.read(path)
+    assert stored.manifest == MANIFEST and stored.code == CODE
+    assert stored.sha256 == sha256(path.read_bytes()).hexdigest()
+    assert [oct(one.stat().st_mode & 0o777) for one in (path.parent, path)] == ["0o700", "0o600"]
+
+
+def changed_field(name: str, value: object) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        head, _, code = data.partition(b"\n")
+        return json.dumps({**json.loads(head), name: value}).encode() + b"\n" + code
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda data: data + b".", "it.artifact is damaged: it holds 10 bytes"),
+        (lambda data: data[:-1] + b"b", "it.artifact is damaged: it holds 9 bytes"),
+        (changed_field("code_sha256", "0" * 64), "it.artifact is damaged: it holds 9 bytes"),
+        (lambda data: data[: len(data) // 2], "it begins with no manifest"),
+        (lambda data: b"[]\n" + CODE, "it begins with no manifest"),
+        (changed_field("another", 1), "of another version of megatron_cg"),
+        (lambda data: b"", "it begins with no manifest"),
+    ],
+)
+def test_damage_is_refused(damage: Callable[[bytes], bytes], text: str, path: Path) -> None:
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ArtifactRefusedError, match=text):
+        artifact.read(path)
+
+
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+@pytest.mark.parametrize("of", ["file", "folder"])
+def test_what_others_may_write_is_refused(of: str, mode: int, path: Path) -> None:
+    theirs = path if of == "file" else path.parent
+    theirs.chmod(theirs.stat().st_mode | mode)
+    with pytest.raises(ArtifactRefusedError, match=rf"other users may write .*chmod go-w {theirs}"):
+        artifact.read(path)
+
+
+@pytest.mark.parametrize("of", ["file", "folder"])
+def test_what_belongs_to_another_user_is_refused(
+    of: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's, seen from here: what differs is the owner that the system reports."""
+    theirs = (path if of == "file" else path.parent).stat().st_ino
+
+    def reported(real: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def call(*args: object, **kwargs: object) -> os.stat_result:
+            status = list(real(*args, **kwargs))
+            status[4] = 4711 if status[1] == theirs else status[4]
+            return os.stat_result(status)
+
+        return call
+
+    monkeypatch.setattr(os, "stat", reported(os.stat))
+    monkeypatch.setattr(os, "fstat", reported(os.fstat))
+    with pytest.raises(ArtifactRefusedError, match="belongs to user 4711 and not to you"):
+        artifact.read(path)
+
+
+def test_a_file_that_is_not_there_is_refused(path: Path) -> None:
+    for absent in (path.with_name("other.artifact"), path.parent / "nowhere" / "it.artifact"):
+        with pytest.raises(ArtifactRefusedError, match=r"cannot be read .*megatron-cg precompile"):
+            artifact.read(absent)
+
+
+def test_a_write_that_is_cut_off_leaves_what_was_there(path: Path) -> None:
+    with pytest.raises(TypeError):
+        artifact.write(path, MANIFEST, None)  # type: ignore[arg-type]
+    assert artifact.read(path).code == CODE
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "../it", "/it", ".it"])
+def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PrecompileError, match="cannot name an artifact"):
+        artifact.path_of(tmp_path, name)
