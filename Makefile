@@ -20,7 +20,7 @@ FAST := arguments integrations/standalone/test_call.py \
 	$(patsubst %,fastpath/test_%.py,buckets cached_lists views) \
 	$(patsubst %,tools/plan/test_%.py,pool request) \
 	tools/report/test_story.py \
-	$(patsubst %,telemetry/test_%.py,log progress)
+	$(patsubst %,telemetry/test_%.py,log)
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(WANTED)

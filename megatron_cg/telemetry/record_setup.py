@@ -5,17 +5,11 @@ An attribute of Megatron's namespace that a release lacks is recorded as None.
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_cg.upstream.symbols import Symbol
-
-if TYPE_CHECKING:
-    from megatron_cg.tools.cpu.training_plan import TrainingPlan
 
 _ARGS = Symbol("megatron-core", "megatron.training.global_vars:get_args", "the run's arguments")
 RELIES_ON = (_ARGS,)
@@ -50,8 +44,6 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
     ),
 }
-_WHOLE, _END = 64 << 20, 1 << 20
-"""A file up to this many bytes is read whole; of a longer one, this much at each end."""
 
 
 def of_megatron() -> Setup:
@@ -62,86 +54,17 @@ def of_megatron() -> Setup:
         # A custom training loop: it calls Megatron's functions and parses no flags.
         return {}
     setup = {
-        group: {name: _plain(getattr(args, name, None)) for name in names}
+        group: {name: getattr(args, name, None) for name in names}
         for group, names in _NAMES.items()
     }
-    # Only one rank reads them: thousands would read the same files at once.
-    if os.environ.get("RANK", "0") == "0":
-        setup["data"]["data_path"] = [_content(word) for word in args.data_path or ()]
+    setup["data"]["data_path"] = [dataset(word) for word in args.data_path or ()]
     return setup
 
 
-def of_tape(plan: TrainingPlan) -> Setup:
-    """The setup of a run on the CPU."""
-    model = asdict(plan.model)
-    options = model.pop("fsdp_options")
-    # The captured scopes may differ.
-    del model["graph_modules"]
-    strategy = "data_parallel_sharding_strategy"
-    names = ("microbatches", "micro_batch_size", "learning_rate")
-    return {
-        "model": model,
-        "parallel": {strategy: options.get(strategy)},
-        "data": {"tokens": plan.tokens and _content(str(plan.tokens))},
-        "training": {name: getattr(plan, name) for name in names},
-    }
-
-
-def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
-    """How the setups of two records differ, as ``"model: hidden_size 64 and 128"``.
-
-    Both arguments are records of rank 0: only rank 0 knows the data. The version of this package
-    may differ, because it changes no number of an eager run.
-    """
-    own = {"megatron-cg": None}
-    groups = {
-        "ranks": ({"world_size": one["world_size"]}, {"world_size": two["world_size"]}),
-        "versions": (one["versions"] | own, two["versions"] | own),
-        "machine": ({"device": one["device"]}, {"device": two["device"]}),
-    }
-    for group in (*one["setup"], *two["setup"]):
-        if group in one["setup"] and group in two["setup"]:
-            groups[group] = one["setup"][group], two["setup"][group]
-    return [
-        f"{group}: {name} {_shown(values, name)} and {_shown(others, name)}"
-        for group, (values, others) in groups.items()
-        for name in dict.fromkeys([*values, *others])
-        if values.get(name) != others.get(name)
-    ]
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    value = values.get(name)
-    return "none" if value is None else str(value)
-
-
-def _plain(value: Any) -> Any:
-    """The value in a form that JSON returns unchanged."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
-    return str(value)
-
-
-def _content(prefix: str) -> str:
-    """Identifies a dataset by size and content; a word that is no dataset stays as it is."""
+def dataset(prefix: str) -> str:
+    """A dataset by name and size, wherever it lies; a word that is no dataset stays as it is."""
     path = Path(f"{prefix}.bin")
     try:
-        size = path.stat().st_size
-        found = hashlib.sha256()
-        for part in _parts(path, size):
-            found.update(part)
+        return f"{path.name} of {path.stat().st_size:,} bytes"
     except OSError:
         return prefix
-    return f"{size:,} bytes with SHA-256 {found.hexdigest()[:16]}"
-
-
-def _parts(path: Path, size: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        if size <= _WHOLE:
-            yield file.read()
-        else:
-            yield file.read(_END)
-            file.seek(-_END, 2)
-            yield file.read(_END)

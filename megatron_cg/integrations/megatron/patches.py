@@ -233,15 +233,13 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
         _active.callback(install_recorder(settings.cg_record))
     if settings.cg_report is not None:
-        from megatron_cg.telemetry.record import install_report
+        from megatron_cg.telemetry.record import install_recorder
 
-        _active.callback(install_report(settings.cg_report, args.log_interval))
+        _active.callback(
+            install_recorder(settings.cg_report, digests=False, interval=args.log_interval)
+        )
     if wants_graphs:
         _active.callback(_replace_helper(settings, args))
-    elif settings.cg_record is not None or settings.cg_report is not None:
-        from megatron_cg.telemetry.step_log import follow_log
-
-        _active.callback(follow_log(()))
 
 
 def _replace_helper(settings: Any, args: Any) -> Undo:

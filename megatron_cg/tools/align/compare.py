@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from megatron_cg.telemetry.record_schema import CAPTURED_AFTER, RecordError, read_run
-from megatron_cg.telemetry.record_setup import differences
+from megatron_cg.telemetry.read_record import RecordError, captured_after, read_run
 
 __all__ = ["Comparison", "RecordError", "Run", "Value", "compare", "read_run"]
 
@@ -75,7 +74,7 @@ def compare(
     """
     counts = _graph_counts(graphed)
     missing = _missing_ranks(eager, graphed, labels)
-    unlike = [] if missing else differences(eager[0], graphed[0])
+    unlike = [] if missing else _differences(eager[0], graphed[0])
     if unlike:
         more = f"; and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
         reason = f"{labels[0]} and {labels[1]} have different setups: {'; '.join(unlike[:_SHOWN])}"
@@ -94,6 +93,33 @@ def compare(
         reason = f"every loss and gradient norm agrees, but {_count_shards(different, shards)}"
         return Comparison(DIFFERENT, reason, *facts)
     return Comparison(IDENTICAL, "", *facts)
+
+
+def _differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """How the setups of two records differ, as ``"model: hidden_size 64 and 128"``.
+
+    The version of this package may differ, because it changes no number of an eager run.
+    """
+    own = {"megatron-cg": None}
+    groups = {
+        "ranks": ({"world_size": one["world_size"]}, {"world_size": two["world_size"]}),
+        "versions": (one["versions"] | own, two["versions"] | own),
+        "machine": ({"device": one["device"]}, {"device": two["device"]}),
+    }
+    for group in (*one["setup"], *two["setup"]):
+        if group in one["setup"] and group in two["setup"]:
+            groups[group] = one["setup"][group], two["setup"][group]
+    return [
+        f"{group}: {name} {_setting(values, name)} and {_setting(others, name)}"
+        for group, (values, others) in groups.items()
+        for name in dict.fromkeys([*values, *others])
+        if values.get(name) != others.get(name)
+    ]
+
+
+def _setting(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name)
+    return "none" if value is None else str(value)
 
 
 def missing_ranks(run: Run) -> str:
@@ -127,9 +153,9 @@ def numbers_of(steps: Sequence[Any], step: int) -> dict[str, str]:
     """Losses and gradient norm of a step as ``float.hex``; empty if there is no such step."""
     if step >= len(steps):
         return {}
-    numbers = {name: value["hex"] for name, value in steps[step]["losses"].items()}
+    numbers = {name: float(value).hex() for name, value in steps[step]["losses"].items()}
     if steps[step]["grad_norm"] is not None:
-        numbers["gradient norm"] = steps[step]["grad_norm"]["hex"]
+        numbers["gradient norm"] = float(steps[step]["grad_norm"]).hex()
     return numbers
 
 
@@ -199,8 +225,8 @@ def _describe(first: Value, different: tuple[str, ...], labels: Labels) -> str:
 
 def _before_capture(first: Value, eager: Run, graphed: Run) -> str:
     """Explains a difference in a step that was eager in both runs."""
-    captured = graphed[first.rank].get(CAPTURED_AFTER)
-    if captured is None or first.step > captured or CAPTURED_AFTER in eager[first.rank]:
+    captured = captured_after(graphed[first.rank])
+    if captured is None or first.step > captured or eager[first.rank]["captures"]:
         return ""
     return (
         f". The graphs were captured after step {captured}, so both runs were still eager: the "

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
 from megatron_cg.tools.align.compare import (
     FAILED,
     Comparison,
@@ -173,7 +172,7 @@ def check_start(options: Options, nproc: int) -> None:
     run = read_run(options.eager_record)
     found = run[min(run)]
     wrong = missing_ranks(run)
-    if CAPTURED_AFTER in found or found["captures"]:
+    if found["captures"]:
         wrong = "graphs, so it is not of an eager run"
     elif found["world_size"] != nproc:
         wrong = f"{found['world_size']} ranks, and this run is to have {nproc}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from megatron_cg.telemetry.record_setup import Setup, dataset
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,17 @@ class TrainingPlan:
     learning_rate: float = 1e-3
     tokens: Path | None = None
     device_counts: bool = False
+
+    def setup(self) -> Setup:
+        """What a record says of the run; the captured scopes and its length may differ."""
+        model = asdict(self.model)
+        options = model.pop("fsdp_options")
+        del model["graph_modules"]
+        strategy = "data_parallel_sharding_strategy"
+        names = ("microbatches", "micro_batch_size", "learning_rate")
+        return {
+            "model": model,
+            "parallel": {strategy: options.get(strategy)},
+            "data": {"tokens": self.tokens and dataset(str(self.tokens))},
+            "training": {name: getattr(self, name) for name in names},
+        }

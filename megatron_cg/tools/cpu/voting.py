@@ -19,7 +19,6 @@ from megatron_cg.integrations.megatron.full_recompute import allow_full_recomput
 from megatron_cg.moe.install import use_device_counts
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.record import Recorder, recording
-from megatron_cg.telemetry.record_setup import of_tape
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from megatron_cg.tools.cpu.train import Trainer
 from megatron_cg.tools.cpu.training_plan import TrainingPlan
@@ -79,14 +78,14 @@ class VotingTrainer(Trainer):
 
 
 def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -> None:
-    """Run ``plan`` in this process and write its record to ``directory/rank<N>.json``.
+    """Run ``plan`` in this process and write its record to ``directory/rank<N>.jsonl``.
 
     ``backend`` captures its graphs; the tape if None.
 
     The record's file is written also when training fails, with the error's name and text.
     """
     recorder = Recorder(directory)
-    recorder.describe(of_tape(plan))
+    recorder.begin(plan.setup())
     relaxed = ExitStack()
     try:
         relaxed.callback(allow_full_recompute())
@@ -107,8 +106,7 @@ def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -
                 recorder.note("agreement", trainer.agreement.time.as_dict())
             recorder.finish([trainer.model])
     except BaseException as error:
-        recorder.note("error", f"{type(error).__name__}: {error}")
-        recorder.write()
+        recorder.fail(error)
         raise
     finally:
         relaxed.close()

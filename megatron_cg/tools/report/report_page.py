@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from megatron_cg.telemetry.coverage_lines import NO_SUCH_PART
+from megatron_cg.telemetry.coverage import NO_SUCH_PART
 from megatron_cg.tools.align.compare import FAILED
 from megatron_cg.tools.report import plots, words
 from megatron_cg.tools.report.series import memory_over_steps, quantities, step_times
@@ -87,7 +87,7 @@ def _coverage(story: Story) -> Iterator[list[str]]:
 
 def _facts(story: Story) -> list[list[str]]:
     """Versions, machine and environment: a name and the value in each run, what differs first."""
-    parts = ("versions", "machine", "environment")
+    parts = ("versions", "environment")
     columns = [
         {"device": record.get("device"), "scopes in graphs": _scopes(record)}
         | {name: value for part in parts for name, value in record.get(part, {}).items()}

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.telemetry.record_schema import CAPTURED_AFTER, read_run, record_files
+from megatron_cg.telemetry.read_record import captured_after, read_run, record_files
 from megatron_cg.tools.align.compare import (
     NOT_COMPARABLE,
     Comparison,
@@ -73,9 +73,7 @@ class Story:
     @property
     def captured_after(self) -> int | None:
         """The number of steps before the first capture that produced graphs."""
-        made = self.captures
-        found = made[0]["after_step"] if made else self.rank.get(CAPTURED_AFTER)
-        return None if found is None else int(found)
+        return captured_after(self.rank)
 
     @property
     def on_gpu(self) -> bool:
@@ -92,7 +90,7 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
     """The runs in ``directory``, as written by ``align`` or ``--cg-report``.
 
     Args:
-        directory: contains ``eager`` and ``graphs``, or one of them, or one run's ``rank0.json``,
+        directory: contains ``eager`` and ``graphs``, or one of them, or one run's ``rank0.jsonl``,
             or a ``record`` with it.
         against: another such folder of one run, to compare with.
 
@@ -129,7 +127,7 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
 def _kind(run: Run) -> str:
     """Whether any rank of the run captured graphs."""
     ranks = run.values()
-    return GRAPHS if any(CAPTURED_AFTER in rank or rank["graphs"] for rank in ranks) else EAGER
+    return GRAPHS if any(rank["captures"] or rank["graphs"] for rank in ranks) else EAGER
 
 
 def _records(directory: Path) -> Path | None:

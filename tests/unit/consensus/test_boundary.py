@@ -216,7 +216,7 @@ class Recapturing:
         from megatron_cg.tools.cpu.train import Trainer
 
         self.trainer = Trainer(plan())
-        self.recorder = Recorder(root)
+        self.root, self.recorder = root, Recorder(root)
         self.recaptured_before: list[int] = []
         self.number = 0
         self.wanted = False
@@ -252,7 +252,7 @@ class Recapturing:
 
         for self.number in range(STEPS):
             hangs = self.boundary is None and self.number == ASKED + 1
-            with cut_off(self.recorder, self.number) if hangs else nullcontext():
+            with cut_off(self.recorder, self.root, self.number) if hangs else nullcontext():
                 self.between_steps()
                 if self.number == WARMUP:
                     self.trainer.capture(TapeBackend(), self.votes)
@@ -277,7 +277,7 @@ class Recapturing:
 
 
 @contextmanager
-def cut_off(recorder: Any, number: int) -> Iterator[None]:
+def cut_off(recorder: Any, root: Path, number: int) -> Iterator[None]:
     """End this process, with a note, when the block is not left within the limit.
 
     It waits for the other ranks' notes: when a rank ends, those that wait for it fail.
@@ -285,8 +285,8 @@ def cut_off(recorder: Any, number: int) -> Iterator[None]:
 
     def end() -> None:
         recorder.note("cut_off_in_step", number)
-        recorder.write()
-        while len(list(recorder.directory.glob("rank*.json"))) < RANKS:
+        recorder.begin({})
+        while len(list(root.glob("rank*.jsonl"))) < RANKS:
             time.sleep(0.1)
         os._exit(0)
 

@@ -24,7 +24,6 @@ import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.telemetry.record import Recorder
-from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
 from megatron_cg.telemetry.record_shards import parameter_digests
 from megatron_cg.tools.align.compare import Comparison, Run, compare, read_run
 from tests.unit.counted import expect
@@ -241,7 +240,6 @@ def live(name: str, directory: Path, *, graphs: bool) -> None:
     for number in range(1, STEPS + 1):
         if number == WARMUP + 1:
             training.capture()
-            recorder.note(CAPTURED_AFTER, WARMUP)
         with LIVES[name].get(number, uneventful)(training):
             start = time.perf_counter()
             loss, norm = training.trainer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,6 +284,7 @@ def test_the_log_and_the_record_tell_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from megatron_cg.telemetry.capture_report import follow_captures
+    from megatron_cg.telemetry.read_record import read_run
     from megatron_cg.telemetry.record import Recorder, recording
 
     follow_captures()
@@ -296,6 +296,6 @@ def test_the_log_and_the_record_tell_of_it(
         "step 12 repeated: a rank had 10,240 rows for another in a MoE layer, bound 9,216" in text
     )
     assert "--cg-moe-rows 1.4 or more" in text
-    recorder.write()
-    (event,) = json.loads((tmp_path / "rank0.json").read_text())["events"]
+    recorder.finish([])
+    (event,) = read_run(tmp_path)[0]["events"]
     assert "step 12 repeated" in event["text"]

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_cg.telemetry.record import exact
-from megatron_cg.telemetry.record_schema import FORMAT
 from megatron_cg.tools.align.compare import (
     DIFFERENT,
     FAILED,
     IDENTICAL,
     NOT_COMPARABLE,
-    RecordError,
     compare,
     missing_ranks,
-    read_run,
 )
-from tests.unit.tools.align.records import Record, make_rank
+from tests.unit.tools.align.records import Record, capture, make_rank
 
 
 @pytest.fixture
@@ -44,17 +38,17 @@ def test_equal_runs_are_identical(eager: dict[int, Record], graphed: dict[int, R
     assert result.graphs == {"captured": 4, "replayed": 36, "eager": 0}
 
 
-def one_bit_more(number: dict[str, Any]) -> None:
-    number.update(exact(math.nextafter(float.fromhex(number["hex"]), math.inf)))
+def one_bit_more(numbers: dict[str, Any], name: str) -> None:
+    numbers[name] = math.nextafter(numbers[name], math.inf)
 
 
 def change_loss(run: dict[int, Record]) -> None:
-    one_bit_more(run[1]["steps"][1]["losses"]["lm loss"])
-    one_bit_more(run[0]["steps"][2]["losses"]["lm loss"])
+    one_bit_more(run[1]["steps"][1]["losses"], "lm loss")
+    one_bit_more(run[0]["steps"][2]["losses"], "lm loss")
 
 
 def change_norm(run: dict[int, Record]) -> None:
-    one_bit_more(run[0]["steps"][2]["grad_norm"])
+    one_bit_more(run[0]["steps"][2], "grad_norm")
 
 
 def drop_step(run: dict[int, Record]) -> None:
@@ -67,7 +61,7 @@ def rename_loss(run: dict[int, Record]) -> None:
 
 
 def make_nan(run: dict[int, Record]) -> None:
-    run[0]["steps"][1]["grad_norm"] = exact(math.nan)
+    run[0]["steps"][1]["grad_norm"] = math.nan
 
 
 @pytest.mark.parametrize(
@@ -148,7 +142,7 @@ def all_skipped(rank: Record) -> None:
 
 
 def all_nan(rank: Record) -> None:
-    rank["steps"][1]["losses"]["lm loss"] = exact(math.nan)
+    rank["steps"][1]["losses"]["lm loss"] = math.nan
 
 
 @pytest.mark.parametrize(
@@ -178,32 +172,13 @@ def test_equality_that_shows_nothing_is_a_failure(
     assert reason in result.reason
 
 
-def test_records_are_read_back(tmp_path: Path, eager: dict[int, Record]) -> None:
-    for rank, record in eager.items():
-        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"rank": rank, **record}))
-    assert {rank: data["steps"] for rank, data in read_run(tmp_path).items()} == {
-        rank: record["steps"] for rank, record in eager.items()
-    }
-
-
-def test_no_record_and_a_broken_one_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="holds no record"):
-        read_run(tmp_path)
-    (tmp_path / "rank0.json").write_text("{")
-    with pytest.raises(RecordError, match=r"rank0\.json is not a record"):
-        read_run(tmp_path)
-    (tmp_path / "rank0.json").write_text(json.dumps({"format": FORMAT, "rank": 0, "steps": []}))
-    with pytest.raises(RecordError, match="it has no world_size, versions, device, setup"):
-        read_run(tmp_path)
-
-
 @pytest.mark.parametrize(("step", "blamed"), [(0, True), (1, True), (2, False)])
 def test_a_difference_before_capture_is_not_blamed_on_graphs(
     step: int, blamed: bool, eager: dict[int, Record], graphed: dict[int, Record]
 ) -> None:
     for rank in graphed.values():
-        rank["captured_after_step"] = 2
-        rank["steps"][step]["grad_norm"] = exact(9.0)
+        rank["captures"] = [capture(2)]
+        rank["steps"][step]["grad_norm"] = 9.0
     result = compare(eager, graphed)
     assert result.status == DIFFERENT
     assert ("both runs were still eager" in result.reason) is blamed
@@ -231,8 +206,8 @@ def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_c
 ) -> None:
     """They are not reported as training that is not deterministic."""
     for rank in graphed.values():
-        rank["captured_after_step"] = 2
-        rank["steps"][0]["grad_norm"] = exact(9.0)
+        rank["captures"] = [capture(2)]
+        rank["steps"][0]["grad_norm"] = 9.0
         change(rank)
     result = compare(eager, graphed)
     assert result.status == NOT_COMPARABLE and not result.values
@@ -280,8 +255,8 @@ def test_a_difference_to_a_run_that_had_graphs_by_then_is_no_matter_of_determini
     eager: dict[int, Record], graphed: dict[int, Record]
 ) -> None:
     for rank in (*eager.values(), *graphed.values()):
-        rank["captured_after_step"] = 2
+        rank["captures"] = [capture(2)]
     change_norm(graphed)
     for rank in graphed.values():
-        rank["steps"][0]["grad_norm"] = exact(9.0)
+        rank["steps"][0]["grad_norm"] = 9.0
     assert "still eager" not in compare(eager, graphed).reason

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.telemetry.record import exact
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, RecordError
 from megatron_cg.tools.align.outcome import Outcome
 from megatron_cg.tools.align.processes import (
@@ -27,7 +26,7 @@ from tests.unit.tools.align.records import make_rank
 RECORD = """
 import json, pathlib, sys
 directory = pathlib.Path(sys.argv[1]); directory.mkdir(parents=True)
-(directory / "rank0.json").write_text(RECORD)
+(directory / "rank0.jsonl").write_text(RECORD)
 """
 
 
@@ -57,7 +56,7 @@ def make_runs(directory: Path, eager: str, graphs: str) -> list[Run]:
 
 def recording(loss: float, **fields: Any) -> str:
     """A script that leaves a record of one step with that loss."""
-    step = {"losses": {"lm loss": exact(loss)}, "grad_norm": None, "skipped": False}
+    step = {"losses": {"lm loss": loss}, "grad_norm": None, "skipped": False}
     record = make_rank({"captured": 1, "replayed": 1}) | {"steps": [step | {"milliseconds": 1.0}]}
     return RECORD.replace("RECORD", repr(json.dumps(record | fields)))
 

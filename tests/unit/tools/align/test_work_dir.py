@@ -12,13 +12,13 @@ import pytest
 from megatron_cg.tools.align.align_command import LOCK
 from megatron_cg.tools.align.processes import LaunchError, Options, check_start
 from megatron_cg.tools.cli.main import main
-from tests.unit.tools.align.records import make_rank
+from tests.unit.tools.align.records import capture, make_rank
 
 
 def write(directory: Path, *records: dict[str, Any]) -> Path:
     directory.mkdir(parents=True)
     for record in records:
-        (directory / f"rank{record['rank']}.json").write_text(json.dumps(record))
+        (directory / f"rank{record['rank']}.jsonl").write_text(json.dumps(record))
     return directory
 
 
@@ -51,7 +51,7 @@ def test_an_eager_record_that_cannot_be_compared_is_refused_before_the_run(tmp_p
     versions = {"torch": None}  # Not any that is installed.
     alone = write(tmp_path / "alone", make_rank())
     half = write(tmp_path / "half", make_rank(world_size=2))
-    graphs = write(tmp_path / "graphs", make_rank() | {"captured_after_step": 3})
+    graphs = write(tmp_path / "graphs", make_rank() | {"captures": [capture(3)]})
     old = write(tmp_path / "old", make_rank() | {"versions": versions})
     assert "has 1 ranks, and this run is to have 2" in refused(alone, tmp_path)
     assert "has records of 1 of its 2 ranks, none of 1" in refused(half, tmp_path)

@@ -238,7 +238,7 @@ def test_a_report_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path:
     assert done.returncode == USAGE_ERROR
     assert said == f"megatron-cg report: {tmp_path}/report.html: File too large"
     assert (tmp_path / "report.html").read_text() == "good"
-    assert {path.name for path in tmp_path.iterdir()} == {"rank0.json", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0.jsonl", "report.html"}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.replay.counters import Counters
-from megatron_cg.telemetry.coverage_lines import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED
-from megatron_cg.telemetry.record import exact
-from megatron_cg.telemetry.record_schema import FORMAT
+from megatron_cg.telemetry.coverage import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED
+from megatron_cg.telemetry.read_record import FORMAT
 
 MIB = 2**20
 MISMATCH = (
@@ -36,7 +35,6 @@ def make_record(
         "setup": {"model": {"num_layers": layers}},
         "versions": {"torch": "0.0", "megatron-cg": "0.0"},
         "device": "a made-up GPU",
-        "machine": {"gpu": "a made-up GPU", "gpus": 2, "gpu_bytes": 2**37, "driver": "0.0"},
         "command": ["train.py", "--seed", "1", *(["--cuda-graph-modules", "attn"] * graphs)],
         "environment": {"NCCL_GRAPH_REGISTER": "0"},
         "finished": True,
@@ -54,7 +52,6 @@ def make_record(
         with_graphs = graphs and step > captured
         if graphs and step == captured + 1:
             record["captures"].append(_capture(captured, layers))
-            record["captured_after_step"] = captured
             counters.captured += layers
         record["steps"].append(_step(step, with_graphs, off))
         if with_graphs:
@@ -75,24 +72,20 @@ def _step(step: int, with_graphs: bool, off: int | None) -> dict[str, Any]:
     loss = 5.5 + 4 * math.exp(-step / 30) + 0.1 * math.sin(7 * step)
     if off is not None and step >= off:
         loss += 1e-4 * math.cos(step)
-    forward, backward, optimizer = (30.0, 60.0, 8.0) if with_graphs else (50.0, 90.0, 8.0)
     slow = 4000.0 if step == 1 else 0.0
     return {
-        "losses": {"lm loss": exact(loss), "load_balancing_loss": exact(1 + 1 / step)},
-        "grad_norm": exact(1 + 1 / step),
+        "losses": {"lm loss": loss, "load_balancing_loss": 1 + 1 / step},
+        "grad_norm": 1 + 1 / step,
         "skipped": False,
-        "milliseconds": forward + backward + optimizer + 4 + slow,
-        "phases": {"forward": forward + slow, "backward": backward, "optimizer": optimizer},
+        "milliseconds": (102.0 if with_graphs else 152.0) + slow,
     }
 
 
 def _interval(step: int, with_graphs: bool, counters: Counters) -> dict[str, Any]:
-    votes = {"votes": step, "issuing_ms": 0.0, "waiting_ms": 0.1 * step, "exchanging_ms": 0.0}
     memory = _memory(20000 + 900 * with_graphs, 26000 + 900 * with_graphs)
     return {
         "step": step,
         "counters": counters.as_dict(),
-        "agreement": votes,
         "memory": memory,
     }
 
@@ -102,7 +95,6 @@ def _memory(allocated: int, peak: int) -> dict[str, int]:
         "allocated_bytes": allocated * MIB,
         "reserved_bytes": (peak + 1500) * MIB,
         "peak_allocated_bytes": peak * MIB,
-        "peak_reserved_bytes": (peak + 1500) * MIB,
     }
 
 
@@ -112,22 +104,13 @@ def _capture(after_step: int, layers: int) -> dict[str, Any]:
         "layers": layers,
         "graphs": layers,
         "error": None,
-        "seconds": {
-            "prepare": 0.3,
-            "warm up": 1.2,
-            "capture": 0.9,
-            "publish": 0.05,
-            "vote": 0.02,
-        },
+        "seconds": {"prepare": 0.3, "warm up and capture": 2.1, "publish": 0.05, "vote": 0.02},
         "memory": {
             "before": _memory(20000, 26000),
-            "warmed up": _memory(20400, 26000),
-            "captured": _memory(21100, 26300),
             "after": _memory(20900, 26300),
-            "highest": {"allocated_bytes": 26300 * MIB, "exact": 1},
+            "highest": {"allocated_bytes": 26300 * MIB},
         },
         "coverage": [_layer(index, layers) for index in range(layers)],
-        "patches": [{"place": "Layer.forward", "value": "megatron_cg.replay", "objects": layers}],
     }
 
 
@@ -156,5 +139,5 @@ def write(directory: Path, *records: dict[str, Any]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for rank, record in enumerate(records):
         whole = record | {"rank": rank, "world_size": len(records)}
-        (directory / f"rank{rank}.json").write_text(json.dumps(whole))
+        (directory / f"rank{rank}.jsonl").write_text(json.dumps(whole))
     return directory

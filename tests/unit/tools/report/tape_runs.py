@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from megatron_cg.telemetry.record import Recorder, recording
-from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.tools.cpu.voting import VotingTrainer
 
@@ -25,7 +24,6 @@ def train_recorded(plan: TrainingPlan, directory: Path) -> None:
             for number in range(plan.steps):
                 if plan.graphs and number == plan.warmup_steps:
                     trainer.start()
-                    recorder.note(CAPTURED_AFTER, number)
                 start = time.perf_counter()
                 loss, norm = trainer.step()
                 losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}

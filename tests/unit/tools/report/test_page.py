@@ -132,15 +132,6 @@ def test_text_of_a_run_cannot_become_markup(undrawn: None) -> None:
     assert "argument &lt;hidden&gt; &amp; co" in odd
 
 
-def test_a_record_without_what_newer_ones_have_has_a_page(undrawn: None) -> None:
-    record = make_record(steps=2, graphs=False)
-    record["graphs"] = {"captured": 1, "replayed": 1}
-    for key in ("machine", "command", "environment", "captures", "intervals", "events"):
-        del record[key]
-    text = page(Story("old", {0: record}))
-    assert "On all ranks 1 graphs" in text and "<code>not recorded</code>" in text
-
-
 def test_a_run_without_a_step_has_a_page(undrawn: None) -> None:
     record = make_record(steps=0, graphs=False) | {"finished": False}
     text = page(Story("none", {0: record}))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.telemetry.record import exact
 from megatron_cg.tools.align.compare import RecordError
 from megatron_cg.tools.report.series import counted_steps, memory_over_steps, quantities
 from megatron_cg.tools.report.story import Story, read_story
@@ -25,8 +24,8 @@ def test_equal_bits_are_no_difference_and_one_bit_is() -> None:
     found = quantities(pair(graphs, eager))
     assert [q.name for q in found] == ["lm loss", "load_balancing_loss", "gradient norm"]
     assert all(not q.unequal and q.compared == 40 for q in found)
-    loss = float.fromhex(graphs["steps"][11]["losses"]["lm loss"]["hex"])
-    graphs["steps"][11]["losses"]["lm loss"] = exact(math.nextafter(loss, 9))
+    loss = graphs["steps"][11]["losses"]["lm loss"]
+    graphs["steps"][11]["losses"]["lm loss"] = math.nextafter(loss, 9)
     first = quantities(pair(graphs, eager))[0]
     assert first.unequal == ((12, 0),)
     assert first.difference is not None
@@ -36,7 +35,7 @@ def test_equal_bits_are_no_difference_and_one_bit_is() -> None:
 def test_a_difference_on_another_rank_is_seen_and_nan_is_the_widest() -> None:
     eager = {rank: make_record(graphs=False, steps=6, world_size=2) for rank in (0, 1)}
     graphs = {rank: make_record(steps=6, world_size=2) for rank in (0, 1)}
-    graphs[1]["steps"][3]["grad_norm"] = exact(math.nan)
+    graphs[1]["steps"][3]["grad_norm"] = math.nan
     found = quantities(Story("pair", graphs, reference=eager))[-1]
     assert found.unequal == ((4, 1),) and found.compared == 12
     assert found.difference is not None and math.isnan(found.difference[4])
@@ -97,8 +96,8 @@ def test_what_is_no_record_is_named(made_up: Path, tmp_path: Path) -> None:
         read_story(tmp_path / "nowhere")
     with pytest.raises(RecordError, match="holds two runs already"):
         read_story(made_up, made_up / "eager")
-    (tmp_path / "rank0.json").write_text("{")
-    with pytest.raises(RecordError, match=r"rank0\.json is not a record"):
+    (tmp_path / "rank0.jsonl").write_text("{")
+    with pytest.raises(RecordError, match=r"rank0\.jsonl is not a record"):
         read_story(tmp_path)
 
 

@@ -22,21 +22,17 @@ NOT_SELECTED = "not selected (--cg-layers)"
 NOT_ASKED = "not asked for (--cuda-graph-modules)"
 NO_SUCH_PART = "the layer has no such part"
 
-_CUDA_GRAPHS = "megatron.core.transformer.cuda_graphs"
+_TRANSFORMER = "megatron.core.transformer"
 _LAYER = Symbol(
-    "megatron-core",
-    "megatron.core.transformer.module:GraphableMegatronModule",
-    "the class of layers that can be captured",
+    "megatron-core", f"{_TRANSFORMER}.module:GraphableMegatronModule", "layers that have scopes"
 )
 _GRAPHABLE = Symbol(
     "megatron-core",
-    f"{_CUDA_GRAPHS}:_layer_is_graphable",
+    f"{_TRANSFORMER}.cuda_graphs:_layer_is_graphable",
     "which layers have a scope",
     parameters=("layer", "config"),
 )
-_SCOPES = Symbol(
-    "megatron-core", "megatron.core.transformer.enums:CudaGraphModule", "the scopes by name"
-)
+_SCOPES = Symbol("megatron-core", f"{_TRANSFORMER}.enums:CudaGraphModule", "the scopes by name")
 RELIES_ON = (_LAYER, _GRAPHABLE, _SCOPES)
 
 
@@ -49,26 +45,26 @@ def coverage(model: nn.Module, units: Sequence[Unit]) -> list[dict[str, Any]]:
     """
     captured = {unit.layer: unit.name for unit in units}
     layers: list[Any] = []
-    if _CUDA_GRAPHS in sys.modules:
+    if f"{_TRANSFORMER}.cuda_graphs" in sys.modules:
         kind = _LAYER.find()
-        found = (module for module in model.modules() if isinstance(module, kind))
-        layers = [layer for layer in found if hasattr(layer, "layer_number")]
+        layers = [m for m in model.modules() if isinstance(m, kind) and hasattr(m, "layer_number")]
     if not layers:
         return [_row(unit.name, unit.layer, [WHOLE_LAYER], {}) for unit in units]
     return [_megatron_row(layer, captured.get(layer)) for layer in layers]
 
 
 def _megatron_row(layer: Any, name: str | None) -> dict[str, Any]:
-    seen = _names(layer.config.cuda_graph_modules)
+    own = _names(layer.config.cuda_graph_modules) or [WHOLE_LAYER]
     config = vars(layer.config).get("_config", layer.config)
     asked = _names(config.cuda_graph_modules) or [WHOLE_LAYER]
-    graphed = [] if name is None else (seen or [WHOLE_LAYER])
+    graphed: list[str] = []
     eager: dict[str, str] = {}
     for scope in asked if asked == [WHOLE_LAYER] else SCOPES:
         if scope != WHOLE_LAYER and not _has(layer, config, scope):
             eager[scope] = NO_SUCH_PART
-            graphed = [other for other in graphed if other != scope]
-        elif scope not in graphed:
+        elif name is not None and scope in own:
+            graphed.append(scope)
+        else:
             eager[scope] = NOT_SELECTED if scope in asked else NOT_ASKED
     return _row(name or f"layer {layer.layer_number - 1}", layer, graphed, eager)
 
@@ -83,6 +79,5 @@ def _names(modules: Sequence[Any]) -> list[str]:
 
 def _has(layer: Any, config: Any, scope: str) -> bool:
     """Whether ``layer`` has that scope."""
-    return bool(
-        _GRAPHABLE.find()(layer, LayerConfig(config, cuda_graph_modules=[_SCOPES.find()[scope]]))
-    )
+    alone = LayerConfig(config, cuda_graph_modules=[_SCOPES.find()[scope]])
+    return bool(_GRAPHABLE.find()(layer, alone))
