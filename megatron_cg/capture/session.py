@@ -35,7 +35,6 @@ from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import capturing
-from megatron_cg.consensus.collectives import without_other_threads
 from megatron_cg.consensus.decision import AgreementError, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
@@ -215,10 +214,7 @@ class Session:
             if self._agreement is not None:
                 self._agreement.ready(Vote(size=args[0][0].numel(), graphs=self.digest))
 
-        with without_other_threads():
-            return self._capture.run(
-                self._hooks, args, kwargs, options, begin=begin, joins=self._joins
-            )
+        return self._capture.run(self._hooks, args, kwargs, options, begin=begin, joins=self._joins)
 
     def _agree_on_collectives(self, agreement: Agreement) -> None:
         """End the capture's votes: a unit whose graphs hold collectives on one rank does on all."""

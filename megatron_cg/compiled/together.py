@@ -200,10 +200,7 @@ class CompiledRegions:
 
     def _vote(self, kind: Kind, vote: Vote) -> Decision:
         self._serial += 1
-        self._agreement.post(kind, vote, serial=self._serial)
-        decision = self._agreement.collect()
-        assert decision is not None
-        return decision
+        return self._agreement.agree(kind, vote, serial=self._serial)
 
 
 @contextmanager

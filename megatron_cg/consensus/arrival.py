@@ -51,10 +51,10 @@ def gloo_group(
     Raises AgreementError, with the ranks that did not come in time.
     """
     ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
-    name = f"megatron_cg/{digest(map(str, ranks))}"
-    name = f"{name}/{_met[name]}"
+    those = f"megatron_cg/{digest(map(str, ranks))}"
+    name = f"{those}/{_met[those]}"
     _meet(name, ranks, arrival, remedy)
-    _met[name.rpartition("/")[0]] += 1
+    _met[those] += 1
     options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
     made: dist.ProcessGroup
     if group is None:
@@ -78,6 +78,7 @@ def gloo_backend(group: dist.ProcessGroup) -> Any:
 
 
 def _meet(name: str, ranks: Sequence[int], arrival: timedelta, remedy: str) -> None:
+    """Wait for all ranks: the first one for each other's key, and the others for the first."""
     store: Any = _STORE.find()()
     own, met = f"{name}/{dist.get_rank()}", f"{name}/all"
     keys = {rank: f"{name}/{rank}" for rank in ranks}
@@ -89,27 +90,14 @@ def _meet(name: str, ranks: Sequence[int], arrival: timedelta, remedy: str) -> N
         else:
             store.wait([met], arrival)
     except RuntimeError as error:
-        here, left = _found(store, keys), _found(store, {r: f"{k}/left" for r, k in keys.items()})
-        if len(here) == len(ranks) and store.check([met]):
-            return  # The last one came just in time.
+        absent: list[int] = []
         with suppress(RuntimeError):  # The rank that holds the store may be gone.
-            store.set(f"{own}/left", "")
+            absent = [rank for rank, key in keys.items() if not store.check([key])]
+            if not absent and store.check([met]):
+                return  # The last one came just in time.
             store.delete_key(own)  # Else a rank that comes later would take this one for present.
-        absent = [rank for rank in ranks if rank not in here]
-        kinds = (
-            ("did not come here", [rank for rank in absent if rank not in left]),
-            ("came and left", [rank for rank in absent if rank in left]),
-        )
-        found = " and ".join(f"{ranks_text(those)} {what}" for what, those in kinds if those)
+        who = f"{ranks_text(absent)} did not come here" if absent else "the others left again"
         raise AgreementError(
-            f"{found or 'the store of the default group ended'} within "
-            f"{arrival.total_seconds():g} seconds of rank {dist.get_rank()}: each rank of the "
-            f"group votes, so all of them make this call, together. {remedy}"
+            f"{who} within {arrival.total_seconds():g} seconds of rank {dist.get_rank()}: each "
+            f"rank of the group votes, so all of them make this call, together. {remedy}"
         ) from error
-
-
-def _found(store: Any, keys: dict[int, str]) -> list[int]:
-    """The ranks whose keys are set; none if the store is gone."""
-    with suppress(RuntimeError):
-        return [rank for rank, key in keys.items() if store.check([key])]
-    return []

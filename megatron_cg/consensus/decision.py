@@ -1,12 +1,10 @@
 """The pure part of an agreement: the votes of the ranks, and the decision that follows from them.
 
 Note [One row from each rank]
-    A vote is one all-gather of a short int64 row from every rank. The row has the same length for
-    every kind of vote. The all-gather costs no more than an all-reduce (half its ring passes), and
-    the decision can name the ranks that failed, hold other graphs, or are at another vote.
-    Because all votes have the same shape, ranks at different votes meet in one collective, and the
-    head of the row shows the difference. Different collectives would wait for each other until the
-    timeout.
+    A vote is one all-gather of a short int64 row from every rank, so the decision can name the
+    ranks that failed, hold other graphs, or are at another vote. All votes have the same shape.
+    So ranks at different votes meet in one collective, and the head of the row shows the
+    difference. Different collectives would wait for each other until the timeout.
 """
 
 from __future__ import annotations
@@ -54,14 +52,6 @@ class Kind(IntEnum):
 _OF_COMPILED_REGIONS = {Kind.GUARD, Kind.COMPILE, Kind.SIZE}
 
 
-class Exchange(IntEnum):
-    """Which exchange of a vote: an asynchronous vote has one, a synchronous vote two."""
-
-    POSTED = 0
-    ARRIVING = 1
-    VOTING = 2
-
-
 @dataclass(frozen=True)
 class Vote:
     """The vote of one rank."""
@@ -84,11 +74,6 @@ class Decision:
     largest: int = 0
     minority: tuple[int, ...] = ()
     """The ranks that do not hold the set of graphs that most ranks hold."""
-
-    @property
-    def same_graphs(self) -> bool:
-        """Whether all ranks hold the same set of graphs."""
-        return not self.minority
 
     @property
     def sizes_agree(self) -> bool:
@@ -124,16 +109,14 @@ def digest(names: Iterable[str]) -> int:
     return int.from_bytes(state.digest()) >> 1
 
 
-def encode(
-    kind: Kind, serial: int, vote: Vote, exchange: Exchange = Exchange.POSTED
-) -> torch.Tensor:
-    """The row of a rank, (6,) int64: three values say which vote it is, three are the vote."""
-    row = (kind, serial, exchange, vote.level, vote.size, vote.graphs)
+def encode(kind: Kind, serial: int, vote: Vote) -> torch.Tensor:
+    """The row of a rank, (5,) int64: two values say which vote it is, three are the vote."""
+    row = (kind, serial, vote.level, vote.size, vote.graphs)
     return torch.tensor(row, dtype=torch.int64, device="cpu")
 
 
 def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
-    """The decision that follows from all ranks' rows, (world, 6) int64 in rank order.
+    """The decision that follows from all ranks' rows, (world, 5) int64 in rank order.
 
     ``ranks`` are the ranks of the rows, if they are not those of the default group.
 
@@ -144,7 +127,7 @@ def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
         AgreementError: the rows belong to different votes; names the ranks and their votes.
     """
     ranks = range(len(rows)) if ranks is None else ranks
-    heads, (levels, sizes, graphs) = rows[:, :3], rows[:, 3:].unbind(1)
+    heads, (levels, sizes, graphs) = rows[:, :2], rows[:, 2:].unbind(1)
     if not torch.equal(heads, heads[:1].expand_as(heads)):
         raise AgreementError(_mixed_up(heads.tolist(), ranks))
     level = Level(int(levels.max()))
@@ -163,18 +146,18 @@ def _mixed_up(heads: list[list[int]], group: Sequence[int]) -> str:
     votes: dict[tuple[int, ...], list[int]] = {}
     for rank, head in zip(group, heads, strict=True):
         votes.setdefault(tuple(head), []).append(rank)
-    found = ", ".join(
-        f"{ranks_text(ranks)} to {name_of(Kind(kind))} {serial} ({name_of(Exchange(exchange))})"
-        for (kind, serial, exchange), ranks in votes.items()
+    each = ", ".join(
+        f"{ranks_text(ranks)} to {name_of(Kind(kind))} {serial}"
+        for (kind, serial), ranks in votes.items()
     )
     instead = (
         "Call the same compiled regions, in the same order, on all ranks, and enter "
         "compile_together() before the first of them"
-        if any(kind in _OF_COMPILED_REGIONS for kind, _, _ in votes)
+        if any(kind in _OF_COMPILED_REGIONS for kind, _ in votes)
         else "To train without graphs: --cuda-graph-impl none"
     )
     return (
-        f"ranks came to different votes: {found}. They no longer do the same, so this run ends on "
+        f"ranks came to different votes: {each}. They no longer do the same, so this run ends on "
         f"all of them. {instead}"
     )
 

@@ -9,29 +9,24 @@ Note [Undone by all ranks together]
     A change that affects a rank's collectives must not be undone by one rank alone, for example
     when a rank deletes its graphs by itself. Its undo is stored here. It runs when all ranks have
     agreed on what follows, or when the votes are over.
-
-Note [Two exchanges]
-    A synchronous vote takes two exchanges. The first measures the wait for the last rank, the
-    second measures the exchange itself. An asynchronous vote takes one, which overlaps other work.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.arrival import gloo_backend, gloo_group
 from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
-    Exchange,
     Kind,
     Level,
     Vote,
@@ -53,17 +48,35 @@ FALLING_BACK = timedelta(seconds=60)
 mismatch at the same call."""
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """An exchange in flight: gloo writes into ``rows`` until ``work`` is done."""
+@dataclass
+class AgreementTime:
+    """What votes cost this rank's main thread, summed over all votes."""
 
-    work: dist.Work | None
-    """None without process groups: this process is the only rank."""
-    rows: torch.Tensor
+    votes: int = 0
+    waiting_ms: float = 0.0
+    """Posting votes and waiting for those of the other ranks, in milliseconds."""
+
+    def as_dict(self) -> dict[str, float]:
+        """The values by field name."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """The values in one readable line."""
+        return f"{self.votes} votes: {self.waiting_ms:.1f} ms waiting"
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Add the duration of the block, also when it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waiting_ms += (time.perf_counter() - start) * 1e3
 
 
-class _OneRank:
-    """Takes the group's place in a process without process groups."""
+_Pending = tuple[dist.Work | None, torch.Tensor]
+"""An exchange in flight: gloo writes into the rows until the work is done. Without process groups
+there is no work: this process is the only rank."""
 
 
 class Agreement:
@@ -95,13 +108,13 @@ class Agreement:
         arrival: timedelta = TIMEOUT,
         remedy: str = "",
     ) -> None:
-        self._group: dist.ProcessGroup | _OneRank | None = _OneRank()
+        self._group: dist.ProcessGroup | None = None
         self._ranks = [0]
         if dist.is_initialized():
             self._group = gloo_group(group, timeout, arrival, remedy)
             self._ranks = dist.get_process_group_ranks(self._group)
         self._timeout = timeout
-        self._broken, self._is_last = "", False
+        self._closed, self._broken, self._is_last = False, "", False
         self._pending: _Pending | None = None
         self._captures = 1
         self._next: Kind | None = Kind.CAPTURE_START
@@ -126,12 +139,7 @@ class Agreement:
                 undos.callback(self._together.pop(0))
 
     def agree(
-        self,
-        kind: Kind,
-        vote: Vote,
-        *,
-        serial: int = 0,
-        timeout: timedelta | None = None,
+        self, kind: Kind, vote: Vote, *, serial: int = 0, timeout: timedelta | None = None
     ) -> Decision:
         """Vote now and wait for all ranks. A vote posted before stays posted.
 
@@ -149,12 +157,8 @@ class Agreement:
         """
         _require_no_capture()
         self.time.votes += 1
-        with self.time.measure("waiting_ms"):
-            arriving = self._issue(encode(kind, serial, vote, Exchange.ARRIVING), timeout)
-            self._finish(arriving)
-        with self.time.measure("exchanging_ms"):
-            row = encode(kind, serial, vote, Exchange.VOTING)
-            return self._finish(self._issue(row, timeout))
+        with self.time.measure():
+            return self._finish(self._issue(encode(kind, serial, vote), timeout))
 
     def post(self, kind: Kind, vote: Vote, *, serial: int = 0) -> None:
         """Vote without waiting; :meth:`collect` returns the decision. One vote at a time.
@@ -166,7 +170,7 @@ class Agreement:
         if self._pending is not None:
             raise PhaseError("a vote is posted already: collect() its decision before the next")
         self.time.votes += 1
-        with self.time.measure("issuing_ms"):
+        with self.time.measure():
             self._pending = self._issue(encode(kind, serial, vote), None)
 
     def collect(self, timeout: timedelta | None = None) -> Decision | None:
@@ -185,11 +189,11 @@ class Agreement:
         if pending is None:
             return None
         self._is_last = timeout is not None
-        with self.time.measure("waiting_ms"):
+        with self.time.measure():
             return self._finish(pending, timeout)
 
     def gather(self, mine: Any) -> list[Any]:
-        """An object of each rank, in rank order; all ranks call this after a vote.
+        """The objects of all ranks, in rank order. Not a vote; all ranks call it after the same.
 
         Args:
             mine: can be pickled.
@@ -198,13 +202,13 @@ class Agreement:
         """
         _require_no_capture()
         group = self._require_sound()
-        if isinstance(group, _OneRank):
+        if group is None:
             return [mine]
-        found = [None] * group.size()
+        objects = [None] * group.size()
         gloo_backend(group).set_timeout(self._timeout)
-        with self._naming_lost_ranks(), self.time.measure("exchanging_ms"):
-            dist.all_gather_object(found, mine, group=group)
-        return found
+        with self._naming_lost_ranks(), self.time.measure():
+            dist.all_gather_object(objects, mine, group=group)
+        return objects
 
     def begin_capture(self) -> None:
         """Open the next capture; a new agreement has opened its first. Not a vote.
@@ -234,22 +238,22 @@ class Agreement:
         self._require_next(Kind.CAPTURE_START)
         self._vote_on_capture(Kind.CAPTURE_START, vote or Vote())
 
-    def confirm(self, found: Iterable[str] = ()) -> frozenset[str]:
+    def confirm(self, names: Iterable[str] = ()) -> frozenset[str]:
         """Vote that this rank's capture is complete; returns when all ranks' captures are.
 
         :meth:`ready` runs here if it was not called before. Exceptions are those of :meth:`ready`.
 
         Args:
-            found: names that this rank has found, and others perhaps not.
+            names: what this rank has seen, and others perhaps not.
 
         Returns:
-            The names that any rank has found. Only if ranks have found different ones is there an
-            exchange after the vote.
+            The names that any rank has given. Only if they differ is there an exchange after the
+            vote.
         """
         if self._next is Kind.CAPTURE_START:
             self.ready()
         self._require_next(Kind.CAPTURE_END)
-        own = sorted(set(found))
+        own = sorted(set(names))
         decision = self._vote_on_capture(Kind.CAPTURE_END, Vote(size=digest(own)))
         return frozenset().union(*([own] if decision.sizes_agree else self.gather(own)))
 
@@ -283,7 +287,7 @@ class Agreement:
             name: of the graph and the reason.
             timeout: how long to wait for a rank that does not arrive; :data:`FALLING_BACK` if None.
 
-        Raises AgreementError when a rank found another mismatch, or does not arrive within
+        Raises AgreementError when a rank has another mismatch, or does not arrive within
         ``timeout``: that rank is waiting for a collective in its replay.
         """
         if len(self._ranks) == 1:  # No rank could wait for this one.
@@ -298,8 +302,8 @@ class Agreement:
         """Release the group. Safe to call twice, and after the process groups were destroyed."""
         self.together()
         group, self._group = self._group, None
-        self._pending = None
-        if isinstance(group, dist.ProcessGroup):
+        self._closed, self._pending = True, None
+        if group is not None:
             # torch 2.11 raises ValueError if destroy_process_group() has destroyed this group too.
             with suppress(ValueError):
                 dist.destroy_process_group(group)
@@ -334,17 +338,18 @@ class Agreement:
                 "votes of another capture"
             )
 
-    def _require_sound(self) -> dist.ProcessGroup | _OneRank:
+    def _require_sound(self) -> dist.ProcessGroup | None:
+        """The group of the votes; None if this process is the only rank."""
         if self._broken:
             raise AgreementError(self._broken)
-        if self._group is None:
+        if self._closed:
             raise PhaseError("this agreement is closed: make another, on all ranks together")
         return self._group
 
     def _issue(self, row: torch.Tensor, timeout: timedelta | None) -> _Pending:
         group = self._require_sound()
-        if isinstance(group, _OneRank):
-            return _Pending(None, row.view(1, -1))
+        if group is None:
+            return None, row.view(1, -1)
         rows = row.new_empty(group.size() * len(row))
         # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
         # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
@@ -352,14 +357,15 @@ class Agreement:
         with self._naming_lost_ranks():
             work = dist.all_gather_into_tensor(rows, row, group, async_op=True)
         assert work is not None
-        return _Pending(work, rows.view(group.size(), -1))
+        return work, rows.view(group.size(), -1)
 
     def _finish(self, pending: _Pending, timeout: timedelta | None = None) -> Decision:
+        work, rows = pending
         with self._naming_lost_ranks():
-            if pending.work is not None:
-                pending.work.wait(*(() if timeout is None else (timeout,)))
+            if work is not None:
+                work.wait(*(() if timeout is None else (timeout,)))
         try:
-            return decide(pending.rows, self._ranks)
+            return decide(rows, self._ranks)
         except AgreementError as error:
             self._break(str(error))
             raise

@@ -85,10 +85,7 @@ class _Capture:
         self._seconds[phase] += now - since - (voted_now - voted)
 
     def _voted(self) -> float:
-        spent = self._votes
-        if spent is None:
-            return 0.0
-        return float(spent.waiting_ms + spent.exchanging_ms + spent.issuing_ms) / 1e3
+        return 0.0 if self._votes is None else float(self._votes.waiting_ms) / 1e3
 
     def _highest_memory(self) -> dict[str, dict[str, int] | None]:
         """The highest memory during the capture, if it was the highest since the process began."""

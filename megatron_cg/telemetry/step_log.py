@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from megatron_cg.consensus.agreement_time import AgreementTime
+from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.replay.counters import Counters
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
@@ -34,7 +34,7 @@ RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
 
 _COUNTS = ("captured", "replayed", "eager", "mismatched", "recaptured", "verified")
 _REPEATED = "repeated"
-_SHOWN = (*_COUNTS, _REPEATED, "inputs_copied", "bytes_copied", "waiting_ms", "exchanging_ms")
+_SHOWN = (*_COUNTS, _REPEATED, "inputs_copied", "bytes_copied", "waiting_ms")
 Counted = tuple[Counters, AgreementTime]
 Totals = dict[str, float]
 
@@ -98,5 +98,5 @@ def log_line(last: Totals, now: Totals) -> str:
     new = {name: value - last.get(name, 0) for name, value in now.items()}
     counts = " | ".join(f"{name}: {new[name]:.0f}" for name in (*_COUNTS, _REPEATED) if name in new)
     copied = f"copied: {new['inputs_copied']:.0f} tensors, {new['bytes_copied'] / 2**20:.1f} MiB"
-    votes = f"votes (ms): {new['waiting_ms']:.1f} waiting, {new['exchanging_ms']:.1f} exchanging"
+    votes = f"votes (ms): {new['waiting_ms']:.1f}"
     return f" megatron_cg | {counts} | {copied} | {votes} |"

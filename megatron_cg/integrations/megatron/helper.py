@@ -23,8 +23,7 @@ from megatron_cg.backends.native.native_backend import NativeBackend
 from megatron_cg.backends.te.te_backend import TransformerEngineBackend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
-from megatron_cg.consensus.agreement_time import AgreementTime
-from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.consensus.exchange import Agreement, AgreementTime
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron import repeat
 from megatron_cg.integrations.megatron.attach import attach_replay, run_region

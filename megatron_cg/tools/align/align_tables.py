@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_cg.consensus.agreement_time import AgreementTime
+from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.telemetry.capture_report import counts_text
 from megatron_cg.tools.align.compare import DIFFERENT, IDENTICAL, Comparison, Run, Value
 from megatron_cg.tools.align.outcome import Outcome

@@ -179,10 +179,8 @@ def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
     class Failed:
         posted = 0
 
-        def post(self, *_vote: Any, serial: int) -> None:
+        def agree(self, *_vote: Any, serial: int) -> Decision:
             self.posted = serial
-
-        def collect(self) -> Decision:
             return Decision(Level.RECAPTURE)
 
     votes: Any = Failed()
@@ -203,12 +201,10 @@ class FirstVoteFails:
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
-    def post(self, *_vote: Any, serial: int) -> None:
+    def agree(self, *_vote: Any, serial: int) -> Decision:
         self.posted = serial
         if serial == 1:
             raise self._error
-
-    def collect(self) -> Decision:
         return Decision()
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import set_debug_level_from_env
 
-from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, PhaseError
@@ -132,13 +131,24 @@ def left_a_graph(rank: int, votes: Agreement) -> Any:
 
 
 def was_timed(rank: int, votes: Agreement) -> Any:
+    """Rank 1 comes 0.3 s late to the first vote, and calls collect() as late after the second."""
     time.sleep(0.3 * rank)
-    arrived = time.perf_counter()
     votes.agree(Kind.MISMATCH, Vote())
-    left, at_once = time.perf_counter(), votes.time.as_dict()
+    at_once = votes.time.as_dict()
     votes.post(Kind.STEP, Vote())
+    time.sleep(0.3)
     votes.collect()
-    return {"arrived": arrived, "left": left, "at once": at_once, "both": votes.time.as_dict()}
+    return at_once, votes.time.as_dict()
+
+
+def names_given(rank: int, votes: Agreement) -> Any:
+    """The union of the names that ranks give, when they differ and when not."""
+    first = votes.confirm(["both", f"rank {rank}"])
+    votes.begin_capture()
+    second = votes.confirm([])
+    votes.begin_capture()
+    third = votes.confirm(["second"] if rank else [])
+    return [sorted(names) for names in (first, second, third)]
 
 
 def was_opened_and_closed(rank: int, votes: Agreement) -> Any:
@@ -179,6 +189,7 @@ SCENARIOS = (
     came_late,
     left_a_graph,
     was_timed,
+    names_given,
     was_opened_and_closed,
     lost_a_rank,
 )
@@ -281,11 +292,11 @@ def test_a_posted_vote_outlives_one_made_at_once(outcome: Any) -> None:
 
 def test_ranks_at_different_votes_all_end_and_vote_no_more(outcome: Any) -> None:
     first, second = outcome(came_to_different_votes)
-    mixed = "AgreementError: ranks came to different votes: rank 0 to mismatch 0 (arriving), rank 1"
-    assert all(text.startswith(f"{mixed} to step 5 (posted)") for text in (*first, *second[:2]))
+    mixed = "AgreementError: ranks came to different votes: rank 0 to mismatch 0, rank 1"
+    assert all(text.startswith(f"{mixed} to step 5") for text in (*first, *second[:2]))
     assert second[2].startswith("CaptureError") and "came to different votes" in second[2]
     for told in outcome(came_to_different_steps):
-        assert "rank 0 to step 5 (posted), rank 1 to step 6 (posted)" in told[0]
+        assert "rank 0 to step 5, rank 1 to step 6" in told[0]
         assert told[1].startswith("CaptureError: this rank's capture failed, and the other ranks")
 
 
@@ -307,31 +318,21 @@ def test_a_rank_that_died_ends_the_others(outcome: Any) -> None:
     assert told[1].startswith("CaptureError: this rank's capture failed, and the other ranks did")
 
 
-def test_waiting_for_the_last_rank_is_not_exchanging(outcome: Any) -> None:
-    first, second = outcome(was_timed)
-    after_arrival = (first["left"] - second["arrived"]) * 1e3
-    assert 0 < first["at once"]["exchanging_ms"] <= after_arrival
-    for told in (first, second):
-        once, both = told["at once"], told["both"]
-        spent = once["waiting_ms"] + once["exchanging_ms"]
-        assert 0 < once["waiting_ms"] < spent <= (told["left"] - told["arrived"]) * 1e3
-        assert once["issuing_ms"] == 0 < both["issuing_ms"]
-        assert both["waiting_ms"] > once["waiting_ms"]
-        assert both["exchanging_ms"] == once["exchanging_ms"]
-        assert [once["votes"], both["votes"]] == [1, 2]
+def test_time_is_what_votes_keep_this_rank_waiting(outcome: Any) -> None:
+    (first, both), (late, _) = outcome(was_timed)
+    assert first["waiting_ms"] > 200 > late["waiting_ms"] > 0
+    assert first["waiting_ms"] < both["waiting_ms"] < first["waiting_ms"] + 200
+    assert [first["votes"], both["votes"]] == [1, 2]
+
+
+def test_all_ranks_know_what_any_rank_has_given(outcome: Any) -> None:
+    assert outcome(names_given) == [[["both", "rank 0", "rank 1"], [], ["second"]]] * 2
 
 
 def test_a_closed_agreement_leaves_nothing_open(outcome: Any) -> None:
     for told in outcome(was_opened_and_closed):
         assert told[0] is True and len(told) == 3
         assert all(text.startswith("PhaseError: this agreement is closed") for text in told[1:])
-
-
-def test_time_is_counted_also_when_a_vote_fails() -> None:
-    spent = AgreementTime()
-    with pytest.raises(ValueError, match="forced"), spent.measure("waiting_ms"):
-        raise ValueError("forced")
-    assert spent.waiting_ms > 0 == spent.issuing_ms
 
 
 def test_no_vote_is_taken_while_a_graph_is_captured(one_rank: None) -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,21 +10,17 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_cg.consensus import boundary
 from megatron_cg.consensus.boundary import Boundary
 from megatron_cg.consensus.decision import AgreementError, Decision, Kind, Level, Vote
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 KEEP, RECAPTURE, GIVE_UP = Level
 LONG = timedelta(minutes=10)
-RANKS, ASKING = 4, 2
-STEPS, WARMUP, ASKED = 5, 1, 1
-LIMIT = 5.0
-"""Seconds that the step takes which never ends."""
+RANKS = 4
 
 
 class Owner:
@@ -196,166 +187,30 @@ def closed_alone(rank: int) -> Any:
     return text
 
 
-def plan() -> Any:
-    """Layers as large as the embedding and the output layer together.
-
-    All-gathers of two units that are taken for each other are then of equal size. NCCL does not
-    look at sizes, while gloo kills the process when they differ.
-    """
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    model = CpuModelConfig(layers=2, graph_modules=("attn",), vocabulary=262, ffn_hidden_size=128)
-    return TrainingPlan(model, STEPS, WARMUP)
-
-
-class Recapturing:
-    """A training run in which rank 2 finds, after a step, that it has to capture again."""
-
-    def __init__(self, root: Path, agreed: bool) -> None:
-        from megatron_cg.telemetry.record import Recorder
-        from megatron_cg.tools.cpu.train import Trainer
-
-        self.trainer = Trainer(plan())
-        self.root, self.recorder = root, Recorder(root)
-        self.recaptured_before: list[int] = []
-        self.number = 0
-        self.wanted = False
-        self.votes = Agreement(LONG) if agreed else None
-        self.boundary = (
-            Boundary(self.votes, self.vote, self.recapture, lambda _decision: None)
-            if self.votes is not None
-            else None
-        )
-
-    def vote(self) -> Vote:
-        return Vote(RECAPTURE if self.wanted else KEEP)
-
-    def recapture(self) -> None:
-        from megatron_cg.backends.tape.tape_backend import TapeBackend
-
-        assert self.trainer.session is not None
-        self.trainer.session.close()
-        if self.votes is not None:
-            self.votes.begin_capture()
-        self.trainer.capture(TapeBackend(), self.votes)
-        self.wanted = False
-        self.recaptured_before.append(self.number)
-
-    def between_steps(self) -> None:
-        if self.boundary is not None:
-            self.boundary.before_step()
-        elif self.wanted:
-            self.recapture()
-
-    def run(self) -> None:
-        from megatron_cg.backends.tape.tape_backend import TapeBackend
-
-        for self.number in range(STEPS):
-            hangs = self.boundary is None and self.number == ASKED + 1
-            with cut_off(self.recorder, self.root, self.number) if hangs else nullcontext():
-                self.between_steps()
-                if self.number == WARMUP:
-                    self.trainer.capture(TapeBackend(), self.votes)
-                started = time.perf_counter()
-                loss, norm = self.trainer.step()
-            losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
-            self.recorder.add_step(losses, norm, False, started)
-            self.wanted |= self.number == ASKED and dist.get_rank() == ASKING
-            if self.boundary is not None:
-                self.boundary.after_step()
-        self.finish()
-
-    def finish(self) -> None:
-        session = self.trainer.session
-        assert session is not None
-        self.recorder.note("graphs", session.counters.as_dict())
-        self.recorder.note("recaptured_before", self.recaptured_before)
-        self.recorder.finish([self.trainer.model])
-        if self.boundary is not None:
-            self.boundary.close()
-        session.close()
-
-
-@contextmanager
-def cut_off(recorder: Any, root: Path, number: int) -> Iterator[None]:
-    """End this process, with a note, when the block is not left within the limit.
-
-    It waits for the other ranks' notes: when a rank ends, those that wait for it fail.
-    """
-
-    def end() -> None:
-        recorder.note("cut_off_in_step", number)
-        recorder.begin({})
-        while len(list(root.glob("rank*.jsonl"))) < RANKS:
-            time.sleep(0.1)
-        os._exit(0)
-
-    timer = threading.Timer(LIMIT, end)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def play(root: Path) -> None:
-    """In one process: all that needs four. The run without agreement does not come back."""
-    from megatron.core import parallel_state
-
-    from megatron_cg.tools.cpu.voting import train
-
+def play() -> dict[str, Any]:
+    """In one process: all that needs four."""
     rank = dist.get_rank()
-    for scenario in (decided_together, at_other_steps, closed_alone):
-        (root / f"{scenario.__name__}.{rank}.json").write_text(json.dumps(scenario(rank)))
-    train(plan(), root / "eager")
-    Recapturing(root / "agreed", agreed=True).run()
-    parallel_state.destroy_model_parallel()
-    Recapturing(root / "alone", agreed=False).run()
+    scenarios = (decided_together, at_other_steps, closed_alone)
+    return {scenario.__name__: scenario(rank) for scenario in scenarios}
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("boundary")
-    run_processes(partial(play, root), RANKS)
-    return root
+def told() -> Callable[[Any], list[Any]]:
+    """What a scenario came to on each rank."""
+    ranks = on_ranks(play, RANKS)
+    return lambda scenario: [found[scenario.__name__] for found in ranks]
 
 
-def told(root: Path, scenario: Callable[[int], Any]) -> list[Any]:
-    paths = [root / f"{scenario.__name__}.{rank}.json" for rank in range(RANKS)]
-    return [json.loads(path.read_text()) for path in paths]
-
-
-def test_all_ranks_do_what_one_asks_for_before_the_same_step(played: Path) -> None:
+def test_all_ranks_do_what_one_asks_for_before_the_same_step(told: Any) -> None:
     minority = "give up: rank 1 and the other ranks hold different sets of graphs"
     steps = [*["step"] * 3, "recapture", *["step"] * 4, minority, *["step"] * 2]
-    assert told(played, decided_together) == [steps] * RANKS
+    assert told(decided_together) == [steps] * RANKS
 
 
-def test_ranks_at_other_steps_all_end(played: Path) -> None:
-    for text in told(played, at_other_steps):
-        assert "ranks 0, 1, 2 to step 10 (posted), rank 3 to step 11 (posted)" in text
+def test_ranks_at_other_steps_all_end(told: Any) -> None:
+    for text in told(at_other_steps):
+        assert "ranks 0, 1, 2 to step 10, rank 3 to step 11" in text
 
 
-def test_closing_waits_no_longer_than_its_own_bound_for_ranks_that_never_come(played: Path) -> None:
-    assert "(gloo: Operation timed out!)" in told(played, closed_alone)[0]
-
-
-def test_one_rank_of_four_wants_a_recapture_and_all_recapture(played: Path) -> None:
-    from megatron_cg.tools.align.compare import compare, read_run
-
-    agreed = read_run(played / "agreed")
-    result = compare(read_run(played / "eager"), agreed)
-    assert result.status == "identical", result.reason
-    assert [agreed[rank]["recaptured_before"] for rank in range(RANKS)] == [[ASKED + 2]] * RANKS
-    assert len(result.values) == RANKS * 2 * STEPS and result.shards > 40
-    replays = RANKS * 2 * (STEPS - ASKED - 2)
-    assert (result.graphs["captured"], result.graphs["replayed"]) == (RANKS * 2, replays)
-
-
-def test_without_the_agreement_the_same_run_hangs_and_is_cut_off(played: Path) -> None:
-    from megatron_cg.tools.align.compare import read_run
-
-    alone = read_run(played / "alone")
-    assert [alone[rank]["cut_off_in_step"] for rank in range(RANKS)] == [ASKED + 1] * RANKS
-    assert not any(alone[rank]["finished"] for rank in range(RANKS))
-    assert {len(alone[rank]["steps"]) for rank in range(RANKS)} == {ASKED + 1}
+def test_closing_waits_no_longer_than_its_own_bound_for_ranks_that_never_come(told: Any) -> None:
+    assert "(gloo: Operation timed out!)" in told(closed_alone)[0]
