@@ -103,8 +103,14 @@ def delete_after(step: int) -> None:
         helper.delete_cuda_graphs()
         # Training has drawn numbers since.
         after = {**flags(), "rng": before["rng"], "tracked": before["tracked"]}
-        same = hooks == fingerprint(helper.model[0]) and before == after
-        note("after_delete", {"same": same, "replayed": replayed})
+        now_hooks = fingerprint(helper.model[0])
+        changed = [
+            str(hook) for hook in (*hooks, *now_hooks) if hook not in set(hooks) & set(now_hooks)
+        ]
+        changed += [name for name in before if before[name] != after[name]]
+        if not changed and hooks != now_hooks:
+            changed = ["order of hooks"]
+        note("after_delete", {"changed": changed, "replayed": replayed})
 
     before_capture(remember)
     before_steps(delete)
