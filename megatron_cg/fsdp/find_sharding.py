@@ -10,7 +10,7 @@ from megatron_cg.errors import HookError
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.fsdp.fully_shard import FullyShard
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
-from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2, sharded_modules
+from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2, is_sharded
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.unsharded import Unsharded
 
@@ -24,13 +24,11 @@ def find_sharding(model: nn.Module) -> Sharding:
         UpstreamChangedError: the sharding lacks a member that we rely on.
     """
     fsdp = find_megatron_fsdp(model)
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     found: list[Sharding] = [] if fsdp is None else [MegatronFsdp(fsdp)]
-    if sharded:
-        below = set(sharded[0].modules())
-        found.append(FullyShard(sharded[0] if below.issuperset(sharded) else model))
-    if sharded_modules(model):
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        found.append(FullyShard(model))
+    if any(map(is_sharded, model.modules())):
         found.append(MegatronFsdpV2(model))
     found += map(Unsharded, ddp)
     if len(found) > 1:

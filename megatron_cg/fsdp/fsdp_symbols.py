@@ -34,26 +34,16 @@ def fsdp_class(name: str, *attributes: str) -> tuple[Symbol, ...]:
 def fsdp_function(
     path: str, expected: str, *parameters: str, fingerprint: str = ""
 ) -> tuple[Symbol, ...]:
-    """A function of Megatron-FSDP, in each package that ships it.
+    """A function of Megatron-FSDP, in each package that ships it; see :class:`Symbol`.
 
-    Args:
-        path: its qualified name.
-        expected: see :class:`Symbol`, also for the next two.
-        parameters: names in its signature.
-        fingerprint: of its code, if we replace it.
+    ``fingerprint`` is that of its code, if we replace it.
     """
     fingerprints = (fingerprint,) if fingerprint else ()
     return _in_both(path, expected, parameters=parameters, fingerprints=fingerprints)
 
 
 def fsdp_v2(path: str, expected: str, *attributes: str) -> tuple[Symbol, ...]:
-    """A class or function of Megatron-FSDP v2, in each package that ships it.
-
-    Args:
-        path: ``module:name`` below its folder ``experimental``.
-        expected: see :class:`Symbol`.
-        attributes: of a class, or of its instances.
-    """
+    """A class or function of Megatron-FSDP v2, by its path below ``experimental``."""
     return tuple(
         Symbol(distribution, f"{package}.experimental.{path}", expected, attributes=attributes)
         for distribution, package in _PLACES

@@ -1,44 +1,59 @@
-"""torch's FSDP2 (``fully_shard``) as a way of sharding.
+"""torch's FSDP2 (``fully_shard``) as a way of sharding, and memory for it that stays in place.
 
-Note [FSDP2's hooks stay where they are]
-    FSDP2 hooks the call of a module and the autograd graph around it, and a replay replaces
-    ``forward`` alone. So in training its hooks gather, free and reduce around a replay as around an
-    eager forward pass. Only the capture calls units without hooks. It computes with synthetic
-    inputs, but with real weights, of this unit or of one that shares its buffer.
+FSDP2 gathers a unit into memory that the allocator gives it, and frees that memory when it reshards
+the unit. A graph needs the same addresses in each step.
 
-Note [Unsharded parameters for the whole capture]
-    Between two steps a module holds its sharded parameters. A backend reads the list of a unit's
-    parameters before the first hook runs, and the guards read it after the last one. So modules
-    hold the unsharded ones for the whole capture.
+Note [One buffer for many units]
+    While graphs exist, units with equal parameters share one buffer that is never freed. This is
+    safe because FSDP2 fills it late: a prefetch gathers into a collective's own memory, and
+    ``wait_for_unshard`` copies from there on the stream that computes (torch 2.11,
+    ``foreach_all_gather_copy_out``). By then the unit that had the buffer before has been
+    resharded, and its kernels are earlier on the same stream. So the buffers take the memory of one
+    unit of each kind. A unit has a buffer of its own if it stayed unsharded beside another one in
+    the steps before capture.
+
+Note [A buffer in use]
+    A unit may be gathered while another one is still unsharded in the same buffer, since resharding
+    was turned off after capture, or the user unsharded it ahead. If the other unit is idle, it is
+    resharded: FSDP2 gathers it again before it is used. All ranks do so alike. If it is inside of a
+    forward or backward pass, both would compute with the same memory, so this is an error. A unit
+    never moves to other memory: autograd may have saved views of its weights. A forward pass that
+    is not over when that of another unit begins has ended by an exception, since no unit is in
+    another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from megatron_cg.errors import Violation
-from megatron_cg.fsdp.fully_shard_memory import group_of, notice_unsharded, stable_memory
-from megatron_cg.fsdp.sharding import Sharding, without_fully_shard
-from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.symbols import Symbol
+from megatron_cg.errors import BufferInUseError, Violation
+from megatron_cg.fsdp.sharding import PerModule, lies_in
+from megatron_cg.upstream.patch import Undo, all_of, put_over
+from megatron_cg.upstream.symbols import Symbol, changed
 
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 RELIES_ON = (
+    Symbol("torch", f"{_GROUP}.wait_for_unshard", "what copies gathered parameters out"),
+    Symbol("torch", f"{_GROUP}._to_sharded", "what frees them"),
+    Symbol("torch", f"{_GROUP}.is_unsharded", "whether they are there"),
     Symbol("torch", f"{_PARAM}._setattr_on_modules", "what sets it", parameters=("param",)),
+    Symbol("torch", f"{_PARAM}.free_unsharded_param", "what frees one of them"),
+    Symbol("torch", f"{_PARAM}.init_all_gather_outputs", "what allocates one of them"),
 )
 
 
-class FullyShard(Sharding):
-    """See :class:`megatron_cg.fsdp.sharding.Sharding`.
+class FullyShard(PerModule):
+    """See :class:`megatron_cg.fsdp.sharding.PerModule`.
 
-    Args:
-        root: a module with all those in it that ``fully_shard`` was called on.
+    No hook of FSDP2 matters in a capture: it removes all hooks of units, and no unit is in another.
     """
 
     name = "FSDP2"
@@ -47,38 +62,25 @@ class FullyShard(Sharding):
         "or delete the graphs first and capture again."
     )
 
-    def __init__(self, root: nn.Module) -> None:
-        self.wrapped = self.network = root
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         self._at_once: set[Any] = set()
 
-    def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
-        """Units that ``fully_shard`` was not called on, or whose parameters it cannot keep."""
-        for name, module in units.items():
-            if not self.is_unit(module):
-                yield without_fully_shard(name, module)
-                continue
-            if not _own_parameters(module):
-                yield Violation(
-                    "fsdp2-no-parameters",
-                    f"unit {name} is a {type(module).__name__} without parameters of its own",
-                    "fully_shard gathers nothing for it",
-                    "leave the unit out of units, or name the modules in it that have parameters",
-                )
-                continue
+    def refusals_of(self, name: str, module: nn.Module) -> Iterator[Violation]:
+        """Units without parameters of their own, or whose parameters are of an unknown kind."""
+        if _own_parameters(module):
             yield from _unknown_parameters(name, module)
+            return
+        yield Violation(
+            "fsdp2-no-parameters",
+            f"unit {name} is a {type(module).__name__} without parameters of its own",
+            "fully_shard gathers nothing for it",
+            "leave the unit out of units, or name the modules in it that have parameters",
+        )
 
     def is_unit(self, module: nn.Module) -> bool:
         """Whether ``fully_shard`` was called on it."""
-        return _is_sharded(module)
-
-    def unit_hooks(self, unit: Unit) -> UnitHooks:
-        """Before each forward pass, gather the unit's weights.
-
-        No hook of FSDP2 matters: capture removes all hooks of units, and no unit is in another.
-        """
-        hooks = super().unit_hooks(unit)
-        hooks.capture_time["forward_pre_hooks"][0] = _fill
-        return hooks
+        return isinstance(module, FSDPModule)
 
     def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
         """Learn which units are unsharded at the same time; they get buffers of their own.
@@ -87,48 +89,31 @@ class FullyShard(Sharding):
         but the last one, and units whose inputs need no gradient, which FSDP2 reshards at the end
         of the backward pass.
         """
-        return notice_unsharded(list(map(group_of, units)), self._at_once.add)
+        return _notice_unsharded([group_of(unit) for unit in units], self._at_once.add)
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
-        """See Note [One buffer for many units] in ``fully_shard_memory.py``."""
-        return stable_memory(map(group_of, layers), apart=self._at_once)
+        """See Note [One buffer for many units]."""
+        return _stable_memory(map(group_of, layers), apart=self._at_once)
 
-    @contextmanager
-    def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """See Note [Unsharded parameters for the whole capture]."""
-        with ExitStack() as stack:
-            for layer in layers:
-                stack.callback(_hold_sharded, layer)
-                _hold_unsharded(layer)
-            yield
+    def fill(self, layer: Any) -> None:
+        """See :class:`PerModule`."""
+        layer.unshard()
+        group_of(layer)._to_sharded()
+        self.hold(layer, sharded=False)
 
-
-def _fill(layer: Any) -> None:
-    """Gather a unit into its buffer, where its weights stay until others need the buffer."""
-    layer.unshard()
-    group_of(layer)._to_sharded()
-    _hold_unsharded(layer)
-
-
-def _hold_unsharded(layer: nn.Module) -> None:
-    for param in group_of(layer).fsdp_params:
-        param._setattr_on_modules(param._unsharded_param)
-
-
-def _hold_sharded(layer: nn.Module) -> None:
-    for param in group_of(layer).fsdp_params:
-        param._setattr_on_modules(param.sharded_param)
+    def hold(self, layer: nn.Module, *, sharded: bool) -> None:
+        """See :class:`PerModule`."""
+        for param in group_of(layer).fsdp_params:
+            param._setattr_on_modules(param.sharded_param if sharded else param._unsharded_param)
 
 
 def _own_parameters(module: nn.Module) -> bool:
     """Whether a parameter of ``module`` is in no other module in it that was sharded."""
-    inner = [each for each in module.modules() if each is not module and _is_sharded(each)]
+    inner = [
+        each for each in module.modules() if each is not module and isinstance(each, FSDPModule)
+    ]
     others = {parameter for each in inner for parameter in each.parameters()}
     return any(parameter not in others for parameter in module.parameters())
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
@@ -182,3 +167,128 @@ def _tensor_parallel(name: str, params: Sequence[Any]) -> Iterator[Violation]:
             "leave the unit out of units, or use tensor-parallel modules of plain tensors, such as "
             "megatron-core's",
         )
+
+
+def group_of(layer: Any) -> Any:
+    """The ``FSDPParamGroup`` of a module that ``fully_shard`` was called on.
+
+    Raises UpstreamChangedError if FSDP2 keeps it elsewhere.
+    """
+    state = layer._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", None)
+    if group is None:
+        raise changed(
+            "torch", "FSDPState._fsdp_param_group", "the parameters of one fully_shard call"
+        )
+    return group
+
+
+class _Buffer:
+    """Memory for the unsharded parameters of one unit at a time."""
+
+    def __init__(self, group: Any) -> None:
+        self.holder = group
+        self.storages = [
+            [torch.empty_like(output).untyped_storage() for output in param.all_gather_outputs]
+            for param in group.fsdp_params
+        ]
+
+
+def _stable_memory(groups: Iterable[Any], apart: Container[Any] = ()) -> Undo:
+    """Give the unsharded parameters of some units buffers that stay; each of ``apart`` one alone.
+
+    Every unit must have been gathered at least once. They are resharded. Returns what lets FSDP2
+    allocate and free again; to be called between two steps.
+    """
+    buffers: dict[Any, _Buffer] = {}
+
+    def held() -> Iterator[Undo]:
+        for group in groups:
+            group._to_sharded()
+            layout = tuple(
+                (output.numel(), output.dtype, output.device)
+                for param in group.fsdp_params
+                for output in param.all_gather_outputs
+            )
+            owner = (layout, id(group) if group in apart else None)
+            if owner not in buffers:
+                buffers[owner] = _Buffer(group)
+            yield from _in_buffer(group, buffers[owner])
+
+    return all_of(held())
+
+
+def _in_buffer(group: Any, buffer: _Buffer) -> Iterator[Undo]:
+    for param, storages in zip(group.fsdp_params, buffer.storages, strict=True):
+        _point(param, storages)
+    yield partial(_release, group)
+    for param in group.fsdp_params:
+        yield put_over(param, "free_unsharded_param", _keep)
+    wait = partial(_wait, group, buffer, group.wait_for_unshard)
+    yield put_over(group, "wait_for_unshard", wait)
+
+
+def _wait(group: Any, buffer: _Buffer, wait: Callable[[], None]) -> None:
+    """Copy gathered parameters out; see Note [A buffer in use].
+
+    Raises BufferInUseError.
+    """
+    if group._all_gather_result is not None:
+        holder = buffer.holder
+        if holder is not group and holder.is_unsharded:
+            _require_idle(holder, group)
+            holder._to_sharded()
+        buffer.holder = group
+    wait()
+
+
+def _require_idle(holder: Any, group: Any) -> None:
+    state = holder._training_state
+    ended = state is TrainingState.FORWARD is group._training_state
+    if ended or state in (TrainingState.IDLE, TrainingState.POST_BACKWARD):
+        return
+    raise BufferInUseError(
+        f"FSDP2 gathers {group._module_fqn} while {holder._module_fqn} is inside of its "
+        f"{'forward' if state is TrainingState.FORWARD else 'backward'} pass, and both share one "
+        "buffer while there are graphs. In the steps before capture they were never unsharded at "
+        "the same time. Run the model then as it runs later: with more warmup_steps, or with "
+        "graph_units called after the change."
+    )
+
+
+def _notice_unsharded(groups: Sequence[Any], notice: Callable[[Any], object]) -> Callable[[], None]:
+    """Call ``notice`` with each group that is unsharded while another one becomes so."""
+
+    def gathered(group: Any, wait: Callable[[], None]) -> None:
+        if group._all_gather_result is not None:
+            for other in groups:
+                if other is not group and other.is_unsharded:
+                    notice(other)
+        wait()
+
+    return all_of(
+        put_over(group, "wait_for_unshard", partial(gathered, group, group.wait_for_unshard))
+        for group in groups
+    )
+
+
+def _keep() -> None:
+    """Free nothing."""
+
+
+def _point(param: Any, storages: Sequence[torch.UntypedStorage]) -> None:
+    """Make one parameter lie in other memory, as the same ``nn.Parameter``."""
+    pairs = zip(param.all_gather_outputs, storages, strict=True)
+    param.all_gather_outputs = [lies_in(old, storage) for old, storage in pairs]
+    unsharded: nn.Parameter = param._unsharded_param
+    unsharded.data = torch.as_strided(
+        param.all_gather_outputs[0], unsharded.size(), unsharded.stride(), storage_offset=0
+    )
+
+
+def _release(group: Any) -> None:
+    """Reshard and give each parameter memory of its own again, which is freed until the gather."""
+    group._to_sharded()
+    for param in group.fsdp_params:
+        _point(param, [torch.empty_like(o).untyped_storage() for o in param.all_gather_outputs])
+        param.free_unsharded_param()

@@ -10,14 +10,19 @@ from torch import nn
 
 from megatron_cg.errors import Violation
 from megatron_cg.fsdp.fsdp_model import gather_alone, raw_parameters, training_states
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.fsdp.roles import fsdp_package_of
-from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.fsdp.sharding import REPLACED, Sharding, watched_tensors
 from megatron_cg.fsdp.transform import UnitHooks, transform
-from megatron_cg.fsdp.unsharded_buffers import watched_memory
 from megatron_cg.hooks import module_hooks
 from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
 
+RELIES_ON = (
+    *fsdp_class("MegatronFSDP", "data_parallel_sharding_strategy"),
+    *fsdp_class("ParamAndGradBuffer", "param_to_param_group", "parameter_groups", "ddp_config"),
+    *fsdp_class("ParameterGroup", "fsdp_unit_id"),
+)
 _KEEP_ADDRESSES = (
     ("fsdp_double_buffer", "unsharded parameters are allocated anew in each step, and move"),
     (
@@ -41,11 +46,7 @@ def unit_hooks(unit: Unit) -> UnitHooks:
 
 
 class MegatronFsdp(Sharding):
-    """See :class:`megatron_cg.fsdp.sharding.Sharding`.
-
-    Args:
-        fsdp: the ``MegatronFSDP``.
-    """
+    """See :class:`megatron_cg.fsdp.sharding.Sharding`. ``fsdp`` is the ``MegatronFSDP``."""
 
     name = "Megatron-FSDP"
     counts_gradients = True
@@ -108,9 +109,43 @@ class MegatronFsdp(Sharding):
             yield
 
     def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
-        """One parameter of each bucket, and all buffers."""
-        return watched_memory(self.megatron_fsdp, layer, graphed)
+        """Buffers, and parameters whose addresses a graph holds.
+
+        If FSDP points all parameters of a bucket at the bucket together, the first parameter stands
+        for all of them; see Note [One address a bucket].
+        """
+        store = self.megatron_fsdp.param_and_grad_buffer
+        together = self.megatron_fsdp.data_parallel_sharding_strategy == "optim_grads_params"
+        seen: set[int] = set()
+
+        def described(parameter: nn.Parameter, name: str) -> tuple[str, str] | None:
+            group = store.param_to_param_group.get(parameter)
+            if group is None:
+                return name, REPLACED
+            if together and group in seen:
+                return None
+            seen.add(group)
+            unit = store.parameter_groups[group].fsdp_unit_id
+            return f"{name} (bucket {group} of FSDP unit {unit})", _moved(
+                store.ddp_config, group, unit
+            )
+
+        return watched_tensors(layer, graphed, described)
 
     def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """See :func:`training_states`."""
         return training_states(modules)
+
+
+def _moved(config: Any, bucket: int, unit: int | None) -> str:
+    """Why the buffer of a bucket may have moved, and what to set."""
+    names = [name for name, _ in _KEEP_ADDRESSES if not getattr(config, name, False)]
+    off = [f"--{name.replace('_', '-')}" for name in names]
+    moved = f"The FSDP buffer of unit {unit} (bucket {bucket}) moved"
+    if off:
+        verb = "are" if len(off) > 1 else "is"
+        return f"{moved}: {' and '.join(off)} {verb} off."
+    return (
+        f"{moved} although double buffers are on: its memory was freed and allocated anew, or the "
+        "bucket was given the other of the two buffers."
+    )

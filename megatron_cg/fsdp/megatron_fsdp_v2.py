@@ -1,57 +1,77 @@
-"""Megatron-FSDP v2 (``megatron_fsdp.experimental``) as a way of sharding.
-
-Note [v2's hooks stay where they are]
-    v2 hooks the call of a module, the gradient of its output and the gradients of its parameters,
-    and a replay replaces ``forward`` alone. So in training its hooks gather, prefetch, reduce and
-    reshard around a replay as around an eager pass: the graph returns each parameter's gradient to
-    autograd, which fires the parameter's hook. Only the capture calls units without hooks.
-
-Note [Unsharded parameters for the whole capture]
-    As under FSDP2: between two steps a module holds sharded parameters, and a backend needs the
-    others before the first hook runs.
+"""Megatron-FSDP v2 (``megatron_fsdp.experimental``) as a way of sharding, in memory that stays.
 
 Note [The order of registration]
     v2 prefetches modules in the order in which they were registered. If they run in another order,
     some are prefetched at the end of the backward pass and stay gathered over the optimizer's step:
     they compute with the weights of the step before, eagerly too (seen with megatron-fsdp 0.6.1 on
     two CPU ranks). A capture would gather them again, so such a model is refused.
+
+Megatron-FSDP v2 gathers the parameters of a module into a buffer whose storage it grows before each
+gather, and shrinks to nothing when the module is resharded. A graph needs the same addresses in
+each step.
+
+Note [Two buffers for many units]
+    A module prefetches the next one: the gather of the next writes while this one computes, and it
+    writes into the very buffer that the next will read. So neighbours in the order of prefetching
+    need different buffers, and two are enough for any number of units with equal parameters. While
+    graphs exist, such units alternate between two that are never freed. Graphs therefore add the
+    parameters of two units of each shape. v2 itself holds two units at a time while it prefetches.
+    A unit waits for the one that had the buffer before: resharding makes the stream of gathers wait
+    for the stream that computes (megatron-fsdp 0.6.1, ``FsdpModule._reshard_parameter_groups``).
+    Modules below different roots gather on different streams, so they share no buffer.
+
+Note [A buffer in use]
+    If a unit is gathered while another one still holds its buffer, it gets other memory. The guard
+    of its graphs then sees that its parameters moved. All ranks see the same. With v2's own hooks
+    this happens only if units run in another order than at capture. In a backward pass it is an
+    error: autograd may have saved views of the unit's weights, and they do not move with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.errors import BufferInUseError, ConfigurationError, Violation
 from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
-from megatron_cg.fsdp.megatron_fsdp_v2_memory import stable_memory
 from megatron_cg.fsdp.roles import fsdp_package_of
-from megatron_cg.fsdp.sharding import Sharding, without_fully_shard
-from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.replay.unit import Unit
+from megatron_cg.fsdp.sharding import PerModule, lies_in
+from megatron_cg.upstream.backward_pass import in_backward_pass
+from megatron_cg.upstream.patch import Undo, all_of, put_over
 
 _MODULE, _GROUP = "module:FsdpModule", "parameter_group:FsdpParameterGroup"
+_BUFFER = "dbuffer:DBuffer"
 RELIES_ON = (
-    *fsdp_v2(_MODULE, "a sharded module", "_parameter_groups", "_context"),
+    *fsdp_v2(_MODULE, "a sharded module", "_parameter_groups", "_context", "_unshard_event"),
     *fsdp_v2(f"{_MODULE}.name", "its name below the root"),
-    *fsdp_v2("module:FsdpContext", "what the modules below one root share", "forward_order"),
-    *fsdp_v2(_GROUP, "parameters that are gathered together", "_symm_mem_pool"),
+    *fsdp_v2(f"{_MODULE}._reshard_parameter_groups", "reshards a module"),
+    *fsdp_v2(
+        "module:FsdpContext",
+        "what the modules below one root share",
+        *("forward_order", "allgather_stream", "current_stream"),
+    ),
+    *fsdp_v2(
+        _GROUP,
+        "parameters that are gathered together",
+        *("_symm_mem_pool", "unsharded_parameters", "_unsharded_model_weight"),
+    ),
     *fsdp_v2(f"{_GROUP}.unshard_parameters", "gathers them"),
     *fsdp_v2(f"{_GROUP}.release_unsharded_storage", "releases them"),
     *fsdp_v2(f"{_GROUP}._switch_to_unsharded_parameters", "sets them on their modules"),
     *fsdp_v2(f"{_GROUP}._switch_to_sharded_parameters", "sets the sharded ones"),
+    *fsdp_v2(_BUFFER, "memory of a group", "local_buffer"),
+    *fsdp_v2(f"{_BUFFER}.get_local_tensor", "a parameter in that memory"),
+    *fsdp_v2(f"{_BUFFER}.reallocate_storage", "called before each gather"),
+    *fsdp_v2(f"{_BUFFER}.release_storage", "called when parameters are resharded"),
 )
 
 
-def sharded_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` on which v2's ``fully_shard`` was called, the outermost first."""
-    return [module for module in model.modules() if _is_sharded(module)]
-
-
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
+    """Whether v2's ``fully_shard`` was called on ``module``."""
     kinds: tuple[Any, ...] = type(module).__mro__
     return any(
         kind.__name__ == "FsdpModule" and fsdp_package_of(kind.__init__) is not None
@@ -59,12 +79,8 @@ def _is_sharded(module: nn.Module) -> bool:
     )
 
 
-class MegatronFsdpV2(Sharding):
-    """See :class:`megatron_cg.fsdp.sharding.Sharding`.
-
-    Args:
-        model: a model with sharded modules.
-    """
+class MegatronFsdpV2(PerModule):
+    """See :class:`megatron_cg.fsdp.sharding.PerModule`."""
 
     name = "Megatron-FSDP v2"
     counts_gradients = True
@@ -74,56 +90,45 @@ class MegatronFsdpV2(Sharding):
         "the order in which they ran at capture, which must be that of their registration."
     )
 
-    def __init__(self, model: nn.Module) -> None:
-        sharded = sharded_modules(model)
-        below = set(sharded[0].modules())
-        root = sharded[0] if all(module in below for module in sharded) else model
-        self.wrapped = self.network = root
-
-    def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
-        """Units that ``fully_shard`` was not called on, or whose memory is a special one."""
-        for name, module in units.items():
-            if not self.is_unit(module):
-                yield without_fully_shard(name, module)
-            elif any(group._symm_mem_pool is not None for group in _groups(module)):
-                yield Violation(
-                    "fsdp-v2-symmetric-memory",
-                    f"unit {name} was sharded with use_symm_mem=True",
-                    "it is gathered into symmetric memory, which has not been tried with graphs",
-                    "fully_shard(..., use_symm_mem=False), or leave the unit out of units",
-                )
+    def refusals_of(self, name: str, module: nn.Module) -> Iterator[Violation]:
+        """A unit in symmetric memory."""
+        if any(group._symm_mem_pool is not None for group in _groups(module)):
+            yield Violation(
+                "fsdp-v2-symmetric-memory",
+                f"unit {name} was sharded with use_symm_mem=True",
+                "it is gathered into symmetric memory, which has not been tried with graphs",
+                "fully_shard(..., use_symm_mem=False), or leave the unit out of units",
+            )
 
     def is_unit(self, module: nn.Module) -> bool:
         """Whether ``fully_shard`` was called on it."""
-        return _is_sharded(module)
-
-    def unit_hooks(self, unit: Unit) -> UnitHooks:
-        """Before each forward pass of the capture, gather the unit's weights."""
-        hooks = super().unit_hooks(unit)
-        hooks.capture_time["forward_pre_hooks"][0] = _fill
-        return hooks
+        return is_sharded(module)
 
     def made(self, hook: Callable[..., Any]) -> bool:
         """Whether Megatron-FSDP made this hook."""
         return fsdp_package_of(hook) is not None
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
-        """See Note [Two buffers for many units] in ``megatron_fsdp_v2_memory.py``.
+        """See Note [Two buffers for many units].
 
         Raises ConfigurationError; see Note [The order of registration].
         """
         _require_order(layers)
-        return stable_memory(layers)
+        return _stable_memory(layers)
 
-    @contextmanager
-    def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """See Note [Unsharded parameters for the whole capture]."""
-        with ExitStack() as stack:
-            for layer in layers:
-                for group in _groups(layer):
-                    stack.callback(group._switch_to_sharded_parameters)
-                    group._switch_to_unsharded_parameters()
-            yield
+    def fill(self, layer: nn.Module) -> None:
+        """See :class:`PerModule`."""
+        for group in _groups(layer):
+            group.unshard_parameters()
+            group.release_unsharded_storage()
+
+    def hold(self, layer: nn.Module, *, sharded: bool) -> None:
+        """See :class:`PerModule`."""
+        for group in _groups(layer):
+            if sharded:
+                group._switch_to_sharded_parameters()
+            else:
+                group._switch_to_unsharded_parameters()
 
 
 def _require_order(layers: Sequence[Any]) -> None:
@@ -148,13 +153,95 @@ def _require_order(layers: Sequence[Any]) -> None:
             )
 
 
-def _fill(layer: nn.Module) -> None:
-    """Gather a unit into its buffer, where its weights stay until others need the buffer."""
-    for group in _groups(layer):
-        group.unshard_parameters()
-        group.release_unsharded_storage()
-
-
 def _groups(layer: Any) -> tuple[Any, ...]:
     found: tuple[Any, ...] = layer._parameter_groups
     return found
+
+
+class _Buffer:
+    """Memory for the unsharded parameters of one group at a time."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.storage = torch.empty_like(weights).untyped_storage()
+        self.holder: Any = None
+
+
+def _stable_memory(layers: Iterable[Any]) -> Undo:
+    """Give the unsharded parameters of some units buffers that stay.
+
+    The units are resharded; they must have run at least once. Returns what lets v2 grow and shrink
+    its storages again; to be called between two steps.
+    """
+    buffers: dict[Any, _Buffer] = {}
+
+    def held() -> Iterator[Undo]:
+        for layer in layers:
+            _reshard(layer)
+            yield partial(_reshard, layer)
+            place = list(layer._context.forward_order).index(layer) % 2
+            for number, group in enumerate(_groups(layer)):
+                weights = group._unsharded_model_weight.local_buffer
+                layout = (weights.numel(), weights.dtype, weights.device)
+                owner = (id(layer._context), place, number, layout)
+                if owner not in buffers:
+                    buffers[owner] = _Buffer(weights)
+                yield from _in_buffer(group, buffers[owner])
+
+    return all_of(held())
+
+
+def _reshard(layer: Any) -> None:
+    """Reshard a module that is gathered: one that was prefetched, or whose pass was cut short.
+
+    Its gather may still write when the buffer's memory is given back to the current stream.
+    """
+    if layer._unshard_event is not None:
+        layer._reshard_parameter_groups()
+        context = layer._context
+        context.current_stream().wait_stream(context.allgather_stream)
+
+
+def _in_buffer(group: Any, buffer: _Buffer) -> Iterator[Undo]:
+    weights = group._unsharded_model_weight
+    own = weights.local_buffer.untyped_storage()
+    _point(group, buffer.storage)
+    # Pointing at a storage that is too small makes it grow.
+    yield weights.release_storage
+    yield partial(_point, group, own)
+    yield put_over(weights, "release_storage", partial(_release, group, buffer))
+    yield put_over(weights, "reallocate_storage", partial(_take, group, buffer))
+
+
+def _take(group: Any, buffer: _Buffer) -> None:
+    """In place of ``DBuffer.reallocate_storage``; see Note [A buffer in use].
+
+    Raises BufferInUseError.
+    """
+    weights = group._unsharded_model_weight.local_buffer
+    is_there = weights.data_ptr() == buffer.storage.data_ptr()
+    if buffer.holder in (None, group):
+        buffer.holder = group
+        if not is_there:
+            _point(group, buffer.storage)
+    elif is_there and in_backward_pass():
+        raise BufferInUseError(
+            "Megatron-FSDP v2 gathers a unit for its backward pass while another unit holds the "
+            "buffer that both share while there are graphs. Run units in the order in which they "
+            "ran at capture, and let v2 reshard each after its pass."
+        )
+    elif is_there:
+        _point(group, _Buffer(weights).storage)
+
+
+def _release(group: Any, buffer: _Buffer) -> None:
+    """In place of ``DBuffer.release_storage``: another unit may have the buffer now."""
+    if buffer.holder is group:
+        buffer.holder = None
+
+
+def _point(group: Any, storage: torch.UntypedStorage) -> None:
+    """Make the group's unsharded parameters, as the same objects, lie in other memory."""
+    weights = group._unsharded_model_weight
+    weights.local_buffer = lies_in(weights.local_buffer, storage)
+    for index, parameter in enumerate(group.unsharded_parameters):
+        parameter.data = weights.get_local_tensor(index)

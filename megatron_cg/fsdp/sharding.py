@@ -1,17 +1,16 @@
 """What a capture has to know about how a model is sharded.
 
-Each way of sharding is a :class:`Sharding`: Megatron-FSDP
-(``megatron_fsdp.py``), its version 2 (``megatron_fsdp_v2.py``), torch's FSDP2
-(``fully_shard.py``), and models whose parameters stay where they are (``unsharded.py``).
-``find_sharding.py`` finds the one of a model.
+Each way of sharding is a :class:`Sharding`, in a file of its own. ``find_sharding.py`` finds the
+one of a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_cg.errors import Violation
@@ -141,13 +140,71 @@ def watched_tensors(
     return found
 
 
-def without_fully_shard(name: str, module: nn.Module) -> Violation:
-    """The violation of a unit whose parameters are gathered with those of a module around it."""
-    return Violation(
-        "no-fsdp-unit",
-        f"unit {name} is a {type(module).__name__} without fully_shard of its own",
-        "its parameters are gathered and freed with those of a module around it, into memory that "
-        "moves",
-        "call fully_shard on it before the module around it, or name the module that fully_shard "
-        "was called on",
-    )
+class PerModule(Sharding):
+    """The sharding of a model on whose modules ``fully_shard`` was called, one after another.
+
+    Note [Hooks of fully_shard stay where they are]
+        FSDP2 and Megatron-FSDP v2 hook the call of a module, the autograd graph around it and its
+        parameters, and a replay replaces ``forward`` alone. So in training their hooks gather,
+        prefetch, free and reduce around a replay as around an eager pass. Only the capture calls
+        units without hooks. It computes with synthetic inputs, but with real weights, of this unit
+        or of one that shares its buffer.
+
+    Note [Unsharded parameters for the whole capture]
+        Between two steps a module holds its sharded parameters. A backend reads the list of a
+        unit's parameters before the first hook runs, and the guards read it after the last one. So
+        modules hold the unsharded ones for the whole capture.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        sharded = [module for module in model.modules() if self.is_unit(module)]
+        below = set(sharded[0].modules())
+        self.wrapped = self.network = sharded[0] if below.issuperset(sharded) else model
+
+    def refusals(self, units: Mapping[str, nn.Module]) -> Iterable[Violation]:
+        """Units that ``fully_shard`` was not called on, and :meth:`refusals_of` the others."""
+        for name, module in units.items():
+            if self.is_unit(module):
+                yield from self.refusals_of(name, module)
+                continue
+            yield Violation(
+                "no-fsdp-unit",
+                f"unit {name} is a {type(module).__name__} without fully_shard of its own",
+                "its parameters are gathered and freed with those of a module around it, into "
+                "memory that moves",
+                "call fully_shard on it before the module around it, or name the module that "
+                "fully_shard was called on",
+            )
+
+    def refusals_of(self, name: str, module: nn.Module) -> Iterable[Violation]:
+        """Why the memory of a sharded module cannot be kept."""
+        raise NotImplementedError
+
+    def fill(self, layer: nn.Module) -> None:
+        """Gather a unit into its buffer, where its weights stay until others need the buffer."""
+        raise NotImplementedError
+
+    def hold(self, layer: nn.Module, *, sharded: bool) -> None:
+        """Set the layer's sharded or its unsharded parameters on its modules."""
+        raise NotImplementedError
+
+    def unit_hooks(self, unit: Unit) -> UnitHooks:
+        """Before each forward pass of the capture, gather the unit's weights."""
+        hooks = super().unit_hooks(unit)
+        hooks.capture_time["forward_pre_hooks"][0] = self.fill
+        return hooks
+
+    @contextmanager
+    def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """See Note [Unsharded parameters for the whole capture]."""
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.callback(self.hold, layer, sharded=True)
+                self.hold(layer, sharded=False)
+            yield
+
+
+def lies_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor like this one, in other memory from its start."""
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(storage, 0, tensor.size(), tensor.stride())

@@ -49,14 +49,7 @@ def transform(
     graphed: Iterable[nn.Module],
     name: str = "unit",
 ) -> UnitHooks:
-    """Sort the hooks of ``unit`` and of the modules inside it into TE's phases.
-
-    Args:
-        unit: the callable that is to be captured.
-        unit_hooks: its own hooks.
-        inner_hooks: the hooks of each module below it, in calling order.
-        graphed: the modules below it whose forward is inside the graph.
-        name: the unit's name, for messages.
+    """Sort the hooks of ``unit``, and of the modules below it in its graph, into TE's phases.
 
     Raises:
         UnknownFsdpHookError: a hook made by Megatron-FSDP is not known.
@@ -81,7 +74,7 @@ def transform(
                 continue
             _place(phases, record, target=module)
             if role is FsdpRole.UNSHARD:
-                before_replay.append((_unshard_adapter(record.fn, None), (module,)))
+                before_replay.append((_adapter(record.fn, None, (), {}), (module,)))
     return UnitHooks(phases, tuple(before_replay))
 
 
@@ -90,7 +83,7 @@ def _place(phases: CaptureTimeHooks, record: HookRecord, target: nn.Module | Non
     role = classify(record)
     fn = record.fn
     if role is FsdpRole.UNSHARD:
-        phases["forward_pre_hooks"][record.hook_id] = _unshard_adapter(fn, target)
+        phases["forward_pre_hooks"][record.hook_id] = _adapter(fn, target, (), {})
     elif role is FsdpRole.RESHARD:
         phases["forward_hooks"][record.hook_id] = _adapter(fn, target, (), None)
     elif role is FsdpRole.RELEASE_TRANSPOSE:
@@ -111,10 +104,6 @@ def _adapter(fn: Callable[..., Any], target: nn.Module | None, *arguments: Any) 
         fn(module if target is None else target, *arguments)
 
     return capture_time_hook
-
-
-def _unshard_adapter(fn: Callable[..., Any], target: nn.Module | None) -> CaptureTimeHook:
-    return _adapter(fn, target, (), {})
 
 
 def check_hook_of_unit(unit: nn.Module, record: HookRecord, name: str) -> None:

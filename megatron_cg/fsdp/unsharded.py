@@ -19,8 +19,7 @@ from megatron_cg.upstream.patch import nothing_frozen
 class Unsharded(Sharding):
     """See :class:`megatron_cg.fsdp.sharding.Sharding`. All hooks are the user's.
 
-    Args:
-        wrapped: the ``DistributedDataParallel``, or the model.
+    ``wrapped`` is the ``DistributedDataParallel``, or the model.
     """
 
     def __init__(self, wrapped: nn.Module) -> None:

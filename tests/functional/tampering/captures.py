@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fsdp import FsdpRole, UnitHooks, classify
+from megatron_cg.fsdp.roles import FsdpRole, classify
+from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
 from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import (

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from megatron_cg.errors import HookError, UnknownFsdpHookError
-from megatron_cg.fsdp import FsdpRole, classify, transform
 from megatron_cg.fsdp.megatron_fsdp import unit_hooks
-from megatron_cg.fsdp.roles import BACKWARD_HANDLER
+from megatron_cg.fsdp.roles import BACKWARD_HANDLER, FsdpRole, classify
+from megatron_cg.fsdp.transform import transform
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import installed_version

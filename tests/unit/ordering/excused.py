@@ -41,7 +41,7 @@ _OWN: Reasons = {
     "megatron_cg/backends/base.py": {
         ("torch.cuda.synchronize()",): "graphs are not destroyed while they run; no step follows"
     },
-    "megatron_cg/fsdp/megatron_fsdp_v2_memory.py": {
+    "megatron_cg/fsdp/megatron_fsdp_v2.py": {
         ("context.current_stream().wait_stream(context.allgather_stream)",): (
             "between two steps, as graphs of Megatron-FSDP v2 begin or end; the traces have v1"
         )

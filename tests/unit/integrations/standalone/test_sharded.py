@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError
-from megatron_cg.fsdp.fully_shard_memory import group_of
+from megatron_cg.fsdp.fully_shard import group_of
 from tests.unit.integrations.standalone.sharded import (
     IN_BF16,
     LATER,
