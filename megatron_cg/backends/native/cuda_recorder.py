@@ -2,8 +2,14 @@
 
 Note [What keeps the pool]
     The allocator frees a graph's pool when the last graph of the pool is gone. Tensors that do not
-    own their memory (``weak_tensors.py``) lie in it, and a failed capture may reset every graph
+    own their memory lie in it, and a failed capture may reset every graph
     that there is. So a graph of one kernel is captured first, and reset last.
+
+Note [Tensors without an owner]
+    Results that were released are still read by replays. A tensor that owned their memory would
+    keep the allocator from giving it to passes that are captured later. The pool itself lives as
+    long as its graphs, so the memory stays mapped. Inductor's CUDA graphs do the same
+    (``torch/_inductor/cudagraph_trees.py``).
 
 Note [Registered generators]
     A graph is given, at each replay, the seed and offset of every generator that is registered with
@@ -25,11 +31,17 @@ from torch import nn
 
 from megatron_cg.backends.cuda_cleanup import leave_pool, waited_for
 from megatron_cg.backends.driver.recorder import Recorded, Tensors
-from megatron_cg.backends.native.weak_tensors import without_owner
 from megatron_cg.backends.places import place_of
 from megatron_cg.errors import CaptureError
 from megatron_cg.upstream.patch import garbage_collection_kept
+from megatron_cg.upstream.symbols import Symbol
 
+_STORAGE = Symbol(
+    "torch",
+    "torch._C:_construct_storage_from_data_pointer",
+    "a storage that does not own its memory",
+)
+RELIES_ON = (_STORAGE,)
 _NOT_REGISTERED = "CUDA generator not in capture mode"
 
 
@@ -111,7 +123,7 @@ class CudaRecorder:
             return any(begin <= address < end for begin, end in segments)
 
         return tuple(
-            without_owner(result) if result is not None and replaceable(result) else result
+            _without_owner(result) if result is not None and replaceable(result) else result
             for result in results
         )
 
@@ -166,3 +178,11 @@ def _of_generator(error: RuntimeError, module: nn.Module, label: str) -> Capture
         "the graph does not know. Keep it as an attribute of a captured module, or as a state of "
         "Megatron's RNG tracker, or draw from the device's own generator."
     )
+
+
+def _without_owner(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory that does not keep it; see Note [Tensors without an owner]."""
+    storage = tensor.untyped_storage()
+    same = _STORAGE.find()(storage.data_ptr(), tensor.device, storage.nbytes())
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())

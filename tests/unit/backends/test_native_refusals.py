@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.native.native_backend import NativeBackend
-from megatron_cg.backends.native.native_refusals import refuse
+from megatron_cg.backends.native.native_backend import NativeBackend, refuse
 from megatron_cg.backends.rng_tracker import generators_of
 from megatron_cg.errors import ArgumentError, CaptureError
 from tests.unit.backends.cuda_double import (

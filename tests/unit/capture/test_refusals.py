@@ -103,7 +103,7 @@ def as_cuda_ends_captures(monkeypatch: pytest.MonkeyPatch) -> None:
             except (torch.AcceleratorError, LookupError):
                 raise torch.AcceleratorError(INVALIDATED)  # noqa: B904 - as an end in __exit__
 
-    monkeypatch.setattr("megatron_cg.backends.tape.tape_recorder.recording", ending)
+    monkeypatch.setattr("megatron_cg.backends.tape.tape_backend.recording", ending)
 
 
 def failing_capture(
