@@ -31,13 +31,23 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from megatron_cg.capture.leftovers import holder_of
-from megatron_cg.capture.operations import Operations, Use, bytes_in, key_of, overlap
-from megatron_cg.capture.python_state import KNOWN, Change, PythonState, is_known
-from megatron_cg.capture.recomputed_draws import recomputed_draws_refused
-from megatron_cg.capture.seeds import seeds_refused
+from megatron_cg.capture.operations import (
+    Operations,
+    Use,
+    bytes_in,
+    holder_of,
+    key_of,
+    overlap,
+)
+from megatron_cg.capture.python_state import (
+    KNOWN,
+    Change,
+    PythonState,
+    is_known,
+    tensor_hooks_observed,
+)
+from megatron_cg.capture.random_draws import recomputed_draws_refused, seeds_refused
 from megatron_cg.capture.static_inputs import version_of
-from megatron_cg.capture.tensor_hooks import tensor_hooks_observed
 from megatron_cg.capture.transaction import frozen_kept, values_kept
 from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.errors import CaptureError

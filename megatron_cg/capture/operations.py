@@ -7,10 +7,12 @@ from the module tree and the arguments only.
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from types import CellType, FrameType
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends.aten import tensors_in, written
 from megatron_cg.backends.places import place_of
+from megatron_cg.capture.python_state import is_known
 from megatron_cg.memory.storage import StorageReference
+from megatron_cg.upstream.patch import nothing_frozen
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,8 @@ _PLAIN = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_imp
 class Operations(TorchDispatchMode):
     """Notes in its block what operations use; restores nothing by itself.
 
-    Args:
-        root: the module whose passes run, for the places of calls.
-        parameters: the keys of memory that may hold something else after the pass.
+    ``root`` is the module whose passes run, for the places of calls. Memory with one of the keys
+    ``parameters`` may hold something else after the pass.
     """
 
     def __init__(self, root: nn.Module, parameters: Collection[int | None] = ()) -> None:
@@ -77,16 +80,12 @@ class Operations(TorchDispatchMode):
 
     def restore(self) -> None:
         """Restore all memory that was written to and that the block has not made."""
-        with torch.no_grad():
-            for memory, before in self._saved.values():
-                memory.copy_(before)
+        _copy_back([*self._saved.values()])
         self._saved.clear()
 
     def restore_parameters(self) -> None:
         """Restore what the pass that ends has written into parameters."""
-        with torch.no_grad():
-            for memory, before in reversed(self._of_pass):
-                memory.copy_(before)
+        _copy_back(self._of_pass[::-1])
         self._of_pass.clear()
 
     def left(self) -> list[torch.UntypedStorage]:
@@ -151,6 +150,44 @@ class Operations(TorchDispatchMode):
         package = next((name for name in packages if name not in _BETWEEN), "")
         at = str(place) if place is not None else ""
         return Use(tensor, str(func), at, package, tensor.requires_grad, tensor.device.type)
+
+
+def _copy_back(saved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for memory, before in saved:
+            memory.copy_(before)
+
+
+def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
+    """What holds a tensor on one of these storages, in words; None if no Python object does.
+
+    Frames do not count, nor what only frames hold: those are the variables of a backend that runs
+    the passes. Nor do objects of packages that are known.
+    """
+    keys = {storage._cdata for storage in memory}
+    if not keys:
+        return None
+    with nothing_frozen():
+        every = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+        tensors = [tensor for tensor in every if key_of(tensor) in keys]
+        for tensor in tensors:
+            for holder in gc.get_referrers(tensor):
+                if holder is not tensors and _counts(holder):
+                    is_cell = isinstance(holder, CellType)
+                    return "a variable of a function" if is_cell else f"a {type(holder).__name__}"
+    return None
+
+
+def _counts(holder: Any) -> bool:
+    if isinstance(holder, FrameType) or is_known(holder):
+        return False
+    if not isinstance(holder, list | tuple | dict | set):
+        return True
+    owners = gc.get_referrers(holder)
+    of_frame = any(isinstance(one, FrameType) for one in owners)
+    return not of_frame and not any(
+        is_known(one) for one in owners if getattr(one, "__dict__", None) is holder
+    )
 
 
 def key_of(tensor: torch.Tensor) -> int | None:

@@ -24,6 +24,7 @@ from torch import nn
 
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.plain import is_plain, same_value
+from megatron_cg.upstream.patch import put_over, undone_after
 
 KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
 _LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
@@ -43,25 +44,23 @@ def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
     return (kind.__module__ or "").partition(".")[0] in packages
 
 
-class Items:
+class _Items:
     """The elements of a list or tuple, with ``get`` as a dictionary has it."""
 
     def __init__(self, values: Any) -> None:
         self._values = values
 
     def get(self, key: int) -> Any:
-        """The element ``key``, or None if there is none."""
         return self._values[key] if key < len(self._values) else None
 
 
-class Attributes:
+class _Attributes:
     """The attributes of a class itself, or the free variable of a function, as a dictionary."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
 
     def get(self, key: str) -> Any:
-        """The value of ``key``, or None if there is none."""
         try:
             return getattr(self._owner, key, None)
         except ValueError:  # A variable that is not set yet.
@@ -83,11 +82,7 @@ class Change:
 
 
 class PythonState:
-    """The state that passes of some modules read.
-
-    Args:
-        modules: the modules inside the graph, by their paths.
-    """
+    """The state that passes of some modules read; ``modules`` are those of a graph, by path."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = dict(modules)
@@ -100,8 +95,9 @@ class PythonState:
         self._functions: list[Callable[..., Any]] = []
         self._codes: dict[int, CodeType] = {}
         self._globals: dict[tuple[int, str], tuple[Any, str, str]] = {}
-        self._copies: dict[int, tuple[Any, Any, str]] = {}
-        """By id: a dictionary, list or set, its shallow copy, and what it is."""
+        self._copies: dict[int, tuple[Any, Any, str, bool]] = {}
+        """By id: a dictionary, list or set, its shallow copy, what it is, and whether it has the
+        attributes of an object."""
         self._values: list[tuple[Any, Any, str, Any]] = []
         """Holder, key and value of what lies elsewhere than in a module."""
         self._profile: Any = None
@@ -137,9 +133,9 @@ class PythonState:
             self._copy(getattr(function, "__self__", None), "attribute")
         for path, module in self._modules.items():
             if not is_known(module):
-                self._copies[id(vars(module))] = vars(module), dict(vars(module)), _dotted(path)
+                self._copies[id(vars(module))] = vars(module), dict(vars(module)), path, True
                 for name in vars(module).keys() - _INTERNAL:
-                    self._copy(vars(module)[name], f"{_dotted(path)}{name}")
+                    self._copy(vars(module)[name], _attribute(path, name))
 
     def end(self) -> None:
         """The pass has ended."""
@@ -150,16 +146,15 @@ class PythonState:
         for holder, key, what, before in self._values:
             if not same_value(before, holder.get(key)):
                 yield Change(holder, key, what, before, holder.get(key))
-        for holder, before, what in self._copies.values():
+        for holder, before, what, is_object in self._copies.values():
             if not isinstance(holder, dict):
                 if not same_value(before, holder):
                     yield Change(holder, None, what, before, holder)
                 continue
-            is_object = not what or what.endswith(".")
             for key in {**before, **holder}:
                 matters = not is_object or self._is_read(key)
                 if matters and not same_value(before.get(key), holder.get(key)):
-                    label = f"{what}{key}" if is_object else f"{what}[{key!r}]"
+                    label = _attribute(what, key) if is_object else _item(what, key)
                     yield Change(holder, key, label, before.get(key), holder.get(key))
 
     def restorer(self) -> Callable[[], None]:
@@ -167,7 +162,7 @@ class PythonState:
         copies, values = list(self._copies.values()), list(self._values)
 
         def restore() -> None:
-            for holder, before, _ in copies:
+            for holder, before, *_ in copies:
                 _restore(holder, before)
             for holder, key, _, before in values:
                 if holder.get(key) is not before:
@@ -201,7 +196,7 @@ class PythonState:
             if not is_known(module):
                 for name in [*vars(module)]:
                     if self._is_read(name):
-                        yield vars(module), name, f"attribute {_dotted(path)}{name}"
+                        yield vars(module), name, f"attribute {_attribute(path, name)}"
         yield from self._elsewhere()
 
     def _elsewhere(self) -> Iterator[tuple[Any, Any, str]]:
@@ -215,7 +210,7 @@ class PythonState:
             for name, value in [*vars(kind).items()]:
                 functions.append(value)
                 if self._is_read(name) and not callable(value) and not hasattr(value, "__get__"):
-                    yield Attributes(kind), name, f"attribute {kind.__name__}.{name}"
+                    yield _Attributes(kind), name, f"attribute {kind.__name__}.{name}"
         for module in self._modules.values():
             if not is_known(module, _LIBRARIES):
                 functions += vars(module).values()
@@ -231,7 +226,7 @@ class PythonState:
             seen.add(id(function))
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             for name, cell in cells:
-                holder = Attributes(cell)
+                holder = _Attributes(cell)
                 inner = holder.get("cell_contents")
                 if isinstance(inner, type | ModuleType):
                     continue
@@ -244,24 +239,20 @@ class PythonState:
         if not _is_object(value) or id(value) in seen or len(seen) > 99:
             return
         seen.add(id(value))
-        for name in [*vars(value)]:
-            if self._is_read(name):
-                yield Entry(vars(value), name, "state", f"{what}.{name}")
-                yield from self._inside(vars(value)[name], f"{what}.{name}", seen)
+        for row in _attributes_of(value, what):
+            if self._is_read(row.key):
+                yield row
+                yield from self._inside(row.holder[row.key], row.what, seen)
 
     def _copy(self, value: Any, what: str, depth: int = _DEPTH) -> None:
-        if _is_object(value):
-            value, what = vars(value), f"{what}."
-        if not depth or id(value) in self._copies:
+        is_object = _is_object(value)
+        held = vars(value) if is_object else value
+        if not depth or id(held) in self._copies:
             return
-        if isinstance(value, list | dict | set):
-            self._copies[id(value)] = value, copy.copy(value), what
-        if isinstance(value, Mapping):
-            for key, inner in [*value.items()]:
-                self._copy(inner, f"{what}{key}" if what.endswith(".") else what, depth - 1)
-        elif isinstance(value, list | tuple):
-            for inner in value:
-                self._copy(inner, what, depth - 1)
+        if isinstance(held, list | dict | set):
+            self._copies[id(held)] = held, copy.copy(held), what, is_object
+        for row in _attributes_of(value, what) if is_object else _held_by(value, what):
+            self._copy(row.holder.get(row.key), row.what, depth - 1)
 
     def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call" and id(frame.f_code) not in self._codes:
@@ -279,15 +270,42 @@ class PythonState:
         for name in code.co_names:
             value = names.get(name, self)
             key = id(names), name
-            if (
-                value is not self
-                and not isinstance(value, ModuleType | type)
-                and (key not in self._globals)
-            ):
-                what = f"global {name} of {names.get('__name__')}"
-                self._globals[key] = names, name, what
-                self._values.append((*self._globals[key], value))
-                self._copy(value, what)
+            if value is self or isinstance(value, ModuleType | type) or key in self._globals:
+                continue
+            what = f"global {name} of {names.get('__name__')}"
+            self._globals[key] = names, name, what
+            self._values.append((*self._globals[key], value))
+            self._copy(value, what)
+
+
+@contextmanager
+def tensor_hooks_observed(found: Callable[[Change], None]) -> Iterator[None]:
+    """Observe the hooks on tensors that are registered in the block, whenever they are called.
+
+    Their operations on gradients are in the graph like all others. But a replay runs no Python, so
+    what else they do would be lost. ``found`` gets each change of Python state that one of them
+    makes. It is undone.
+    """
+    original = torch.Tensor.register_hook
+
+    def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+        state = PythonState({})
+        state.add(hook)
+
+        def called(gradient: torch.Tensor) -> Any:
+            state.begin()
+            try:
+                return hook(gradient)
+            finally:
+                state.end()
+                for change in state.changes():
+                    found(change)
+                state.restorer()()
+
+        return original(tensor, called)  # type: ignore[no-untyped-call]
+
+    with undone_after(put_over(torch.Tensor, "register_hook", register_hook)):
+        yield
 
 
 def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
@@ -299,8 +317,27 @@ def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
             yield from _texts(tuple(one))
 
 
-def _dotted(path: str) -> str:
-    return f"{path}." if path else ""
+def _attribute(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner else name
+
+
+def _item(owner: str, key: Any) -> str:
+    # The values of a tensor would be read on the host.
+    return f"{owner}[{key!r}]" if is_plain(key) else f"{owner}[a {type(key).__name__}]"
+
+
+def _held_by(value: Any, what: str) -> list[Entry]:
+    """What a container or a plain object holds."""
+    if isinstance(value, Mapping):
+        return [Entry(value, key, "state", _item(what, key)) for key in value]
+    if isinstance(value, list | tuple):
+        items = _Items(value)
+        return [Entry(items, key, "state", f"{what}[{key}]") for key in range(len(value))]
+    return _attributes_of(value, what) if _is_object(value) else []
+
+
+def _attributes_of(value: Any, what: str) -> list[Entry]:
+    return [Entry(vars(value), key, "state", _attribute(what, key)) for key in vars(value)]
 
 
 def _is_object(value: Any) -> bool:
@@ -332,21 +369,8 @@ def _ways(
         if matches(value):
             yield [*way[:-1], Entry(way[-1].holder, way[-1].key, "attribute", way[-1].what)]
         return
-    holder: Any
-    what, words = way[-1].what, "{what}[{key!r}]"
-    if not depth or isinstance(value, str | bytes | nn.Module):
-        return
-    if isinstance(value, Mapping):
-        holder, keys = value, [*value]
-    elif isinstance(value, list | tuple):
-        holder, keys = Items(value), [*range(len(value))]
-    elif _is_object(value):
-        holder, keys, words = vars(value), [*vars(value)], "{what}.{key}"
-    else:
-        return
-    for key in keys:
-        entry = Entry(holder, key, "state", words.format(what=what, key=key))
-        yield from _ways(holder.get(key), [*way, entry], matches, depth - 1)
+    for row in _held_by(value, way[-1].what) if depth else ():
+        yield from _ways(row.holder.get(row.key), [*way, row], matches, depth - 1)
 
 
 def _restore(holder: Any, before: Any) -> None:

@@ -1,7 +1,14 @@
-"""Refuses a unit that sets a seed, or draws random numbers in Python, while its pass runs.
+"""Refuses random numbers that a replay could not draw as an eager pass does.
 
 A graph is given the seed and offset of its generators at each replay, whatever was set when it was
 captured. And what Python drew then, such as which layers to skip, is in the graph for good.
+
+Note [Two graphs, two draws]
+    Activation checkpointing restores the random state of the forward pass before it recomputes, so
+    that dropout drops the same elements. A unit's forward and backward passes are two graphs, and
+    each gets, at its replay, the generator's state of that moment. The backward graph holds an
+    offset from there, whatever state was restored in the capture (torch 2.11). So it would drop
+    other elements than the forward graph, and gradients would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
 
 _MARK = 0x5EED_CA97
-"""The seed of all generators while a pass is observed."""
+"""The seed of all generators while a forward pass is observed."""
 _SETTERS = (
     *((owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed")),
     *((torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")),
@@ -34,10 +41,9 @@ _SETTERS = (
 def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
     """Observe one forward pass of ``unit``; the caller restores torch's generators.
 
-    Raises CaptureError, from the pass or after it.
+    Raises CaptureError, from the pass or after it: it sets a seed, or Python draws.
     """
-    of_modules = generators_of([unit.layer], device_type)
-    generators = [torch.default_generator, *device_generator(), *of_modules]
+    generators = _generators(unit, device_type)
     for generator in generators:
         generator.manual_seed(_MARK)
     python = _python_generators(unit)
@@ -48,7 +54,7 @@ def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
             undo.callback(put_over(owner, name, refuse))
         yield
     if any(generator.initial_seed() != _MARK for generator in generators):
-        raise _refusal(unit, "manual_seed of a torch.Generator")
+        raise _sets_a_seed(unit, "manual_seed of a torch.Generator")
     for (name, read, write), before in zip(python, states, strict=True):
         if repr(read()) != repr(before):
             write(before)
@@ -59,18 +65,59 @@ def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
             )
 
 
+@contextmanager
+def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
+    """Observe one backward pass of ``unit``; see Note [Two graphs, two draws].
+
+    Raises CaptureError after it: a random state was restored, and was another one when the next one
+    was restored.
+    """
+    generators = _generators(unit, device_type)
+    restored: list[torch.Tensor] = []
+    drew: list[bool] = []
+
+    def states() -> list[torch.Tensor]:
+        return [generator.get_state() for generator in generators]
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_rng_state(*args: Any, **kwargs: Any) -> Any:
+            drew.extend(not torch.equal(*pair) for pair in zip(restored, states(), strict=False))
+            result = original(*args, **kwargs)
+            restored[:] = states()
+            return result
+
+        return set_rng_state
+
+    with ExitStack() as undo:
+        for owner in (torch, torch.cuda):
+            undo.callback(put_over(owner, "set_rng_state", around(owner.set_rng_state)))
+        yield
+    if any(drew):
+        raise CaptureError(
+            f"{unit.name} recomputes activations and draws random numbers in that "
+            "(torch.utils.checkpoint around a dropout). Its forward and its backward graph "
+            "would draw different ones, and gradients would be wrong. Set dropout to 0, take "
+            f"it out of what is recomputed, or drop the checkpoint. Or: {unit.leave_out(None)}"
+        )
+
+
+def _generators(unit: Unit, device_type: str) -> list[torch.Generator]:
+    of_unit = generators_of([unit.layer], device_type)
+    return [torch.default_generator, *device_generator(), *of_unit]
+
+
 def _refusing(original: Callable[..., Any], unit: Unit, name: str) -> Callable[..., Any]:
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:
-            raise _refusal(unit, name)
+            raise _sets_a_seed(unit, name)
         return original(*args, **kwargs)
 
     return call
 
 
-def _refusal(unit: Unit, name: str) -> CaptureError:
+def _sets_a_seed(unit: Unit, name: str) -> CaptureError:
     return CaptureError(
         f"{unit.name} sets a seed in its forward pass ({name}). A replay draws from the state that "
         "the generator then has, whatever seed was set. Set it outside of the unit, or keep a "
