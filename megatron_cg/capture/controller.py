@@ -1,7 +1,7 @@
 """Capture, recapture and deletion of one model's graphs over its training steps.
 
-Megatron's helper, the standalone API and the CPU trainer all use this controller. They define how
-to capture. The controller decides, together with all ranks, when graphs are deleted.
+Its users define how to capture. The controller decides, together with all ranks, when graphs are
+deleted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from megatron_cg.replay.guard.inputs import STATIC_INPUT
 
 logger = logging.getLogger(__name__)
 
-_STRUCTURE = "structure"
-"""The clause of an input that was not given at capture, such as a mask."""
-
 
 class GraphController:
     """Captures one model's graphs, and recaptures or gives up when all ranks decide so.
@@ -38,8 +35,8 @@ class GraphController:
     Args:
         agreement: the votes of all ranks; no vote has been posted yet.
         capture: captures and returns the session, or raises; called again for a recapture.
-        forget_inputs: forgets which inputs never changed; called before a recapture if such an
-            input has changed or a new input has appeared.
+        forget_inputs: called before a recapture if an input that never changed has changed, or a
+            new input has appeared.
         goes_on: whether training continues eagerly after a failed capture.
         option: what a user types for that.
         clean_up: called after such a failure.
@@ -101,7 +98,7 @@ class GraphController:
         """Delete the graphs and capture again; on all ranks, between two steps."""
         if self.session is not None:
             mismatches = self.session.mismatches
-            if mismatches.saw(STATIC_INPUT) or mismatches.saw(_STRUCTURE):
+            if mismatches.saw(STATIC_INPUT) or mismatches.saw("structure"):
                 self._forget_inputs()
         self.delete()
         self.capture()

@@ -55,15 +55,7 @@ Kwargs = list[dict[str, torch.Tensor]]
 
 
 class GuardedCapture:
-    """One capture of given units; to be created while their hooks are still installed.
-
-    Args:
-        sharding: how the model is sharded.
-        units: the layers, in the order of their forward passes.
-        backend: captures the graphs.
-        mismatches: the mismatch policy of the graphs.
-        static_inputs: which inputs of the units never change.
-    """
+    """One capture of given units; to be created while their hooks are still installed."""
 
     def __init__(
         self,
@@ -101,12 +93,9 @@ class GuardedCapture:
                 f"{len(args)} sample_args for {len(self._units)} units: a unit has one graph"
             )
         layers = [unit.layer for unit in self._units]
+        capture_time = [unit.capture_time for unit in hooks]
         order = HookOrder(
-            layers,
-            [unit.capture_time for unit in hooks],
-            options,
-            begun=self._pass_begun,
-            ended=self._pass_ended,
+            layers, capture_time, options, begun=self._pass_begun, ended=self._pass_ended
         )
         borrowed = self._borrow(kwargs)
         self._observers = tuple(
@@ -149,11 +138,7 @@ class GuardedCapture:
         return self._guarded_graphs(graphs, args, kwargs, borrowed, options)
 
     def _capture(
-        self,
-        order: HookOrder,
-        args: Args,
-        kwargs: Kwargs,
-        options: Mapping[str, Any],
+        self, order: HookOrder, args: Args, kwargs: Kwargs, options: Mapping[str, Any]
     ) -> Sequence[Any]:
         layers = tuple(unit.layer for unit in self._units)
         emit(PassesBegin(order.warmup_passes, order.passes))
@@ -228,10 +213,9 @@ class GuardedCapture:
         Never raises, although the advice comes from Megatron's code: the hooks that other ranks
         wait for must still run.
         """
-        under_way = order.under_way
-        if under_way is None:
+        if order.under_way is None:
             return None
-        index, in_backward = under_way
+        index, in_backward = order.under_way
         try:
             return refusal(error, self._units[index], in_backward)
         except Exception:
@@ -254,43 +238,39 @@ class GuardedCapture:
         borrowed: Sequence[torch.Tensor],
         options: Mapping[str, Any],
     ) -> tuple[GuardedGraph, ...]:
-        in_flight = InFlight()
-        return tuple(
-            GuardedGraph(
-                graph,
-                self._table(index, args[index], kwargs[index], borrowed, options),
-                unit,
-                self._mismatches,
-                index=index,
-                in_flight=in_flight,
-                eager_passes=self.eager_passes[index],
-                replay=replay,
-                kept=partial(self._kept, unit, self._observers[index], replay),
+        in_flight, made = InFlight(), list[GuardedGraph]()
+        for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
+            inputs = Inputs(args[index], kwargs[index], borrowed, unit.inputs)
+            device_type = args[index][0].device.type
+            replay = self._backend.replay_function(graph)
+            made.append(
+                GuardedGraph(
+                    graph,
+                    self._table(index, inputs, device_type, options),
+                    unit,
+                    self._mismatches,
+                    index=index,
+                    in_flight=in_flight,
+                    eager_passes=self.eager_passes[index],
+                    replay=replay,
+                    kept=partial(self._kept, unit, self._observers[index], replay),
+                )
             )
-            for index, (unit, graph, replay) in enumerate(
-                zip(self._units, graphs, map(self._backend.replay_function, graphs), strict=True)
-            )
-        )
+        return tuple(made)
 
     def _table(
-        self,
-        index: int,
-        args: Sequence[torch.Tensor],
-        kwargs: Mapping[str, torch.Tensor],
-        borrowed: Sequence[torch.Tensor],
-        options: Mapping[str, Any],
+        self, index: int, inputs: Inputs, device_type: str, options: Mapping[str, Any]
     ) -> DependsOn:
         unit, observer = self._units[index], self._observers[index]
         layer, graphed = unit.layer, unit.graphed
         numerics = self._backend.captured_numerics(index, options)
         more = [*unit.entries(graphed), *self._backend.entries(graphed)]
         observer.forget_passes()
-        device_type = args[0].device.type
         with unit.in_backward():
             in_backward = autocast_of(device_type)
         with unit.in_forward():
             return DependsOn(
-                Inputs(args, kwargs, borrowed, unit.inputs),
+                inputs,
                 observer.addresses,
                 objects=[*entries_of(layer, graphed), *observer.entries, *more],
                 key_sets=observer.key_sets(),

@@ -1,20 +1,16 @@
 """The order of capture-time hooks, and how a failed rank runs the remaining ones.
 
-Source of the order: ``_make_graphed_callables`` of transformer-engine 2.20.2 (``graph.py``,
-``_run_warmup_forward``, ``_run_warmup_backward`` and the capture loops below them). It runs all
-passes ``num_warmup_iters`` times to warm up, and once more to capture. Each forward pass calls
-forward_pre_hooks and then forward_hooks of its callable. Each backward pass calls
-backward_pre_hooks and then backward_hooks. The captured code does not affect this order.
+Source of the order: ``_make_graphed_callables`` of transformer-engine 2.20.2 (``graph.py``). It
+runs all forward passes and then all backward passes in reverse, ``num_warmup_iters`` times to warm
+up, and once more to capture. The captured code does not affect this order.
 
 Note [A failed rank runs the rest]
-    Megatron-FSDP's hooks issue all-gathers. If one rank fails, the others do not know: they run all
-    their hooks and vote only after that. They wait forever unless the failed rank joins each of
-    their all-gathers. The all-gathers depend on hooks alone (hooks set the buckets' states;
-    gradient hooks are off), and the order of hooks is fixed before capture begins. So the failed
-    rank runs all remaining hooks in the same order, without the modules' work, and then votes. This
-    matches every collective of the others if the modules themselves issue none. With tensor or
-    context parallelism inside the captured region, the other ranks of such a group wait in their
-    modules' collectives, and the vote ends by its timeout.
+    Megatron-FSDP's hooks issue all-gathers. If one rank fails, the others run all their hooks and
+    vote only after that. They wait forever unless the failed rank joins each of their all-gathers,
+    which depend on hooks alone. So the failed rank runs all remaining hooks in the same order,
+    without the modules' work, and then votes. With tensor or context parallelism inside the
+    captured region, the other ranks of such a group wait in their modules' collectives, and the
+    vote ends by its timeout.
 
 Note [A hook that raised]
     If a hook raised, it is unknown whether it issued its collectives. Running it again could issue
@@ -55,17 +51,10 @@ class HookOrder:
     """Every call of a capture-time hook from the first warmup to the last backward capture.
 
     Pass ``wrapped`` to the backend instead of the hooks. Each call is then checked against the
-    expected order: all forward passes, then all backward passes in reverse.
+    expected order. ``options`` are ``make_graphed_callables``'s other arguments. ``begun`` and
+    ``ended`` are called around each pass; see Note [Around a pass].
 
-    Args:
-        callables: the modules that are passed to ``make_graphed_callables``, one sample each.
-        hooks: the capture-time hooks, one entry per callable.
-        options: ``make_graphed_callables``'s other arguments.
-        begun: called right before each pass; see Note [Around a pass].
-        ended: called right after it.
-
-    Raises:
-        CaptureError: ``options`` ask for several microbatches or model chunks.
+    Raises CaptureError: ``options`` ask for several microbatches or model chunks.
     """
 
     def __init__(
@@ -113,11 +102,6 @@ class HookOrder:
         layer, key = self._entries[self._position]
         return (layer, key == "backward_hooks") if key in _AFTER_A_PASS else None
 
-    @property
-    def is_warmup(self) -> bool:
-        """Whether passes are those of the warmup."""
-        return self._position < 2 * self.warmup_passes
-
     def check_finished(self) -> None:
         """Raise UpstreamChangedError if capture ended before all hooks had run."""
         if not self.finished:
@@ -140,11 +124,12 @@ class HookOrder:
     def _called(self, layer: int, key: str, module: nn.Module) -> None:
         if self.finished or self._entries[self._position] != (layer, key):
             raise self._other_order(f"{key} of callable {layer}")
+        is_forward, is_warmup = key in _OF_FORWARD, self._position < 2 * self.warmup_passes
         if key in _AFTER_A_PASS:
-            self._ended(layer, key in _OF_FORWARD, self.is_warmup)
+            self._ended(layer, is_forward, is_warmup)
         self._run(layer, key, module)
         if key not in _AFTER_A_PASS:
-            self._begun(layer, key in _OF_FORWARD, self.is_warmup)
+            self._begun(layer, is_forward, is_warmup)
 
     def _run(self, layer: int, key: str, module: nn.Module) -> None:
         try:

@@ -1,14 +1,14 @@
 """One model's graphs, from before capture until they are released.
 
 Note [Where ranks vote on a capture]
-    Ranks vote twice. The first vote is before the first hook runs. The second vote is when nothing
-    can fail on a single rank any more: the graphs are complete, the changes of capture are undone,
-    the fast path is installed. Undoing the changes may issue all-gathers, on a failed rank as on
-    the others. So a rank that fails before the first vote votes at once, because the others wait
-    for it there. A rank that fails later votes after it has undone all changes. If training must
-    not continue without graphs (``joins`` is false), a rank that fails among the hooks exits, and
-    its launcher ends the others. If it fails after the hooks, the others reach the vote in any
-    case, so this rank votes too and all ranks end with the cause.
+    Ranks vote twice: before the first hook runs, and when nothing can fail on a single rank any
+    more (the graphs are complete, the changes of capture are undone, the fast path is installed).
+    Undoing the changes may issue all-gathers, on a failed rank as on the others. So a rank that
+    fails before the first vote votes at once, because the others wait for it there. A rank that
+    fails later votes after it has undone all changes. If training must not continue without graphs
+    (``joins`` is false), a rank that fails among the hooks exits, and its launcher ends the others.
+    If it fails after the hooks, the others reach the vote in any case, so this rank votes too and
+    all ranks end with the cause.
 
 Note [Graphs that one rank deletes]
     One rank alone may delete its graphs between two steps. All ranks learn this one step later and
@@ -75,11 +75,10 @@ class Session:
         backend: captures the graphs.
         agreement: the votes of all ranks, for a model that several ranks train.
         joins: whether a capture that fails on this rank still runs the hooks that other ranks wait
-            for; see ``hook_order.py``. For a caller that continues after a failure.
+            for; see ``hook_order.py``.
         policy: what to do when a graph must not be replayed.
         static_inputs: which inputs of the units never change.
-        fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs exist; see
-            ``megatron_cg/fastpath``. It must be equal on all ranks.
+        fast_path: see ``megatron_cg/fastpath``; equal on all ranks.
         optimizers: the optimizers of the model's parameters, for the fast path.
         sharding: how the model is sharded; None means by Megatron-FSDP.
 
@@ -194,7 +193,7 @@ class Session:
         """Capture the units by the backend, with FSDP's hooks outside of the graphs.
 
         The arguments are those of TE's ``make_graphed_callables``: the units' layers, in order, and
-        the static inputs of each, tensors on the device. Returns a guarded graph for each unit.
+        the static inputs of each. Returns a guarded graph for each unit.
 
         Raises:
             PhaseError: called outside of :meth:`capturing`, or with layers of other units.
@@ -220,9 +219,9 @@ class Session:
         """End the capture's votes: a unit whose graphs hold collectives on one rank does on all."""
         assert self._capture is not None
         units = self._capture.eager_passes
-        found = agreement.confirm(unit.name for unit in units if unit.collectives)
+        with_collectives = agreement.confirm(unit.name for unit in units if unit.collectives)
         for unit in units:
-            unit.collectives = unit.name in found
+            unit.collectives = unit.name in with_collectives
 
     def _install_fast_path(self) -> None:
         if not self._shortens or self._sharding.megatron_fsdp is None:

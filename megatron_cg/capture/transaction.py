@@ -27,6 +27,7 @@ from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
 from megatron_cg.replay.unit import Unit
+from megatron_cg.upstream.patch import all_of
 
 
 @contextmanager
@@ -67,17 +68,11 @@ def quiet_modules(
     below a callable during warmup and leaves them there if it fails.
     """
     snapshots = [HookSnapshot(module) for module in modules]
-    captured = set(layers)
     for snapshot in snapshots:
         hooks = module_hooks(snapshot.module)
-        if snapshot.module in captured or any(made_by_sharding(hook.fn) for hook in hooks):
+        if snapshot.module in layers or any(made_by_sharding(hook.fn) for hook in hooks):
             snapshot.clear()
-
-    def restore() -> None:
-        for snapshot in snapshots:
-            snapshot.restore()
-
-    return restore
+    return all_of(snapshot.restore for snapshot in snapshots)
 
 
 def _quiet_parameters(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
