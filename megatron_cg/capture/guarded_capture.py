@@ -131,7 +131,7 @@ class GuardedCapture:
                 self._mismatches,
                 collectives=observer.collectives,
                 one_node=self._sharding.counts_gradients
-                and self._backend.replay_function(graph).has_several_gradients,
+                and sum(self._backend.replay_function(graph).needs) > 1,
             )
             for unit, observer, graph in zip(self._units, self._observers, graphs, strict=True)
         )

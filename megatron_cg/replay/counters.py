@@ -34,10 +34,6 @@ class Counters:
     """Bytes of the copied inputs."""
     backwards: int = 0
     """Backward passes that were replayed."""
-    gradients_copied: int = 0
-    """Gradients of outputs that were copied into the graph's own memory, over all replays."""
-    gradient_bytes_copied: int = 0
-    """Bytes of these gradients."""
     repeated: int = 0
     """Steps that were repeated eagerly: a rank had more rows than its graphs have room for."""
     guard_ns: int = 0
@@ -49,12 +45,6 @@ class Counters:
         self.inputs_in_place += in_place
         self.inputs_copied += copied
         self.bytes_copied += nbytes
-
-    def count_backward(self, copied: int, nbytes: int) -> None:
-        """Count one backward replay and the gradients that it copies."""
-        self.backwards += 1
-        self.gradients_copied += copied
-        self.gradient_bytes_copied += nbytes
 
     def count_unstable(self, gradients: int) -> None:
         """Count gradients that are not compared."""

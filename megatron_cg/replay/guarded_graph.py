@@ -14,7 +14,7 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.replay_function import ReplayFunction, copies
+from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import Kept, verify
 from megatron_cg.upstream.patch import undone_after
@@ -61,7 +61,7 @@ class GuardedGraph:
         self._replayed = self._returns_inputs = self._gives_copies = False
         self._refuted: Mismatch | None = None
         """What a verification has found: the graph is wrong for good."""
-        self._constant = tuple(n for n, memory in enumerate(replay.incoming) if memory is None)
+        self._constant = tuple(n for n, needed in enumerate(replay.needs) if not needed)
         """Which outputs need no gradient."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,13 +183,13 @@ class GuardedGraph:
         """
         return self._in_flight.begin(self._index, self._unit, outputs, self._before_backward)
 
-    def _before_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _before_backward(self) -> None:
         began = time.perf_counter_ns()
         mismatch = self._guard.broken_in_backward()
         self._mismatches.counters.guard_ns += time.perf_counter_ns() - began
         if mismatch is not None:
             self._mismatches.mismatched_in_backward(mismatch, self._unit.name)
-        self._mismatches.counters.count_backward(*copies(self._replay.incoming, gradients))
+        self._mismatches.counters.backwards += 1
 
 
 def _own(value: Any) -> Any:

@@ -42,8 +42,6 @@ from megatron_cg.upstream.symbols import Symbol
 
 _USERS = Symbol("torch", "torch._C:_storage_Use_Count", "how many tensors use a storage")
 RELIES_ON = (_USERS,)
-BeforeBackward = Callable[[Sequence[torch.Tensor | None]], None]
-"""Takes the gradients that a backward pass receives, one an output."""
 
 
 class _Replay:
@@ -107,13 +105,15 @@ class InFlight:
         """Whether a node of autograd is a replay that waits for its backward."""
         return any(replay.node() is node for replay in reversed(self._waiting.values()))
 
-    def begin(self, index: int, unit: Unit, outputs: Any, before_backward: BeforeBackward) -> bool:
+    def begin(
+        self, index: int, unit: Unit, outputs: Any, before_backward: Callable[[], None]
+    ) -> bool:
         """Record a forward replay of ``unit``, the unit ``index``, that returned ``outputs``.
 
         Returns whether a backward can follow: an output needs a gradient.
 
-        ``before_backward`` is called when its backward begins, with the incoming gradients. That
-        backward raises ReplayMismatchError if it runs out of order or a second time.
+        ``before_backward`` is called when its backward begins. That backward raises
+        ReplayMismatchError if it runs out of order or a second time.
         """
         self._waiting.pop(index, None)
         tensors = [one for one in tree_flatten(outputs)[0] if isinstance(one, torch.Tensor)]
@@ -128,8 +128,8 @@ class InFlight:
         self,
         index: int,
         this: _Replay,
-        before_backward: BeforeBackward,
-        gradients: Sequence[torch.Tensor | None],
+        before_backward: Callable[[], None],
+        _gradients: Sequence[torch.Tensor | None],
     ) -> None:
         if self._waiting.get(index) is not this:
             exit_without_waiting_unless_it_goes_on()
@@ -152,7 +152,7 @@ class InFlight:
         self._over[index] = self._waiting.pop(index)
         if torch.is_grad_enabled():
             _refuse_second_derivatives(this.node(), this.unit)
-        before_backward(gradients)
+        before_backward()
 
 
 def _waits(replay: _Replay) -> Mismatch:

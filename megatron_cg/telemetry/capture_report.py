@@ -168,11 +168,8 @@ def counts_text(counts: Mapping[str, int]) -> str:
         return words
     copied = counts.get("bytes_copied", 0) / replayed / 2**20
     guard = counts.get("guard_ns", 0) / replayed / 1e3
-    backwards = counts.get("backwards", 0) or 1
-    back = counts.get("gradient_bytes_copied", 0) / backwards / 2**20
     return (
         f"{words}; a replay: {counts.get('inputs_in_place', 0) / replayed:.1f} inputs in place, "
-        f"{counts.get('inputs_copied', 0) / replayed:.1f} copied ({copied:.2f} MiB), backward "
-        f"{counts.get('gradients_copied', 0) / backwards:.1f} copied ({back:.2f} MiB), "
+        f"{counts.get('inputs_copied', 0) / replayed:.1f} copied ({copied:.2f} MiB), "
         f"{guard:.0f} us in guards"
     )

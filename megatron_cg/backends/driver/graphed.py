@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.backends.driver.recorder import Recorded, Recording, Tensors
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.replay.replay_function import ReplayFunction, StaticMemory
+from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.patch import set_attribute
 
 
@@ -71,7 +71,7 @@ def _copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]
     ] = {}
     for static, value in pairs:
-        if not StaticMemory.of(static).holds(value):
+        if not _lies_in(value, static):
             into, values = groups.setdefault((static.dtype, static.device), ([], []))
             into.append(static)
             # Neither can another layout of the same memory be copied onto itself.
@@ -79,6 +79,15 @@ def _copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             values.append(value.clone() if is_static else value)
     for into, values in groups.values():
         torch._foreach_copy_(into, values)
+
+
+def _lies_in(value: torch.Tensor, static: torch.Tensor) -> bool:
+    return (
+        value.data_ptr() == static.data_ptr()
+        and value.stride() == static.stride()
+        and value.is_conj() == static.is_conj()
+        and value.is_neg() == static.is_neg()
+    )
 
 
 def _reached(recorded: Recorded, grads: Sequence[torch.Tensor | None]) -> Tensors:
@@ -143,10 +152,7 @@ class GraphedModule:
             1 + recorded.user_args,
             replace=lambda function: set_attribute(self, "_function", function),
             borrow=lambda: set_attribute(recorded, "gradients_borrowed", True),
-            incoming=tuple(
-                None if static is None else StaticMemory.of(static)
-                for static in recorded.grad_outputs
-            ),
+            needs=tuple(static is not None for static in recorded.grad_outputs),
         )
 
     def backward_dw(self) -> None:

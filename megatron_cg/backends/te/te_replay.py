@@ -4,7 +4,7 @@ In TE's ``graph.py`` the function that is returned for each sample calls ``graph
 the class ``Graphed`` to three arguments of its own, ``len_user_args`` arguments of the caller, and
 the weights. ``Graphed.backward`` returns copies of the gradients that
 ``returned_param_grad_clone_slots`` names, and the other gradients in the graph's memory. It copies
-incoming gradients into ``static_grad_outputs``, unless they are there. All these names are closure
+incoming gradients into ``static_grad_outputs``. All these names are closure
 variables, and each sample has its own.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.replay.replay_function import ReplayFunction, StaticMemory
+from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.closures import cells_of, set_cell
 from megatron_cg.upstream.symbols import Symbol, changed
 
@@ -53,7 +53,7 @@ def replay_function(graph: Any) -> ReplayFunction:
         _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
         replace=lambda replacement: set_cell(applied, replacement),
         borrow=_borrowing(clones),
-        incoming=tuple(None if t is None else StaticMemory.of(t) for t in incoming),
+        needs=tuple(static is not None for static in incoming),
     )
 
 

@@ -39,7 +39,6 @@ def test_a_model_under_megatron_fsdp_trains_the_same_numbers(
             if graphs:
                 counts = session.counters.as_dict()
                 assert counts["replayed"] == counts["backwards"] > 0 == counts["eager"]
-                assert counts["gradients_copied"] == counts["backwards"]
                 session.close()
                 assert set(cuda.users.values()) == {0}
             parallel_state.destroy_model_parallel()
