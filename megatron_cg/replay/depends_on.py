@@ -106,10 +106,6 @@ class Hooks:
 
     To be made while the unit's hooks are installed. Its own run around the replay and may change,
     but for one in the old form of ``register_backward_hook``.
-
-    Args:
-        layer: the unit.
-        graphed: the modules inside its graph; a replay does not run their hooks.
     """
 
     def __init__(self, layer: nn.Module, graphed: Iterable[nn.Module]) -> None:
@@ -145,17 +141,8 @@ class Hooks:
 class DependsOn:
     """The table of one graph.
 
-    Args:
-        inputs: the rows of its inputs.
-        addresses: the rows of memory.
-        objects: the rows of objects and values.
-        key_sets: the rows of dictionaries.
-        hooks: the hooks inside the graph.
-        frozen: the parameters that need no gradient, by name.
-        modes: returns the current modes, comparable with ``==``, in the order of ``_MODES``. They
-            must now be those of forward passes.
-        device_type: where the unit runs.
-        autocast: :func:`autocast_of` backward passes.
+    ``modes`` returns the current modes, comparable with ``==``, in the order of ``_MODES``; they
+    must now be those of forward passes. ``autocast`` is :func:`autocast_of` backward passes.
     """
 
     def __init__(
@@ -190,10 +177,10 @@ class DependsOn:
 
     def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """What forbids a forward replay with these arguments, or None."""
-        found = self.inputs.broken(args, kwargs)
-        if found is None and (now := self._read_modes()) != self._modes:
-            found = self._other_mode(now)
-        return found or self._broken_object() or self.addresses.broken(forward=True)
+        mismatch = self.inputs.broken(args, kwargs)
+        if mismatch is None and (now := self._read_modes()) != self._modes:
+            mismatch = self._other_mode(now)
+        return mismatch or self._broken_object() or self.addresses.broken(forward=True)
 
     def broken_in_backward(self) -> Mismatch | None:
         """What forbids the backward replay that is about to begin, or None."""
@@ -204,14 +191,14 @@ class DependsOn:
 
     def _broken_object(self) -> Mismatch | None:
         for number, (holder, key, same) in enumerate(self._objects):
-            if holder.get(key) is not same and (found := self._other_object(number)) is not None:
-                return found
+            if holder.get(key) is not same and (other := self._other_object(number)) is not None:
+                return other
         for number, before in self._contents:
             value = self._objects[number][2]
             if contents(value) != before:
                 return self._changed(number, value, "with other contents")
-        if list(map(len, self._keys)) != self._sizes and (found := self._other_keys()) is not None:
-            return found
+        if list(map(len, self._keys)) != self._sizes and (other := self._other_keys()) is not None:
+            return other
         for parameter, name in self._frozen:
             if parameter.requires_grad:
                 return _mismatch("frozen", name, "without requires_grad", "with it")
@@ -269,11 +256,8 @@ def autocast_of(device_type: str) -> torch.dtype | None:
 def modes_of(device_type: str, numerics: Any, read: Callable[[], Any]) -> Callable[[], Any]:
     """Reads the modes that a layer's Python code follows and a replay does not.
 
-    Args:
-        device_type: where the unit runs, for autocast.
-        numerics: the backend's numerics state at capture, such as TE's FP8 recipe.
-        read: returns the current numerics state. The first call returns ``numerics`` instead: a
-            capture may run in another state than replays.
+    ``read`` returns the backend's numerics state, such as TE's FP8 recipe. The first call returns
+    ``numerics`` instead: a capture may run in another state than replays.
     """
     captured = [numerics]
 
@@ -290,10 +274,7 @@ def modes_of(device_type: str, numerics: Any, read: Callable[[], Any]) -> Callab
 
 
 def entries_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
-    """The modules, parameters and buffers inside the graph of ``layer``, and their modes.
-
-    ``graphed`` are the modules of ``layer`` inside its graph.
-    """
+    """The modules, parameters and buffers of ``graphed``, inside the graph of ``layer``."""
     found: list[Entry] = []
     inside = {id(module) for module in graphed}
     for path, owner in layer.named_modules():

@@ -47,12 +47,8 @@ a part of a verification."""
 class EagerPasses:
     """The eager passes of one unit.
 
-    Args:
-        name: the name of the unit.
-        mismatches: the mismatch policy.
-        collectives: whether the unit's graphs contain collectives, as this rank found at capture
-            and all ranks agree at its end.
-        one_node: whether gradients must come as from a replay.
+    ``collectives`` says whether the unit's graphs contain collectives, as this rank found at
+    capture and all ranks agree at its end. ``one_node``: gradients must come as from a replay.
     """
 
     def __init__(

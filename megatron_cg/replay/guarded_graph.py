@@ -27,16 +27,8 @@ class GuardedGraph:
     than those of the capture, so it finds what no row of the table foresees. A graph that a
     verification has refuted is not replayed again.
 
-    Args:
-        graph: a backend's graphed callable.
-        depends_on: what the graph depends on.
-        unit: the layer.
-        mismatches: the mismatch policy.
-        index: the unit's index in the order of forward passes.
-        in_flight: the session's replays that wait for their backward.
-        eager_passes: prepares eager passes of the unit.
-        replay: the autograd function of the graph's replays.
-        kept: see :func:`megatron_cg.replay.verify.verify`.
+    ``index`` is the unit's, in the order of forward passes. For ``kept`` see
+    :func:`megatron_cg.replay.verify.verify`.
     """
 
     def __init__(
@@ -93,9 +85,12 @@ class GuardedGraph:
         outputs = self.graph(*args, **kwargs)
         if is_first:
             self._returns_inputs = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
-        has_backward = self._guard_backward(outputs)
+        has_backward = self._in_flight.begin(
+            self._index, self._unit, outputs, self._before_backward
+        )
         if self._constant:
             outputs = self._as_captured(outputs)
+        # Without a backward nothing tells how long outputs are used, so the caller gets copies.
         return outputs if has_backward and not self._gives_copies else tree_map(_own, outputs)
 
     def __getattr__(self, name: str) -> Any:
@@ -113,8 +108,8 @@ class GuardedGraph:
 
         See Note [Outputs that outlive their pass] in ``in_flight.py``.
         """
-        found = self._in_flight.broken(self._index)
-        if found is None and self._in_flight.is_kept(self._index) and not self._gives_copies:
+        mismatch = self._in_flight.broken(self._index)
+        if mismatch is None and self._in_flight.is_kept(self._index) and not self._gives_copies:
             self._gives_copies = True
             return Mismatch(
                 "order",
@@ -124,7 +119,7 @@ class GuardedGraph:
                 "A replay would overwrite them. From the next pass on the unit gives copies, which "
                 "takes time: drop the outputs before the next pass, or copy what you keep.",
             )
-        return found
+        return mismatch
 
     def is_replay(self, node: Any) -> bool:
         """Whether a node of autograd is a replay of the session that waits for its backward."""
@@ -172,18 +167,12 @@ class GuardedGraph:
                 left_out=counters.count_unstable,
             )
 
-    def _guard_backward(self, outputs: Any) -> bool:
-        """Check order and addresses before the backward replay, after FSDP has unsharded.
-
-        False if no backward can follow. Then nothing tells how long outputs are used, so the caller
-        gets copies.
+    def _before_backward(self) -> None:
+        """Check addresses before the backward replay, after FSDP has unsharded.
 
         FSDP's unsharding hook is on the layer's outputs. A node's own hooks run after the hooks on
         the gradients that it receives (torch 2.11, ``engine.cpp``, ``call_function``).
         """
-        return self._in_flight.begin(self._index, self._unit, outputs, self._before_backward)
-
-    def _before_backward(self) -> None:
         began = time.perf_counter_ns()
         mismatch = self._guard.broken_in_backward()
         self._mismatches.counters.guard_ns += time.perf_counter_ns() - began

@@ -47,10 +47,7 @@ RELIES_ON = (_USERS,)
 class _Replay:
     """One forward replay, until its backward begins, or can no longer run and no output is used.
 
-    Args:
-        unit: the unit.
-        node: its node of autograd.
-        outputs: what it returned, if anybody asks for it; nobody else has them yet.
+    ``outputs`` are what it returned, if anybody asks for it; nobody else has them yet.
     """
 
     def __init__(self, unit: Unit, node: Any, outputs: Sequence[torch.Tensor]) -> None:
@@ -151,7 +148,8 @@ class InFlight:
             )
         self._over[index] = self._waiting.pop(index)
         if torch.is_grad_enabled():
-            _refuse_second_derivatives(this.node(), this.unit)
+            node: Any = this.node()
+            node.register_hook(partial(_as_last, this.unit))
         before_backward()
 
 
@@ -194,16 +192,12 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _refuse_second_derivatives(node: Any, unit: Unit) -> None:
-    """Make it an error to differentiate the gradients that ``node`` is about to return.
+def _as_last(unit: Unit, gradients: tuple[torch.Tensor | None, ...], _incoming: Any) -> Any:
+    """Make it an error to differentiate the gradients that a replay's node is about to return.
 
     ``create_graph=True`` asks for gradients with a graph of autograd of their own. A replay has
     none, so what depends on them would miss a part, and autograd would not say so.
     """
-    node.register_hook(partial(_as_last, unit))
-
-
-def _as_last(unit: Unit, gradients: tuple[torch.Tensor | None, ...], _incoming: Any) -> Any:
     given = [gradient for gradient in gradients if gradient is not None]
     needs = torch.zeros((), device="cpu", requires_grad=True)
     passed = iter(_Once.apply(unit, needs, *given) if given else ())  # type: ignore[no-untyped-call]

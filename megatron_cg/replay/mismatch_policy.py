@@ -35,11 +35,8 @@ class ReplayPolicy:
 class MismatchPolicy:
     """The mismatch policy of all graphs of one session.
 
-    Args:
-        policy: what the user asked for.
-        counters: where mismatches are counted.
-        all_fall_back: ``Agreement.fall_back_together`` of all ranks. None if this rank decides
-            alone.
+    ``all_fall_back`` is ``Agreement.fall_back_together`` of all ranks; None if this rank decides
+    alone.
     """
 
     def __init__(

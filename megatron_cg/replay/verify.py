@@ -59,18 +59,12 @@ def verify(
 ) -> Mismatch | None:
     """The first output or gradient in which a replay differs from an eager pass, or None.
 
-    Waits for the GPU once for each output and once for each gradient.
+    Waits for the GPU once for each output and once for each gradient. Writes to no argument.
 
-    Args:
-        unit: the unit; its captured region runs eagerly.
-        graph: its graph, with the weights attached to autograd.
-        args: positional arguments; never written to.
-        kwargs: keyword arguments; never written to.
-        kept: returns a context that restores what a pass changes. In it, no parameter has a
-            gradient or a hook.
-        gradients: whether gradients of inputs and weights are compared too.
-        left_out: called with the number of results that are not compared; see
-            Note [Results that differ by themselves].
+    ``graph`` has its weights attached to autograd. ``kept`` returns a context that restores what a
+    pass changes; in it, no parameter has a gradient or a hook. ``gradients`` says whether those of
+    inputs and weights are compared too. ``left_out`` gets the number of results that are not
+    compared; see Note [Results that differ by themselves].
     """
 
     def eager(*inputs: Any, **keywords: Any) -> Any:
@@ -87,24 +81,19 @@ def verify(
         with kept():
             second = _Pass(unit, eager, args, kwargs)
             again = second.results() + (second.gradients(needs) if gradients else [])
-        unstable = _different(expected, again)
+        pairs = zip(expected, again, strict=True)
+        unstable = {a[0] for a, b in pairs if _first_difference([a], [b]) is not None}
         left_out(len(unstable))
     with kept():
         replay = _Pass(unit, graph, args, kwargs, copies=False)  # A graph may read them in place.
-        found = replay.results()
+        replayed = replay.results()
         if gradients and len(replay.differentiable()) == len(needs):
-            found += replay.gradients(needs)
+            replayed += replay.gradients(needs)
         # Inside this block, since gradients of inputs are in the graph's own memory.
-        different = _first_difference(expected, found, unstable)
+        different = _first_difference(expected, replayed, unstable)
     if different is None:
         return None
     return replace(different, cause=f"{different.cause} Until then: {unit.leave_out(None)}")
-
-
-def _different(one: _Named, two: _Named) -> set[str]:
-    """The names of the tensors whose bits differ."""
-    pairs = zip(one, two, strict=True)
-    return {a[0] for a, b in pairs if _first_difference([a], [b]) is not None}
 
 
 class _Pass:
@@ -178,11 +167,11 @@ def _detached(value: Any, *, copies: bool) -> Any:
 
 
 def _generators() -> list[tuple[str, torch.Generator]]:
-    found = [("the host's random generator", torch.default_generator)]
+    generators = [("the host's random generator", torch.default_generator)]
     if torch.cuda.is_available():
         own = torch.cuda.default_generators[torch.cuda.current_device()]
-        found.append(("the device's random generator", own))
-    return found
+        generators.append(("the device's random generator", own))
+    return generators
 
 
 def synthetic_gradient(output: torch.Tensor) -> torch.Tensor:

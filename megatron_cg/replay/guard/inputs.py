@@ -49,11 +49,8 @@ class _Spec:
 class Inputs:
     """Structure and metadata of one graph's inputs.
 
-    Args:
-        args: the positional sample tensors, as they are after capture.
-        kwargs: the keyword sample tensors.
-        borrowed: the samples that are the model's own tensors; see ``static_inputs.py``.
-        names: names of the positional samples, for messages.
+    They are taken from the samples, as they are after capture. ``borrowed`` are those that are the
+    model's own tensors; see ``static_inputs.py``. ``names`` are those of positional samples.
     """
 
     def __init__(
@@ -158,32 +155,18 @@ class Inputs:
 
     def _structure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         if len(args) != self._positional:
-            return Mismatch(
-                "structure",
-                "the number of positional arguments",
-                str(self._positional),
-                str(len(args)),
-                "The layer is called in another way than at capture.",
-            )
+            subject, cause = "the number of positional arguments", "The layer is called otherwise."
+            return Mismatch("structure", subject, str(self._positional), str(len(args)), cause)
         for name in self._keywords:
             if kwargs.get(name) is None:
-                return Mismatch(
-                    "structure",
-                    f"argument {name}",
-                    "a tensor",
-                    "missing" if name not in kwargs else "None",
-                    "The layer is called with fewer inputs than at capture.",
-                )
-        if len(kwargs) > len(self._keywords):
-            for name, value in kwargs.items():
-                if value is not None and name not in self._keywords and name not in NOT_INPUTS:
-                    return Mismatch(
-                        "structure",
-                        f"argument {name}",
-                        "not given",
-                        described(value),
-                        "The graph would silently ignore this input.",
-                    )
+                given = "missing" if name not in kwargs else "None"
+                cause = "The layer is called with fewer inputs than at capture."
+                return Mismatch("structure", f"argument {name}", "a tensor", given, cause)
+        for name, value in kwargs.items():
+            if value is not None and name not in self._keywords and name not in NOT_INPUTS:
+                cause = "The graph would silently ignore this input."
+                subject = f"argument {name}"
+                return Mismatch("structure", subject, "not given", described(value), cause)
         return None
 
 
