@@ -16,7 +16,7 @@ WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? c
 FAST := arguments integrations/standalone/test_call.py \
 	capture/test_observer.py hooks/test_extract.py \
 	$(patsubst %,tools/align/test_%.py,command compare data) \
-	$(patsubst %,tools/bench/test_%.py,host measured report results rounds sampling schedule trace) \
+	tools/bench/test_bench.py \
 	$(patsubst %,fastpath/test_%.py,buckets cached_lists views) \
 	$(patsubst %,tools/plan/test_%.py,pool request) \
 	tools/report/test_story.py \

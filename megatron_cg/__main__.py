@@ -9,7 +9,7 @@ import sys
 from megatron_cg import disable, enable
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 
-_VARIABLE, _ENTRIES = "CUBLASLT_HEURISTICS_CACHE_CAPACITY", 1 << 18
+CACHE_VARIABLE, CACHE_ENTRIES = "CUBLASLT_HEURISTICS_CACHE_CAPACITY", 1 << 18
 """How many GEMM problems cuBLASLt remembers the best kernel for; by default 8,192.
 
 A layer of experts has six problems for each number of rows. Uneven routing makes more of them than
@@ -35,7 +35,7 @@ def main() -> None:
         sys.exit(f"megatron_cg: error: there is no file {script}. " + _USAGE)
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    os.environ.setdefault(_VARIABLE, str(_ENTRIES))  # before torch loads cuBLASLt
+    os.environ.setdefault(CACHE_VARIABLE, str(CACHE_ENTRIES))  # before torch loads cuBLASLt
     try:
         enable()
         try:

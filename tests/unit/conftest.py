@@ -38,7 +38,6 @@ LONGEST = (
     "examples/test_precompiled_layer.py",
     "tools/align/test_schema.py",
     "runs/test_some_layers.py",
-    "tools/bench/test_command_line.py",
     "fastpath/test_gather.py",
 )
 """The files that take longest. They begin first, so that none is left to one worker at the end."""

@@ -205,17 +205,17 @@ def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
     failed = _run_all(runs, options)
     if failed is not None:
         reason = f"the {failed.name} run {failed.overdue or _end(failed)}"
-        return Outcome(Comparison(FAILED, reason), commands, _tail(failed.text()))
+        return Outcome(Comparison(FAILED, reason), commands, log_tail(failed.text()))
     for run in runs:
         if not run.record.exists():
             why = "training did not begin, or the log says why the record was not written"
             reason = f"the {run.name} run left no record: {why}"
-            return Outcome(Comparison(FAILED, reason), commands, _tail(run.text()))
+            return Outcome(Comparison(FAILED, reason), commands, log_tail(run.text()))
     try:
         eager = earlier or read_run(runs[0].record)
         graphed = read_run(runs[-1].record)
     except RecordError as error:
-        return Outcome(Comparison(FAILED, str(error)), commands, _tail(runs[-1].text()))
+        return Outcome(Comparison(FAILED, str(error)), commands, log_tail(runs[-1].text()))
     return Outcome(compare(eager, graphed), commands, eager=eager, graphed=graphed)
 
 
@@ -260,7 +260,8 @@ def named_error(log: str) -> str:
     return next(iter(ours + named), "")
 
 
-def _tail(log: str) -> str:
+def log_tail(log: str) -> str:
+    """The last lines of a log, before the report with which torchrun ends."""
     lines = log.splitlines()
     end = next((n for n, line in enumerate(lines) if _TORCHRUN.match(line)), len(lines))
     return "\n".join(lines[max(0, end - _TAIL) : end])

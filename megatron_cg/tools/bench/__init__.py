@@ -1,10 +1,10 @@
-"""``megatron-cg bench``: measures graphs against baselines."""
+"""``megatron-cg bench``: runs a training with and without graphs, and compares Megatron's logs."""
 
 from megatron_cg.errors import MegatronCGError
 
 INCOMPLETE = 3
-"""The exit code when a measurement failed."""
+"""The exit code when a run failed."""
 
 
 class BenchError(MegatronCGError):
-    """A benchmark cannot be made as asked, or a file is not what it should be."""
+    """A benchmark cannot be made as asked."""

@@ -1,10 +1,10 @@
-"""Measure what graphs save against the usual baselines.
+"""Measure what graphs save: step time, TFLOP/s, tokens/s and memory, from Megatron's own log.
 
-Trains each configuration in turn on the same GPUs, with the same settings: Megatron-FSDP eager and
-with graphs, DDP eager and with Megatron's own graphs, and for dense models a graph of the whole
-iteration. Writes bench.json, bench.md, bench.html and plots to --out, and keeps the results of
-earlier runs there. Exit code 0: all runs were made; 3: a run failed or was left out; 2: cannot be
-run as asked. Arguments after a bare -- are Megatron's own, for all configurations.
+Starts one training in turn: under Megatron-FSDP eagerly, under DDP with Megatron's own graphs, and
+under Megatron-FSDP with graphs. Give the launch line of your script after a bare --, with
+--use-megatron-fsdp; its flags are edited for each run, and --dry-run shows them. Nothing is loaded
+or saved. Or give --preset, and further flags of Megatron after --. Exit code 0: all runs were made;
+3: a run failed; 2: cannot be run as asked.
 """
 
 from __future__ import annotations
@@ -13,91 +13,52 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_cg.arguments.schema import SCOPES, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.bench.runs.shapes import SHAPES
-from megatron_cg.tools.cli.options import positive, seconds, whole
+from megatron_cg.tools.align.presets import preset_names
+from megatron_cg.tools.cli.options import positive, seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="results, tables and plots")
-    add("--shapes", nargs="+", metavar="PRESET", help=f"models (default: {' '.join(SHAPES)})")
-    add("--only", metavar="NAMES", help="configurations, separated by commas (default: all)")
+    add("--preset", metavar="NAME", help=f"a model: {', '.join(preset_names())}")
+    add("--nproc", type=positive, help="GPUs of a preset's run (default: the preset's)")
+    add("--microbatches", type=positive, default=2, help="of a preset's step (default 2)")
     add(
-        "--grouped-gemm",
-        choices=("default", "cutlass", "both"),
-        default="default",
-        help="of experts, the same for all configurations of a table (default: TE's default)",
+        "--only",
+        metavar="NAMES",
+        help="runs, separated by commas (default: eager,ddp,graphs). For a model with experts also "
+        "partial (graphs up to the experts), and with torch's grouped GEMM, as whole MoE layers "
+        "have it, partial-torch and eager-torch",
     )
-    add("--nproc", type=positive, help="processes, one a GPU (default: the preset's)")
-    add("--layers", type=positive, help="layers (default: the preset's)")
-    add("--microbatches", type=positive, help="of a step (default 2; on the tape 1)")
+    add("--steps", type=positive, default=20, help="steps that are measured (default 20)")
     add(
-        "--scopes",
-        nargs="*",
-        choices=SCOPES,
-        metavar="SCOPE",
-        help="of partial graphs (default: all that fit)",
+        "--settle-steps",
+        type=positive,
+        default=30,
+        help="steps before them, capture included (default 30)",
     )
-    add("--scale", metavar="WHAT=N,N", help="grow layers, microbatches or nproc: layers=4,8,16,32")
     add(
         "--rounds",
         type=positive,
         default=1,
         metavar="N",
-        help="run all configurations of a table in turn N times, every other time in reverse order "
-        "(default 1; an even N is best). Machines drift by 10%% and more within minutes, so "
-        "ratios are taken within a round. Only the first round is probed, sampled and profiled",
-    )
-    _add_windows(parser)
-    add("--rope-fusion", action="store_true", help="fused rotary embedding, Megatron's default")
-    add("--check-for-nan", action="store_true", help="leave Megatron's check of gradients on")
-    add("--data-path", metavar="PREFIX", help="data in Megatron's indexed format")
-    backends = ("auto", TRANSFORMER_ENGINE, TAPE)
-    add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
-    add(
-        "--budget-seconds",
-        type=seconds,
-        metavar="S",
-        help="begin no run that would end after it",
-    )
-    add("--timeout", type=seconds, default=300.0, help="seconds that a run may take (default 300)")
-    add("--work-dir", type=Path, metavar="DIR", help="data, logs, traces (default: in --out)")
-    add("--keep-traces", action="store_true", help="keep torch.profiler's traces in --work-dir")
-    add("--dry-run", action="store_true", help="print the commands and how long they may take")
-    add("--report", action="store_true", help="run nothing; tables and plots of what is in --out")
-    add("--compare", type=Path, metavar="JSON", help="an earlier bench.json to compare with")
-
-
-def _add_windows(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--warmup-steps", type=whole, default=3, help="eager steps before capture (default 3)")
-    add("--settle-steps", type=whole, default=5, help="steps after that, not measured (default 5)")
-    add("--timed-steps", type=positive, default=20, help="steps that are timed (default 20)")
-    add("--probe-steps", type=whole, help="steps for host time by phase (default 4; scaling: 0)")
-    add(
-        "--profile-steps",
-        type=whole,
-        help="steps that are traced by the device alone, and as many with host events "
-        "(default 2; scaling: 0)",
+        help="make all runs in turn N times, every other time in reverse order (default 1). "
+        "Machines drift by 10%% within minutes, so ratios are taken within a round",
     )
     add(
-        "--sample",
+        "--profile",
         action="store_true",
-        help="a sampling profile of the host too, by py-spy, as a file for speedscope",
+        help="one more run of each under torch.profiler: GPU busy time, exposed NCCL, the largest "
+        "kernels",
     )
-    add(
-        "--sample-native",
-        action="store_true",
-        help="the same with native frames. py-spy reads symbols for minutes while the run stands "
-        "still, so give a longer --timeout",
-    )
-    add("--sample-steps", type=positive, default=20, help="steps of it (default 20)")
+    add("--out", type=Path, metavar="JSON", help="write all numbers, commands and versions here")
+    add("--work-dir", type=Path, metavar="DIR", help="keep logs and traces here")
+    add("--timeout", type=seconds, default=1800.0, help="seconds that a run may take")
+    add("--dry-run", action="store_true", help="print the command lines, and run nothing")
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Measure and write the results; returns the exit code."""
+    """Measure and print; returns the exit code."""
     from megatron_cg.tools.bench.bench_command import invoke
 
     return invoke(args, extra)

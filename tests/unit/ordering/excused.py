@@ -78,15 +78,7 @@ _OWN: Reasons = {
             "a capture ends only after its streams have joined; the traces have no shared experts"
         )
     },
-    "megatron_cg/tools/bench/measure/device.py": {
-        ("torch.cuda.synchronize()",): "around what is timed"
-    },
-    "megatron_cg/tools/bench/runs/execute.py": {
-        ("process.wait()",): "the host waits for a process"
-    },
-    "megatron_cg/tools/bench/measure/sampling.py": {
-        ("process.wait()", "process.wait(_WRITTEN_AFTER)"): "the host waits for a process"
-    },
+    "megatron_cg/tools/bench/bench_command.py": {("run.wait()",): "the host waits for a process"},
 }
 _BUFFERS = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
 _UPSTREAM: Reasons = {

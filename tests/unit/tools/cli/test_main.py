@@ -41,7 +41,7 @@ def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["plan llama-tiny", "align", "bench --out x"])
+@pytest.mark.parametrize("line", ["plan llama-tiny", "align"])
 def test_a_mistyped_scope_is_refused_with_those_there_are(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,7 +49,7 @@ def test_a_mistyped_scope_is_refused_with_those_there_are(
     assert "moe_rooter" in said and all(scope in said for scope in SCOPES)
 
 
-@pytest.mark.parametrize("line", ["plan train.py", "align", "bench --out x", "doctor", "report x"])
+@pytest.mark.parametrize("line", ["plan train.py", "align", "bench", "doctor", "report x"])
 def test_megatrons_flags_without_a_bare_dash_are_refused_with_where_they_go(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,7 +63,7 @@ def test_megatrons_flags_without_a_bare_dash_are_refused_with_where_they_go(
     [
         "align --backend tape --steps 4 --work-dir {}/x",
         "align --backend tape --steps 4 --json {}/x/out.json",
-        "bench --backend tape --out {}/x",
+        "bench --preset llama --out {}/x/out.json",
     ],
 )
 def test_a_folder_that_cannot_be_written_is_one_line_and_no_verdict(
@@ -85,7 +85,7 @@ def test_a_count_of_nothing_is_refused(number: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("number", ["0", "-5", "nan", "inf", "soon"])
-@pytest.mark.parametrize("line", ["align --timeout", "bench --out x --budget-seconds"])
+@pytest.mark.parametrize("line", ["align --timeout", "bench --timeout"])
 def test_a_time_that_is_none_is_refused(
     line: str, number: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +116,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 PLAN = "plan llama-tiny --nproc 2"
 
 
-@pytest.mark.parametrize("line", [PLAN, "bench --dry-run --out {}"])
+@pytest.mark.parametrize("line", [PLAN, "bench --dry-run --preset llama"])
 def test_a_reader_that_has_gone_is_no_error(line: str, command: list[str], tmp_path: Path) -> None:
     """As with ``| head``: nothing on standard error, whether rich prints or we."""
     words = [*command, *line.format(tmp_path).split()]
@@ -250,7 +250,7 @@ def test_a_report_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path:
         ("align --backend tap", "tape"),
         ("align --preset lama", "llama"),
         ("plan qwen-moe", "qwen3-moe"),
-        ("bench --out {} --shapes deepseek", "deepseek-v3"),
+        ("bench --preset deepseek", "deepseek-v3"),
     ],
 )
 def test_a_mistyped_word_is_answered_with_the_nearest(

@@ -1,1 +1,0 @@
-"""Inside of one measured process: which steps are measured, and how."""

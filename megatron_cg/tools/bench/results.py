@@ -1,0 +1,146 @@
+"""The machine of a measurement, its numbers by configuration, and its tables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_cg.tools.bench.configurations import CONFIGURATIONS
+from megatron_cg.tools.bench.megatron_log import Measured, peak_tflops, summary
+from megatron_cg.upstream.symbols import installed_version
+from megatron_cg.version import __version__
+
+SCHEMA = {"name": "megatron_cg.bench", "version": 4}
+"""Versions 1 to 3 were those of another measurement."""
+_PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
+_NAME_WIDTH = 90
+_UNKNOWN = "-"
+
+
+def machine() -> dict[str, Any]:
+    """GPUs by name with their driver, cores, and versions; never the name of the host."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, check=True, capture_output=True, text=True, timeout=60)
+        rows = [line.rsplit(", ", 1) for line in done.stdout.splitlines() if ", " in line]
+    except (OSError, subprocess.SubprocessError):
+        rows = []
+    versions = {name: installed_version(name) for name in _PACKAGES}
+    return {
+        "gpus": [name for name, _ in rows],
+        "driver": rows[0][1] if rows else None,
+        "cores": os.cpu_count(),
+        "versions": versions | {"megatron-cg": __version__},
+    }
+
+
+def summaries(results: dict[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The numbers of each configuration that has any, in the order of ``names``.
+
+    Ratios are to the first of them, within a round, because machines drift.
+    """
+    rounds: dict[str, dict[int, Measured]] = {name: {} for name in names}
+    for run in results["runs"]:
+        if not run["error"] and not run["profiled"]:
+            fields = {name: run[name] for name in Measured.__dataclass_fields__}
+            rounds[run["configuration"]][run["round"]] = Measured(**fields)
+    made = [name for name in names if rounds[name]]
+    gpus = results["machine"]["gpus"]
+    peak = peak_tflops(gpus[0]) if gpus else None
+    found = {}
+    for name in made:
+        base = rounds[made[0]]
+        both = rounds[name].keys() & base.keys()
+        ratios = [rounds[name][n].median_ms / base[n].median_ms for n in sorted(both)]
+        found[name] = summary([*rounds[name].values()], ratios, peak)
+    return found
+
+
+def print_results(results: dict[str, Any]) -> None:
+    """Print the machine, the table, and what the profiler saw."""
+    here = results["machine"]
+    gpus = here["gpus"]
+    kinds = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+    versions = ", ".join(f"{name} {found}" for name, found in here["versions"].items() if found)
+    print(f"\n{kinds or 'no GPU found'}, driver {here['driver']}; {versions}\n")
+    if results["summary"]:
+        print(_table(_step_rows(results)))
+    profiled = [run for run in results["runs"] if run["profiled"] and not run["error"]]
+    if profiled:
+        print(f"\n{_table(_busy_rows(results, profiled))}")
+    for run in profiled:
+        rows = [["ms", "calls", f"largest kernels of {run['configuration']}, per step"]]
+        rows += [
+            [f"{kernel['ms']:.2f}", f"{kernel['calls']:.0f}", kernel["name"][:_NAME_WIDTH]]
+            for kernel in run["kernels"]
+        ]
+        print(f"\n{_table(rows)}")
+    for run in results["runs"]:
+        if run["error"]:
+            of = "under the profiler" if run["profiled"] else f"in round {run['round']}"
+            print(f"\n{run['configuration']} failed {of}: {run['error']}")
+
+
+def _step_rows(results: dict[str, Any]) -> list[list[str]]:
+    first = next(iter(results["summary"]))
+    rows = [
+        [
+            *("run", "captured", "ms a step", "quartiles", f"of {first}", "TFLOP/s per GPU"),
+            *("MFU", "tokens/s per GPU", "allocated MiB", "reserved MiB"),
+        ]
+    ]
+    of_runs = {run["configuration"]: run["captured"] for run in results["runs"]}
+    for name, found in results["summary"].items():
+        low, high = found["ms_quartiles"]
+        rows.append(
+            [
+                f"{name}: {CONFIGURATIONS[name].title}",
+                of_runs[name] or _UNKNOWN,
+                f"{found['ms']:.1f}",
+                f"{low:.1f} to {high:.1f}",
+                _ratio(found),
+                _number(found["tflops"], ".1f"),
+                _number(found["mfu"], ".1%"),
+                _number(found["tokens"], ",.0f"),
+                _number(found["allocated_mib"], ",.0f"),
+                _number(found["reserved_mib"], ",.0f"),
+            ]
+        )
+    return rows
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    """The ratio, and its lowest and highest of several rounds."""
+    if found["ratio"] is None:
+        return _UNKNOWN
+    low, high = found["ratio_range"]
+    spread = f" ({low:.3f} to {high:.3f})" if len(found["ms_of_rounds"]) > 1 else ""
+    return f"{found['ratio']:.3f}{spread}"
+
+
+def _busy_rows(results: dict[str, Any], profiled: Sequence[dict[str, Any]]) -> list[list[str]]:
+    rows = [["profiled", "GPU busy ms a step", "step / busy", "exposed NCCL ms a step"]]
+    for run in profiled:
+        name = run["configuration"]
+        step = results["summary"][name]["ms"] if name in results["summary"] else None
+        ratio = step / run["busy_ms"] if step else None
+        busy, exposed = f"{run['busy_ms']:.1f}", f"{run['exposed_nccl_ms']:.1f}"
+        rows.append([name, busy, _number(ratio, ".2f"), exposed])
+    return rows
+
+
+def _number(value: float | None, form: str) -> str:
+    return _UNKNOWN if value is None else format(value, form)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown with aligned columns; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)

@@ -1,1 +1,0 @@
-"""Metrics, tables, plots and pages of results."""

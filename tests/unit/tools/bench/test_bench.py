@@ -1,0 +1,143 @@
+"""The command, with processes that print what Megatron would."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cg.tools.bench import results
+from megatron_cg.tools.cli.main import main
+
+LAUNCHER = Path(__file__).with_name("fake_launcher")
+LINE = ["--", sys.executable, str(LAUNCHER), "pretrain_gpt.py", "--use-megatron-fsdp"]
+STEPS = "--settle-steps 3 --steps 4"
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"gpus": [H100] * 2, "driver": "580", "versions": {"torch": "2.11.0"}}
+    monkeypatch.setattr("megatron_cg.tools.bench.bench_command.machine", lambda: here)
+    monkeypatch.delenv("CUBLASLT_HEURISTICS_CACHE_CAPACITY", raising=False)
+
+
+def bench(flags: str, out: Path, code: int = 0) -> dict[str, Any]:
+    assert main(["bench", *flags.split(), "--out", str(out), *LINE]) == code
+    read: dict[str, Any] = json.loads(out.read_text())
+    return read
+
+
+def test_runs_are_made_in_turn_and_ratios_are_of_a_round(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = bench(f"{STEPS} --rounds 2 --work-dir {tmp_path}/work", tmp_path / "out.json")
+    order = [f"{run['configuration']} {run['round']}" for run in made["runs"]]
+    assert order == ["eager 1", "ddp 1", "graphs 1", "graphs 2", "ddp 2", "eager 2"]
+    graphs = made["summary"]["graphs"]
+    assert graphs == {
+        "ms": 200.5,
+        "ms_quartiles": [200.0, 201.0],
+        "ms_of_rounds": [200.5, 200.5],
+        "tflops": pytest.approx(493.3, abs=0.1),
+        "mfu": pytest.approx(0.4988, abs=1e-3),
+        "tokens": pytest.approx(4 * 4096 / 2 / 0.2005),
+        "allocated_mib": 217.0,
+        "reserved_mib": 300.0,
+        "ratio": pytest.approx(200.5 / 800.5),
+        "ratio_range": [pytest.approx(200.5 / 800.5)] * 2,
+    }
+    assert made["runs"][0]["step_ms"] == [800.0, 801.0, 800.0, 801.0]
+    assert made["runs"][0]["loss"] == pytest.approx(4.93)
+    # The cache is as large where this package's launcher does not set it.
+    logs = [(tmp_path / "work" / f"{name}.1" / "log.txt") for name in ("eager", "ddp", "graphs")]
+    assert all("a cache of 262144" in log.read_text() for log in logs)
+    (row,) = [line for line in capfd.readouterr().out.splitlines() if "| graphs: " in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:] == [
+        *("attn mlp", "200.5", "200.0 to 201.0", "0.250 (0.250 to 0.250)", "493.2", "49.9%"),
+        *("40,858", "217", "300"),
+    ]
+
+
+def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAILS", "ddp")
+    made = bench(STEPS, tmp_path / "out.json", code=3)
+    said = capfd.readouterr()
+    assert "CUDA out of memory.\nthe run ddp.1 failed: torch.OutOfMemoryError" in said.err
+    assert "ddp failed in round 1: torch.OutOfMemoryError" in said.out
+    assert list(made["summary"]) == ["eager", "graphs"]
+    assert made["runs"][1]["tail"][0] == "ddp with a cache of 262144"
+
+
+def test_ratios_are_to_the_first_run_that_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILS", "eager")
+    made = bench(STEPS, tmp_path / "out.json", code=3)
+    assert made["summary"]["graphs"]["ratio"] == pytest.approx(200.5 / 400.5)
+
+
+def test_a_log_with_too_few_steps_is_a_failure_and_not_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STEPS", "5")
+    made = bench(f"{STEPS} --only graphs", tmp_path / "out.json", code=3)
+    assert made["summary"] == {}
+    assert "graphs failed in round 1: the log has 5 steps, and 3 + 4" in capfd.readouterr().out
+
+
+def test_the_profiler_tells_busy_time_exposed_nccl_and_kernels(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = bench(f"{STEPS} --only graphs --profile", tmp_path / "out.json")
+    run = made["runs"][1]
+    # Two steps: [0, 5] and [6, 11] ms are busy, of which NCCL alone has [4, 5].
+    assert (run["busy_ms"], run["exposed_nccl_ms"]) == (5.0, 0.5)
+    assert run["kernels"][0] == {"name": "gemm", "ms": 4.0, "calls": 1.0}
+    assert [kernel["name"] for kernel in run["kernels"][1:]] == [
+        "ncclDevKernel_AllGather",
+        "Memcpy DtoD",
+    ]
+    assert "| graphs   | 5.0                | 40.10       |" in capfd.readouterr().out
+
+
+def test_a_gpu_without_a_known_peak_has_no_mfu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"gpus": ["NVIDIA H100 PCIe"], "driver": "580", "versions": {}}
+    monkeypatch.setattr("megatron_cg.tools.bench.bench_command.machine", lambda: here)
+    made = bench(f"{STEPS} --only graphs", tmp_path / "out.json")
+    assert made["summary"]["graphs"]["mfu"] is None
+
+
+def test_the_machine_is_named_without_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Done:
+        stdout = f"{H100}, 580.65.06\n{H100}, 580.65.06\n"
+
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: Done)
+    here = results.machine()
+    assert (here["gpus"], here["driver"]) == ([H100, H100], "580.65.06")
+    assert here["versions"]["megatron-core"]
+    assert set(here) == {"gpus", "driver", "cores", "versions"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--", "bash", "train.sh"], "no word ends with .py"),
+        (["--", "torchrun", "pretrain_gpt.py"], "no --use-megatron-fsdp"),
+        (["--only", "graps", *LINE], "did you mean graphs?"),
+        (["--only", "partial", *LINE], "no --num-experts"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *words]) == 2
+    assert said in capfd.readouterr().err

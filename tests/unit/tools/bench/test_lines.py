@@ -1,0 +1,182 @@
+"""How a launch line is edited, and that Megatron's own parser and rules accept what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.align.token_data import TokenStream
+from megatron_cg.tools.bench import BenchError
+from megatron_cg.tools.bench.configurations import CONFIGURATIONS, captured, chosen, edited
+from megatron_cg.tools.bench.launch_line import preset_line, read_line
+from megatron_cg.tools.bench.megatron_log import read_log
+from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
+
+FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+MEASURED = (
+    "--eval-iters 0 --exit-interval 9 --log-interval 1 --log-throughput --log-memory-interval 9"
+)
+DENSE = "--cuda-graph-modules attn mlp"
+WHOLE = "--cg-grouped-gemm torch --cuda-graph-modules attn moe"
+BASE = "--cuda-graph-impl transformer_engine --no-create-attention-mask-in-dataloader"
+OURS = (
+    f"{BASE} --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail "
+    "--no-gradient-accumulation-fusion"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "expected"),
+    [
+        (f"{FSDP} --save x --wandb-project y --bf16", "eager", f"{FSDP} --bf16"),
+        (f"{FSDP} --cuda-graph-modules attn --cg-layers attn:0 --bf16", "eager", f"{FSDP} --bf16"),
+        (
+            f"{FSDP} --ckpt-format fsdp_dtensor --init-model-with-meta-device --bf16",
+            "ddp",
+            f"--bf16 --use-distributed-optimizer {BASE} {DENSE}",
+        ),
+        (f"{FSDP} --bf16", "graphs", f"{FSDP} --bf16 {OURS} {DENSE}"),
+        (f"{FSDP} --num-experts 8", "graphs", f"{FSDP} --num-experts 8 {OURS} {WHOLE}"),
+        (
+            f"{FSDP} --num-experts 8 --expert-model-parallel-size=2",
+            "graphs",
+            f"{FSDP} --num-experts 8 --expert-model-parallel-size=2 {OURS} {WHOLE} "
+            "--cg-moe-exchange peer",
+        ),
+        (
+            f"{FSDP} --num-experts 8 --fp8-format hybrid",
+            "graphs",
+            f"{FSDP} --num-experts 8 --fp8-format hybrid {OURS} "
+            "--cuda-graph-modules attn moe_router moe_preprocess",
+        ),
+        (
+            f"{FSDP} --cuda-graph-modules attn --cg-layers attn:0",
+            "graphs",
+            f"{FSDP} {OURS} --cuda-graph-modules attn --cg-layers attn:0",
+        ),
+        (
+            f"{FSDP} --num-experts 8 --cg-moe-rows 1.5",
+            "graphs",
+            f"{FSDP} --num-experts 8 {OURS} {WHOLE} --cg-moe-rows 1.5",
+        ),
+        (
+            f"{FSDP} --num-experts 8",
+            "partial-torch",
+            f"{FSDP} --num-experts 8 {OURS} --cg-grouped-gemm torch "
+            "--cuda-graph-modules attn moe_router moe_preprocess",
+        ),
+        (
+            f"{FSDP} --num-experts 8",
+            "eager-torch",
+            f"{FSDP} --num-experts 8 --cg-grouped-gemm torch",
+        ),
+    ],
+)
+def test_flags_are_edited_for_each_configuration(flags: str, name: str, expected: str) -> None:
+    line = read_line(["torchrun", "train.py", *flags.split()])
+    assert " ".join(edited(line, name, steps=9).flags) == f"{expected} {MEASURED}"
+
+
+def test_a_line_keeps_its_variables_and_its_launcher() -> None:
+    words = "env A=1 B=x=y srun torchrun --nnodes 2 -m megatron_cg train.py --use-megatron-fsdp"
+    line = read_line(words.split())
+    assert line.environment == {"A": "1", "B": "x=y"}
+    plain = line.words(graphs=False)
+    assert " ".join(plain) == "srun torchrun --nnodes 2 train.py --use-megatron-fsdp"
+    assert " ".join(line.words(graphs=True)).startswith("srun torchrun --nnodes 2 -m megatron_cg ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--cuda-graph-impl transformer_engine", "whole layers"),
+        ("--cuda-graph-modules attn --cuda-graph-modules attn mlp", "attn mlp"),
+        ("--cuda-graph-modules=attn", "attn"),
+    ],
+)
+def test_the_table_names_what_is_captured(flags: str, words: str) -> None:
+    line = read_line(["train.py", "--use-megatron-fsdp", *flags.split()])
+    assert captured(edited(line, "graphs", steps=9)) == words
+    assert captured(edited(line, "eager", steps=9)) == ""
+
+
+@pytest.fixture
+def te_gemm() -> Iterator[None]:
+    """Transformer Engine's grouped GEMM, which a run on GPUs has."""
+    with in_place_of_te():
+        yield
+
+
+@pytest.mark.usefixtures("hopper", "te_gemm")
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("preset", ["qwen3-moe", "deepseek-v3", "mixtral", "llama"])
+def test_megatron_and_our_rules_accept_every_line_of_a_preset(
+    preset: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.training import arguments as megatron
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    data = TokenStream(Path("data/text"), "", is_bytes=True)
+    line = preset_line(load_preset(preset), data, nproc=2, microbatches=2, steps=50)
+    if CONFIGURATIONS[name].of_experts and preset == "llama":
+        with pytest.raises(BenchError, match="no --num-experts"):
+            chosen(name, line)
+        return
+    flags = edited(line, name, steps=50).flags
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = megatron.parse_args()
+    megatron.validate_args(args)
+    core_transformer_config_from_args(args)
+    assert (args.exit_interval, args.global_batch_size, args.log_throughput) == (50, 4, True)
+    assert args.use_megatron_fsdp == CONFIGURATIONS[name].fsdp
+    assert (args.cuda_graph_impl == "none") == name.startswith("eager")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_the_installed_megatron_prints_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.core.timers import Timers
+    from megatron.training import arguments as megatron
+    from megatron.training import training
+    from megatron.training.utils import common_utils
+
+    flags = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 64 "
+    flags += "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 2 "
+    flags += f"--vocab-size 128 --train-iters 9 --tokenizer-type NullTokenizer {MEASURED}"
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags.split()])
+    args = megatron.parse_args()
+    megatron.validate_args(args)  # Prints the arguments.
+    args.consumed_train_samples, args.padded_vocab_size = 0, 128
+    timers = Timers(1, "max")
+    for name, value in (("get_args", args), ("get_timers", timers), ("get_num_microbatches", 1)):
+        monkeypatch.setattr(training, name, lambda value=value: value)
+    for name in ("tensorboard_writer", "wandb_writer", "one_logger", "energy_monitor"):
+        monkeypatch.setattr(training, f"get_{name}", lambda: None)
+    monkeypatch.setattr(common_utils, "get_args", lambda: args)
+    monkeypatch.setattr(common_utils, "get_pg_rank", lambda _group: 0)
+    for name in ("one_logger_utils", "report_theoretical_memory"):
+        monkeypatch.setattr(training, name, MagicMock())
+    monkeypatch.setattr(
+        training, "reduce_max_stat_across_model_parallel_group", lambda rate, group: rate
+    )
+    groups, losses = MagicMock(), {"lm loss": torch.tensor([2.5])}
+    timers("interval-time", log_level=0).start()
+    report = True
+    for step in range(1, 10):
+        total: dict[str, Any] = {}
+        report = training.training_log(
+            losses, total, 1e-4, step, 1.0, report, 0, 1.0, None, None, None, groups, step == 1
+        )
+    measured = read_log(capsys.readouterr().out, settle=3, steps=6)
+    assert (len(measured.step_ms), len(measured.tflops), measured.loss) == (6, 6, 2.5)
+    assert (measured.allocated_mib, measured.reserved_mib) == (0.0, 0.0)
+    assert measured.tokens is not None
+    assert measured.tokens == pytest.approx(2 * 64 / measured.median_ms * 1e3)
