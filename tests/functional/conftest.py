@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock
 
 from megatron_cg.tools.align.command import Plan, arguments
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import Options
 from megatron_cg.tools.align.run import align_on_gpus, example_script, make_run
@@ -24,8 +24,8 @@ from tests.functional.cases import Case
 
 TIMEOUT = 240.0
 """Seconds of a run of two ranks; more ranks start side by side and are given more."""
-MEMORY_OF_A_TEST = 10 * 2**30
-"""Bytes of each GPU: a process of the eager run and one of that with graphs, to 4.7 GiB each."""
+MEMORY_OF_A_TEST = 5 * 2**30
+"""Bytes of each GPU: a process of a run takes up to 4.7 GiB."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -102,13 +102,13 @@ def align(data: TokenStream, shared: Path, tmp_path: Path) -> Callable[..., Outc
             pytest.skip(f"needs {case.needs}")
         plan = plan_of(case, tmp_path, script or example_script())
         limit = timeout or time_limit(case.gpus)
-        options = Options(runs_of(case, tmp_path), limit, parallel=True, mutation=mutation)
+        options = Options(runs_of(case, tmp_path), limit, mutation=mutation)
         with pytest.MonkeyPatch.context() as patch:
             for name, value in case.env:
                 patch.setenv(name, value)
             if not any("{directory}" in word for word in case.flags):
                 record = baseline(plan, data, case.env, shared / "baselines")
-                options = replace(options, parallel=False, eager_record=record)
+                options = replace(options, eager_record=record)
             return align_on_gpus(plan, data, options)
 
     return run

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Outcome
 from tests.functional.cases import CASES, Case
 from tests.functional.feature_cases import FEATURES, SAVES
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.align.compare import Comparison
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Comparison, Outcome
 from tests.functional.cases import DROPOUT, FP8, Case, batch
 from tests.functional.life_cases import SINKHORN
 from tests.functional.tampering import captures

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.processes import OVERDUE
 from tests.functional.cases import EP2, EXPERTS, MOE, PEERS, PREPROCESS, TORCH_GEMM, Case, batch
 from tests.functional.life_cases import LIFE

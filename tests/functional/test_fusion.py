@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Outcome
 from tests.functional.cases import CASES, Case
 from tests.functional.life_cases import LIFE
 

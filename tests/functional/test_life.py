@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.processes import OVERDUE
 from tests.functional.cases import Case
 from tests.functional.life_cases import EXPANDABLE_ALONE, LIFE, resumed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Outcome
 from tests.functional.life_cases import LIFE
 
 SCRIPT = Path(__file__).with_name("tampered.py")

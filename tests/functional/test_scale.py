@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Outcome
 from tests.functional.cases import (
     CAPACITY,
     DENSE,

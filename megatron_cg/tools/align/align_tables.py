@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -12,8 +10,7 @@ from rich.table import Table
 
 from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.telemetry.capture_report import counts_text
-from megatron_cg.tools.align.compare import DIFFERENT, IDENTICAL, Comparison, Run, Value
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import DIFFERENT, IDENTICAL, Comparison, Outcome, Value
 
 _SHOWN_SHARDS = 5
 _COLOURS = {IDENTICAL: "green", DIFFERENT: "red"}
@@ -27,20 +24,17 @@ def print_report(console: Console, title: str, outcome: Outcome, notice: str = "
         console.print(outcome.log_tail, markup=False, highlight=False, soft_wrap=True)
     if comparison.values:
         console.print(_table(title, comparison))
-    _print_shards(console, comparison)
+    if comparison.shards:
+        _print_shards(console, comparison)
     if comparison.graphs:
         console.print(f"graphs, all ranks: {counts_text(comparison.graphs)}", soft_wrap=True)
-        _print_agreement(console, outcome.graphed)
+        votes = (outcome.graphed or {}).get(0, {}).get("agreement")
+        if votes:
+            console.print(f"agreement, rank 0: {AgreementTime(**votes).text()}", soft_wrap=True)
     colour = _COLOURS.get(comparison.status, "red")
     reason = f": {comparison.reason}" if comparison.reason else ", to the last bit"
     reason += f" ({notice})" if notice else ""
     console.print(f"[bold {colour}]{comparison.status.upper()}[/]{escape(reason)}", soft_wrap=True)
-
-
-def _print_agreement(console: Console, run: Run | None) -> None:
-    counts = (run or {}).get(0, {}).get("agreement")
-    if counts:
-        console.print(f"agreement, rank 0: {AgreementTime(**counts).text()}", soft_wrap=True)
 
 
 def _table(title: str, comparison: Comparison) -> Table:
@@ -67,8 +61,6 @@ def _shown(text: str | None) -> str:
 
 
 def _print_shards(console: Console, comparison: Comparison) -> None:
-    if not comparison.shards:
-        return
     different = comparison.different_shards
     console.print(f"parameter shards, all ranks: {comparison.shards}, different: {len(different)}")
     for name in different[:_SHOWN_SHARDS]:
@@ -78,7 +70,7 @@ def _print_shards(console: Console, comparison: Comparison) -> None:
 
 
 def as_json(outcome: Outcome, **facts: Any) -> dict[str, Any]:
-    """The result, every number of every rank, and the cost of each run; ``facts`` are added."""
+    """The result and every number of every rank; ``facts`` are added."""
     comparison = outcome.comparison
     return {
         "status": comparison.status,
@@ -86,42 +78,16 @@ def as_json(outcome: Outcome, **facts: Any) -> dict[str, Any]:
         **facts,
         "commands": {name: list(words) for name, words in outcome.commands.items()},
         "graphs": dict(comparison.graphs),
-        "shards": {
-            "compared": comparison.shards,
-            "different": list(comparison.different_shards),
-        },
-        "values": [_value(value) for value in comparison.values],
-        "runs": {"eager": summary(outcome.eager), "graphs": summary(outcome.graphed)},
-    }
-
-
-def _value(value: Value) -> dict[str, Any]:
-    return {
-        "rank": value.rank,
-        "step": value.step,
-        "name": value.name,
-        "eager": value.eager,
-        "graphs": value.graphed,
-        "same": value.same,
-    }
-
-
-def summary(run: Run | None) -> Mapping[str, Any] | None:
-    """Versions, device, median step time in milliseconds and peak memory in bytes of rank 0.
-
-    The median leaves out the first half of the steps, which contains warmup, capture and
-    allocation.
-    """
-    if run is None or 0 not in run:
-        return None
-    data = run[0]
-    times = [step["milliseconds"] for step in data["steps"]]
-    late = times[len(times) // 2 :]
-    return {
-        "versions": data["versions"],
-        "device": data["device"],
-        "steps": len(times),
-        "median_step_milliseconds": statistics.median(late) if late else None,
-        "peak_allocated_bytes": data.get("peak_allocated_bytes"),
-        "peak_reserved_bytes": data.get("peak_reserved_bytes"),
+        "shards": {"compared": comparison.shards, "different": list(comparison.different_shards)},
+        "values": [
+            {
+                "rank": value.rank,
+                "step": value.step,
+                "name": value.name,
+                "eager": value.eager,
+                "graphs": value.graphed,
+                "same": value.same,
+            }
+            for value in comparison.values
+        ],
     }

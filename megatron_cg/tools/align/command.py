@@ -80,7 +80,6 @@ class Plan:
 def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) -> list[str]:
     """The whole command line of one run."""
     words = [sys.executable, "-m", "torch.distributed.run"]
-    # Each run has its own rendezvous, on a port it holds from the start: parallel runs never meet.
     words += ["--standalone", "--nproc-per-node", str(plan.nproc)]
     base = [flag for flag in BASE_FLAGS if plan.bf16 or flag != "--bf16"]
     words += ["-m", "megatron_cg", str(plan.script), *plan.model, *base, *data]
@@ -121,7 +120,6 @@ def environment(
     root: Path,
     cudnn: Path | None,
     mutation: str | None = None,
-    devices: str | None = None,
 ) -> dict[str, str]:
     """The environment of one run.
 
@@ -138,6 +136,4 @@ def environment(
         env.setdefault("CUDNN_HOME", str(cudnn))
     if mutation is not None:
         env[MUTATION_VARIABLE] = mutation
-    if devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = devices
     return env

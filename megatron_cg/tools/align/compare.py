@@ -61,6 +61,19 @@ class Comparison:
     """Captured, replayed and eager counts of the graph run, summed over ranks."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """The result of two runs, and its evidence."""
+
+    comparison: Comparison
+    commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Each run's command line."""
+    log_tail: str = ""
+    """The end of the log of a failed run; the records are then None."""
+    eager: Run | None = None
+    graphed: Run | None = None
+
+
 def compare(
     eager: Run, graphed: Run, labels: Labels = ("the eager run", "the graph run")
 ) -> Comparison:

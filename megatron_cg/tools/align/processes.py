@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align.compare import (
     FAILED,
     Comparison,
+    Outcome,
     RecordError,
     compare,
     missing_ranks,
     read_run,
 )
-from megatron_cg.tools.align.outcome import Outcome
 from megatron_cg.upstream.symbols import installed_version
 
 OVERDUE = "did not end within --timeout"
@@ -57,9 +53,9 @@ class Options:
     directory: Path
     timeout: float
     """Time limit of one run."""
-    parallel: bool = False
     eager_record: Path | None = None
     mutation: str | None = None
+    """What a script of tests does to the graph run alone, by ``MEGATRON_CG_MUTATE``."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,8 +76,6 @@ class Run:
     """Why it had to be stopped, as a clause; empty if it ended by itself."""
     _timeout: float = field(default=0.0, init=False)
     _deadline: float = field(default=0.0, init=False)
-    _log: IO[bytes] | None = field(default=None, init=False)
-    _temporary: str = field(default="", init=False)
 
     @property
     def record(self) -> Path:
@@ -94,22 +88,16 @@ class Run:
         return self.directory / "log.txt"
 
     def start(self, timeout: float) -> None:
-        """Start it in its own session, so that its workers can be stopped with it.
-
-        It gets its own folder for temporary files, which is deleted afterwards, because a killed
-        process does not clean up. The folder's name is short, because the length of socket paths in
-        it is limited.
-        """
+        """Start it in its own session, so that its workers can be stopped with it."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._log = self.log.open("wb")
-        self._temporary = tempfile.mkdtemp(prefix="megatron-cg-")
-        self.process = subprocess.Popen(
-            self.words,
-            env={**_compiled(), **self.env, "TMPDIR": self._temporary},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.words,
+                env=self.env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         print(f"{self.name} run started", file=sys.stderr, flush=True)
 
@@ -129,34 +117,19 @@ class Run:
             return -1
 
     def stop(self) -> None:
-        """Stop the run and its workers if it still runs; close its log, delete temporary files."""
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            try:
-                self.process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-        if self._log is not None:
-            self._log.close()
-        if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        """Stop the run and its workers if it still runs."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def text(self) -> str:
         """The log so far."""
         return self.log.read_text(errors="replace")
-
-
-def _compiled() -> dict[str, str]:
-    """The variable with the location of torch's compiled code, independent of TMPDIR.
-
-    The default of torch 2.11, ``torch/_inductor/runtime/cache_dir_utils.py``.
-    """
-    try:
-        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (KeyError, OSError):
-        return {}
-    return {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")}
 
 
 def check_start(options: Options, nproc: int) -> None:
@@ -166,17 +139,19 @@ def check_start(options: Options, nproc: int) -> None:
     another number of ranks or other versions. Raises RecordError when it cannot be read.
     """
     for name in options.names:
-        _check_free(options.directory / name / "record")
+        record = options.directory / name / "record"
+        if record.exists():
+            raise LaunchError(f"{record} holds an earlier run: give another --work-dir.")
     if options.eager_record is None:
         return
     run = read_run(options.eager_record)
-    found = run[min(run)]
+    first = run[min(run)]
     wrong = missing_ranks(run)
-    if found["captures"]:
+    if first["captures"]:
         wrong = "graphs, so it is not of an eager run"
-    elif found["world_size"] != nproc:
-        wrong = f"{found['world_size']} ranks, and this run is to have {nproc}"
-    for package, version in found["versions"].items():
+    elif first["world_size"] != nproc:
+        wrong = f"{first['world_size']} ranks, and this run is to have {nproc}"
+    for package, version in first["versions"].items():
         if package != "megatron-cg" and version != installed_version(package):
             here = installed_version(package) or "not installed"
             wrong = wrong or f"{package} {version or 'none'}, which here is {here}"
@@ -187,20 +162,8 @@ def check_start(options: Options, nproc: int) -> None:
         )
 
 
-def _check_free(record: Path) -> None:
-    if record.exists():
-        raise LaunchError(f"{record} holds an earlier run: give another --work-dir.")
-
-
 def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
-    """Make the runs, together or in turn, and compare their records. Leaves no process behind.
-
-    Before it starts anything, it raises LaunchError when records of an earlier run exist, and
-    RecordError when those of ``options.eager_record`` cannot be read.
-    """
-    for run in runs:
-        _check_free(run.record)
-    earlier = read_run(options.eager_record) if options.eager_record else None
+    """Make the runs in turn and compare their records. Leaves no process behind."""
     commands = {run.name: run.words for run in runs}
     failed = _run_all(runs, options)
     if failed is not None:
@@ -212,7 +175,7 @@ def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
             reason = f"the {run.name} run left no record: {why}"
             return Outcome(Comparison(FAILED, reason), commands, log_tail(run.text()))
     try:
-        eager = earlier or read_run(runs[0].record)
+        eager = read_run(options.eager_record or runs[0].record)
         graphed = read_run(runs[-1].record)
     except RecordError as error:
         return Outcome(Comparison(FAILED, str(error)), commands, log_tail(runs[-1].text()))
@@ -221,16 +184,12 @@ def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
 
 def _run_all(runs: Sequence[Run], options: Options) -> Run | None:
     """Run all; returns the first that failed, or None."""
-    groups = [list(runs)] if options.parallel else [[run] for run in runs]
-    try:
-        for group in groups:
-            for run in group:
-                run.start(options.timeout)
-            for run in group:
-                if run.wait() != 0:
-                    return run
-    finally:
-        for run in runs:
+    for run in runs:
+        try:
+            run.start(options.timeout)
+            if run.wait() != 0:
+                return run
+        finally:
             run.stop()
     return None
 
@@ -254,7 +213,7 @@ def named_error(log: str) -> str:
     """
     matches = (_NAMED.match(line.strip()) for line in log.splitlines())
     # torch.multiprocessing prints its own exception first, and the cause below it.
-    lines = (found.group(1) for found in matches if found)
+    lines = (match.group(1) for match in matches if match)
     named = [line for line in lines if not _CLASS_ALONE.fullmatch(line)]
     ours = [line for line in named if line.startswith(_OURS)]
     return next(iter(ours + named), "")

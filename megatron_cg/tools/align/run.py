@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megatron_cg.tools.align import command
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.processes import (
     LaunchError,
     Options,
@@ -32,19 +32,18 @@ def check_gpus(plan: command.Plan, options: Options) -> None:
     """Raise LaunchError, before anything is created, if runs cannot be made or compared here."""
     if not plan.script.is_file():
         raise LaunchError(f"--script {plan.script}: there is no such file.")
-    _device_shares(plan.nproc, 1)
+    gpus = gpu_count()
+    if gpus < plan.nproc:
+        smaller = "a smaller --nproc, or " if gpus else ""
+        raise LaunchError(
+            f"--nproc {plan.nproc} needs as many GPUs, and {gpus} can be seen: give {smaller}"
+            "--backend tape to compare on the CPU."
+        )
     check_start(options, plan.nproc)
 
 
 def align_on_gpus(plan: command.Plan, data: TokenStream, options: Options) -> Outcome:
-    """Train eagerly, train with graphs, compare.
-
-    Raises LaunchError before it starts anything: there are too few GPUs, the script is missing, or
-    records of an earlier run exist.
-    """
-    check_gpus(plan, options)
-    names = options.names
-    shares = _device_shares(plan.nproc, len(names) if options.parallel else 1)
+    """Train eagerly, train with graphs, compare; see :func:`check_gpus`."""
     runs = [
         make_run(
             plan,
@@ -52,9 +51,8 @@ def align_on_gpus(plan: command.Plan, data: TokenStream, options: Options) -> Ou
             options.directory,
             name,
             mutation=options.mutation if name == "graphs" else None,
-            devices=shares[index % len(shares)],
         )
-        for index, name in enumerate(names)
+        for name in options.names
     ]
     return run_and_compare(runs, options)
 
@@ -66,7 +64,6 @@ def make_run(
     name: str,
     *,
     mutation: str | None = None,
-    devices: str | None = None,
 ) -> Run:
     """The run ``name``, ``eager`` or ``graphs``, in a folder of that name; not started yet."""
     directory /= name
@@ -77,28 +74,9 @@ def make_run(
         record=directory / "record",
     )
     env = command.environment(
-        os.environ,
-        root=PACKAGE.parent,
-        cudnn=torch_cudnn(),
-        mutation=mutation,
-        devices=devices,
+        os.environ, root=PACKAGE.parent, cudnn=torch_cudnn(), mutation=mutation
     )
     return Run(name, words, env, directory)
-
-
-def _device_shares(nproc: int, shares: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES for each run; all runs share the GPUs if there are too few."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(index) for index in range(gpu_count())]
-    if len(devices) < nproc:
-        smaller = "a smaller --nproc, or " if devices else ""
-        raise LaunchError(
-            f"--nproc {nproc} needs as many GPUs, and {len(devices)} can be seen: give {smaller}"
-            "--backend tape to compare on the CPU."
-        )
-    if shares < 2 or len(devices) < shares * nproc:
-        return [visible]
-    return [",".join(devices[n * nproc : (n + 1) * nproc]) for n in range(shares)]
 
 
 def gpu_count() -> int:
@@ -111,8 +89,8 @@ def gpu_count() -> int:
 def torch_cudnn() -> Path | None:
     """The folder of torch's cuDNN, if that is a separate package."""
     try:
-        found = importlib.util.find_spec("nvidia.cudnn")
+        spec = importlib.util.find_spec("nvidia.cudnn")
     except ModuleNotFoundError:
         return None
-    places = list(found.submodule_search_locations or []) if found else []
+    places = list(spec.submodule_search_locations or []) if spec else []
     return Path(places[0]) if places else None

@@ -1,24 +1,22 @@
-"""The two runs on the CPU: real Megatron-FSDP over gloo, a tape instead of the CUDA graph."""
+"""The two runs on the CPU: real Megatron-FSDP over gloo, a tape instead of the CUDA graph.
+
+``python -m megatron_cg.tools.align.tape PLAN PROCESSES DIRECTORY`` makes one of them; PLAN is JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_cg.tools.align import command
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import Preset, TapeShape
-from megatron_cg.tools.align.processes import (
-    LaunchError,
-    Options,
-    Run,
-    check_start,
-    run_and_compare,
-)
+from megatron_cg.tools.align.processes import LaunchError, Options, Run, run_and_compare
 from megatron_cg.tools.align.token_data import TokenStream
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
 TAPE_NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
 
@@ -35,66 +33,112 @@ def tape_shape(preset: Preset) -> TapeShape:
     return preset.tape
 
 
-def describe(shape: TapeShape) -> str:
-    """Describes the model that is trained instead of the preset's."""
-    experts = f", {shape.experts} experts, top-{shape.topk}" if shape.experts else ""
-    return (
-        f"{TAPE_NOTICE}; the model is a small copy of the preset's shape: {shape.layers} layers, "
-        f"hidden {shape.hidden}, {shape.heads} heads{experts}, sequences of {shape.seq}, plain "
-        "attention"
-    )
-
-
-def check_tape(
-    preset: Preset, options: Options, *, steps: int, warmup_steps: int, nproc: int
-) -> None:
-    """Raise LaunchError, before anything is created, if runs cannot be made or compared."""
-    tape_shape(preset)
-    if options.mutation is not None:
-        raise LaunchError("--mutate is for a script that reads it, and the tape runs no script.")
-    if warmup_steps >= steps:
-        raise LaunchError(f"--steps {steps} leaves no step after --warmup-steps {warmup_steps}.")
-    check_start(options, nproc)
-
-
-def align_on_tape(
+def tape_plan(
     preset: Preset,
-    data: TokenStream,
-    options: Options,
     *,
     steps: int,
     warmup_steps: int,
-    scopes: tuple[str, ...] | None,
-    nproc: int,
+    scopes: tuple[str, ...] | None = None,
     bf16: bool = True,
-    grouped_gemm: str = "te",
-) -> Outcome:
-    """Train eagerly, train with tapes after ``warmup_steps``, compare.
+    torch_gemm: bool = False,
+) -> TrainingPlan:
+    """The run with tapes; the eager one follows from it.
 
-    ``grouped_gemm="torch"`` is for the run with tapes; experts of both runs are Megatron's grouped
-    ones then.
-
-    Raises LaunchError for options that only the GPU path has, and for a preset without a small
-    shape.
+    ``scopes`` are the preset's if None. With ``torch_gemm`` the experts of both runs are Megatron's
+    grouped ones, and those in tapes compute by torch's grouped GEMM. Raises LaunchError if a CPU
+    has no such run.
     """
-    check_tape(preset, options, steps=steps, warmup_steps=warmup_steps, nproc=nproc)
     shape = tape_shape(preset)
-    plan = {
-        "shape": asdict(shape) | {"scopes": list(shape.scopes if scopes is None else scopes)},
-        "steps": steps,
-        "warmup_steps": warmup_steps,
-        "processes": nproc,
-        "bf16": bf16,
-        "grouped_gemm": grouped_gemm,
-        "tokens": str(data.prefix),
-    }
+    scopes = shape.scopes if scopes is None else scopes
+    wants_experts = torch_gemm or any("moe" in scope for scope in scopes)
+    if "mamba" in scopes or (wants_experts and not shape.experts):
+        lacking = "Mamba layers" if "mamba" in scopes else "experts"
+        raise LaunchError(
+            f"the small model of {preset.name} has no {lacking}: leave out --scopes and "
+            "--cg-grouped-gemm, or give another --preset."
+        )
+    if "moe" in scopes and not torch_gemm:
+        raise LaunchError(
+            "--scopes moe captures dropless experts, and Megatron's own grouped GEMM reads their "
+            "row counts on the host: add --cg-grouped-gemm torch, or give --scopes attn moe_router."
+        )
+    if warmup_steps >= steps:
+        raise LaunchError(f"--steps {steps} leaves no step after --warmup-steps {warmup_steps}.")
+    model = CpuModelConfig(
+        layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        heads=shape.heads,
+        vocabulary=shape.vocab,
+        sequence_length=shape.seq,
+        experts=shape.experts,
+        topk=shape.topk,
+        grouped=torch_gemm,
+        bf16=bf16,
+        graph_modules=scopes,
+    )
+    return TrainingPlan(model, steps, warmup_steps, graphs=True, device_counts=torch_gemm)
+
+
+def describe(model: CpuModelConfig, processes: int) -> str:
+    """Describes the model that is trained instead of the preset's, and warns of a long wait."""
+    experts = f", {model.experts} experts, top-{model.topk}" if model.experts else ""
+    text = (
+        f"{TAPE_NOTICE}; the model is a small copy of the preset's shape: {model.layers} layers, "
+        f"hidden {model.hidden_size}, {model.heads} heads{experts}, sequences of "
+        f"{model.sequence_length}, plain attention"
+    )
+    cores = len(os.sched_getaffinity(0))
+    if processes > cores:
+        text += (
+            f"\nwarning: {processes} processes share {cores} cores, so each step takes about "
+            f"{processes / cores:.0f} times as long: give a smaller --nproc"
+        )
+    return text
+
+
+def align_on_tape(
+    plan: TrainingPlan, processes: int, data: TokenStream, options: Options
+) -> Outcome:
+    """Train eagerly, train with tapes as ``plan`` says, compare."""
     env = command.environment(os.environ, root=_ROOT, cudnn=None)
     # Uses no GPU, even if there is one.
     env["CUDA_VISIBLE_DEVICES"] = ""
+    plan = replace(plan, tokens=data.prefix)
+    plans = {"graphs": plan, "eager": replace(plan, graphs=False, device_counts=False)}
+    if plan.device_counts:
+        # Megatron refuses dropless experts in a graph, also in the config of an eager run.
+        model = replace(plan.model, graph_modules=("attn",))
+        plans["eager"] = replace(plans["eager"], model=model)
     runs = []
     for name in options.names:
         directory = options.directory / name
-        words = [sys.executable, "-m", "megatron_cg.tools.align.tape_worker"]
-        words += [json.dumps(plan | {"graphs": name == "graphs"}), str(directory / "record")]
+        words = [sys.executable, "-m", "megatron_cg.tools.align.tape"]
+        words += [json.dumps(asdict(plans[name]), default=str), str(processes)]
+        words.append(str(directory / "record"))
         runs.append(Run(name, words, env, directory))
     return run_and_compare(runs, options)
+
+
+def main(text: str, processes: str, directory: str) -> None:
+    """Train according to the plan, in processes connected by gloo; each writes its record.
+
+    The processes are forked from this one, which imports Megatron for all of them. That saves 5 s
+    of CPU time per process. An import starts no thread of torch or gloo.
+    """
+    # If Transformer Engine is installed, Megatron would build its layers from kernels that a CPU
+    # lacks. None makes its import fail (docs.python.org, "The module cache").
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    import megatron_cg.tools.cpu.train  # noqa: F401
+    from megatron_cg.tools.cpu import launch
+    from megatron_cg.upstream.patch import set_attribute, undone_after
+
+    fields = json.loads(text)
+    model, tokens = CpuModelConfig(**fields.pop("model")), Path(fields.pop("tokens"))
+    plan = TrainingPlan(model, tokens=tokens, **fields)
+    with undone_after(set_attribute(launch, "START", "fork")):
+        launch.run_plans([(plan, Path(directory))], int(processes))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
 import sysconfig
+import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +24,8 @@ RELIES_ON = (_BUILDER,)
 
 END_OF_DOCUMENT = 256
 """The token after each file; tokens 0 to 255 are its bytes."""
-_FORM = "one uint16 a byte, 256 after each file, megatron-core's indexed format"
-"""The version of the format of a cached token stream. It is part of the file name."""
+_FORM = b"one uint16 a byte, 256 after each file, megatron-core's indexed format"
+"""The version of the format of a cached token stream. It is part of the folder's name."""
 DEFAULT_BYTES = 4 * 2**20
 """Number of bytes of Python's own sources in the default text."""
 
@@ -35,7 +34,7 @@ _ALL_FOR_TRAINING = "100,0,0"
 
 
 class DataError(MegatronCGError):
-    """The requested text or token stream cannot be used."""
+    """The requested token stream cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ def existing(prefix: str) -> TokenStream:
         if not Path(prefix + suffix).is_file():
             raise DataError(
                 f"--data-path {prefix}: there is no file {prefix}{suffix}. Megatron's indexed "
-                "format is a pair of files; give their common path without the suffix, or --text "
-                "FILE to have one made."
+                "format is a pair of files; give their common path without the suffix."
             )
     return TokenStream(Path(prefix).resolve(), prefix, is_bytes=False)
 
@@ -85,114 +83,61 @@ def python_sources(limit: int = DEFAULT_BYTES) -> list[Path]:
     return chosen
 
 
+def from_text(files: Sequence[Path], directory: Path, description: str) -> TokenStream:
+    """Write each file's bytes as one document to ``directory/text.{bin,idx}``."""
+    texts = [path.read_bytes() for path in files]
+    return _written(texts, directory, description)
+
+
 def cached(files: Sequence[Path], description: str, otherwise: Path) -> TokenStream:
     """As :func:`from_text`, but created once for each content and kept for later runs.
 
     The stream is stored in ``megatron-cg/tokens`` in the user's cache folder, under a digest of the
-    text. Runs that create it at the same time do not disturb each other. If that folder is not
-    writable, the stream is created in ``otherwise``.
+    text. If that folder is not writable, it is created in ``otherwise``.
     """
-    texts = _texts(files)
-    count = sum(len(text) + 1 for text in texts)
+    texts = [path.read_bytes() for path in files]
+    digest = hashlib.sha256(_FORM)
+    for text in texts:
+        digest.update(b"%d " % len(text) + text)
     try:
-        return _stream(_kept(texts, count), description, count)
-    except OSError:
-        return from_text(files, otherwise, description)
+        folder = cache_folder() / "tokens" / digest.hexdigest()[:32]
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            part = Path(tempfile.mkdtemp(dir=folder.parent))
+            try:
+                _written(texts, part, description)
+                part.rename(folder)
+            except OSError:
+                shutil.rmtree(part, ignore_errors=True)
+                # Another run has made it meanwhile.
+                if not folder.exists():
+                    raise
+    except (OSError, RuntimeError):
+        return _written(texts, otherwise, description)
+    return _stream(texts, folder, description)
 
 
 def cache_folder() -> Path:
-    """``megatron-cg`` in the user's cache folder, by the XDG Base Directory Specification 0.8.
-
-    Raises FileNotFoundError for a user without a home directory.
-    """
-    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The specification requires to ignore a relative path.
-    chosen = chosen if chosen.is_absolute() else Path(os.path.expanduser("~/.cache"))
-    if not chosen.is_absolute():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "~")
-    return chosen / "megatron-cg"
+    """``megatron-cg`` in the user's cache folder. Raises RuntimeError for a user without a home."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return chosen.expanduser() / "megatron-cg"
 
 
-def _kept(texts: Sequence[bytes], count: int) -> Path:
-    """The prefix of the cached token stream; created unless it is complete."""
-    found = hashlib.sha256(_FORM.encode())
-    for text in texts:
-        found.update(f"{len(text)} ".encode() + text)
-    folder = cache_folder() / "tokens" / found.hexdigest()[:32]
-    if not _is_whole(folder / "text", count):
-        part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-        try:
-            _write(texts, part)
-            _rename(part, folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-    return folder / "text"
-
-
-def from_text(files: Sequence[Path], directory: Path, description: str) -> TokenStream:
-    """Write each file's bytes as one document to ``directory/text.{bin,idx}``.
-
-    Raises DataError if a file cannot be read, or if all of them are empty.
-    """
-    texts = _texts(files)
-    _write(texts, directory)
-    return _stream(directory / "text", description, sum(len(text) + 1 for text in texts))
-
-
-def _stream(prefix: Path, description: str, count: int) -> TokenStream:
-    return TokenStream(prefix.resolve(), f"{description}, {count:,} byte tokens", is_bytes=True)
-
-
-def _is_whole(prefix: Path, count: int) -> bool:
-    """Whether both files exist and have their full length."""
-    with suppress(OSError):
-        index = prefix.with_suffix(".idx").stat().st_size
-        return prefix.with_suffix(".bin").stat().st_size == 2 * count and index > 0
-    return False
-
-
-def _rename(part: Path, folder: Path) -> None:
-    """Rename ``part`` to ``folder``; if ``folder`` exists, replace the files in it."""
-    try:
-        part.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        for file in part.iterdir():
-            file.replace(folder / file.name)
-
-
-def _write(texts: Sequence[bytes], directory: Path) -> None:
-    """Write ``directory/text.{bin,idx}``, each text one document."""
+def _written(texts: Sequence[bytes], directory: Path, description: str) -> TokenStream:
     import numpy
     import torch
 
-    builder_type = _BUILDER.find()
     directory.mkdir(parents=True, exist_ok=True)
-    prefix = directory / "text"
-    part = directory / f"text.{os.getpid()}.part"
-    builder = builder_type(str(part), dtype=numpy.uint16)
-    try:
-        for text in texts:
-            builder.add_item(torch.tensor([*text, END_OF_DOCUMENT], dtype=torch.int32))
-            builder.end_document()
-        builder.finalize(f"{prefix}.idx")
-        os.replace(part, f"{prefix}.bin")
-    finally:
-        part.unlink(missing_ok=True)
+    stream = _stream(texts, directory, description)
+    builder = _BUILDER.find()(f"{stream.prefix}.bin", dtype=numpy.uint16)
+    for text in texts:
+        builder.add_item(torch.tensor([*text, END_OF_DOCUMENT], dtype=torch.int32))
+        builder.end_document()
+    builder.finalize(f"{stream.prefix}.idx")
+    return stream
 
 
-def _texts(files: Sequence[Path]) -> list[bytes]:
-    """The content of each file that is not empty."""
-    texts = [text for text in map(_read, files) if text]
-    if not texts:
-        names = ", ".join(map(str, files)) or "no file"
-        raise DataError(f"--text {names}: there is no text in it. Give a file that is not empty.")
-    return texts
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"--text {path}: {error.strerror}. Give a file that can be read.") from None
+def _stream(texts: Sequence[bytes], directory: Path, description: str) -> TokenStream:
+    tokens = sum(len(text) + 1 for text in texts)
+    description = f"{description}, {tokens:,} byte tokens"
+    return TokenStream(directory.resolve() / "text", description, is_bytes=True)

@@ -3,7 +3,7 @@
 The same model, data and seed; loss and gradient norm of every step and, at the end, every
 parameter shard. Exit code 0: identical; 1: different; 3: a run failed; 2: cannot be run or compared
 as asked. Arguments after a bare -- are for the script: Megatron's flags for both runs, and flags of
-this package about graphs, such as --cg-verify-interval, for the run with graphs.
+this package about graphs, such as --cg-layers, for the run with graphs.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.align.command import MUTATION_VARIABLE
+from megatron_cg.arguments.schema import NATIVE, SCOPES, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.align.presets import preset_names
-from megatron_cg.tools.cli.options import add_scopes, positive, seconds, whole
+from megatron_cg.tools.cli.options import positive, seconds, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", default="llama-tiny", metavar="NAME", help=f"model shape: {names}")
     add("--steps", type=positive, default=12, help="training steps (default 12)")
     add("--warmup-steps", type=whole, default=3, help="eager steps first (default 3)")
-    add_scopes(parser)
+    add(
+        "--scopes",
+        nargs="*",
+        choices=SCOPES,
+        metavar="SCOPE",
+        help=f"what to capture, of {', '.join(SCOPES)}; none: whole layers",
+    )
+    add(
+        "--cg-grouped-gemm",
+        choices=("te", "torch"),
+        default="te",
+        help="of experts in the run with graphs; the scope moe needs torch",
+    )
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the model (default bf16)")
     add(
         "--nproc",
@@ -33,21 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes, one a GPU (default: the preset's, or as many as there are GPUs)",
     )
     add("--script", type=Path, help="a Megatron pretraining script (default: the shipped one)")
-    data = parser.add_mutually_exclusive_group()
-    data.add_argument("--data-path", metavar="PREFIX", help="data in Megatron's indexed format")
-    data.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="text to train on")
+    add(
+        "--data-path",
+        metavar="PREFIX",
+        help="data in Megatron's indexed format (default: Python's own sources, as bytes)",
+    )
     add("--json", type=Path, metavar="OUT", help="write the whole comparison here")
     backends = ("auto", TRANSFORMER_ENGINE, NATIVE, TAPE)
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
-    add("--parallel-runs", action="store_true", help="both runs at once")
     add(
         "--eager-record", type=Path, metavar="DIR", help="the eager/record of an earlier --work-dir"
-    )
-    add(
-        "--mutate",
-        metavar="NAME",
-        help="break the graph run on purpose, to see it found: that run alone has NAME in "
-        f"{MUTATION_VARIABLE}, for a --script that acts on it",
     )
     add(
         "--work-dir",

@@ -14,7 +14,6 @@ import pytest
 from megatron_cg.tools.align import run
 from megatron_cg.tools.align.command import Plan, arguments, by_run, environment
 from megatron_cg.tools.align.processes import LaunchError, Options
-from megatron_cg.tools.align.token_data import TokenStream
 
 PLAN = Plan(
     script=Path("train.py"),
@@ -48,18 +47,14 @@ def test_the_runs_differ_in_the_graph_flags_alone() -> None:
     assert eager == [*graphed[:start], "--cuda-graph-impl", "none", *rest]
 
 
-def test_both_run_under_the_launcher_and_record() -> None:
-    for line in (words(False), words(True)):
+def test_both_run_under_the_launcher_and_record_in_the_same_type() -> None:
+    for graphs in (False, True):
+        line = words(graphs)
         launcher = line.index("megatron_cg")
         assert line[launcher - 1 : launcher + 2] == ["-m", "megatron_cg", "train.py"]
         assert value("--cg-record", line) == "/r" and value("--nproc-per-node", line) == "2"
         assert {"--te-rng-tracker", "--deterministic-mode", "--use-megatron-fsdp"} <= set(line)
-
-
-def test_both_runs_are_in_the_same_type() -> None:
-    for graphs in (False, True):
-        assert "--bf16" in words(graphs)
-        assert "--bf16" not in words(graphs, replace(PLAN, bf16=False))
+        assert "--bf16" in line and "--bf16" not in words(graphs, replace(PLAN, bf16=False))
 
 
 def test_extra_flags_come_last_so_that_they_win() -> None:
@@ -92,10 +87,12 @@ def test_the_environment_is_deterministic_and_finds_the_package() -> None:
         "MEGATRON_CG_MUTATE": "stale",
         "HOME": "/h",
     }
-    env = environment(inherited, root=Path("/root"), cudnn=Path("/cudnn"), devices="2,3")
+    env = environment(inherited, root=Path("/root"), cudnn=Path("/cudnn"))
+    chosen = environment({"CUDNN_HOME": "/mine"}, root=Path("/"), cudnn=Path("/x"), mutation="m")
+    assert chosen["CUDNN_HOME"] == "/mine" and chosen["MEGATRON_CG_MUTATE"] == "m"
     assert env["PYTHONPATH"] == "/root:/x" and env["HOME"] == "/h"
     assert env["NCCL_ALGO"] == "Ring" and env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
-    assert env["CUDNN_HOME"] == "/cudnn" and env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert env["CUDNN_HOME"] == "/cudnn"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env and "MEGATRON_CG_MUTATE" not in env
 
 
@@ -112,47 +109,18 @@ def test_the_runs_share_no_compiled_code_of_other_row_counts() -> None:
     assert ran.stdout.split() == ["False", "False"]
 
 
-def test_a_cudnn_that_was_chosen_is_kept_and_a_mutation_is_passed_on() -> None:
-    env = environment(
-        {"CUDNN_HOME": "/mine"}, root=Path("/root"), cudnn=Path("/torch"), mutation="stale-buffer"
-    )
-    assert env["CUDNN_HOME"] == "/mine" and env["MEGATRON_CG_MUTATE"] == "stale-buffer"
-
-
-@pytest.mark.parametrize(
-    ("visible", "shares", "expected"),
-    [
-        ("0,1,2,3", 2, ["0,1", "2,3"]),
-        ("0,1,2,3", 1, ["0,1,2,3"]),
-        ("4,5,6", 2, ["4,5,6"]),
-    ],
-)
-def test_runs_at_once_share_gpus_only_when_they_must(
-    visible: str, shares: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert run._device_shares(2, shares) == expected
-
-
 def test_too_few_gpus_and_a_missing_script_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    data, options = TokenStream(tmp_path, "", True), Options(tmp_path, 1.0)
+    options = Options(tmp_path, 1.0)
     with pytest.raises(LaunchError, match=r"train\.py: there is no such file"):
-        run.align_on_gpus(PLAN, data, options)
-    there = Plan(run.example_script(), 2, (), 12)
-    seen = "--nproc 2 needs as many GPUs, and {} can be seen: give {}--backend tape"
-    with pytest.raises(LaunchError, match=seen.format(1, "a smaller --nproc, or ")):
-        run.align_on_gpus(there, data, options)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(run, "gpu_count", lambda: 0)
-    with pytest.raises(LaunchError, match=seen.format(0, "")):
-        run.align_on_gpus(there, data, options)
+        run.check_gpus(PLAN, options)
+    there = replace(PLAN, script=run.example_script())
+    for gpus, smaller in ((1, "a smaller --nproc, or "), (0, "")):
+        monkeypatch.setattr(run, "gpu_count", lambda gpus=gpus: gpus)
+        told = f"--nproc 2 needs as many GPUs, and {gpus} can be seen: give {smaller}--backend tape"
+        with pytest.raises(LaunchError, match=told):
+            run.check_gpus(there, options)
+    monkeypatch.setattr(run, "gpu_count", lambda: 2)
+    run.check_gpus(there, options)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_shipped_script_is_the_example() -> None:
-    script = run.example_script()
-    assert "pretrain(" in script.read_text()
-    assert "import megatron_cg" not in script.read_text()

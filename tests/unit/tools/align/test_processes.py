@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, RecordError
-from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.errors import MegatronCGError
+from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Outcome
 from megatron_cg.tools.align.processes import (
     OVERDUE,
     LaunchError,
     Options,
     Run,
+    check_start,
     named_error,
     run_and_compare,
 )
-from tests.unit.tools.align.records import make_rank
+from tests.unit.tools.align.records import capture, make_rank
 
 RECORD = """
 import json, pathlib, sys
@@ -61,30 +62,49 @@ def recording(loss: float, **fields: Any) -> str:
     return RECORD.replace("RECORD", repr(json.dumps(record | fields)))
 
 
-@pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(("loss", "status"), [(1.0, IDENTICAL), (2.0, DIFFERENT)])
-def test_two_runs_are_compared(parallel: bool, loss: float, status: str, tmp_path: Path) -> None:
+def test_two_runs_are_compared(loss: float, status: str, tmp_path: Path) -> None:
     runs = make_runs(tmp_path, recording(1.0), recording(loss))
-    outcome = run_and_compare(runs, Options(tmp_path, timeout=600, parallel=parallel))
+    outcome = run_and_compare(runs, Options(tmp_path, timeout=600))
     assert outcome.comparison.status == status
     assert outcome.eager is not None and outcome.graphed is not None
     assert set(outcome.commands) == {"eager", "graphs"}
-
-
-def test_an_earlier_eager_record_is_used_again(tmp_path: Path) -> None:
-    first = make_runs(tmp_path / "first", recording(1.0), recording(1.0))
-    run_and_compare(first, Options(tmp_path, timeout=600))
-    again = make_runs(tmp_path / "again", "raise SystemExit(9)", recording(1.0))[1:]
-    options = Options(tmp_path, timeout=600, eager_record=first[0].record)
+    # Their records are in the way of the next runs.
+    with pytest.raises(LaunchError, match="holds an earlier run"):
+        check_start(Options(tmp_path, timeout=600), nproc=1)
+    # And the eager one can be compared with again.
+    again = make_runs(tmp_path / "again", "raise SystemExit(9)", recording(loss))[1:]
+    options = Options(tmp_path / "again", timeout=600, eager_record=runs[0].record)
     assert options.names == ("graphs",)
-    assert run_and_compare(again, options).comparison.status == IDENTICAL
+    assert run_and_compare(again, options).comparison.status == status
 
 
-def test_nothing_is_run_for_an_earlier_record_that_is_not_there(tmp_path: Path) -> None:
-    (run,) = make_runs(tmp_path, "", recording(1.0))[1:]
-    with pytest.raises(RecordError, match=r"there is no folder .*nowhere"):
-        run_and_compare([run], Options(tmp_path, 600, eager_record=tmp_path / "nowhere"))
-    assert run.process is None
+def refused(eager_record: Path, tmp_path: Path, nproc: int = 2) -> str:
+    with pytest.raises(MegatronCGError) as caught:
+        check_start(Options(tmp_path / "work", 60, eager_record=eager_record), nproc)
+    return str(caught.value)
+
+
+def write(directory: Path, *records: dict[str, Any]) -> Path:
+    directory.mkdir(parents=True)
+    for record in records:
+        (directory / f"rank{record['rank']}.jsonl").write_text(json.dumps(record))
+    return directory
+
+
+def test_an_eager_record_that_cannot_be_compared_is_refused_before_the_run(tmp_path: Path) -> None:
+    versions = {"torch": None}  # Not any that is installed.
+    alone = write(tmp_path / "alone", make_rank())
+    half = write(tmp_path / "half", make_rank(world_size=2))
+    graphs = write(tmp_path / "graphs", make_rank() | {"captures": [capture(3)]})
+    old = write(tmp_path / "old", make_rank() | {"versions": versions})
+    assert "there is no folder" in refused(tmp_path / "nowhere", tmp_path)
+    assert "has 1 ranks, and this run is to have 2" in refused(alone, tmp_path)
+    assert "has records of 1 of its 2 ranks, none of 1" in refused(half, tmp_path)
+    assert "has graphs, so it is not of an eager run" in refused(graphs, tmp_path)
+    assert "has torch none, which here is 2." in refused(old, tmp_path, 1)
+    same = write(tmp_path / "same", make_rank() | {"versions": {"megatron-cg": "0.0"}})
+    check_start(Options(tmp_path / "work", 60, eager_record=same), 1)
 
 
 def failed(outcome: Outcome) -> str:
@@ -166,30 +186,6 @@ def test_the_signal_that_stops_torchrun_is_not_taken_for_the_cause(
     assert OVERDUE in outcome.log_tail
 
 
-def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does it lose what torch compiled in earlier runs, which is kept there."""
-    code = (
-        "import os, pathlib, signal, sys, tempfile\n"
-        "place = pathlib.Path(tempfile.mkdtemp())\n"
-        "(place / 'left').touch()\n"
-        "seen = pathlib.Path(sys.argv[1]).parent / 'seen'\n"
-        "seen.write_text(f\"{place} {os.environ['TORCHINDUCTOR_CACHE_DIR']}\")\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr("getpass.getuser", lambda: "a/user")
-    runs = make_runs(tmp_path, code, recording(1.0))
-    failed(run_and_compare(runs, Options(tmp_path, timeout=60)))
-    place, compiled = (tmp_path / "eager" / "seen").read_text().split()
-    assert place.startswith(str(temporary)) and not list(temporary.iterdir())
-    assert compiled == f"{temporary}/torchinductor_a_user"
-
-
 def is_running(pid: str) -> bool:
     """Whether it exists and is more than a zombie (proc(5): the state follows the name)."""
     try:
@@ -197,14 +193,6 @@ def is_running(pid: str) -> bool:
     except FileNotFoundError:
         return False
     return text.rpartition(")")[2].split()[0] != "Z"
-
-
-def test_an_earlier_record_is_not_overwritten(tmp_path: Path) -> None:
-    runs = make_runs(tmp_path, recording(1.0), recording(1.0))
-    runs[1].record.mkdir(parents=True)
-    with pytest.raises(LaunchError, match="holds an earlier run"):
-        run_and_compare(runs, Options(tmp_path, timeout=600))
-    assert runs[0].process is None
 
 
 @pytest.mark.parametrize(
