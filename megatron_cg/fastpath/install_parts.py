@@ -9,20 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fastpath.gradients import bucketing as gradients
-from megatron_cg.fastpath.gradients.bucketing import GradientBucketing, install_gradients
-from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
-from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, install_detached
-from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.optimizer import clipping, local_tensors
-from megatron_cg.fastpath.optimizer import main_weights as weights
-from megatron_cg.fastpath.optimizer.clipping import install_clip
-from megatron_cg.fastpath.optimizer.local_tensors import install_adam
-from megatron_cg.fastpath.optimizer.main_weights import install_main_gradients, install_main_weights
-from megatron_cg.fastpath.params import gather, unshard
-from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
-from megatron_cg.fastpath.params.gather import install_gathers
-from megatron_cg.fastpath.params.unshard import install_unshard
+from megatron_cg.fastpath import bucketing, clipping, gather, local_tensors, main_weights, unshard
+from megatron_cg.fastpath.bucketing import GradientBucketing
+from megatron_cg.fastpath.detached_weights import (
+    DetachedWeights,
+    detach_in_graphs,
+    detach_in_grouped_gemms,
+)
+from megatron_cg.fastpath.gather import DeferredPrefetch
+from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.fsdp_symbols import unknown_bodies
 from megatron_cg.memory.scratch import ScratchMemory
 from megatron_cg.replay.replay_function import ReplayFunction
@@ -78,45 +73,41 @@ class FastPath:
         else:
             self.parts.append(name)
 
-    def _add_around_units(
+    def _add_gradients(
         self, graphed: Collection[nn.Module], replays: Sequence[ReplayFunction]
     ) -> None:
-        """Add the parts around the passes of units: detached weights, unshards and gathers."""
-        fsdp, deferred = self._fsdp, DeferredPrefetch(graphed)
-        self._add("detached-weights", lambda: install_detached(self._detaches(fsdp, graphed)))
+        # Without "unshard" nothing reports the end of a unit's backward pass.
+        replaces = (*bucketing.REPLACES, *unshard.REPLACES)
+        self._add("gradients", self._bucket_gradients, replaces)
+        deferred = DeferredPrefetch(graphed)
+        self._add("detached-weights", lambda: detach_in_grouped_gemms(self._detaches(graphed)))
         if replays:
             self._add(
                 _OF_GRAPHS,
-                lambda: detach_in_graphs(self._detaches(fsdp, graphed), replays, deferred.launched),
+                lambda: detach_in_graphs(self._detaches(graphed), replays, deferred.launched),
             )
         if _OF_GRAPHS in self.parts:
             self.deferred = deferred
         else:
             why = f"{_OF_GRAPHS} is not installed, so no launch is seen"
             self.left_out["deferred-prefetch"] = why
-        self._add(
-            "unshard",
-            lambda: install_unshard(fsdp, self._unit_is_done, self.deferred),
-            unshard.REPLACES,
-        )
-        self._add("gathers", lambda: install_gathers(fsdp, self.deferred), gather.REPLACES)
 
-    def _gradients(self, fsdp: Any) -> Undo:
-        strategy = fsdp.data_parallel_sharding_strategy
+    def _bucket_gradients(self) -> Undo:
+        strategy = self._fsdp.data_parallel_sharding_strategy
         if strategy != "optim_grads_params":
             raise NotApplicableError(
                 f"the sharding strategy is {strategy}, in which no hook tells that a unit's "
                 "backward pass is done"
             )
-        self.bucketing, undo = install_gradients(fsdp)
+        self.bucketing, undo = bucketing.install_gradients(self._fsdp)
         return undo
 
-    def _detaches(self, fsdp: Any, graphed: Container[nn.Module]) -> DetachedWeights:
-        """Return the instance that all parts share: a weight is detached only once."""
+    def _detaches(self, graphed: Container[nn.Module]) -> DetachedWeights:
+        """Return the instance that both parts share: a weight is detached only once."""
         if self.bucketing is None:
             raise NotApplicableError("gradients are left to Megatron-FSDP")
         if self._detached is None:
-            self._detached = DetachedWeights(fsdp.module, self.bucketing, graphed)
+            self._detached = DetachedWeights(self._fsdp.module, self.bucketing, graphed)
         return self._detached
 
     def _unit_is_done(self, unit: nn.Module) -> None:
@@ -147,20 +138,18 @@ def install(
         UpstreamChangedError: a symbol that a part relies on is gone; nothing stays changed.
     """
     path = FastPath(fsdp)
+    add, weights, adam = path._add, main_weights, local_tensors
     try:
-        # Without "unshard" nothing reports the end of a unit's backward pass.
-        replaces = (*gradients.REPLACES, *unshard.REPLACES)
-        path._add("gradients", lambda: path._gradients(fsdp), replaces)
-        path._add_around_units(graphed, replays)
-        path._add(
-            "main-gradients",
-            lambda: install_main_gradients(fsdp, scratch),
-            weights.REPLACES_ATTACHING,
-        )
-        path._add("main-weights", lambda: install_main_weights(fsdp), weights.REPLACES_INSTALLING)
+        path._add_gradients(graphed, replays)
+        deferred, done = path.deferred, path._unit_is_done
+        add("unshard", lambda: unshard.install_unshard(fsdp, done, deferred), unshard.REPLACES)
+        add("gathers", lambda: gather.install_gathers(fsdp, deferred), gather.REPLACES)
+        attaching, installing = weights.REPLACES_ATTACHING, weights.REPLACES_INSTALLING
+        add("main-gradients", lambda: weights.install_main_gradients(fsdp, scratch), attaching)
+        add("main-weights", lambda: weights.install_main_weights(fsdp), installing)
         if optimizers:
-            path._add("clipping", lambda: install_clip(optimizers), clipping.REPLACES)
-            path._add("optimizer", lambda: install_adam(optimizers), local_tensors.REPLACES)
+            add("clipping", lambda: clipping.install_clip(optimizers), clipping.REPLACES)
+            add("optimizer", lambda: adam.install_adam(optimizers), adam.REPLACES)
     except BaseException:
         path.close()
         raise

@@ -3,7 +3,7 @@
 Note [Before anything runs eagerly]
     Two things happen first, whatever the reason for the eager pass. The all-gathers that the fast
     path defers until a launch are issued (Note [Launch first] in
-    ``fastpath/params/deferred_prefetch.py``). If the unit's graphs contain collectives, all ranks
+    ``fastpath/gather.py``). If the unit's graphs contain collectives, all ranks
     vote (Note [A graph with collectives] in ``replay/mismatch_policy.py``). Otherwise one rank may
     run eagerly alone, and may have to give its gradients in the order of a replay
     (Note [When gradients are counted]).

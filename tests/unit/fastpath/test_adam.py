@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.optimizer.local_tensors import LocalStep, install_adam
+from megatron_cg.fastpath.local_tensors import LocalStep, install_adam
+from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 fused_adam = pytest.importorskip(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.gradients.bucketing import GradientBucketing
+from megatron_cg.fastpath.bucketing import GradientBucketing
 
 SIZE = 2
 Gradients = list[torch.Tensor | None]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fastpath.gradients.buckets import Bucket, Together
+from megatron_cg.fastpath.buckets import Bucket, Together
 
 NOTHING: Any = None
 BUCKET = Bucket(0, NOTHING, NOTHING, 3)

@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 from megatron_cg.fastpath import install
-from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
-from megatron_cg.fastpath.params.unshard import (
+from megatron_cg.fastpath.gather import DeferredPrefetch
+from megatron_cg.fastpath.unshard import (
     CachedModules,
     CachedParameters,
-    ParameterLists,
     _gathered,
-    _of_units,
     _released,
     _shown,
 )
@@ -66,26 +64,6 @@ def test_lists_of_others_are_megatrons_own() -> None:
     assert not any(map(marks, listed))
 
 
-def test_a_list_is_remembered_by_module_and_direction() -> None:
-    asked: list[tuple[Any, str]] = []
-    listed = parameters()
-
-    def listing(module: nn.Module, direction: str) -> list[Any]:
-        asked.append((module, direction))
-        return listed[:2] if direction == "forward" else listed[2:]
-
-    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
-    lists = ParameterLists(_of_units(listing), lambda _: 0, lambda _: False)
-    forward, backward = (lists(first, direction) for direction in ("forward", "backward"))
-    assert forward is lists(first, "forward")
-    assert backward is lists(first, "backward") is not forward
-    assert lists(second, "forward") is not forward and len(asked) == 3
-    # One module that stands for all of a unit has the unit's parameters.
-    unit: Any = CachedModules(second)
-    assert [id(p) for p in lists(unit, "backward")] == [id(p) for p in listed[2:]]
-    assert asked[-1] == (second, "backward")
-
-
 @pytest.mark.parametrize("of_unit", [True, False])
 def test_a_handler_is_shown_one_module_for_all_of_its_own_unit(of_unit: bool) -> None:
     unit, other = nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))
@@ -108,13 +86,11 @@ def test_a_handler_is_shown_one_module_for_all_of_its_own_unit(of_unit: bool) ->
 
 @pytest.mark.parametrize("bwd", [False, True])
 def test_a_unit_is_released_at_once_unless_that_was_asked_otherwise(bwd: bool) -> None:
-    unit = nn.Linear(1, 1)
-    released: list[tuple[list[Any], bool, bool]] = []
-    lists = ParameterLists(
-        lambda module, _: list(module.parameters()), lambda _parameter: 0, lambda _parameter: False
-    )
+    unit: Any = nn.Linear(1, 1)
+    released: list[tuple[Any, bool, bool]] = []
+    listed: Any = nn.Module.parameters
     release = _released(
-        lambda *given: released.append(given), lists, lambda _unit: None, DeferredPrefetch()
+        lambda *given: released.append(given), listed, lambda _unit: None, DeferredPrefetch()
     )
     release(unit, bwd)
     release(unit, bwd, True)

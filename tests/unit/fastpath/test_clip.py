@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.optimizer.clipping import install_clip
+from megatron_cg.fastpath.clipping import install_clip
+from megatron_cg.fastpath.part import NotApplicableError
 from tests.unit.ranks import on_ranks
 
 Change = Callable[[Any, pytest.MonkeyPatch], Any]
@@ -324,11 +324,9 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], Any]] = {
 PRECISION = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 STATES: dict[str, Change] = {
     "a clip_grad_norm of its own": lambda o, patch: setattr(o, "clip_grad_norm", o.clip_grad_norm),
-    "are not clipped": lambda o, _: setattr(o.config, "clip_grad", 0.0),
     "the precision-aware optimizer": lambda o, _: setattr(o.config, PRECISION, True),
     "not Megatron-FSDP's": lambda o, _: delattr(o.get_parameters()[4], "__fsdp_param__"),
     "clipped apart": lambda o, _: setattr(o.get_parameters()[4], "grad_norm_group", "mtp"),
-    "no parameters": lambda o, _: o.optimizer.param_groups.clear(),
     "Transformer Engine is not installed": lambda _, patch: patch.setattr(
         clip_grads, "multi_tensor_scale_tensor_impl", None
     ),

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.fastpath.gradients import detached_in_graphs
-from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
-from megatron_cg.fastpath.params.gather import Gathers
+from megatron_cg.fastpath.detached_weights import _Detached
+from megatron_cg.fastpath.gather import DeferredPrefetch, Gathers
 from megatron_cg.tools.cpu import fakes
 from tests.unit.ranks import on_ranks
 
@@ -206,15 +205,14 @@ def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
         return own(*args, **kwargs)
 
     patch.setattr(dist, "all_gather_into_tensor", gathered)
-    module: Any = detached_in_graphs
-    launch = module.call_detached
+    launch = _Detached.apply
 
-    def launched(*args: Any, **kwargs: Any) -> Any:
-        outputs = launch(*args, **kwargs)
+    def launched(*args: Any) -> Any:
+        outputs: Any = launch(*args)  # type: ignore[no-untyped-call]
         events.append("launch")
         return outputs
 
-    patch.setattr(module, "call_detached", launched)
+    patch.setattr(_Detached, "apply", launched)
     return events
 
 

@@ -55,7 +55,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]:
     """Numbers and shards of a run, and what the fast path did."""
-    from megatron_cg.fastpath.gradients import bucketing as gradients
+    from megatron_cg.fastpath import bucketing as gradients
     from megatron_cg.telemetry.record_shards import parameter_digests
 
     options = dict(options)

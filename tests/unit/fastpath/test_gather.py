@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
-from megatron_cg.fastpath.params.gather import Gathers, install_gathers
-from megatron_cg.fastpath.params.unshard import CachedModules, install_unshard
+from megatron_cg.fastpath.gather import DeferredPrefetch, Gathers, install_gathers
+from megatron_cg.fastpath.unshard import CachedModules, install_unshard
 from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE

@@ -8,29 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.fastpath.optimizer.main_weights import (
-    _GroupGradients,
-    _Row,
-    install_main_gradients,
-)
+from megatron_cg.fastpath.main_weights import _GradientsOfKind, install_main_gradients
 from megatron_cg.memory.scratch import _Chunk
 from tests.unit.ranks import on_ranks
-
-
-def a_group(
-    data: torch.Tensor, shapes: list[list[int]], attribute: str = "grad", cast: bool = True
-) -> tuple[_GroupGradients, list[_Row]]:
-    """A bucket, with a parameter of fp32 for each shape that has its shard in ``data``."""
-    rows, start = [], 0
-    for shape in map(torch.Size, shapes):
-        parameter = SimpleNamespace(dtype=torch.float32, **{attribute: "of the step before"})
-        gradient = SimpleNamespace(_local_tensor=None) if shape.numel() else None
-        rows.append(_Row(parameter, gradient, start, shape))
-        start += shape.numel()
-    group = SimpleNamespace(
-        main_grad_buffer=SimpleNamespace(data=data), main_weight_buffer=object()
-    )
-    return _GroupGradients(group, rows, cast=cast), rows
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -57,11 +37,16 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
     fsdp = SimpleNamespace(param_and_grad_buffer=store, forward=forward, training=training)
     undo = install_main_gradients(fsdp, scratch)
     table: Any = store.update_main_grads.__wrapped__
-    group, rows = a_group(data, [[2, 2], [2], [0]])
-    gradients: list[Any] = [row.gradient for row in rows[:2]]
-    table.use([group])
+    parameters = [SimpleNamespace(grad="of the step before") for _ in range(3)]
+    gradients: list[Any] = [SimpleNamespace(_local_tensor=None) for _ in range(3)]
+    kind = (data.device, data.dtype, torch.float32)
+    of_kind = table._kinds[kind] = _GradientsOfKind(kind)
+    pieces = (data[:4].view(2, 2), data[4:], data[:0])
+    for parameter, gradient, piece in zip(parameters, gradients, pieces, strict=True):
+        of_kind.add(parameter, gradient, piece)
+    empty = gradients.pop()
     table()
-    assert [row.parameter.grad for row in rows] == [*gradients, None]
+    assert [parameter.grad for parameter in parameters] == [*gradients, None]
     assert gradients[0]._local_tensor.data_ptr() == borrowed[0].data_ptr()
     # Gradients that are scaled after their reduction are copied once more, into the same scratch.
     data.mul_(2)
@@ -78,43 +63,10 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
         not training and all(t.isnan().all() for t in held)
     )
     # Whatever else is held in that memory is lost, and said to be.
-    assert ended == [True] * training
+    assert ended == [True] * training and empty._local_tensor is None
     assert ("at least 2 tensors still share" in caplog.text) is training
     undo()
     assert fsdp.forward is forward
-
-
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_buckets_of_one_kind_are_cast_together_and_others_read_in_place(decoupled: bool) -> None:
-    attribute = "decoupled_grad" if decoupled else "grad"
-    asked: list[list[torch.Size]] = []
-
-    def empty(_caller: Any, like: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        asked.append([tensor.shape for tensor in like])
-        return [torch.empty_like(tensor, dtype=dtype) for tensor in like]
-
-    scratch = SimpleNamespace(empty=empty, borrows=lambda: True)
-    store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=decoupled)
-    install_main_gradients(SimpleNamespace(param_and_grad_buffer=store, forward=None), scratch)
-    table: Any = store.update_main_grads.__wrapped__
-    datas = [torch.arange(6.0).bfloat16(), torch.arange(4.0), torch.arange(2.0).bfloat16()]
-    made = [
-        a_group(data, shapes, attribute, cast=not decoupled)
-        for data, shapes in zip(datas, ([[2, 2], [2]], [[4], [0]], [[1, 2]]), strict=True)
-    ]
-    table.use([group for group, _ in made])
-    table()
-    assert asked == ([] if decoupled else [[(2, 2), (2,), (1, 2)]])
-    for data, (_, rows) in zip(datas, made, strict=True):
-        for row in rows:
-            found = getattr(row.parameter, attribute)
-            assert found is row.gradient
-            if found is None:
-                continue
-            local, wanted = found._local_tensor, data[row.start :][: row.shape.numel()]
-            assert torch.equal(local, wanted.view(row.shape).to(local.dtype))
-            in_place = local.untyped_storage()._cdata == data.untyped_storage()._cdata
-            assert in_place == (decoupled or data.dtype == torch.float32)
 
 
 class OneChunk:

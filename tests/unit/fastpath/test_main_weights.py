@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fastpath.optimizer.main_weights import install_main_weights
+from megatron_cg.fastpath.main_weights import install_main_weights
 
 SIZES = (2, 0, 3)
 
@@ -35,7 +35,7 @@ class Buffer:
 def buffers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model of one bucket, with the table instead of Megatron-FSDP's copy."""
     monkeypatch.setattr(
-        "megatron_cg.fastpath.optimizer.main_weights.is_float8", lambda _fsdp: lambda _p: False
+        "megatron_cg.fastpath.main_weights.float8_test", lambda _fsdp: lambda _p: False
     )
     params: list[Any] = [nn.Parameter(torch.zeros(size)) for size in SIZES]
     model, main = Buffer(params, torch.bfloat16), Buffer(params, torch.float32)

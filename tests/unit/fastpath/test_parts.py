@@ -11,10 +11,9 @@ from torch import nn
 
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath import install
-from megatron_cg.fastpath.gradients.reduce_buffers import FreedBuffers
-from megatron_cg.fastpath.gradients.views import BucketViews
-from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
-from megatron_cg.fastpath.params.unshard import CachedParameters, _fetched
+from megatron_cg.fastpath.buckets import BucketViews, FreedBuffers
+from megatron_cg.fastpath.part import find_cell, hook_functions
+from megatron_cg.fastpath.unshard import CachedParameters, _fetched
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.closures import set_cell
 from tests.unit.identity import Same
@@ -81,7 +80,7 @@ def test_a_variable_that_is_gone_is_named_and_nothing_stays_changed(
     fsdp: Any, cell: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = state(fsdp)
-    for module in ("gradients.bucketing", "params.unshard"):
+    for module in ("bucketing", "unshard"):
         monkeypatch.setattr(f"megatron_cg.fastpath.{module}.find_cell", without(cell))
     with pytest.raises(UpstreamChangedError, match=rf"megatron-core 0\.19\.2: .*{cell}"):
         install(fsdp)
@@ -195,8 +194,8 @@ def test_views_are_kept_only_where_memory_stays(allocator: str, sharded: bool, k
 def test_float8_weights_are_left_to_megatron_fsdp(
     fsdp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("params.unshard", "optimizer.main_weights"):
-        monkeypatch.setattr(f"megatron_cg.fastpath.{module}.is_float8", lambda _: lambda _p: True)
+    for module in ("unshard", "main_weights"):
+        monkeypatch.setattr(f"megatron_cg.fastpath.{module}.float8_test", lambda _: lambda _p: True)
     path = install(fsdp)
     assert "FP8" in path.left_out["main-weights"]
     buffers = (g.model_weight_buffer for g in fsdp.param_and_grad_buffer.parameter_groups)

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.fastpath import install_parts as path
-from megatron_cg.fastpath.optimizer.local_tensors import REPLACES
+from megatron_cg.fastpath.local_tensors import REPLACES
 from megatron_cg.tools.doctor import relied_on
 from megatron_cg.tools.doctor.checks import examine
 from megatron_cg.tools.doctor.finding import Level

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fastpath.gradients.views import BucketViews, in_one_piece
+from megatron_cg.fastpath.buckets import BucketViews, in_one_piece
 
 
 def test_neighbours_are_one_tensor_of_the_same_memory() -> None:

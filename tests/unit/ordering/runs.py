@@ -116,7 +116,7 @@ def on_another_stream(name: str, trainer: Any, notes: Notes) -> Iterator[None]:
     branch begins with the backward pass, for whose stream it waits, and its end is waited for
     when the pass is over (torch 2.11, ``engine.cpp``: leaf streams).
     """
-    from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
+    from megatron_cg.fastpath.part import find_cell, hook_functions
     from megatron_cg.upstream.closures import set_cell
     from megatron_cg.upstream.patch import run_after, run_before
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 import megatron_cg.fastpath  # noqa: F401 - all modules that ask for the stream
-from megatron_cg.fastpath.gradients import streams as fast_streams
+from megatron_cg.fastpath import buckets as fast_streams
 from megatron_cg.tools.cpu.fakes import FakeEvent, FakeStream, replaced
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.sites import caller

@@ -14,17 +14,15 @@ Note [Shown one module for all]
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from torch import nn
 
-from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
-from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
+from megatron_cg.fastpath.gather import DeferredPrefetch
+from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler
 from megatron_cg.hooks.hook_records import module_hooks
@@ -64,7 +62,6 @@ RELIES_ON = (
     *REPLACES,
     *fsdp_class("MegatronFSDP", "pre_backward", STATE),
     *fsdp_class("DataParallelBuffer", "get_item_from_bucket"),
-    *fsdp_function("is_float8tensor", "whether a parameter is FP8"),
 )
 
 
@@ -99,33 +96,6 @@ class CachedParameters(list[nn.Parameter]):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield ``shown``; Megatron-FSDP calls this as it calls ``nn.Module.parameters``."""
         return iter(self.shown)
-
-
-class ParameterLists:
-    """A cache of Megatron-FSDP's own list for each module and direction.
-
-    Megatron-FSDP's hooks run only in forward and backward passes, when modules hold their raw
-    parameters. So a list stays valid until the model is wrapped again.
-    """
-
-    def __init__(
-        self,
-        listed: Callable[[nn.Module, str], list[nn.Parameter]],
-        bucket_of: Callable[[nn.Parameter], int],
-        is_float8: Callable[[nn.Parameter], bool],
-    ) -> None:
-        self._listed, self._bucket_of, self._is_float8 = listed, bucket_of, is_float8
-        self._cached: dict[tuple[nn.Module, str], CachedParameters] = {}
-
-    def __call__(self, module: nn.Module, direction: str) -> CachedParameters:
-        """The list for ``direction``, ``"forward"`` or ``"backward"``."""
-        cached = self._cached.get((module, direction))
-        if cached is None:
-            cached = CachedParameters(
-                self._listed(module, direction), self._bucket_of, self._is_float8
-            )
-            self._cached[module, direction] = cached
-        return cached
 
 
 class CachedModules:
@@ -166,27 +136,34 @@ def install_unshard(
     """
     if fsdp.data_parallel_sharding_strategy == "no_shard":
         raise NotApplicableError("the sharding strategy is no_shard, in which nothing is unsharded")
+    store, is_float8 = fsdp.param_and_grad_buffer, float8_test(fsdp)
     functions = list(hook_functions(fsdp))
     listed, release = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
     root = find_cell([fsdp.pre_backward], _ROOT)
-    lists = ParameterLists(_of_units(listed.cell_contents), _bucket_of(fsdp), is_float8(fsdp))
-    whole = ParameterLists(
-        lambda module, _: list(module.parameters()), _bucket_of(fsdp), is_float8(fsdp)
-    )
-    gather = "all_gather_and_wait_parameters_ready"
+    # Megatron-FSDP's hooks run only in forward and backward passes, when modules hold their raw
+    # parameters. So a list stays valid until the model is wrapped again.
+    bucket_of, megatrons_list = store.param_to_param_group.__getitem__, listed.cell_contents
+
+    @cache
+    def list_of_unit(module: Any, direction: str) -> CachedParameters:
+        unit = module.unit if isinstance(module, CachedModules) else module
+        return CachedParameters(megatrons_list(unit, direction), bucket_of, is_float8)
+
+    @cache
+    def all_of_unit(module: nn.Module) -> CachedParameters:
+        return CachedParameters(list(module.parameters()), bucket_of, is_float8)
+
     with ExitStack() as undo:
         undo.callback(set_cell(root, CachedModules(root.cell_contents)))
         undo.callback(_show_cached_modules(fsdp))
-        undo.callback(put_over_cell(listed, lists))
-        undo.callback(
-            put_over_cell(
-                release, _released(release.cell_contents, whole, after_backward, deferred)
-            )
-        )
+        undo.callback(put_over_cell(listed, list_of_unit))
+        released = _released(release.cell_contents, all_of_unit, after_backward, deferred)
+        undo.callback(put_over_cell(release, released))
+        gather = "all_gather_and_wait_parameters_ready"
         undo.callback(put_over(fsdp, gather, _gathered(getattr(fsdp, gather))))
-        for group in fsdp.param_and_grad_buffer.parameter_groups:
+        for group in store.parameter_groups:
             buffer = group.model_weight_buffer
-            if buffer is not None and not any(map(is_float8(fsdp), group.params)):
+            if buffer is not None and not any(map(is_float8, group.params)):
                 undo.callback(put_over(buffer, "fetch_bucket", _fetched(buffer)))
         return undo.pop_all().close
 
@@ -216,29 +193,6 @@ def _shown(unit: nn.Module, handler: Callable[..., None]) -> Callable[..., None]
     return before_backward
 
 
-def _of_units(
-    listed: Callable[[nn.Module, str], list[nn.Parameter]],
-) -> Callable[[Any, str], list[nn.Parameter]]:
-    def list_of_unit(module: Any, direction: str) -> list[nn.Parameter]:
-        return listed(module.unit if isinstance(module, CachedModules) else module, direction)
-
-    return list_of_unit
-
-
-def is_float8(fsdp: Any) -> Callable[[nn.Parameter], bool]:
-    """Megatron-FSDP's own test for FP8 parameters."""
-    module: Any = inspect.getmodule(type(fsdp.param_and_grad_buffer))
-    asked: Callable[[nn.Parameter], bool] = module.is_float8tensor
-    return asked
-
-
-def _bucket_of(fsdp: Any) -> Callable[[nn.Parameter], int]:
-    found: Callable[[nn.Parameter], int] = (
-        fsdp.param_and_grad_buffer.param_to_param_group.__getitem__
-    )
-    return found
-
-
 def _gathered(original: Callable[..., None]) -> Callable[..., None]:
     def all_gather_and_wait_parameters_ready(
         params: Sequence[nn.Parameter], *args: Any, **kwargs: Any
@@ -261,7 +215,7 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
 
 def _released(
     original: Callable[..., None],
-    lists: ParameterLists,
+    all_of_unit: Callable[[nn.Module], CachedParameters],
     after_backward: Callable[..., None],
     deferred: DeferredPrefetch,
 ) -> Callable[..., None]:
@@ -273,7 +227,7 @@ def _released(
         else:
             # For a unit that launched no graph; before any bucket of it is freed or kept.
             deferred.issue()
-        original(lists(module, "whole"), bwd, lazy)
+        original(all_of_unit(module), bwd, lazy)
 
     return release_module_parameters
 

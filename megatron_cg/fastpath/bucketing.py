@@ -9,10 +9,9 @@ Note [How long a gradient may wait]
     No longer than its own unit's backward pass: the gradient may be the static output of a CUDA
     graph, and the graph of the next unit may reuse that memory. So all waiting gradients are copied
     when a unit's backward pass ends, before its buckets are freed. That moment is known only if
-    Megatron-FSDP reshards after the backward pass (``optim_grads_params``). With other strategies
-    Megatron-FSDP's own hook stays.
-    The size of waiting gradients is limited too. Megatron-FSDP would have freed the memory of eager
-    gradients that wait here, so above ``WAITING_BYTES`` they are copied at once.
+    Megatron-FSDP reshards after the backward pass (``optim_grads_params``).
+    Megatron-FSDP would have freed the memory of eager gradients that wait here, so above
+    ``WAITING_BYTES`` they are copied at once.
 
 Note [What stays Megatron-FSDP's]
     Only the copies are made here. Then each parameter is marked as Transformer Engine marks one
@@ -30,10 +29,9 @@ Note [Weights detached from autograd]
     completes the buckets in that order.
 
 Note [Passes that fail]
-    After a backward pass that ended in an exception, Megatron-FSDP treats the next backward pass as
-    a part of it. With the first gradient of a bucket that was complete, it reduces the bucket as it
-    is, and it reduces it again with each further gradient. The result has no meaning and cannot be
-    reproduced bit for bit, so the next forward pass raises an error.
+    After a backward pass that ended in an exception, Megatron-FSDP treats the next one as a part of
+    it, and reduces a bucket that was complete again with each further gradient. The result cannot
+    be reproduced bit for bit, so the next forward pass raises an error.
 
 Note [A second gradient in one pass]
     Under reentrant recompute each use of a weight is a pass of its own, and the weight's hook runs
@@ -62,11 +60,17 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.gradients.buckets import Bucket, OfBucket, Together
-from megatron_cg.fastpath.gradients.reduce_buffers import FreedBuffers
-from megatron_cg.fastpath.gradients.streams import current_stream, wait_for
-from megatron_cg.fastpath.gradients.views import BucketViews, in_one_piece
-from megatron_cg.fastpath.hook_closures import find_cell, hook_functions, hooks_of_gradient
+from megatron_cg.fastpath.buckets import (
+    Bucket,
+    BucketViews,
+    FreedBuffers,
+    OfBucket,
+    Together,
+    current_stream,
+    in_one_piece,
+    wait_for,
+)
+from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.closures import put_over_cell
 from megatron_cg.upstream.patch import run_before
@@ -109,7 +113,7 @@ class GradientBucketing:
         self.freed = FreedBuffers(fsdp.grad_reduce_pipeline)
         self._buckets: list[Bucket] = []
         self._of_parameter: dict[int, Bucket] = {}
-        self._unit_of_module: dict[nn.Module, list[Bucket]] = {}
+        self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         self._detached: dict[int, Callable[[], bool]] = {}
         self._parts: dict[int, nn.Parameter] = {}
         """Detached weights that have one part of their gradient and wait for the other part."""
@@ -163,9 +167,10 @@ class GradientBucketing:
             for part, copied in zip(together.parts, plain, strict=True):
                 self._hand_over_at_once(part, copied)
             return
-        each = list(zip(together.weights, gradients, used, strict=True))
-        # See Note [Weights detached from autograd].
-        for weight, gradient, also in each if len(together.parts) == 1 else reversed(each):
+        in_order = list(zip(together.weights, gradients, used, strict=True))
+        if len(together.parts) > 1:
+            in_order.reverse()  # See Note [Weights detached from autograd].
+        for weight, gradient, also in in_order:
             if gradient is not None and weight.grad is not None:
                 weight.grad = weight.grad + gradient
             elif gradient is not None:
@@ -248,10 +253,10 @@ class GradientBucketing:
 
     def unit_is_done(self, unit: nn.Module) -> None:
         """Copy the waiting gradients of ``unit``; see Note [How long a gradient may wait]."""
-        buckets = self._unit_of_module.get(unit)
-        if buckets is None:
-            buckets = self._unit_of_module[unit] = self._buckets_of(unit)
-        for bucket in buckets:
+        if unit not in self._buckets_of:
+            own = (self._of_parameter.get(id(p)) for p in unit.parameters())
+            self._buckets_of[unit] = list({b.number: b for b in own if b is not None}.values())
+        for bucket in self._buckets_of[unit]:
             self._begin(bucket)
             if bucket.waiting:
                 self._hand_over_waiting(bucket)
@@ -267,10 +272,6 @@ class GradientBucketing:
         for parameter in group.params:
             self._of_parameter[id(parameter)] = bucket
 
-    def _buckets_of(self, unit: nn.Module) -> list[Bucket]:
-        found = (self._of_parameter.get(id(p)) for p in unit.parameters())
-        return list({bucket.number: bucket for bucket in found if bucket is not None}.values())
-
     def _is_special(self, parameter: nn.Parameter) -> bool:
         """Whether Megatron-FSDP does anything but copy the gradient."""
         target: Any = parameter
@@ -283,10 +284,8 @@ class GradientBucketing:
         )
 
     def _begin(self, bucket: Bucket) -> None:
-        """Reset the bucket in a new backward pass; the root hook handled what was left in it."""
-        now = self._fsdp._params_require_handle_grad
-        if bucket.backward is not now:
-            bucket.begin(now)
+        """In a new backward pass: the root hook has handled what was left in the bucket."""
+        bucket.begin(self._fsdp._params_require_handle_grad)
 
     def _hand_over_waiting(self, bucket: Bucket) -> None:
         waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
@@ -294,7 +293,11 @@ class GradientBucketing:
         if len(set(map(id, waiting))) < len(waiting):
             raise FastPathError(_TWICE)
         wait_for(bucket.stream, gradients)
-        self._hand_over(bucket, waiting, gradients)
+        self._copy(bucket, bucket.views.of(self._fetched(bucket), waiting), gradients)
+        for parameter in waiting:
+            parameter.grad = None
+        *others, last = waiting
+        self._tell(bucket, others, last)
 
     def _hand_over_at_once(self, part: OfBucket, gradients: list[Any]) -> None:
         bucket = part.bucket
@@ -302,22 +305,13 @@ class GradientBucketing:
         if bucket.complete_with(len(part.weights)) and bucket.waiting:
             self._hand_over_waiting(bucket)
         fetched = self._fetched(bucket)
-        whole = bucket.views.whole(fetched, part, part.weights)
-        source = in_one_piece(gradients) if whole is not None else None
-        if whole is not None and source is not None:
-            self._copy(bucket, [whole], [source])
+        target = bucket.views.whole(fetched, part, part.weights)
+        source = in_one_piece(gradients) if target is not None else None
+        if target is not None and source is not None:
+            self._copy(bucket, [target], [source])
         else:
             self._copy(bucket, bucket.views.of(fetched, part.weights), gradients)
         self._tell(bucket, part.others, part.weights[-1])
-
-    def _hand_over(
-        self, bucket: Bucket, parameters: list[nn.Parameter], gradients: list[torch.Tensor]
-    ) -> None:
-        self._copy(bucket, bucket.views.of(self._fetched(bucket), parameters), gradients)
-        for parameter in parameters:
-            parameter.grad = None
-        *others, last = parameters
-        self._tell(bucket, others, last)
 
     @torch.no_grad()
     def _copy(

@@ -26,13 +26,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.params.unshard import is_float8
+from megatron_cg.fastpath.part import NotApplicableError, float8_test
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.memory.scratch import ScratchMemory
 from megatron_cg.upstream.patch import put_over, run_before, set_attribute
@@ -80,19 +78,6 @@ def install_main_gradients(fsdp: Any, scratch: ScratchMemory | None) -> Callable
         return undo.pop_all().close
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One parameter of the optimizer."""
-
-    parameter: Any
-    gradient: Any
-    """A DTensor that Megatron-FSDP made, or None if this rank's shard is empty. Its local tensor
-    is None after ``zero_grad``."""
-    start: int
-    shape: torch.Size
-    """The shape of the shard, which begins at element ``start`` of its buffer."""
-
-
 Kind = tuple[torch.device, torch.dtype, torch.dtype] | None
 """Device of gradients, and the dtypes they are cast from and to; None: they are read in place."""
 
@@ -102,36 +87,30 @@ class _GradientTable:
 
     def __init__(self, store: Any, scratch: ScratchMemory | None) -> None:
         self._store, self._original, self._scratch = store, store.update_main_grads, scratch
-        self._groups: list[_GroupGradients] = []
-        self._kinds: list[_OneKind] = []
+        self._read_from: list[tuple[Any, torch.Tensor]] = []
+        """Each bucket's buffer of gradients, and the tensor that it was when it was read."""
+        self._kinds: dict[Kind, _GradientsOfKind] = {}
         self.borrowed = False
         """Whether copies may be in memory that the next replay writes to."""
 
     def __call__(self) -> None:
-        if not self._groups or any(group.moved for group in self._groups):
+        decoupled = self._store.use_decoupled_grad
+        if not self._kinds or any(buffer.data is not data for buffer, data in self._read_from):
             if not self._can_read_in_place():
                 self._original()
-                self.use(self._read(cast=not self._store.use_decoupled_grad))
+                self._read(cast=not decoupled)
                 return
-            self.use(self._read_in_place())
-        attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
-        for one_kind in self._kinds:
-            one_kind.attach(attribute, self._scratch)
+            self._read_in_place()
+        attribute = "decoupled_grad" if decoupled else "grad"
+        for gradients in self._kinds.values():
+            gradients.attach(attribute, self._scratch)
         self.borrowed = self._scratch is not None and self._scratch.borrows()
-
-    def use(self, groups: list[_GroupGradients]) -> None:
-        """Attach these from now on, grouped by kind."""
-        self._groups = groups
-        kinds: dict[Kind, list[_GroupGradients]] = {}
-        for group in groups:
-            kinds.setdefault(group.kind, []).append(group)
-        self._kinds = [_OneKind(kind, of_it) for kind, of_it in kinds.items()]
 
     def relocate(self) -> None:
         """Relocate copies that are still referenced to ordinary memory."""
         self.borrowed = False
-        for one_kind in self._kinds:
-            one_kind.relocate()
+        for gradients in self._kinds.values():
+            gradients.relocate()
         held = self._scratch.still_held() if self._scratch is not None else 0
         if held and self._scratch is not None:
             self._scratch.stop_borrowing()
@@ -155,73 +134,65 @@ class _GradientTable:
             )
         )
 
-    def _read_in_place(self) -> list[_GroupGradients]:
+    def _read_in_place(self) -> None:
         """See Note [Once by Megatron-FSDP, then from a table]."""
         with ExitStack() as undo:
             undo.callback(set_attribute(self._store, "use_decoupled_grad", True))
             for _, parameter in self._store.optimizer_named_parameters:
                 undo.callback(set_attribute(parameter, "decoupled_grad", None, shared=True))
             self._original()
-            return self._read(cast=True)
+            self._read(cast=True)
 
     def _buffer_of(self, parameter: Any) -> Any:
         number = self._store.param_to_param_group[parameter.orig_param]
         return self._store.parameter_groups[number].main_grad_buffer
 
-    def _read(self, *, cast: bool) -> list[_GroupGradients]:
+    def _read(self, *, cast: bool) -> None:
         """Read how Megatron-FSDP has just attached the gradients."""
-        store = self._store
-        sharded = store.bucketing_policy.data_parallel_sharding_strategy != "no_shard"
-        rows: dict[int, list[_Row]] = {}
+        of_group: dict[int, list[tuple[str, Any]]] = {}
         for name, parameter in self._store.optimizer_named_parameters:
-            number = store.param_to_param_group[parameter.orig_param]
-            buffer = self._buffer_of(parameter)
-            if buffer is None:
-                continue
+            number = self._store.param_to_param_group[parameter.orig_param]
+            of_group.setdefault(number, []).append((name, parameter))
+        self._read_from, self._kinds = [], {}
+        for number, members in of_group.items():
+            group = self._store.parameter_groups[number]
+            if group.main_grad_buffer is not None:
+                self._read_group(group, members, cast=cast)
+
+    def _read_group(self, group: Any, members: list[tuple[str, Any]], *, cast: bool) -> None:
+        store, buffer, data = self._store, group.main_grad_buffer, group.main_grad_buffer.data
+        self._read_from.append((buffer, data))
+        sharded = store.bucketing_policy.data_parallel_sharding_strategy != "no_shard"
+        for name, parameter in members:
+            casts = cast and group.main_weight_buffer is not None and parameter.dtype != data.dtype
+            kind = (data.device, data.dtype, parameter.dtype) if casts else None
             gradient = store.dist_main_grad[name]
-            shape = gradient._local_tensor.shape
             item = buffer.param_idx[parameter.orig_param]
-            piece = buffer.get_item(item, only_shard=sharded)
-            start = piece.storage_offset() - buffer.data.storage_offset()
-            row = _Row(parameter, gradient if shape.numel() else None, start, shape)
-            rows.setdefault(number, []).append(row)
-        return [
-            _GroupGradients(store.parameter_groups[number], found, cast=cast)
-            for number, found in rows.items()
-        ]
+            piece = buffer.get_item(item, only_shard=sharded).view(gradient._local_tensor.shape)
+            self._kinds.setdefault(kind, _GradientsOfKind(kind)).add(parameter, gradient, piece)
 
 
-class _GroupGradients:
-    """The gradients of one bucket, as pieces of its buffer."""
+class _GradientsOfKind:
+    """Gradients that are all read in place, or all cast in the same way."""
 
-    def __init__(self, group: Any, rows: list[_Row], *, cast: bool) -> None:
-        self._buffer = group.main_grad_buffer
-        self._data = self._buffer.data
-        dtype = rows[0].parameter.dtype
-        casts = cast and group.main_weight_buffer is not None and dtype != self._data.dtype
-        self.kind: Kind = (self._data.device, self._data.dtype, dtype) if casts else None
-        self.empty = [row.parameter for row in rows if row.gradient is None]
-        self.rows = [row for row in rows if row.gradient is not None]
-        self.pieces = [
-            self._data[row.start : row.start + row.shape.numel()].view(row.shape)
-            for row in self.rows
-        ]
-
-    @property
-    def moved(self) -> bool:
-        """Whether the buffer is now another tensor."""
-        return self._buffer.data is not self._data
-
-
-class _OneKind:
-    """Gradients of several buckets, all read in place or all cast in the same way."""
-
-    def __init__(self, kind: Kind, groups: list[_GroupGradients]) -> None:
+    def __init__(self, kind: Kind) -> None:
         self._kind = kind
-        self._parameters = [row.parameter for group in groups for row in group.rows]
-        self._gradients = [row.gradient for group in groups for row in group.rows]
-        self._pieces = [piece for group in groups for piece in group.pieces]
-        self._empty = [parameter for group in groups for parameter in group.empty]
+        self._parameters: list[Any] = []
+        self._gradients: list[Any] = []
+        """DTensors that Megatron-FSDP made. Their local tensors are None after ``zero_grad``."""
+        self._pieces: list[torch.Tensor] = []
+        """Their pieces of the bucket's buffer."""
+        self._empty: list[Any] = []
+        """Parameters of which this rank's shard is empty."""
+
+    def add(self, parameter: Any, gradient: Any, piece: torch.Tensor) -> None:
+        """One parameter of the optimizer."""
+        if not piece.numel():
+            self._empty.append(parameter)
+            return
+        self._parameters.append(parameter)
+        self._gradients.append(gradient)
+        self._pieces.append(piece)
 
     def attach(self, attribute: str, scratch: ScratchMemory | None) -> None:
         """Set every parameter's gradient: a DTensor on its piece of the buffer or on a copy."""
@@ -261,8 +232,8 @@ def install_main_weights(fsdp: Any) -> Callable[[], None]:
     Raises NotApplicableError if weights are quantised, which Megatron-FSDP does itself, or if no
     buffer holds model weights.
     """
-    store = fsdp.param_and_grad_buffer
-    if any(is_float8(fsdp)(p) for group in store.parameter_groups for p in group.params):
+    store, is_float8 = fsdp.param_and_grad_buffer, float8_test(fsdp)
+    if any(is_float8(p) for group in store.parameter_groups for p in group.params):
         raise NotApplicableError("primary weights are FP8, and quantised after each step")
     for group in store.parameter_groups:
         if group.main_weight_buffer is not None and group.model_weight_buffer is None:
@@ -273,12 +244,11 @@ def install_main_weights(fsdp: Any) -> Callable[[], None]:
 
 
 class _WeightTable:
+    """Replaces ``copy_main_weights_to_model_weights``."""
+
     def __init__(self, store: Any) -> None:
-        self._groups = [
-            _GroupWeights(group)
-            for group in store.parameter_groups
-            if group.main_weight_buffer is not None
-        ]
+        groups = (g for g in store.parameter_groups if g.main_weight_buffer is not None)
+        self._groups = [_GroupWeights(group) for group in groups]
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -301,14 +271,16 @@ class _GroupWeights:
         model, main = self._group.model_weight_buffer, self._group.main_weight_buffer
         if self._cut_from[0] is not model.data or self._cut_from[1] is not main.data:
             shard = bool(model.is_data_distributed or main.is_data_distributed)
+            places = [main.param_idx[parameter] for parameter in self._group.params]
+            targets, sources = (
+                [buffer.get_item(place, only_shard=shard) for place in places]
+                for buffer in (model, main)
+            )
             pairs = [
-                (
-                    model.get_item(main.param_idx[p], only_shard=shard),
-                    main.get_item(main.param_idx[p], only_shard=shard),
-                )
-                for p in self._group.params
+                (to, source.view(to.shape))
+                for to, source in zip(targets, sources, strict=True)
+                if to.numel() > 0
             ]
-            pairs = [(to, source.view(to.shape)) for to, source in pairs if to.numel() > 0]
             self._pieces = [to for to, _ in pairs], [source for _, source in pairs]
             self._cut_from = (model.data, main.data)
         return self._pieces

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.optimizer.local_tensors import APPLIER, Launch, Shorter, are_plain
+from megatron_cg.fastpath.local_tensors import APPLIER, Launch, Shorter, are_plain
+from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
 
@@ -116,8 +116,6 @@ def _why_not(optimizer: Any) -> str | None:
         inherited = getattr(type(optimizer), name) is getattr(megatrons, name)
         if name in vars(optimizer) or not inherited:
             return f"the optimizer has a {name} of its own"
-    if not optimizer.config.clip_grad > 0:
-        return "gradients are not clipped"
     return _unusual(optimizer) or _unusual_parameters(optimizer.get_parameters())
 
 
@@ -131,8 +129,6 @@ def _unusual(optimizer: Any) -> str | None:
 
 
 def _unusual_parameters(parameters: Sequence[Any]) -> str | None:
-    if not parameters:
-        return "the optimizer has no parameters"
     if not all(getattr(parameter, _OF_FSDP, False) for parameter in parameters):
         return "the optimizer has parameters that are not Megatron-FSDP's"
     group = _GROUP.find()
@@ -157,9 +153,9 @@ def _factor(clip_grad: float, norm: torch.Tensor) -> torch.Tensor:
 
 def _scales_by_norm(clip_grad: float, norm: torch.Tensor, scale: Launch) -> bool:
     """Whether the factor of a launch is the one of this module bit for bit, NaN included."""
-    one, other = scale.numbers[0], _factor(clip_grad, norm)
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and torch.equal(one.view(torch.int32), other.view(torch.int32))
+    theirs, ours = scale.numbers[0], _factor(clip_grad, norm)
+    alike = theirs.dtype == ours.dtype and theirs.shape == ours.shape
+    return alike and torch.equal(theirs.view(torch.int32), ours.view(torch.int32))
 
 
 class LocalClip(Shorter):
@@ -221,11 +217,11 @@ class LocalClip(Shorter):
 
     def _clip(self, clip_grad: float, of_norm: Launch, of_scale: Launch) -> torch.Tensor:
         self._optimizer.grad_norms_by_group = {}
-        one, other = torch.zeros(2, dtype=torch.int, device="cuda").split(1)  # flags
-        root, _ = of_norm(one)
+        flag_of_norm, flag_of_scale = torch.zeros(2, dtype=torch.int, device="cuda").split(1)
+        root, _ = of_norm(flag_of_norm)
         total: torch.Tensor = root**2.0
         group = self._optimizer.get_grad_stats_parallel_group()
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
         norm = total.pow(1.0 / 2.0)
-        replace(of_scale, numbers=(_factor(clip_grad, norm),))(other)
+        replace(of_scale, numbers=(_factor(clip_grad, norm),))(flag_of_scale)
         return norm

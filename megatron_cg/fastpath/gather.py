@@ -1,4 +1,4 @@
-"""All-gathers of weights, without computing in each call which buckets they cover.
+"""All-gathers of weights: which buckets a call covers is known, and the next unit's come later.
 
 Note [Which buckets a list of parameters stands for]
     With the buckets of a list Megatron-FSDP also gathers some of the following ones. The set
@@ -10,17 +10,40 @@ Note [Which buckets a list of parameters stands for]
 Note [A group of one bucket]
     Megatron-FSDP coalesces the gathers of a bucket group. Most groups have one bucket, so there is
     nothing to coalesce. Such a bucket is gathered directly, by the same collective on the same
-    stream. Megatron-FSDP handles all other cases (several buckets, gathers across outer groups),
-    but without prefetch.
+    stream. Megatron-FSDP handles all other cases (several buckets, gathers across outer groups, a
+    bucket that it keeps past a reset: ``PRESERVED``), but without prefetch.
 
-Megatron-FSDP itself handles a bucket that it keeps past a reset (``PRESERVED``).
+Note [Launch first]
+    Before a unit's forward pass Megatron-FSDP gathers its weights and those of the next unit. Only
+    then does the unit run. Issuing a gather takes the host about as long as the gather takes the
+    GPU. If the GPU waits for the host (in the first layers of a step; in all layers of a dropless
+    MoE model), the GPU is idle in that time, and the gather is exposed. So the gather for the next
+    unit is held until the graph of this unit is launched.
+    The gather overwrites the buffer of the previous unit. So it must wait for that unit's kernels,
+    but not for the graph that was just launched. It waits for an event that is recorded where
+    Megatron-FSDP would have issued it.
+
+Note [One order over all communicators]
+    NCCL requires that all ranks issue the collectives of a process in one order, across all of its
+    communicators (NCCL user guide, "Using multiple NCCL communicators concurrently"). After the
+    launch and the gather the eager rest of the layer runs, with collectives such as the all-to-all
+    of experts. A rank does not launch if a guard refuses the replay. So such a rank issues the
+    gather before any part of the layer runs eagerly. The order on every rank is: (1) the gather of
+    this unit's weights, (2) the collectives in its graph, replayed on all ranks or on none, (3) the
+    gather for the next unit, (4) the collectives of the eager rest. If all ranks fall back to eager
+    for a graph with collectives, (3) comes before (2) on all of them. Every eager pass of a graphed
+    unit begins in ``megatron_cg/replay/eager_passes.py``, which issues what is held. An error
+    before a replay, and a verification, issue it too.
+    A unit may reach neither a launch nor such an eager pass, because other code replaced its
+    forward. Then the held gather is issued after the unit's forward pass, or before the next
+    gather. That is later than in Megatron-FSDP.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
@@ -31,8 +54,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
+from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import put_over, run_before
 
@@ -63,6 +85,52 @@ RELIES_ON = (
     *fsdp_class("DataParallelBuffer", "get_shard_from_local_buffer"),
     *fsdp_class("BucketStatus", "EMPTY", "PRESERVED", "COMMUNICATING", "READY_TO_USE"),
 )
+
+
+class DeferredPrefetch:
+    """Holds gathers until a graph is launched; one instance per model.
+
+    Args:
+        graphed: modules inside graphs, whose launches call :meth:`launched`. If there are none,
+            nothing is held.
+    """
+
+    def __init__(self, graphed: Iterable[nn.Module] = ()) -> None:
+        self._graphed = tuple(graphed)
+        self._weights: frozenset[int] | None = None
+        self._gather: Callable[[Any], None] | None = None
+        self._since: Any = None
+
+    def begins_with_graph(self, weights: Sequence[nn.Parameter]) -> bool:
+        """Whether a forward pass with ``weights`` begins with a graph.
+
+        Call it in a pass only: between two steps modules may hold the optimizer's DTensors.
+        """
+        if self._weights is None:
+            own = (p for module in self._graphed for p in module.parameters(recurse=False))
+            self._weights = frozenset(map(id, own))
+        return bool(weights) and id(weights[0]) in self._weights
+
+    def hold(self, gather: Callable[[Any], None]) -> None:
+        """Hold ``gather``. It is called once, with the event to wait for or with None."""
+        if self._since is None:
+            self._since = torch.cuda.Event()
+        self._since.record()
+        self._gather = gather
+
+    def launched(self) -> None:
+        """Issue what is held, after a graph was launched on the stream of the forward pass."""
+        self.issue(self._since)
+
+    def issue(self, since: Any = None) -> None:
+        """Issue what is held, as Megatron-FSDP would at this point or at the event ``since``."""
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather(since)
+
+    def drop(self) -> None:
+        """Discard what is held: the pass that requested it has failed."""
+        self._gather = None
 
 
 def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]:
@@ -137,11 +205,13 @@ class Gathers:
         if not absent:
             return
         if self._can_gather(absent, options):
-            now, later = self._now_and_later(plan, absent)
-            if later:
-                self._deferred.hold(partial(self._gather, later))
-            if now:
-                self._gather(now)
+            if plan.before_graph and self._replays():
+                later = [key for key in absent if key not in plan.listed]
+                absent = [key for key in absent if key in plan.listed]
+                if later:
+                    self._deferred.hold(partial(self._gather, later))
+            if absent:
+                self._gather(absent)
         elif any(status[key] is self._status.PRESERVED for key in absent):
             self._all_gather_params(params, prefetch=prefetch, **options)
         else:
@@ -157,20 +227,8 @@ class Gathers:
             and len({group_of[bucket] for bucket, _ in absent}) == len(absent)
         )
 
-    def _now_and_later(self, plan: _Plan, absent: list[Key]) -> tuple[list[Key], list[Key]]:
-        """Split the buckets: gathered at once, and gathered after the launch of a graph."""
-        if not plan.before_graph or not self._replays():
-            return absent, []
-        now = [key for key in absent if key in plan.listed]
-        return now, [key for key in absent if key not in plan.listed]
-
     def _gather(self, buckets: Sequence[Key], since: Any = None) -> None:
-        """Gather these, each a group of its own; see Note [A group of one bucket].
-
-        Args:
-            buckets: none of them is gathered yet.
-            since: the event to wait for, instead of all work launched so far.
-        """
+        """Gather buckets, after the event ``since`` or after all work launched so far."""
         current = torch.cuda.current_stream()
         stream = self._pipeline.ag_stream or current
         if since is None:

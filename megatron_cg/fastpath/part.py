@@ -1,4 +1,4 @@
-"""Closure variables of Megatron-FSDP's hooks, found by name.
+"""What the parts of the fast path share.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``MegatronFSDP._register_fsdp_hooks``:
 the functions inside it share its local variables as closure cells, one set for each model.
@@ -6,16 +6,25 @@ the functions inside it share its local variables as closure cells, one set for 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CellType
 from typing import Any
 
+from torch import nn
+
+from megatron_cg.fsdp.fsdp_symbols import fsdp_function
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.hooks.hook_records import innermost
 from megatron_cg.upstream.closures import cells_of
 from megatron_cg.upstream.symbols import changed
 
 _SCOPE = "MegatronFSDP._register_fsdp_hooks"
+RELIES_ON = fsdp_function("is_float8tensor", "whether a parameter is FP8")
+
+
+class NotApplicableError(Exception):
+    """A part is not applicable to this model; the text says why. Users never see it as an error."""
 
 
 def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
@@ -48,3 +57,10 @@ def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
         if name in cells:
             return cells[name]
     raise changed(distribution, f"{_SCOPE}.<locals>.{name}", "a variable that its hooks refer to")
+
+
+def float8_test(fsdp: Any) -> Callable[[nn.Parameter], bool]:
+    """Megatron-FSDP's own test for FP8 parameters."""
+    module: Any = inspect.getmodule(type(fsdp.param_and_grad_buffer))
+    test: Callable[[nn.Parameter], bool] = module.is_float8tensor
+    return test

@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from megatron_cg.fastpath.not_applicable import NotApplicableError
+from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.upstream.patch import put_over, undone_after
 from megatron_cg.upstream.symbols import Symbol
 

@@ -1,9 +1,15 @@
-"""Weights of grouped GEMMs, detached from autograd.
+"""Weights of grouped GEMMs and of graphs, detached from autograd.
 
 A grouped GEMM computes the gradients of all its experts' weights at once, as pieces of one tensor.
 Autograd then visits each weight: it runs a node and a hook, stores the gradient and removes it
 again, a thousand times a step. Here the operation runs without its weights among autograd's
 inputs. Its own backward function passes all their gradients on in one call.
+
+A graph's backward replay also computes the gradients of all its weights. The backend returns copies
+of them, which are copied once more, into Megatron-FSDP's bucket. Detached, they are copied once,
+from the graph's own memory into the bucket (Note [Borrowed gradients] in
+``megatron_cg/replay/replay_function.py``). Only if a weight is also used in another way, they are
+copied out of the graph's memory first.
 
 Note [What autograd would have done]
     Autograd sums the gradients from all uses of a weight in one backward pass, and only then calls
@@ -38,6 +44,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
+from contextlib import ExitStack
 from operator import is_
 from typing import Any
 
@@ -46,15 +53,14 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.gradients.bucketing import GradientBucketing
-from megatron_cg.fastpath.hook_closures import hooks_of_gradient
-from megatron_cg.fastpath.not_applicable import NotApplicableError
+from megatron_cg.fastpath.bucketing import GradientBucketing
+from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
+from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.backward_pass import CURRENT_PASS, NO_PASS
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed
 
 MODULE, _NAME = "transformer_engine.pytorch.module.grouped_linear", "_GroupedLinear"
-NO_EXPERTS = "no grouped GEMM of Transformer Engine's is there"
 _FORWARD = Symbol(
     "transformer-engine",
     f"{MODULE}:{_NAME}.forward",
@@ -67,15 +73,12 @@ _BACKWARD = Symbol(
 _EXECUTES = Symbol("torch", "torch._C:_will_engine_execute_node", "what a backward pass comes to")
 RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES, CURRENT_PASS)
 MANY = 4
-"""Minimum number of an operation's weights; with fewer, detaching does not pay off."""
+"""Minimum number of a grouped GEMM's weights; with fewer, detaching does not pay off."""
 Gradients = Sequence[torch.Tensor | None]
 
 
-def install_detached(detached: DetachedWeights) -> Callable[[], None]:
+def detach_in_grouped_gemms(detached: DetachedWeights) -> Callable[[], None]:
     """Detach the weights of Transformer Engine's grouped GEMMs; returns the undo.
-
-    Args:
-        detached: selects the weights that can be detached.
 
     Raises:
         NotApplicableError: no grouped GEMM is loaded.
@@ -83,7 +86,7 @@ def install_detached(detached: DetachedWeights) -> Callable[[], None]:
     """
     module = sys.modules.get(MODULE)
     if module is None:
-        raise NotApplicableError(NO_EXPERTS)
+        raise NotApplicableError("no grouped GEMM of Transformer Engine's is there")
     for symbol in RELIES_ON:
         symbol.find()
     return detach_in(module, _NAME, detached)
@@ -92,73 +95,101 @@ def install_detached(detached: DetachedWeights) -> Callable[[], None]:
 def detach_in(module: Any, name: str, detached: DetachedWeights) -> Callable[[], None]:
     """Let an autograd function, looked up in ``module``, run with detached weights.
 
-    Several models share one replacement. The returned function undoes this for one model.
+    Several models may do so. The returned function undoes it for one model.
     """
-    replacement: Any = getattr(module, name)
-    if not isinstance(replacement, _Replacement):
-        replacement = _Replacement(replacement)
-        replacement.undo = set_attribute(module, name, replacement)
-    replacement.models.add(detached)
-
-    def undo() -> None:
-        replacement.models.discard(detached)
-        detached.close()
-        if not replacement.models:
-            replacement.undo()
-
-    return undo
-
-
-class _Replacement:
-    """Replaces the function: ``apply`` detaches weights, all else is the function's own."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self._first = _place_of_weights(function)
-        self.models: weakref.WeakSet[DetachedWeights] = weakref.WeakSet()
-        self.undo: Callable[[], None] = lambda: None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_function"], name)
-
-    def apply(self, *args: Any) -> Any:
-        """Do what the function's own ``apply`` does."""
-        tail = args[self._first :]
-        for model in self.models:
-            weights = model.together(tail)
-            if weights is not None:
-                return call_detached(self._function, weights, args[: self._first], tail)
-        return self._function.apply(*args)
-
-
-def _place_of_weights(function: Any) -> int:
-    """How many arguments come before the weights, without the context."""
+    function = getattr(module, name)
     kinds = [one.kind for one in inspect.signature(function.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
         expected = f"{_FORWARD.expected}, whose weights come last"
         raise changed(_FORWARD.distribution, _FORWARD.path, expected)
-    return kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1
+    first = kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1  # without the context
+    replacement = _Replacement(function, first, detached)
+    with ExitStack() as undo:
+        undo.callback(detached.close)
+        undo.callback(replacement.end)
+        undo.callback(set_attribute(module, name, replacement))
+        return undo.pop_all().close
 
 
-def call_detached(
-    function: Any,
-    weights: Weights,
-    head: Sequence[Any],
-    tail: Sequence[Any],
-    *,
-    borrowed: bool = False,
-) -> Any:
-    """Do what ``function.apply(*head, *tail)`` does, with weights detached from autograd.
+def detach_in_graphs(
+    detached: DetachedWeights, replays: Sequence[ReplayFunction], launched: Callable[[], None]
+) -> Callable[[], None]:
+    """Detach the weights of graphs from autograd; returns the undo.
 
     Args:
-        function: an autograd function, or an object with its ``forward`` and ``backward``.
-        weights: the weights in ``tail``.
-        head: the first arguments, before ``tail``.
-        tail: the last arguments.
-        borrowed: whether gradients of ``tail`` stay in a graph's memory (:class:`.ReplayFunction`).
+        detached: selects the weights that can be detached.
+        replays: how autograd sees each graph.
+        launched: called after the launch of each forward replay.
     """
-    apply: Callable[..., Any] = _Detached.apply
-    return apply(function, weights, tail, borrowed, weights.leaf, *head)
+    with ExitStack() as undo:
+        undo.callback(detached.close)
+        for replay in replays:
+            replacement = _GraphReplacement(replay, detached, launched)
+            undo.callback(replay.replace(replacement))
+            undo.callback(replacement.end)
+        return undo.pop_all().close
+
+
+class _Replacement:
+    """Called instead of an autograd function. All but ``apply`` is the function's own.
+
+    Args:
+        function: the function.
+        first: how many arguments come before the weights.
+        detached: selects the weights that can be detached. The replacement does not keep it alive.
+    """
+
+    of_graph = False
+
+    def __init__(self, function: Any, first: int, detached: DetachedWeights) -> None:
+        self._function, self._first = function, first
+        self._detached = weakref.ref(detached)
+        self._ended = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_function"], name)
+
+    def end(self) -> None:
+        """Detach nothing any more, even if something still refers to this object."""
+        self._ended = True
+
+    def apply(self, *args: Any) -> Any:
+        """Do what the function's own ``apply`` does."""
+        tail, detached = args[self._first :], self._detached()
+        if self._ended or detached is None or not torch.is_grad_enabled():
+            return self._function.apply(*args)
+        weights = detached.together(tail, of_graph=self.of_graph)
+        if weights is None:
+            return self._function.apply(*args)
+        apply: Callable[..., Any] = _Detached.apply
+        return apply(self, weights, tail, weights.leaf, *args[: self._first])
+
+
+class _GraphReplacement(_Replacement):
+    """Called instead of a graph's autograd function."""
+
+    of_graph = True
+
+    def __init__(
+        self, replay: ReplayFunction, detached: DetachedWeights, launched: Callable[[], None]
+    ) -> None:
+        super().__init__(replay.function, replay.first_weight, detached)
+        self._replay, self._launched = replay, launched
+
+    def apply(self, *args: Any) -> Any:
+        """Do what the function's own ``apply`` does."""
+        outputs = super().apply(*args)
+        if not self._ended:
+            self._launched()
+        return outputs
+
+    def backward(self, ctx: Any, *gradients: Any) -> Any:
+        """Return gradients in the graph's own memory; see :class:`.ReplayFunction`."""
+        end_borrowing = self._replay.borrow()
+        try:
+            return self._function.backward(ctx, *gradients)
+        finally:
+            end_borrowing()
 
 
 class _Detached(torch.autograd.Function):
@@ -167,23 +198,22 @@ class _Detached(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        function: Any,
+        function: _Replacement,
         weights: Weights,
         tail: Sequence[Any],
-        borrowed: bool,
         _leaf: Any,
         *head: Any,
     ) -> Any:
-        ctx.detached, ctx.computed_in = (function, weights, borrowed, len(head)), NO_PASS
+        ctx.detached, ctx.computed_in = (function, weights, len(head)), NO_PASS
         weights.is_used_by(ctx)
         return function.forward(ctx, *head, *tail)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        function, weights, borrowed, head = ctx.detached
-        found = function.backward(ctx, *gradients)
-        weights.computed(ctx, found[head:], borrowed=borrowed)
-        return (None, None, None, None, None, *found[:head])
+        function, weights, head = ctx.detached
+        computed = function.backward(ctx, *gradients)
+        weights.computed(ctx, computed[head:], borrowed=function.of_graph)
+        return (None, None, None, None, *computed[:head])
 
 
 class DetachedWeights:
@@ -276,9 +306,9 @@ class Weights:
     def may_be_detached(self) -> bool:
         """Whether only Megatron-FSDP waits for their gradients."""
         return (
-            not any(one._backward_hooks for one in self.parameters)
-            and all(len(hooks_of_gradient(one)) == 1 for one in self.parameters)
-            and not any(getattr(one, "skip_backward_post_hook", False) for one in self.parameters)
+            not any(weight._backward_hooks for weight in self.parameters)
+            and all(len(hooks_of_gradient(weight)) == 1 for weight in self.parameters)
+            and not any(getattr(w, "skip_backward_post_hook", False) for w in self.parameters)
         )
 
     def close(self) -> None:
@@ -287,7 +317,7 @@ class Weights:
 
     def is_used_by(self, node: Any) -> None:
         """Record a call whose backward pass may follow."""
-        self._calls = [one for one in self._calls if one() is not None]
+        self._calls = [call for call in self._calls if call() is not None]
         self._calls.append(weakref.ref(node))
         if self._number_of_pass() == NO_PASS:
             self._before.clear()
@@ -322,24 +352,25 @@ class Weights:
                 "after the forward pass that uses it began. Register the hook before, or type "
                 "--cg-no-fsdp-fast-path, or in Python fast_path=False."
             )
-        found = [
-            _cast(gradients[place], one)
-            for place, one in zip(self._places, self.parameters, strict=True)
+        total = [
+            _cast(gradients[place], weight)
+            for place, weight in zip(self._places, self.parameters, strict=True)
         ]
         before = self._before.pop(now, None)
         if before is not None:
-            found = [_sum(one, other) for one, other in zip(before, found, strict=True)]
+            total = list(map(_sum, before, total))
         if self.is_still_to_come():
             self._before[now] = [
-                one.clone() if borrowed and one is not None else one for one in found
+                gradient.clone() if borrowed and gradient is not None else gradient
+                for gradient in total
             ]
         else:
-            used = [self._executes(one) for one in self._nodes]
-            self._bucketing.take_detached(self._together, found, used, borrowed=borrowed)
+            used = [self._executes(node) for node in self._nodes]
+            self._bucketing.take_detached(self._together, total, used, borrowed=borrowed)
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:
-    return [getattr(one, "requires_grad", False) for one in tail]
+    return [getattr(value, "requires_grad", False) for value in tail]
 
 
 def _cast(gradient: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,265 @@
+"""A bucket of gradients: what fills it, its memory, and the streams that use it.
+
+Note [A buffer that is still read]
+    With double buffers a unit's gradients go into the buffer from which those of the unit before
+    last were reduced. Megatron-FSDP frees that buffer only on the stream of the reductions. So a
+    copy on the stream of the backward pass is not ordered after the reduction that still reads the
+    buffer. If the host runs far enough ahead, the copy overwrites data that is being sent. So each
+    copy waits, on the device, for the last reduction whose buffer was freed. It does not matter
+    which call freed it: the one of this copy, the one of another gradient of the same bucket, or a
+    reduction. Reductions run in order on one stream, so waiting for the last one is enough. It was
+    issued two units ago and has usually finished. A stream waits for each reduction once.
+    (NVIDIA/Megatron-LM#5222 is about another cause of the same overwrite.)
+    The pipeline's queue has (event, function, bucket) of each reduction.
+    ``wait_for_previous_grad_reduce``, which ``_enforce_double_buffer_limit`` calls, takes
+    reductions from its front and frees their buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
+from megatron_cg.upstream.patch import put_over
+
+_FREES, _STAYS = "wait_for_previous_grad_reduce", "FixedPoolAllocator"
+"""The allocator is that of ``--fsdp-double-buffer``: a bucket uses one of two buffers that are
+never freed. Cached views of other allocators' buffers would keep freed memory alive."""
+RELIES_ON = (
+    *fsdp_class(_STAYS),
+    *fsdp_class("DataParallelBuffer", "temporary_bucket_allocator", "is_data_distributed"),
+    *fsdp_class("DataParallelBuffer", "param_idx", "get_item_from_bucket"),
+    *fsdp_class("GradReducePipeline", "grad_reduce_queue", "_enforce_double_buffer_limit", _FREES),
+)
+
+
+def current_stream() -> int:
+    """The raw handle of the device's current stream; 0 without a GPU.
+
+    ``torch.cuda.current_stream`` creates an object in each call and costs twenty times as much.
+    """
+    if torch.cuda.is_initialized():
+        return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    return 0
+
+
+def wait_for(stream: int, tensors: Iterable[torch.Tensor]) -> None:
+    """Let the current stream use ``tensors`` of another stream.
+
+    The current stream waits for the other one, and the memory of ``tensors`` is not reused until
+    the current stream is done with it.
+
+    Args:
+        stream: the raw handle of the other stream.
+        tensors: computed on it.
+    """
+    if stream != current_stream():
+        current = torch.cuda.current_stream()
+        current.wait_stream(torch.cuda.ExternalStream(stream))
+        for tensor in tensors:
+            tensor.record_stream(current)
+
+
+class BucketViews:
+    """Views of one bucket, in the parameters' shapes.
+
+    They are cached as long as the bucket is the same memory. The check compares storages and not
+    addresses: a view keeps its storage alive, so no new storage can be mistaken for it.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+        pooled = type(buffer.temporary_bucket_allocator).__name__ == _STAYS
+        # An unsharded buffer is its own bucket and is allocated once.
+        self._kept = pooled or not buffer.is_data_distributed
+        self._place: tuple[int, int] | None = None
+        self._views: dict[int, torch.Tensor] = {}
+        self._wholes: dict[Hashable, torch.Tensor | None] = {}
+
+    def of(self, bucket: Any, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """One view for each of ``parameters``, in the bucket's dtype."""
+        if not self._kept:
+            return [self._cut(bucket, parameter) for parameter in parameters]
+        self._look(bucket)
+        return [self._views[id(parameter)] for parameter in parameters]
+
+    def whole(
+        self, bucket: Any, key: Hashable, parameters: Sequence[nn.Parameter]
+    ) -> torch.Tensor | None:
+        """One view of all ``parameters`` if they are adjacent, else None; cached by ``key``."""
+        if not self._kept:
+            return in_one_piece(self.of(bucket, parameters))
+        self._look(bucket)
+        if key not in self._wholes:
+            self._wholes[key] = in_one_piece(self.of(bucket, parameters))
+        return self._wholes[key]
+
+    def _look(self, bucket: Any) -> None:
+        place = (bucket.data.untyped_storage()._cdata, bucket.data.storage_offset())
+        if place != self._place:
+            self._place = place
+            self._views = {id(p): self._cut(bucket, p) for p in self._buffer.params}
+            self._wholes = {}
+
+    def _cut(self, bucket: Any, parameter: nn.Parameter) -> torch.Tensor:
+        item = self._buffer.param_idx[parameter]
+        piece: torch.Tensor = self._buffer.get_item_from_bucket(bucket, item)
+        return piece.view(parameter.shape)
+
+
+def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat tensor over ``tensors`` if they are adjacent in memory, in this order; else None.
+
+    A grouped GEMM computes all weights' gradients as pieces of one tensor, and its weights may be
+    adjacent in their bucket. A copy of one tensor costs less to launch than a copy of many.
+    """
+    first = tensors[0]
+    address = end = first.data_ptr()
+    for tensor in tensors:
+        if (
+            tensor.data_ptr() != end
+            or tensor.dtype != first.dtype
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+        ):
+            return None
+        end += tensor.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    size = (end - address) // first.itemsize
+    return first.as_strided((size,), (1,))
+
+
+class FreedBuffers:
+    """Finds the reduction that a copy must wait for; see Note [A buffer that is still read].
+
+    Args:
+        pipeline: the ``GradReducePipeline``; its queue holds an event for each reduction.
+    """
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self._last: Any = None
+        """The event of the last reduction whose buffer was freed."""
+        self._waited: set[int] = set()
+        """Streams that have waited for it, by raw handle."""
+
+    def install(self) -> Callable[[], None]:
+        """Record each reduction whose buffer is freed; returns the undo."""
+        original = getattr(self._pipeline, _FREES)
+
+        def wait_for_previous_grad_reduce(*args: Any, **kwargs: Any) -> None:
+            queue = self._pipeline.grad_reduce_queue
+            before = list(queue)
+            original(*args, **kwargs)
+            freed = len(before) - len(queue)
+            if freed:
+                self._last, _, _ = before[freed - 1]
+                self._waited.clear()
+
+        return put_over(self._pipeline, _FREES, wait_for_previous_grad_reduce)
+
+    def make_room(self, bucket: int, stream: int) -> None:
+        """Let Megatron-FSDP free a buffer for ``bucket``; then the current stream may write to it.
+
+        Args:
+            bucket: the number of the bucket.
+            stream: the raw handle of the current stream.
+        """
+        self._pipeline._enforce_double_buffer_limit([bucket])
+        if self._last is not None and stream not in self._waited:
+            self._last.wait()
+            self._waited.add(stream)
+
+
+@dataclass
+class Bucket:
+    """A bucket of a unit, and its gradients that wait to be copied."""
+
+    number: int
+    gradients: Any
+    """Megatron-FSDP's buffer of gradients."""
+    views: BucketViews
+    size: int
+    """Number of parameters that need a gradient."""
+    waiting: list[nn.Parameter] = field(default_factory=list)
+    waiting_bytes: int = 0
+    handed_over: int = 0
+    """Number of gradients taken in this backward pass, without ``waiting``."""
+    backward: object = None
+    """Megatron-FSDP's set of parameters in the backward pass that ``waiting`` belongs to."""
+    stream: int = 0
+    """The stream on which the waiting gradients were computed."""
+    copied_on: int | None = None
+    """The stream of the last copy in this backward pass; all other copies come before it."""
+
+    def complete_with(self, more: int) -> bool:
+        """Whether ``more`` gradients, which are not counted yet, complete the bucket."""
+        return self.handed_over + len(self.waiting) + more == self.size
+
+    def waits_on_another(self, stream: int) -> bool:
+        """Whether gradients that wait are from another stream; see Note [One stream a copy]."""
+        return bool(self.waiting) and self.stream != stream
+
+    def begin(self, backward: object) -> None:
+        """Reset the bucket if ``backward`` is a new backward pass."""
+        if self.backward is not backward:
+            self.backward, self.handed_over, self.copied_on = backward, 0, None
+            self.waiting, self.waiting_bytes = [], 0
+
+
+class Together:
+    """Weights with gradients that arrive at once, and the checks that run on all in each pass.
+
+    Each check runs for every expert of every layer, so it must be cheap.
+
+    Args:
+        weights: the weights of one operation.
+        buckets: the bucket of each weight.
+    """
+
+    def __init__(self, weights: list[nn.Parameter], buckets: Sequence[Bucket]) -> None:
+        self.weights, self.all = weights, frozenset(weights)
+        places: dict[int, list[int]] = {}
+        for place, bucket in enumerate(buckets):
+            places.setdefault(bucket.number, []).append(place)
+        # An eager pass reaches the last weights first, so a bucket is complete with its first one.
+        ordered = sorted(places.values(), reverse=True)
+        self.parts = [OfBucket(buckets[at[0]], [weights[i] for i in at], at) for at in ordered]
+        """By bucket, in the order in which an eager pass completes the buckets."""
+
+    def plain(self, gradients: Sequence[torch.Tensor | None]) -> list[list[Any]] | None:
+        """The gradients of each part if they only need to be copied, else None."""
+        by_part = [[gradients[place] for place in part.places] for part in self.parts]
+        if all(part.are_plain(own) for part, own in zip(self.parts, by_part, strict=True)):
+            return by_part
+        return None
+
+
+class OfBucket:
+    """Weights of one operation that share a bucket, and their ``places`` in the operation."""
+
+    def __init__(self, bucket: Bucket, weights: list[nn.Parameter], places: list[int]) -> None:
+        self.bucket, self.weights, self.places = bucket, weights, places
+        self.others = frozenset(weights[:-1])
+        """All weights but the last one."""
+        self._shapes = [weight.shape for weight in weights]
+        self._dtype = weights[0].dtype
+
+    def are_plain(self, gradients: Sequence[Any]) -> bool:
+        """Whether the gradients only need to be copied."""
+        if any(gradient is None for gradient in gradients):
+            return False
+        weights: Sequence[Any] = self.weights
+        return (
+            [gradient.shape for gradient in gradients] == self._shapes
+            and all(gradient.dtype is self._dtype for gradient in gradients)
+            and all(weight.grad is None for weight in weights)
+            and not any(weight.grad_added_to_main_grad for weight in weights)
+        )

@@ -1,1 +1,0 @@
-"""Gradient bucketing, and weights detached from autograd."""

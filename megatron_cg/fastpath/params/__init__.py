@@ -1,1 +1,0 @@
-"""Unsharding and gathering parameters."""
