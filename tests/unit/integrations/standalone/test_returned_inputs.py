@@ -71,7 +71,7 @@ def losses(*, graphed: bool) -> Iterator[torch.Tensor]:
 def test_an_input_that_comes_back_is_read_before_it_is_overwritten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(driver, "copy_together", one_after_another)
+    monkeypatch.setattr(driver, "_copy_together", one_after_another)
     assert list(losses(graphed=False)) == list(losses(graphed=True))
 
 
