@@ -89,27 +89,33 @@ def destroy_groups() -> None:
 
 
 def delete_after(step: int) -> None:
-    """Delete the graphs after ``step`` training steps, and train on eagerly."""
+    """Delete the graphs after ``step`` training steps, and train on eagerly.
+
+    What is left is noted a step later: until then the ranks keep votes in place for a rank that
+    still has its graphs (``Session.close``).
+    """
     made: list[Any] = []
+    replayed = 0
 
     def remember(helper: Any) -> None:
         made.append((helper, fingerprint(helper.model[0]), flags()))
 
     def delete(now: int) -> None:
-        if now != step + 1 or not made:
+        nonlocal replayed
+        if not made or now not in (step + 1, step + 2):
             return
         helper, hooks, before = made[0]
-        replayed = helper.session.counters.replayed
-        helper.delete_cuda_graphs()
+        if now == step + 1:
+            replayed = helper.session.counters.replayed
+            helper.delete_cuda_graphs()
+            return
         # Training has drawn numbers since.
         after = {**flags(), "rng": before["rng"], "tracked": before["tracked"]}
         now_hooks = fingerprint(helper.model[0])
-        changed = [
-            str(hook) for hook in (*hooks, *now_hooks) if hook not in set(hooks) & set(now_hooks)
-        ]
+        changed = [str(hook) for hook in set(hooks) ^ set(now_hooks)]
         changed += [name for name in before if before[name] != after[name]]
         if not changed and hooks != now_hooks:
-            changed = ["order of hooks"]
+            changed.append("order of hooks")
         note("after_delete", {"changed": changed, "replayed": replayed})
 
     before_capture(remember)
