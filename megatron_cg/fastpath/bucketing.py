@@ -72,8 +72,7 @@ from megatron_cg.fastpath.buckets import (
 )
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
-from megatron_cg.upstream.closures import put_over_cell
-from megatron_cg.upstream.patch import run_before
+from megatron_cg.upstream.patch import put_over_cell, run_before
 
 WAITING_BYTES = 64 << 20
 """Limit for the gradients of one bucket; about ten expert weights of a 30B-A3B MoE model."""

@@ -26,8 +26,7 @@ from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler
 from megatron_cg.hooks.hook_records import module_hooks
-from megatron_cg.upstream.closures import put_over_cell, set_cell
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import put_over, put_over_cell, set_cell
 
 STATE = "_training_state"
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 from megatron_cg.upstream.symbols import Symbol
 
 CURRENT_PASS = Symbol(
@@ -15,12 +12,7 @@ NO_PASS = -1
 RELIES_ON = (CURRENT_PASS,)
 
 
-@cache  # Each replay asks, and a lookup takes longer than the call.
-def _current_pass() -> Callable[[], int]:
-    found: Callable[[], int] = CURRENT_PASS.find()
-    return found
-
-
 def in_backward_pass() -> bool:
     """Whether the caller runs in a backward pass."""
-    return _current_pass()() != NO_PASS
+    running: int = CURRENT_PASS.cached()
+    return running != NO_PASS

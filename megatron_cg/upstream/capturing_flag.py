@@ -7,22 +7,20 @@ The flag tells a MoE layer where to stop. Megatron sets it around a capture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 from megatron_cg.upstream.symbols import Symbol
 
-_FLAGS = {
-    name: Symbol(
+_START, _END, _IS_CAPTURING = (
+    Symbol(
         "megatron-core",
         f"megatron.core.transformer.cuda_graphs:{name}",
         "a function of Megatron's capturing flag",
     )
     for name in ("_set_capture_start", "_set_capture_end", "is_graph_capturing")
-}
-RELIES_ON = tuple(_FLAGS.values())
+)
+RELIES_ON = (_START, _END, _IS_CAPTURING)
 
 _eager_regions = 0
 """How many blocks of :func:`not_capturing` have been entered."""
@@ -46,24 +44,18 @@ def capturing_flag() -> Iterator[None]:
     In the backward pass of a region too: there Megatron then skips its own recomputation
     (megatron-core 0.19.2).
     """
-    _flag("_set_capture_start")()
+    _START.cached()
     try:
         yield
     finally:
-        _flag("_set_capture_end")()
+        _END.cached()
 
 
 def is_running_region() -> bool:
     """Whether a region or a capture is running."""
-    return bool(_flag("is_graph_capturing")())
+    return bool(_IS_CAPTURING.cached())
 
 
 def is_capturing() -> bool:
     """Whether a capture runs, warmup included; False in :func:`not_capturing`."""
     return is_running_region() and _eager_regions == 0
-
-
-@cache
-def _flag(name: str) -> Callable[[], Any]:
-    found: Callable[[], Any] = _FLAGS[name].find()
-    return found

@@ -10,13 +10,13 @@ Note [Where a copy comes from]
     dictionary comes first (CPython 3.12, ``copy.py`` and ``_pickle.c``). If a class has its own
     ``__deepcopy__``, as ``torch.fx.GraphModule`` has, that is looked up instead, on the object too.
     Such a method, and a ``__reduce__`` that returns no state, read the object's dictionary
-    themselves. So they get a stand-in whose dictionary is without our changes. A ``__copy__`` is
-    looked up on the class alone; a shallow copy shares its weights with the original.
+    themselves, so they are refused. A ``__copy__`` is looked up on the class alone; a shallow copy
+    shares its weights with the original.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -29,26 +29,15 @@ _DEEPCOPY = "__deepcopy__"
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
 
 
-class _Memo(dict[int, Any]):
-    """What ``deepcopy`` has copied; the copy of a stand-in is that of its module too."""
-
-    def __init__(self, known: dict[int, Any], stand_in: nn.Module, module: nn.Module) -> None:
-        super().__init__(known)
-        self._same = {id(stand_in): id(module)}
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        super().__setitem__(self._same.get(key, key), value)
-        super().__setitem__(key, value)
-
-
 class _Reduce:
     """Returns the state for copies of one module; in its dictionary while anything is left out."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        own = {_REDUCE: self, _DEEPCOPY: self._deepcopy}
-        self.own = {name: own[name] for name in own if hasattr(type(module), name)}
+        self.own: dict[str, Any] = {_REDUCE: self}
         """What the module's dictionary has for methods of its class."""
+        if hasattr(type(module), _DEEPCOPY):
+            self.own[_DEEPCOPY] = self._refuse
         self.before: dict[str, list[Any]] = {}
         """By attribute: the values before each of our changes; the first is the module's."""
         self.hooks: set[int] = set()
@@ -57,25 +46,16 @@ class _Reduce:
     def __call__(self, protocol: Any) -> Any:
         reduced: Any = type(self._module).__reduce_ex__(self._module, protocol)
         if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-            return type(self._module).__reduce_ex__(self._stand_in(), protocol)
+            self._refuse()
         return (*reduced[:2], self._as_before(reduced[2]), *reduced[3:])
 
-    def _deepcopy(self, memo: dict[int, Any]) -> Any:
-        stand_in, kind = self._stand_in(), type(self._module)
-        both = _Memo(memo, stand_in, self._module)
-        made = getattr(kind, _DEEPCOPY)(stand_in, both)
-        # A memo keeps what was copied, so that no other object gets an id in it.
-        kept = [stand_in, *both.pop(id(both), [])]
-        memo.update(both)
-        memo.setdefault(id(memo), []).extend(kept)
-        return made
+    def _refuse(self, _memo: Any = None) -> Any:
+        raise TypeError(
+            f"{type(self._module).__name__} copies itself by a method of its own, so its copy "
+            "would run the graphs of the original. Copy it before the capture, or after close()"
+        )
 
-    def _stand_in(self) -> nn.Module:
-        made: nn.Module = object.__new__(type(self._module))
-        vars(made).update(self._as_before(vars(self._module)))
-        return made
-
-    def _as_before(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _as_before(self, state: dict[str, Any]) -> dict[str, Any]:
         state = {name: value for name, value in state.items() if name not in self.own}
         for name, values in self.before.items():
             if values[0] is ABSENT:
@@ -137,11 +117,11 @@ def _left_out(module: nn.Module, handle: RemovableHandle) -> Callable[[], None]:
 
 
 def _reduce_of(module: nn.Module) -> _Reduce:
-    found = vars(module).get(_REDUCE)
-    if not isinstance(found, _Reduce):
-        found = _Reduce(module)
-        vars(module).update(found.own)
-    return found
+    reduce = vars(module).get(_REDUCE)
+    if not isinstance(reduce, _Reduce):
+        reduce = _Reduce(module)
+        vars(module).update(reduce.own)
+    return reduce
 
 
 def _drop(module: nn.Module, reduce: _Reduce) -> None:

@@ -2,12 +2,13 @@
 
 Note [Only what is still ours]
     An undo restores the old value only if the current value is still ours. If other code has set
-    its own value since, that value stays, and a warning names both. If their function calls ours,
+    its own value since, that value stays, and a warning names it. If their function calls ours,
     ours then only passes calls on to the function that it replaced.
 
-Note [In any order]
-    We may make several changes at one place and undo them in any order. If a change is undone that
-    is not the last one, the change after it then restores the value from before both.
+Note [A stack at each location]
+    Old values at one location are restored in reverse order. If a change is undone that is not the
+    last one there, it has no effect from then on, and its old value is restored when all changes
+    after it are undone.
 
 Note [No frame of ours in between]
     Our functions run many times per microbatch, and a Python frame around each of them costs as
@@ -21,13 +22,11 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from types import MethodType, ModuleType
+from types import CellType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -38,162 +37,150 @@ logger = logging.getLogger(__name__)
 Undo = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place that holds a value."""
+class _Location(NamedTuple):
+    """Where a value is: an attribute, or a closure variable."""
 
     name: str
     """What it is, for messages."""
-    package: str
-    """The top-level package that it belongs to; empty if that is not known."""
     key: tuple[int, str]
-    """Identifies the place, as long as it exists."""
+    """Identifies the location, as long as it exists."""
     get: Callable[[], Any]
     """Returns the value there; ``ABSENT`` if there is none."""
     put: Callable[[Any], None]
     """Sets a value there; ``ABSENT`` removes the current value."""
 
 
-def _attribute(owner: Any, name: str) -> Place:
-    """An entry in an object's own dictionary."""
-    kind = owner if isinstance(owner, type | ModuleType) else type(owner)
-    home = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
-
-    def put(value: Any) -> None:
-        if value is not ABSENT:
-            setattr(owner, name, value)
-        elif name in vars(owner):
-            delattr(owner, name)
-
-    return Place(
-        f"{kind.__name__}.{name}",
-        str(home).partition(".")[0],
-        (id(owner), name),
-        lambda: vars(owner).get(name, ABSENT),
-        put,
-    )
-
-
-_numbers = count()
-
-
+@dataclass(eq=False)
 class _Change:
-    def __init__(self, place: Place, value: Any, label: str) -> None:
-        self.place, self.value, self.old = place, value, place.get()
-        self.label = label
-        self.number = next(_numbers)
+    location: _Location
+    value: Any
+    old: Any
+    shared: bool
+    undone: bool = False
 
 
 class _Changes(list[_Change]):
-    """Changes at one place that are not undone yet, in the order in which they were made."""
+    """Changes at one location that are not undone yet, in the order in which they were made."""
 
 
 _changes: WeakValueDictionary[tuple[int, str], _Changes] = WeakValueDictionary()
-"""By place. Each undo holds the changes at its place; once all are gone, so is the entry."""
+"""By location. Each undo holds the changes at its location; once all are gone, so is the entry."""
 
 
-def change(place: Place, value: Any, *, shared: bool = False, label: str = "") -> Undo:
-    """Set ``value`` at ``place``; returns the undo, which is safe to call twice.
-
-    Args:
-        place: where.
-        value: what.
-        shared: whether other code also sets it in normal operation. The undo then restores the
-            old value, whatever the current value is.
-        label: a name for ``value`` in messages.
-    """
-    made = _Change(place, value, label)
-    place.put(value)
-    mine = _changes.setdefault(place.key, _Changes())
-    mine.append(made)
-
-    def undo() -> None:
-        if made not in mine:
-            return
-        at = mine.index(made)
-        later = mine[at + 1] if at + 1 < len(mine) else None
-        mine.remove(made)
-        if later is not None and (shared or later.old is value):
-            later.old = made.old
-        elif shared or place.get() is value:
-            place.put(made.old)
-        else:
-            theirs = place.get() if later is None else later.old
-            logger.warning(
-                "megatron_cg: %s is left as it is: %s was put there after %s of this package, "
-                "which now has no effect.",
-                place.name,
-                described(theirs),
-                label or described(value),
-            )
-
-    return undo
+def applied() -> list[str]:
+    """The locations of all changes of this process that are not undone, such as ``Adam.step``."""
+    return sorted(change.location.name for stack in _changes.values() for change in stack)
 
 
-def _kind(value: Any) -> str:
-    """A name for a value without its contents: showing a tensor would wait for the GPU."""
-    return described(value) if callable(value) else f"a {type(value).__name__}"
-
-
-class Applied(NamedTuple):
-    """One change that is in force, at one or more objects of a kind."""
-
-    place: str
-    """Which attribute of what, such as ``MegatronFSDP.finish_grad_sync``."""
-    value: str
-    """What is there now: the module and name of a function, or the type of a value."""
-    objects: int
-    """How many objects have it."""
-    package: str
-    """The top-level package of the place, such as ``megatron``; empty if it is not known."""
-
-
-def applied() -> list[Applied]:
-    """All changes of this process that are not undone, in the order in which they were made."""
-    made = sorted((one for mine in _changes.values() for one in mine), key=lambda one: one.number)
-    found = Counter(
-        (one.place.name, one.label or _kind(one.value), one.place.package) for one in made
-    )
-    return [
-        Applied(place, value, objects, package)
-        for (place, value, package), objects in found.items()
-    ]
-
-
-def set_attribute(
-    owner: Any, name: str, value: Any, *, shared: bool = False, label: str = ""
-) -> Undo:
-    """Set an attribute in ``owner``'s own dictionary; returns the undo.
+def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) -> Undo:
+    """Set an attribute in ``owner``'s own dictionary; returns the undo, safe to call twice.
 
     The undo deletes an attribute that was only inherited before, so that nothing of ours remains.
-    A copy of a module that is made before the undo has the old value; see ``copies.py``.
-    ``shared`` and ``label`` are as in :func:`change`. For functions see :func:`put_over`.
+    A copy of a module that is made before the undo has the old value; see ``copies.py``. For
+    functions see :func:`put_over`.
+
+    Args:
+        owner: a module, class or object.
+        name: of the attribute.
+        value: the new value.
+        shared: whether other code also sets it in normal operation. The undo then restores the
+            old value, whatever the current value is.
     """
-    place = _attribute(owner, name)
-    before = place.get()
+    kind = owner if isinstance(owner, type | ModuleType) else type(owner)
+
+    def put(new: Any) -> None:
+        if new is not ABSENT:
+            setattr(owner, name, new)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+    def get() -> Any:
+        return vars(owner).get(name, ABSENT)
+
+    location = _Location(f"{kind.__name__}.{name}", (id(owner), name), get, put)
+    before = get()
     with ExitStack() as undo:
-        undo.callback(change(place, value, shared=shared, label=label))
+        undo.callback(_change(location, value, shared))
         undo.callback(leave_out(owner, name, before))
         return undo.pop_all().close
 
 
-def put_over(owner: Any, name: str, function: Callable[..., Any], *, label: str = "") -> Undo:
+def set_cell(cell: CellType, value: Any) -> Undo:
+    """Set a closure variable for all functions that share it; returns the undo."""
+    return _change(
+        _Location(
+            "a closure variable of Megatron-FSDP's or Transformer Engine's functions",
+            (id(cell), ""),
+            lambda: cell.cell_contents,
+            partial(setattr, cell, "cell_contents"),
+        ),
+        value,
+    )
+
+
+def _change(location: _Location, value: Any, shared: bool = False) -> Undo:
+    made = _Change(location, value, location.get(), shared)
+    location.put(value)
+    stack = _changes.setdefault(location.key, _Changes())
+    stack.append(made)
+
+    def undo() -> None:
+        made.undone = True
+        while stack and stack[-1].undone:
+            _restore(stack.pop())
+
+    return undo
+
+
+def _restore(change: _Change) -> None:
+    location = change.location
+    current = location.get()
+    if change.shared or current is change.value:
+        location.put(change.old)
+    else:
+        logger.warning(
+            "megatron_cg: %s is left as it is: %s was put there after %s of this package, which "
+            "now has no effect.",
+            location.name,
+            _described(current),
+            "a function" if callable(change.value) else _described(change.value),
+        )
+
+
+def cells_of(function: Any) -> dict[str, CellType]:
+    """The closure variables of ``function`` by name; empty if it is not a function."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
+
+
+def put_over(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
     """Replace the function or method ``name`` of ``owner`` with ``function``.
 
     It is called in the same way: bound, for a method of an object. The new value has it as
-    ``__wrapped__``. ``label`` is its name in messages.
+    ``__wrapped__``.
 
     Returns:
         The undo; see Note [Only what is still ours].
     """
-    over, pass_on = passing(function, getattr(owner, name, None))
+    over, pass_on = _passing(function, getattr(owner, name, None))
     if not isinstance(owner, type | ModuleType):
         over.__self__ = owner
-    restore = set_attribute(owner, name, over, label=label or described(function))
+    return _both(pass_on, set_attribute(owner, name, over))
 
+
+def put_over_cell(cell: CellType, function: Any) -> Undo:
+    """Make functions that share a closure variable call ``function`` instead of its value.
+
+    Returns the undo; see Note [Only what is still ours].
+    """
+    over, pass_on = _passing(function, cell.cell_contents)
+    return _both(pass_on, set_cell(cell, over))
+
+
+def _both(first: Undo, second: Undo) -> Undo:
     def undo() -> None:
-        pass_on()
-        restore()
+        first()
+        second()
 
     return undo
 
@@ -222,7 +209,7 @@ class _Over(partial[Any]):
         return _named_as(function, wrapped, self, bound=True)  # type: ignore[no-any-return]
 
 
-def passing(function: Any, beneath: Any) -> tuple[Any, Undo]:
+def _passing(function: Any, beneath: Any) -> tuple[Any, Undo]:
     """A callable that calls ``function``, and a switch that makes it call ``beneath`` instead."""
     over = _named_as(_Over(function), function, beneath)
 
@@ -233,6 +220,21 @@ def passing(function: Any, beneath: Any) -> tuple[Any, Undo]:
     return over, pass_on
 
 
+def _named_as(over: Any, function: Any, beneath: Any, *, bound: bool = False) -> Any:
+    """``over`` with the name of ``function`` and the signature of ``beneath``."""
+    named = getattr(function, "func", function)
+    named = named if hasattr(named, "__qualname__") else type(named)
+    over.__module__, over.__qualname__ = named.__module__, named.__qualname__
+    over.__name__, over.__doc__ = named.__name__, named.__doc__
+    over.__wrapped__ = function
+    with suppress(TypeError, ValueError):
+        signature = inspect.signature(beneath)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = list(signature.parameters.values())
+        over.__signature__ = signature.replace(parameters=[own] * bound + parameters)
+    return over
+
+
 def run_before(owner: Any, name: str, action: Callable[[], None]) -> Undo:
     """Run ``action`` before each call of a method of ``owner``; returns the undo."""
     method = getattr(owner, name)
@@ -241,7 +243,7 @@ def run_before(owner: Any, name: str, action: Callable[[], None]) -> Undo:
         action()
         return method(*args, **kwargs)
 
-    return put_over(owner, name, before, label=described(action))
+    return put_over(owner, name, before)
 
 
 def run_after(owner: Any, name: str, action: Callable[[], None]) -> Undo:
@@ -253,7 +255,7 @@ def run_after(owner: Any, name: str, action: Callable[[], None]) -> Undo:
         action()
         return result
 
-    return put_over(owner, name, after, label=described(action))
+    return put_over(owner, name, after)
 
 
 def all_of(undos: Iterable[Undo]) -> Undo:
@@ -277,31 +279,17 @@ def undone_after(undo: Undo) -> Iterator[None]:
         undo()
 
 
-def described(value: Any) -> str:
-    """A name for a value, for messages."""
+def _described(value: Any) -> str:
+    """A name for a value. Its contents are not shown: those of a tensor would wait for the GPU."""
     if value is ABSENT:
         return "nothing"
-    named = getattr(value, "func", value)  # of a partial
-    code = getattr(named, "__code__", None)
+    if isinstance(value, bool | int | float | str | None):
+        return repr(value)
+    code = getattr(value, "__code__", None)
     if code is not None:  # not ``__qualname__``, which may be that of a wrapped function
-        return f"{named.__globals__['__name__']}.{code.co_qualname}"
-    kind = named if isinstance(named, type) else type(named)
-    return f"{kind.__module__}.{kind.__qualname__}" if callable(value) else repr(value)
-
-
-def _named_as(over: Any, function: Any, beneath: Any, *, bound: bool = False) -> Any:
-    """``over`` with the name of ``function`` and the signature of ``beneath``."""
-    named = getattr(function, "func", function)
-    named = named if hasattr(named, "__qualname__") else type(named)
-    over.__module__, over.__qualname__ = named.__module__, named.__qualname__
-    over.__name__, over.__doc__ = named.__name__, named.__doc__
-    over.__wrapped__ = function
-    with suppress(TypeError, ValueError):
-        signature = inspect.signature(beneath)
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = list(signature.parameters.values())
-        over.__signature__ = signature.replace(parameters=[own] * bound + parameters)
-    return over
+        return f"{value.__globals__['__name__']}.{code.co_qualname}"
+    kind = value if isinstance(value, type) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @contextmanager
@@ -311,14 +299,11 @@ def garbage_collection_kept() -> Iterator[None]:
     TE turns it off around each graph and does not turn it on again after an exception in one
     (TE 2.20.2, ``graph.py``, ``_graph_context_wrapper``).
     """
-    enabled = gc.isenabled()
+    restore = gc.enable if gc.isenabled() else gc.disable
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
-        else:
-            gc.disable()
+        restore()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -22,8 +23,6 @@ from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.upstream.fingerprints import of_function
 
 _INSIDE = "<locals>"
-
-
 _PACKAGES = {
     "megatron-core": "megatron.core",
     "megatron-fsdp": "megatron_fsdp",
@@ -44,14 +43,14 @@ def installed_version(distribution: str) -> str | None:
 
     folder = _folder_of(_PACKAGES.get(distribution, ""))
     try:
-        found = metadata.distribution(distribution)
+        pip = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
         return version_in(folder) if folder is not None else None
     if folder is not None:
-        of_pip = Path(str(found.locate_file(_PACKAGES[distribution].replace(".", "/"))))
+        of_pip = Path(str(pip.locate_file(_PACKAGES[distribution].replace(".", "/"))))
         if of_pip.resolve() != folder.resolve():
-            return version_in(folder) or found.version
-    return found.version
+            return version_in(folder) or pip.version
+    return pip.version
 
 
 def version_in(folder: Path) -> str | None:
@@ -154,8 +153,16 @@ class Symbol:
         outer, _, name = path.rpartition(".")
         return lookup(self.distribution, f"{module}:{outer}", self.expected), name
 
+    @cached_property
+    def cached(self) -> Any:
+        """The object as it was at the first call: for functions that are called often.
+
+        Raises UpstreamChangedError as :meth:`find`.
+        """
+        return self.find()
+
     def find(self) -> Any:
-        """The object; for a function defined inside another, its code.
+        """The object as it is now; for a function defined inside another, its code.
 
         Raises UpstreamChangedError if it is not there, or lacks a parameter or attribute.
         """

@@ -15,7 +15,7 @@ from megatron_cg.fastpath.buckets import BucketViews, FreedBuffers
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.fastpath.unshard import CachedParameters, _fetched
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-from megatron_cg.upstream.closures import set_cell
+from megatron_cg.upstream.patch import set_cell
 from tests.unit.identity import Same
 from tests.unit.trainers import trainer_of
 

@@ -117,8 +117,7 @@ def on_another_stream(name: str, trainer: Any, notes: Notes) -> Iterator[None]:
     when the pass is over (torch 2.11, ``engine.cpp``: leaf streams).
     """
     from megatron_cg.fastpath.part import find_cell, hook_functions
-    from megatron_cg.upstream.closures import set_cell
-    from megatron_cg.upstream.patch import run_after, run_before
+    from megatron_cg.upstream.patch import run_after, run_before, set_cell
 
     names = {id(p): n for n, p in trainer.model.module.raw_param.items()}
     main: Any = torch.cuda.current_stream()

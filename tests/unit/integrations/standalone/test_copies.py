@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron_cg import graph_units
 from tests.unit.counted import expect
 from tests.unit.integrations.standalone.networks import BATCH, WIDTH, Run
 from tests.unit.upstream.test_copies import shown, without_hooks
@@ -54,16 +52,3 @@ def test_an_average_of_the_weights_is_that_of_an_eager_run(one_rank: None) -> No
     with run.with_graphs() as graphs:
         assert averaged(run) == eager
         expect(graphs.counters, captured=3, replayed=9, eager=0)
-
-
-def test_units_that_were_generated_are_copied_while_they_have_graphs() -> None:
-    layers = nn.ModuleList(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))) for _ in "ab")
-    x = torch.ones(3, 2)
-    with graph_units(layers, "*", backend="tape", warmup_steps=1) as graphs:
-        for _ in range(2):
-            with graphs.step():
-                layers[1](layers[0](x)).sum().backward()
-        for made in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
-            assert torch.equal(made[1](made[0](x)), layers[1].eval()(layers[0].eval()(x)))
-            assert all("cuda_graphs" not in vars(layer) for layer in made)
-        expect(graphs.counters, replayed=2)
