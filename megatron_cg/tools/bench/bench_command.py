@@ -8,8 +8,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,24 +21,21 @@ from megatron_cg.tools.align.token_data import cached, python_sources
 from megatron_cg.tools.bench import INCOMPLETE, BenchError
 from megatron_cg.tools.bench.configurations import CONFIGURATIONS, captured, chosen, edited
 from megatron_cg.tools.bench.launch_line import LaunchLine, preset_line, read_line
-from megatron_cg.tools.bench.megatron_log import as_json, read_log
+from megatron_cg.tools.bench.megatron_log import read_log
 from megatron_cg.tools.bench.results import SCHEMA, machine, print_results, summaries
 from megatron_cg.tools.bench.trace import read_trace
 
-_TAIL = 20
-"""Lines of a failed run's log that are printed."""
-_PROFILED = 2
-"""Steps in a trace."""
+_TAIL = 20  # lines of a failed run's log
+_PROFILED = 2  # steps in a trace
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: a configuration in a round, or under the profiler."""
+    """One run: a configuration in a round, or under the profiler, with its edited line."""
 
     configuration: str
     round: int
     line: LaunchLine
-    """As edited for the configuration."""
     profile: bool = False
 
     @property
@@ -52,16 +48,13 @@ class PlannedRun:
         """Its command line."""
         return self.line.words(graphs=CONFIGURATIONS[self.configuration].launched)
 
-    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Its variables; cuBLASLt's cache is as large in all runs as with this package."""
-        return {CACHE_VARIABLE: str(CACHE_ENTRIES), **inherited, **self.line.environment}
-
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Measure, print and write; returns the exit code."""
     if args.out is not None:
         check_writable(args.out)
-    with _folder(args.work_dir) as folder:
+    with tempfile.TemporaryDirectory(prefix="megatron-cg-bench-") as temporary:
+        folder = (args.work_dir or Path(temporary)).resolve()
         line = _line(args, extra, folder)
         names = chosen(args.only, line)
         runs = _planned(args, line, names, folder)
@@ -84,16 +77,6 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if args.out is not None:
         print(f"written: {args.out}")
     return INCOMPLETE if any(run["error"] for run in results["runs"]) else 0
-
-
-@contextmanager
-def _folder(named: Path | None) -> Iterator[Path]:
-    """The folder for logs and traces; a temporary one if none is named."""
-    if named is not None:
-        yield named.resolve()
-        return
-    with tempfile.TemporaryDirectory(prefix="megatron-cg-bench-") as name:
-        yield Path(name)
 
 
 def _line(args: argparse.Namespace, extra: Sequence[str], folder: Path) -> LaunchLine:
@@ -133,7 +116,9 @@ def _planned(
 
 def _made(planned: PlannedRun, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Make one run; returns what is known of it, for JSON. A failure is printed."""
-    run = Run(planned.name, planned.words, planned.environment(os.environ), folder)
+    # Without our launcher too, cuBLASLt's cache is as large as with it.
+    env = {CACHE_VARIABLE: str(CACHE_ENTRIES), **os.environ, **planned.line.environment}
+    run = Run(planned.name, planned.words, env, folder)
     made: dict[str, Any] = {
         "configuration": planned.configuration,
         "round": planned.round,
@@ -154,7 +139,7 @@ def _made(planned: PlannedRun, folder: Path, args: argparse.Namespace) -> dict[s
         if planned.profile:
             made |= read_trace(folder / "torch_profile" / "rank-0.json.gz", _PROFILED)
         else:
-            made |= as_json(read_log(text, settle=args.settle_steps, steps=args.steps))
+            made |= read_log(text, settle=args.settle_steps, steps=args.steps)
     except BenchError as error:
         made["error"] = str(error)
         made["tail"] = log_tail(text).splitlines()[-_TAIL:]

@@ -7,7 +7,8 @@ Relied on: megatron-core 0.19.2. ``--exit-interval`` ends a run whatever its num
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.align.command import GRAPH_FLAGS
@@ -16,7 +17,6 @@ from megatron_cg.tools.bench.launch_line import LaunchLine, split_flags
 
 _MODULES = "--cuda-graph-modules"
 _NO_MASK = "--no-create-attention-mask-in-dataloader"
-_OF_OTHER_GRAPHS = ("--enable-cuda-graph", "--external-cuda-graph")
 _OF_FSDP = (
     *("--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy", "--ckpt-format"),
     *("--init-model-with-meta-device", "--suggested-communication-unit-size"),
@@ -24,71 +24,58 @@ _OF_FSDP = (
 """Flags that only Megatron-FSDP has, besides those with ``fsdp`` in their names."""
 _LEFT_OUT = (
     *("--save", "--load", "--finetune", "--pretrained-checkpoint", "--exit-on-missing-checkpoint"),
-    *("--tensorboard-dir", "--exit-duration-in-mins", "--cg-record", "--cg-report"),
+    *("--tensorboard-dir", "--wandb-project", "--cg-record", "--cg-report"),
+    "--exit-duration-in-mins",
 )
-"""Flags of a run that neither reads nor leaves anything; those that begin ``--wandb-`` too."""
+"""Flags that no run has, so that it reads and leaves nothing."""
 
 
-@dataclass(frozen=True)
-class Configuration:
+class Configuration(NamedTuple):
     """One way to run the training."""
 
     title: str
     fsdp: bool = True
-    captures: str = "nothing"
-    """``nothing``, ``partial`` (MoE layers up to their experts) or ``whole`` layers."""
+    graphs: bool = True
     torch_gemm: bool = False
-    """Whether experts compute by torch's grouped GEMM, which graphs of whole MoE layers need."""
-    of_experts: bool = False
-    """Whether it makes sense only for a model with experts."""
+    """Whether experts compute by torch's grouped GEMM, as in graphs of whole MoE layers."""
 
     @property
     def launched(self) -> bool:
         """Whether it needs this package's launcher."""
-        return self.fsdp and (self.captures != "nothing" or self.torch_gemm)
+        return self.fsdp and (self.graphs or self.torch_gemm)
 
 
-EAGER, DDP, GRAPHS = "eager", "ddp", "graphs"
+GRAPHS = "graphs"
+_DEFAULT = ("eager", "ddp", GRAPHS)
 CONFIGURATIONS = {
-    EAGER: Configuration("Megatron-FSDP, eager"),
-    DDP: Configuration("DDP, Megatron's graphs", fsdp=False, captures="partial"),
-    GRAPHS: Configuration("Megatron-FSDP, graphs", captures="whole"),
+    "eager": Configuration("Megatron-FSDP, eager", graphs=False),
+    "ddp": Configuration("DDP, Megatron's graphs", fsdp=False),
+    GRAPHS: Configuration("Megatron-FSDP, graphs"),
     "eager-torch": Configuration(
-        "Megatron-FSDP, eager, torch's grouped GEMM", torch_gemm=True, of_experts=True
+        "Megatron-FSDP, eager, torch's GEMM", graphs=False, torch_gemm=True
     ),
-    "partial": Configuration("Megatron-FSDP, partial graphs", captures="partial", of_experts=True),
-    "partial-torch": Configuration(
-        "Megatron-FSDP, partial graphs, torch's grouped GEMM",
-        captures="partial",
-        torch_gemm=True,
-        of_experts=True,
-    ),
+    "partial": Configuration("Megatron-FSDP, partial graphs"),
+    "partial-torch": Configuration("Megatron-FSDP, partial graphs, torch's GEMM", torch_gemm=True),
 }
-"""By the names that ``--only`` takes; the first three are the default."""
+"""By the names that ``--only`` takes; all but the first three are for models with experts."""
 
 
 def chosen(only: str | None, line: LaunchLine) -> list[str]:
-    """The names of the configurations to run. Raises BenchError for one that does not exist."""
-    names = only.split(",") if only else [EAGER, DDP, GRAPHS]
+    """The names of the configurations to run. Raises BenchError for one that cannot be run."""
+    names = only.split(",") if only else _DEFAULT
     for name in names:
         if name not in CONFIGURATIONS:
             hint = did_you_mean(name, CONFIGURATIONS)
             raise BenchError(f"--only {name}{hint}: there are {', '.join(CONFIGURATIONS)}.")
-        if CONFIGURATIONS[name].of_experts and not line.has("--num-experts"):
+        if name not in _DEFAULT and not line.has("--num-experts"):
             raise BenchError(f"--only {name}: the model has no --num-experts. Leave it out.")
     return list(dict.fromkeys(names))
 
 
 def edited(line: LaunchLine, name: str, *, steps: int) -> LaunchLine:
-    """The line of one configuration, whose log says what it measures.
-
-    Args:
-        line: that of the training.
-        name: of the configuration.
-        steps: after which the run ends.
-    """
+    """The line of the configuration ``name``, which ends after ``steps`` and logs each of them."""
     configuration = CONFIGURATIONS[name]
-    _, flags = split_flags(line.flags, _is_left_out)
+    _, flags = split_flags(line.flags, _LEFT_OUT.__contains__)
     of_graphs, flags = split_flags(flags, _is_of_graphs)
     if not configuration.fsdp:
         _, flags = split_flags(flags, _is_of_fsdp)
@@ -107,19 +94,19 @@ def _graph_flags(line: LaunchLine, name: str, of_graphs: Sequence[str]) -> tuple
     """
     configuration = CONFIGURATIONS[name]
     gemm = ("--cg-grouped-gemm", "torch") if configuration.torch_gemm else ()
-    if configuration.captures == "nothing":
+    if not configuration.graphs:
         return gemm
     flags: tuple[str, ...] = ("--cuda-graph-impl", "transformer_engine", _NO_MASK)
     if configuration.fsdp:
         flags += (*GRAPH_FLAGS, "--no-gradient-accumulation-fusion", *gemm)
     if name != GRAPHS:
-        return (*flags, _MODULES, *partial_modules(line))
+        return (*flags, _MODULES, *_partial_modules(line))
     if not line.has(_MODULES) and not line.has("--cuda-graph-impl"):
         flags += _whole_layers(line)
     return (*flags, *of_graphs)
 
 
-def partial_modules(line: LaunchLine) -> tuple[str, ...]:
+def _partial_modules(line: LaunchLine) -> tuple[str, ...]:
     """What partial graphs capture of the line's model."""
     if line.has("--hybrid-layer-pattern"):
         return ("mamba", "attn")
@@ -129,9 +116,9 @@ def partial_modules(line: LaunchLine) -> tuple[str, ...]:
 
 def _whole_layers(line: LaunchLine) -> tuple[str, ...]:
     """The README's flags for whole layers; experts in FP8 or FP4 stay outside of graphs."""
-    low_precision = line.has("--fp8-format") or line.has("--fp4-format")
-    if not line.has("--num-experts") or low_precision or line.has("--hybrid-layer-pattern"):
-        return (_MODULES, *partial_modules(line))
+    outside = any(map(line.has, ("--fp8-format", "--fp4-format", "--hybrid-layer-pattern")))
+    if outside or not line.has("--num-experts"):
+        return (_MODULES, *_partial_modules(line))
     shared = line.value("--expert-model-parallel-size") not in ("", "1")
     exchange = ("--cg-moe-exchange", "peer") if shared else ()
     return ("--cg-grouped-gemm", "torch", _MODULES, "attn", "moe", *exchange)
@@ -141,19 +128,11 @@ def captured(line: LaunchLine) -> str:
     """What the graphs of an edited line hold, in words; empty for an eager run."""
     if not line.has("--cuda-graph-impl"):
         return ""
-    words, _ = split_flags(line.flags, lambda name: name == _MODULES)
-    # Only the last of several counts.
-    last = " ".join(words).rpartition(_MODULES)[2]
-    return last.replace("=", " ").strip() or "whole layers"
-
-
-def _is_left_out(flag: str) -> bool:
-    return flag in _LEFT_OUT or flag.startswith("--wandb-")
+    return line.value(_MODULES) or "whole layers"
 
 
 def _is_of_graphs(flag: str) -> bool:
-    ours = flag.startswith(("--cuda-graph-", "--cg-"))
-    return ours or flag in GRAPH_FLAGS or flag in _OF_OTHER_GRAPHS
+    return "cuda-graph" in flag or flag.startswith("--cg-") or flag in GRAPH_FLAGS
 
 
 def _is_of_fsdp(flag: str) -> bool:

@@ -33,7 +33,6 @@ class LaunchLine:
     script: str
     flags: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that are set before the command."""
 
     def words(self, *, graphs: bool) -> list[str]:
         """The command line; ``graphs`` starts the script by this package's launcher."""
@@ -44,14 +43,9 @@ class LaunchLine:
         return any(_name(word) == flag for word in self.flags)
 
     def value(self, flag: str) -> str:
-        """The last value of a flag; empty if it has none or is not given."""
-        found = ""
-        for index, word in enumerate(self.flags):
-            name, equals, text = word.partition("=")
-            if name == flag:
-                after = self.flags[index + 1 : index + 2]
-                found = text if equals else next(iter(after), "")
-        return found
+        """The last values of a flag; empty if it has none or is not given."""
+        words, _ = split_flags(self.flags, flag.__eq__)
+        return " ".join(words).rpartition(flag)[2].replace("=", " ").strip()
 
 
 def split_flags(
@@ -73,11 +67,7 @@ def _name(word: str) -> str:
 
 
 def read_line(words: Sequence[str]) -> LaunchLine:
-    """The launch line in ``words``. Raises BenchError if it cannot be measured.
-
-    A line without ``--use-megatron-fsdp`` is refused: the run under DDP is made from the one under
-    Megatron-FSDP.
-    """
+    """The launch line in ``words``. Raises BenchError if it is none, or without Megatron-FSDP."""
     at = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
         raise BenchError(
@@ -91,9 +81,8 @@ def read_line(words: Sequence[str]) -> LaunchLine:
             environment[assignment[1]] = assignment[2]
     if tuple(before[-2:]) == _LAUNCHER:
         del before[-2:]
-    line = LaunchLine(
-        tuple(before) or (sys.executable,), words[at], tuple(words[at + 1 :]), environment
-    )
+    launcher = tuple(before) or (sys.executable,)
+    line = LaunchLine(launcher, words[at], tuple(words[at + 1 :]), environment)
     if not line.has("--use-megatron-fsdp"):
         raise BenchError(
             "the line has no --use-megatron-fsdp, under which this package makes graphs: add "
@@ -112,38 +101,22 @@ def preset_line(
     steps: int,
     extra: Sequence[str] = (),
 ) -> LaunchLine:
-    """The shipped script with a preset's model, on this machine's GPUs.
+    """The shipped script with a preset's model and ``extra`` flags, on this machine's GPUs.
 
-    Args:
-        preset: the model.
-        data: what it is trained on.
-        nproc: GPUs. An even number of them shares the experts in pairs.
-        microbatches: of a step, each of the preset's ``micro-batch-size`` sequences.
-        steps: of the run.
-        extra: further flags, which come last.
+    An even number of GPUs shares the experts in pairs.
     """
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    launcher: tuple[str, ...] = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     batch = int(str(preset.flags["micro-batch-size"])) * microbatches * nproc
     flags = [*preset.arguments(), *_OF_PRESETS]
     flags += data.flags(data.prefix.parent / "cache")
     flags += ["--train-iters", str(steps), "--global-batch-size", str(batch)]
     if "num-experts" in preset.flags and nproc % 2 == 0:
         flags += ["--expert-model-parallel-size", "2"]
-    return LaunchLine(
-        (*launcher, "--nproc-per-node", str(nproc)),
-        str(example_script()),
-        (*flags, *extra),
-        _preset_environment(),
-    )
-
-
-def _preset_environment() -> dict[str, str]:
-    """Variables of a preset's runs; a user's line has the user's own."""
     path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     # Megatron-FSDP refuses 1, which many containers set; 8 is CUDA's default.
-    made = {"PYTHONPATH": ":".join(filter(None, path)), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    cudnn = torch_cudnn()
+    env = {"PYTHONPATH": ":".join(filter(None, path)), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     # TE would else take the system's cuDNN, and an older one costs fused attention.
-    if cudnn is not None and "CUDNN_HOME" not in os.environ:
-        made["CUDNN_HOME"] = str(cudnn)
-    return made
+    if (cudnn := torch_cudnn()) is not None:
+        env["CUDNN_HOME"] = os.environ.get("CUDNN_HOME", str(cudnn))
+    launcher = (*launcher, "--nproc-per-node", str(nproc))
+    return LaunchLine(launcher, str(example_script()), (*flags, *extra), env)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_cg.tools.bench.configurations import CONFIGURATIONS
-from megatron_cg.tools.bench.megatron_log import Measured, peak_tflops, summary
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__
 
 SCHEMA = {"name": "megatron_cg.bench", "version": 4}
 """Versions 1 to 3 were those of another measurement."""
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
+_PEAKS = (("H100 80GB HBM3", 989.0), ("GH200", 989.0), ("H200", 989.0), ("A100", 312.0))
+"""Dense BF16 TFLOP/s by a part of the GPU's name, from NVIDIA's data sheets."""
 _NAME_WIDTH = 90
 _UNKNOWN = "-"
 
@@ -31,31 +32,50 @@ def machine() -> dict[str, Any]:
     return {
         "gpus": [name for name, _ in rows],
         "driver": rows[0][1] if rows else None,
-        "cores": os.cpu_count(),
         "versions": versions | {"megatron-cg": __version__},
     }
 
 
-def summaries(results: dict[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def summaries(results: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The numbers of each configuration that has any, in the order of ``names``.
 
-    Ratios are to the first of them, within a round, because machines drift.
+    Ratios are to the first of them, within a round, because machines drift. What no log has is
+    None.
     """
-    rounds: dict[str, dict[int, Measured]] = {name: {} for name in names}
-    for run in results["runs"]:
-        if not run["error"] and not run["profiled"]:
-            fields = {name: run[name] for name in Measured.__dataclass_fields__}
-            rounds[run["configuration"]][run["round"]] = Measured(**fields)
-    made = [name for name in names if rounds[name]]
-    gpus = results["machine"]["gpus"]
-    peak = peak_tflops(gpus[0]) if gpus else None
-    found = {}
-    for name in made:
-        base = rounds[made[0]]
-        both = rounds[name].keys() & base.keys()
-        ratios = [rounds[name][n].median_ms / base[n].median_ms for n in sorted(both)]
-        found[name] = summary([*rounds[name].values()], ratios, peak)
-    return found
+    timed = [run for run in results["runs"] if not run["error"] and not run["profiled"]]
+    runs = {name: [run for run in timed if run["configuration"] == name] for name in names}
+    made = {name: found for name, found in runs.items() if found}
+    base = {run["round"]: _median(run["step_ms"]) for run in next(iter(made.values()), ())}
+    gpu = next(iter(results["machine"]["gpus"]), "")
+    peak = next((peak for name, peak in _PEAKS if name in gpu), None)
+    return {name: _summary(found, base, peak) for name, found in made.items()}
+
+
+def _summary(
+    runs: Sequence[Mapping[str, Any]], base: Mapping[int, Any], peak: float | None
+) -> dict[str, Any]:
+    """Of the rounds of one configuration; ``base`` has the median step of the first one's."""
+    times = [time for run in runs for time in run["step_ms"]]
+    quarters = statistics.quantiles(times, method="inclusive") if len(times) > 1 else times
+    medians = {run["round"]: statistics.median(run["step_ms"]) for run in runs}
+    ratios = [median / base[number] for number, median in medians.items() if number in base]
+    tflops = _median([value for run in runs for value in run["tflops"]])
+    return {
+        "ms": statistics.median(times),
+        "ms_quartiles": [quarters[0], quarters[-1]],
+        "ms_of_rounds": [*medians.values()],
+        "tflops": tflops,
+        "mfu": tflops / peak if tflops is not None and peak else None,
+        "tokens": _median([run["tokens"] for run in runs if run["tokens"] is not None]),
+        "allocated_mib": max(run["allocated_mib"] or 0 for run in runs) or None,
+        "reserved_mib": max(run["reserved_mib"] or 0 for run in runs) or None,
+        "ratio": _median(ratios),
+        "ratio_range": [min(ratios), max(ratios)] if ratios else None,
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def print_results(results: dict[str, Any]) -> None:
@@ -85,12 +105,8 @@ def print_results(results: dict[str, Any]) -> None:
 
 def _step_rows(results: dict[str, Any]) -> list[list[str]]:
     first = next(iter(results["summary"]))
-    rows = [
-        [
-            *("run", "captured", "ms a step", "quartiles", f"of {first}", "TFLOP/s per GPU"),
-            *("MFU", "tokens/s per GPU", "allocated MiB", "reserved MiB"),
-        ]
-    ]
+    head = ["run", "captured", "ms a step", "quartiles", f"of {first}", "TFLOP/s per GPU", "MFU"]
+    rows = [[*head, "tokens/s per GPU", "allocated MiB", "reserved MiB"]]
     of_runs = {run["configuration"]: run["captured"] for run in results["runs"]}
     for name, found in results["summary"].items():
         low, high = found["ms_quartiles"]

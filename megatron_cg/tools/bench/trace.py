@@ -10,6 +10,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,24 @@ def read_trace(path: Path, steps: int) -> dict[str, Any]:
     work = [event for event in events if event.get("ph") == "X" and event.get("cat") in _DEVICE]
     if not work:
         raise BenchError("the trace has no kernel: was it made on a GPU?")
-    spans = [(event["ts"], event["ts"] + event["dur"]) for event in work]
-    others = [
-        span for span, event in zip(spans, work, strict=True) if "nccl" not in event["name"].lower()
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in work:
+        spans[event["name"]].append((event["ts"], event["ts"] + event["dur"]))
+    busy = _covered(chain.from_iterable(spans.values()))
+    others = (found for name, found in spans.items() if "nccl" not in name.lower())
+    kernels: list[dict[str, Any]] = [
+        {"name": name, "ms": _summed(found) / 1e3 / steps, "calls": len(found) / steps}
+        for name, found in spans.items()
     ]
-    busy = _covered(spans)
     return {
         "busy_ms": busy / 1e3 / steps,
-        "exposed_nccl_ms": (busy - _covered(others)) / 1e3 / steps,
-        "kernels": _largest(work, steps),
+        "exposed_nccl_ms": (busy - _covered(chain.from_iterable(others))) / 1e3 / steps,
+        "kernels": sorted(kernels, key=lambda kernel: -kernel["ms"])[:_LISTED],
     }
+
+
+def _summed(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -51,14 +60,3 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
-
-
-def _largest(work: Iterable[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    durations: dict[str, list[float]] = defaultdict(list)
-    for event in work:
-        durations[event["name"]].append(event["dur"])
-    ordered = sorted(durations.items(), key=lambda item: -sum(item[1]))[:_LISTED]
-    return [
-        {"name": name, "ms": sum(times) / 1e3 / steps, "calls": len(times) / steps}
-        for name, times in ordered
-    ]

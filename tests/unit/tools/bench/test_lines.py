@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def test_megatron_and_our_rules_accept_every_line_of_a_preset(
 
     data = TokenStream(Path("data/text"), "", is_bytes=True)
     line = preset_line(load_preset(preset), data, nproc=2, microbatches=2, steps=50)
-    if CONFIGURATIONS[name].of_experts and preset == "llama":
+    if preset == "llama" and name.endswith(("torch", "partial")):
         with pytest.raises(BenchError, match="no --num-experts"):
             chosen(name, line)
         return
@@ -176,7 +177,7 @@ def test_what_the_installed_megatron_prints_is_read(
             losses, total, 1e-4, step, 1.0, report, 0, 1.0, None, None, None, groups, step == 1
         )
     measured = read_log(capsys.readouterr().out, settle=3, steps=6)
-    assert (len(measured.step_ms), len(measured.tflops), measured.loss) == (6, 6, 2.5)
-    assert (measured.allocated_mib, measured.reserved_mib) == (0.0, 0.0)
-    assert measured.tokens is not None
-    assert measured.tokens == pytest.approx(2 * 64 / measured.median_ms * 1e3)
+    assert (len(measured["step_ms"]), len(measured["tflops"]), measured["loss"]) == (6, 6, 2.5)
+    assert (measured["allocated_mib"], measured["reserved_mib"]) == (0.0, 0.0)
+    median = statistics.median(measured["step_ms"])
+    assert measured["tokens"] == pytest.approx(2 * 64 / median * 1e3)

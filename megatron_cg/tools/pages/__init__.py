@@ -1,1 +1,0 @@
-"""What the HTML pages of all commands share: template, style, colours, figures."""
