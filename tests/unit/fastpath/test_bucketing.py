@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.bucketing import GradientBucketing
+from megatron_cg.fastpath.buckets import BucketViews, in_one_piece
 
 SIZE = 2
 Gradients = list[torch.Tensor | None]
@@ -308,15 +309,6 @@ def test_a_second_gradient_that_was_added_to_one_that_waits_is_an_error() -> Non
         case.bucketing.unit_is_done(case.megatron.unit)
 
 
-def test_weights_of_several_buckets_go_to_their_own() -> None:
-    case = Case(2, 4, detached=5)
-    assert len(case.together.parts) == 2
-    case.take()
-    case.rest_comes()
-    assert case.megatron.has(case.gradients)
-    assert [buffer.reduced for buffer in case.megatron.buffers] == [1, 1]
-
-
 def test_a_gradient_of_another_shape_is_an_error() -> None:
     case = Case(4)
     first, *others = case.gradients
@@ -324,29 +316,6 @@ def test_a_gradient_of_another_shape_is_an_error() -> None:
     case.gradients = [first.view(1, SIZE), *others]
     with pytest.raises(RuntimeError, match="size"):
         case.take()
-
-
-@pytest.mark.parametrize("first", ["operation", "hook"])
-def test_two_parts_of_a_gradient_wait_for_each_other(first: str) -> None:
-    case, more = Case(5), torch.full((SIZE,), 0.25)
-    for _ in range(2):
-        case.megatron.begin()
-        case.comes_still = first == "hook"
-        steps: list[Callable[[], None]] = [
-            lambda: case.take(used=[1]),
-            lambda: case.hook(case.weights[1], more),
-        ]
-        if first == "hook":
-            steps.reverse()
-        steps[0]()
-        assert 1 in case.megatron.left() and refused(case)
-        case.comes_still = False
-        steps[1]()
-        case.rest_comes()
-        one, two, *others = case.gradients
-        assert two is not None and case.megatron.has([one, two + more, *others])
-        case.megatron.begin()
-        assert not refused(case)
 
 
 @pytest.mark.parametrize("first", ["operation", "hook"])
@@ -370,14 +339,73 @@ def test_a_part_that_comes_too_late_is_an_error() -> None:
         case.hook(case.weights[1], torch.ones(SIZE))
 
 
-def test_a_detached_weight_may_be_used_without_the_operation_and_be_attached_again() -> None:
-    case = Case(4)
-    for _ in range(2):
-        case.megatron.begin()
-        for weight, gradient in zip(case.weights, case.gradients, strict=True):
-            assert gradient is not None
-            case.hook(weight, gradient)
-        assert case.megatron.has(case.gradients)
-        # An attached weight has nothing to wait for.
-        case.bucketing.attach(case.together)
-        case.comes_still = True
+def test_neighbours_are_one_tensor_of_the_same_memory() -> None:
+    whole = torch.arange(36.0)
+    pieces = [piece.view(3, 4) for piece in whole.split(12)]
+    found = in_one_piece(pieces[1:])
+    assert found is not None
+    assert found.data_ptr() == pieces[1].data_ptr() and torch.equal(found, whole[12:])
+    assert in_one_piece(pieces[:1]) is not None
+
+
+def other_order(whole: torch.Tensor) -> list[torch.Tensor]:
+    return [whole[4:8], whole[:4]]
+
+
+def with_a_gap(whole: torch.Tensor) -> list[torch.Tensor]:
+    return [whole[:4], whole[8:12]]
+
+
+def another_dtype(whole: torch.Tensor) -> list[torch.Tensor]:
+    return [whole[:4], whole.view(torch.int32)[4:8]]
+
+
+def strided(whole: torch.Tensor) -> list[torch.Tensor]:
+    return [whole[:4], whole[4:].view(2, -1)[:, :2]]
+
+
+@pytest.mark.parametrize("cut", [other_order, with_a_gap, another_dtype, strided])
+def test_others_are_not(cut: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+    assert in_one_piece(cut(torch.zeros(16))) is None
+
+
+def test_neighbours_in_memory_of_two_storages_are_not() -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    halves = [torch.frombuffer(memory.numpy()[start:], dtype=torch.uint8, count=32)
+              for start in (0, 32)]  # fmt: skip
+    assert halves[0].data_ptr() + 32 == halves[1].data_ptr()
+    assert halves[0].untyped_storage().nbytes() == 32
+    assert in_one_piece(halves) is None
+
+
+@pytest.mark.parametrize(
+    ("allocator", "sharded", "kept"),
+    [
+        ("FixedPoolAllocator", True, True),
+        ("StorageResizeBased", True, False),
+        ("StorageResizeBased", False, True),
+    ],
+)
+def test_views_are_kept_only_where_memory_stays(allocator: str, sharded: bool, kept: bool) -> None:
+    """The last two parameters lie the other way round, so they are in no one piece."""
+    parameters = [nn.Parameter(torch.zeros(SIZE)) for _ in range(4)]
+    buffer: Any = Buffer(parameters, sharded)
+    buffer.temporary_bucket_allocator = type(allocator, (), {})()
+    buffer.param_idx = dict(zip(parameters, (0, 1, 3, 2), strict=True))
+    views, memory = BucketViews(buffer), torch.arange(16.0)
+    # Another storage, and another place in it.
+    for data in (torch.arange(8.0) + 20, memory[:8], memory[8:]):
+        bucket = SimpleNamespace(data=data)
+        views_twice = [views.of(bucket, parameters) for _ in range(2)]
+        assert [a is b for a, b in zip(*views_twice, strict=True)] == [kept] * 4
+        assert views_twice[0][3].tolist() == data[4:6].tolist()
+        first, again, second, last = (
+            views.whole(bucket, key, parameters[part])
+            for key, part in (
+                *(("first", slice(2)), ("first", slice(2))),
+                *(("second", slice(1, 2)), ("last", slice(2, 4))),
+            )
+        )
+        assert first is not None and second is not None and last is None
+        assert first.tolist() == data[:4].tolist() and second.tolist() == data[2:4].tolist()
+        assert (first is again) == kept

@@ -1,8 +1,12 @@
-"""Unsharding with fewer calls: collectives, waits and frees are Megatron-FSDP's, in its order."""
+"""Unsharding with fewer calls: collectives, waits and frees are Megatron-FSDP's, in its order.
+
+The next unit is gathered after the launch of a graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from megatron_cg.fastpath import install
+from megatron_cg.fastpath.detached_weights import _Detached
 from megatron_cg.fastpath.gather import DeferredPrefetch, Gathers, install_gathers
-from megatron_cg.fastpath.unshard import CachedModules, install_unshard
-from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes
+from megatron_cg.fastpath.unshard import (
+    CachedModules,
+    CachedParameters,
+    _fetched,
+    _gathered,
+    install_unshard,
+)
+from megatron_cg.tools.cpu import fakes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE
 from tests.unit.ranks import on_ranks
@@ -157,95 +170,272 @@ def test_collectives_waits_and_frees_are_megatrons_own(
         assert "free_bucket_storage" in kinds or name == "ZeRO-2"
 
 
-def asked_of(
-    statuses: dict[int, str], *, together: bool = False, **options: Any
-) -> tuple[list[Any], dict[Any, bool]]:
-    """What of three buckets is gathered, or how Megatron-FSDP is asked, for the first two.
+UNITS = 3
 
-    And what it may release.
+
+class Stream(fakes.FakeStream):
+    """Notes what it is told to wait for."""
+
+    def __init__(self, events: list[Any]) -> None:
+        super().__init__()
+        self.events = events
+
+    def wait_event(self, event: object) -> None:
+        self.events.append("waits for an earlier event")
+
+    def wait_stream(self, stream: object) -> None:
+        self.events.append("waits for all")
+
+
+class Pipeline:
+    """An output layer without a unit, bucket 0, and units of one weight, buckets 1 to 3.
+
+    Args:
+        statuses: those of the buckets that are not empty or, the output layer, not ready.
+        together: whether all units are one bucket group.
     """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as upstream
 
-    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    groups = [
-        SimpleNamespace(
-            fsdp_unit_id=0,
-            transpose_weight_buffer=None,
-            model_weight_buffer=SimpleNamespace(bucket_index=SimpleNamespace(size=1)),
+    def __init__(self, statuses: Mapping[int, str] = {}, *, together: bool = False) -> None:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import (
+            param_and_grad_buffer as upstream,
         )
-        for _ in parameters
-    ]
-    pipeline: Any = object.__new__(upstream.AllGatherPipeline)
-    pipeline.buffer = SimpleNamespace(
-        parameter_groups=groups,
-        param_to_param_group={parameter: i for i, parameter in enumerate(parameters)},
-        bucket_to_bucket_group={i: [i] for i in range(3)},
-        num_buckets=3,
-        ddp_config=SimpleNamespace(fsdp_double_buffer=False),
-    )
-    pipeline.bucket_status = {
-        (i, False): upstream.BucketStatus[statuses.get(i, "READY_TO_USE")] for i in range(3)
-    }
-    pipeline.bucket_can_be_released = {(i, False): True for i in range(3)}
-    pipeline.bucket_to_bucket_group = {i: 7 if together else i for i in range(3)}
-    pipeline.ag_stream = FakeStream()
-    asked: list[Any] = []
 
-    def all_gather_params(params: Any, prefetch: bool = False, **_: Any) -> None:
-        asked.append(([next(i for i in range(3) if parameters[i] is p) for p in params], prefetch))
+        self.upstream: Any = upstream
+        self.modules = [nn.Linear(1, 1, bias=False) for _ in range(UNITS + 1)]
+        self.weights = [module.weight for module in self.modules]
+        self.events: list[Any] = []
+        own: Any = object.__new__(upstream.AllGatherPipeline)
+        self.own = own
+        own.buffer = SimpleNamespace(
+            parameter_groups=[
+                SimpleNamespace(
+                    fsdp_unit_id=number - 1 if number else None,
+                    transpose_weight_buffer=None,
+                    model_weight_buffer=SimpleNamespace(
+                        bucket_index=SimpleNamespace(size=1),
+                        get_shard_from_local_buffer=lambda: self.weights[0],
+                    ),
+                )
+                for number in range(UNITS + 1)
+            ],
+            param_to_param_group={weight: i for i, weight in enumerate(self.weights)},
+            bucket_to_bucket_group={i: [i] for i in range(UNITS + 1)},
+            num_buckets=UNITS + 1,
+            ddp_config=SimpleNamespace(
+                fsdp_double_buffer=True, outer_dp_sharding_strategy="no_shard"
+            ),
+            double_buf_units=list(range(UNITS)),
+        )
+        own.bucket_status = {(i, False): self.status("EMPTY") for i in range(UNITS + 1)}
+        own.bucket_status[0, False] = self.status("READY_TO_USE")
+        own.bucket_can_be_released = dict.fromkeys(own.bucket_status, False)
+        for bucket, status in statuses.items():
+            own.bucket_status[bucket, False] = self.status(status)
+        own.bucket_to_bucket_group = {i: 7 if together and i else i for i in range(UNITS + 1)}
+        own.all_gather_params = lambda params, prefetch=False, **_: self.events.append(
+            ([self.place(parameter) for parameter in params], prefetch)
+        )
+        own.ag_stream = Stream(self.events)
+        self.deferred = DeferredPrefetch(self.modules[1:])
+        self.training = True
+        gathers: Any = Gathers(own, self.deferred, lambda: self.training)
+        self.gathers = gathers
+        self.gathers.async_bucket_gather = self.gather
 
-    pipeline.all_gather_params = all_gather_params
-    gathers: Any = Gathers(pipeline, DeferredPrefetch(), lambda: True)
-    gathers.async_bucket_gather = lambda bucket, _: asked.append(bucket)
-    with cpu_fakes():
-        gathers.all_gather_params(parameters[:2], **options)
-    return asked, pipeline.bucket_can_be_released
+    def place(self, weight: Any) -> int:
+        return next(place for place, one in enumerate(self.weights) if one is weight)
+
+    def status(self, name: str) -> Any:
+        return self.upstream.BucketStatus[name]
+
+    def gather(self, bucket: int, _transposed: bool) -> None:
+        self.events.append(bucket)
+        self.own.bucket_status[bucket, False] = self.status("READY_TO_USE")
+
+    def free(self, bucket: int) -> None:
+        self.own.bucket_status[bucket, False] = self.status("EMPTY")
+
+    def ask(self, *buckets: int, backward: bool = False, **options: Any) -> list[Any]:
+        """As the hook before a unit's pass; returns what happened."""
+        orders = self.upstream.PrefetchOrder
+        usual = {
+            "prefetch": True,
+            "prefetch_order": orders.BACKWARD_PASS_ORDER if backward else orders.FORWARD_PASS_ORDER,
+            "suggested_AG_prefetch_size": 1,
+            "outer_fsdp_group_param_gather": False,
+            "bwd": backward,
+        }
+        weights = [self.weights[bucket] for bucket in buckets]
+        self.gathers.all_gather_params(weights, **usual | options)
+        return self.happened()
+
+    def happened(self) -> list[Any]:
+        found, self.events[:] = list(self.events), []
+        return found
 
 
-def test_only_what_is_not_there_is_gathered() -> None:
-    kept = {(0, False): False, (1, False): False, (2, False): True}
-    assert asked_of({}, prefetch=True) == ([], kept)
-    assert asked_of({2: "EMPTY"}) == ([], kept)
-    assert asked_of({2: "EMPTY"}, prefetch=True) == ([2], kept)
-    two = {1: "EMPTY", 2: "EMPTY", 0: "COMMUNICATING"}
-    assert asked_of(two, prefetch=True, bwd=True) == ([1, 2], kept)
+@pytest.fixture
+def cpu() -> Iterator[None]:
+    with fakes.cpu_fakes():
+        yield
+
+
+def test_only_what_is_not_there_is_gathered(cpu: None) -> None:
+    pipeline = Pipeline(dict.fromkeys((1, 2, 3), "READY_TO_USE"))
+    pipeline.training = False
+    pipeline.own.bucket_can_be_released = dict.fromkeys(pipeline.own.bucket_status, True)
+    assert pipeline.ask(1) == []
+    kept = [key[0] for key, freed in pipeline.own.bucket_can_be_released.items() if not freed]
+    assert kept == [1]
+    pipeline.free(2)
+    assert pipeline.ask(1, prefetch=False) == []
+    assert pipeline.ask(1) == ["waits for all", 2]
+    pipeline.free(1)
+    pipeline.own.bucket_status[2, False] = pipeline.status("COMMUNICATING")
+    assert pipeline.ask(1) == ["waits for all", 1]
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("statuses", "together", "options", "asked"),
     [
-        {"together": True},
-        {"async_param_gather": False},
-        {"outer_fsdp_group_param_gather": True},
+        ({}, True, {}, ([1, 2], False)),
+        ({}, False, {"async_param_gather": False}, ([1, 2], False)),
+        ({}, False, {"outer_fsdp_group_param_gather": True}, ([1, 2], False)),
+        # A bucket that is kept past a reset.
+        ({1: "PRESERVED"}, False, {}, ([1], True)),
     ],
 )
-def test_megatron_is_asked_for_what_is_more_than_a_gather_a_group(options: Any) -> None:
-    two = {1: "EMPTY", 2: "EMPTY"}
-    assert asked_of(two, prefetch=True, **options)[0] == [([1, 2], False)]
-
-
-def test_a_bucket_kept_past_a_reset_is_left_to_megatron() -> None:
-    asked, _ = asked_of({0: "PRESERVED", 1: "EMPTY"}, prefetch=True)
-    assert asked == [([0, 1], True)]
+def test_megatron_is_asked_for_what_is_more_than_a_gather_a_group(
+    cpu: None, statuses: Any, together: bool, options: Any, asked: Any
+) -> None:
+    pipeline = Pipeline(statuses, together=together)
+    assert pipeline.ask(1, **options) == [asked]
 
 
 @pytest.mark.parametrize("status", ["COMMUNICATING", "READY_TO_USE", "PRESERVED"])
-def test_a_bucket_that_is_not_empty_is_left_to_megatron(status: str) -> None:
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as upstream
-
+def test_a_bucket_that_is_not_empty_is_left_to_megatron(cpu: None, status: str) -> None:
+    own: Any = Pipeline({1: status}).own
+    own.async_bucket_gather = lambda *bucket: asked.append(bucket)
     asked: list[Any] = []
-    pipeline: Any = object.__new__(upstream.AllGatherPipeline)
-    pipeline.buffer = SimpleNamespace(
-        parameter_groups=[SimpleNamespace(transpose_weight_buffer=None)],
-        param_to_param_group={},
-    )
-    pipeline.bucket_status = {(0, False): upstream.BucketStatus[status]}
-    pipeline.bucket_can_be_released = {(0, False): True}
-    pipeline.async_bucket_gather = lambda *bucket: asked.append(bucket)
-    Gathers(pipeline, DeferredPrefetch(), lambda: True).async_bucket_gather(0, False)
-    assert asked == [(0, False)]
-    assert pipeline.bucket_status == {(0, False): upstream.BucketStatus[status]}
-    assert pipeline.bucket_can_be_released == {(0, False): True}
+    Gathers(own, DeferredPrefetch(), lambda: True).async_bucket_gather(1, False)
+    assert asked == [(1, False)] and own.bucket_status[1, False].name == status
+
+
+def test_the_next_unit_is_gathered_once_a_graph_is_launched(cpu: None) -> None:
+    pipeline = Pipeline()
+    assert pipeline.ask(1) == ["waits for all", 1]
+    pipeline.deferred.launched()
+    # For what the unit before has launched, and not for the graph itself.
+    assert pipeline.happened() == ["waits for an earlier event", 2]
+    pipeline.deferred.launched()
+    assert pipeline.ask(1) == []
+
+
+def test_what_no_graph_was_launched_for_goes_before_what_is_asked_for_next(cpu: None) -> None:
+    pipeline = Pipeline()
+    pipeline.ask(1)
+    pipeline.free(1)
+    assert pipeline.ask(3) == ["waits for all", 2, "waits for all", 3]
+
+
+def test_a_held_gather_is_issued_once_or_forgotten_with_its_pass(cpu: None) -> None:
+    pipeline = Pipeline()
+    pipeline.ask(1)
+    pipeline.deferred.issue()
+    pipeline.deferred.launched()
+    assert pipeline.happened() == ["waits for all", 2]
+    pipeline.free(1)
+    pipeline.free(2)
+    pipeline.ask(1)
+    pipeline.deferred.drop()  # as the next pass begins
+    pipeline.deferred.launched()
+    assert pipeline.happened() == []
+
+
+def test_a_unit_begins_with_a_graph_if_its_first_weight_is_in_one(cpu: None) -> None:
+    inside, outside = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    deferred = DeferredPrefetch([nn.ParameterList([inside])])
+    assert deferred.begins_with_graph([inside, outside])
+    assert not deferred.begins_with_graph([outside, inside])
+    assert not deferred.begins_with_graph([])
+
+
+def test_without_a_replay_to_come_all_is_gathered_at_once(cpu: None) -> None:
+    pipeline = Pipeline()
+    pipeline.training = False
+    assert pipeline.ask(1) == ["waits for all", 1, 2]
+    pipeline = Pipeline()
+    assert pipeline.ask(3, backward=True) == ["waits for all", 2, 3]
+    pipeline = Pipeline()
+    pipeline.gathers._deferred = DeferredPrefetch(pipeline.modules[2:])
+    assert pipeline.ask(1) == ["waits for all", 1, 2]
+
+
+def trained_with_graphs() -> dict[str, Any]:
+    """Losses with graphs and without, and when gathers are issued in a step with graphs."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.tools.cpu.voting import VotingTrainer
+
+    found: dict[str, Any] = {}
+    for graphs in (False, True):
+        model = CpuModelConfig(layers=UNITS, graph_modules=("attn", "mlp"))
+        trainer: Any = VotingTrainer(TrainingPlan(model, graphs=True, microbatches=1))
+        try:
+            numbers = [trainer.step()]
+            if graphs:
+                trainer.start()
+            numbers += [trainer.step(), trainer.step()]
+            with pytest.MonkeyPatch.context() as patch:
+                found["events"] = noted(trainer.model.module, patch)
+                numbers.append(trainer.step())
+            found[str(graphs)] = numbers
+        finally:
+            trainer.close()
+            parallel_state.destroy_model_parallel()
+    return found
+
+
+def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
+    """Units as they are gathered, their forward passes, and when a backward pass begins."""
+    events: list[Any] = []
+    own = dist.all_gather_into_tensor
+    units = {
+        group.model_weight_buffer.data.untyped_storage().data_ptr(): group.fsdp_unit_id
+        for group in fsdp.param_and_grad_buffer.parameter_groups
+    }
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        if "input_tensor" in kwargs:
+            unit = units[kwargs["input_tensor"].untyped_storage().data_ptr()]
+            backward = fsdp._root_pre_backward_hook_issued
+            events.append(f"{'backward' if backward else 'forward'}: gather {unit}")
+        return own(*args, **kwargs)
+
+    patch.setattr(dist, "all_gather_into_tensor", gathered)
+    launch = _Detached.apply
+
+    def launched(*args: Any) -> Any:
+        outputs: Any = launch(*args)  # type: ignore[no-untyped-call]
+        events.append("launch")
+        return outputs
+
+    patch.setattr(_Detached, "apply", launched)
+    return events
+
+
+def test_gathers_overlap_with_graphs_and_numbers_stay() -> None:
+    for found in on_ranks(trained_with_graphs):
+        assert found["True"] == found["False"]
+        units = [event for event in found["events"] if "None" not in event]
+        assert units == [
+            *("forward: gather 0", "launch"),
+            *("forward: gather 1", "launch"),
+            *("forward: gather 2", "launch"),
+            # Megatron-FSDP prefetches unit 1 in the call that asks for unit 2, in their order.
+            *("backward: gather 1", "backward: gather 2", "backward: gather 0"),
+        ]
 
 
 def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
@@ -273,3 +463,109 @@ def test_modules_get_their_state_together() -> None:
     for module in CachedModules(unit).modules():
         module._training_state = "forward"
     assert {module._training_state for module in unit.modules()} == {"forward"}
+
+
+MARKS = {"grad_added_to_main_grad": False, "__fsdp_param__": True, "overwrite_main_grad": True}
+
+
+def parameters() -> list[Any]:
+    """Two of one bucket, one of another, and one more of the first."""
+    return [nn.Parameter(torch.zeros(1)) for _ in range(4)]
+
+
+def cached(listed: list[Any]) -> CachedParameters:
+    buckets = dict(zip(listed, (0, 0, 1, 0), strict=True))
+    return CachedParameters(listed, buckets.__getitem__, lambda _: False)
+
+
+def marks(parameter: Any) -> dict[str, Any]:
+    return {name: vars(parameter)[name] for name in MARKS if name in vars(parameter)}
+
+
+def test_what_megatron_is_not_shown_is_marked_once() -> None:
+    asked: list[Any] = []
+    gather = _gathered(lambda params, *args, **options: asked.append((params, args, options)))
+    listed = parameters()
+    ours = cached(listed)
+    gather(ours, 1, bwd=True)
+    ((shown, args, options),) = asked
+    assert [id(p) for p in shown] == [id(listed[0]), id(listed[2])]
+    assert (args, options) == ((1,), {"bwd": True})
+    # Those that it is shown it marks itself.
+    assert [marks(parameter) for parameter in listed] == [{}, MARKS, {}, MARKS]
+    listed[1].grad_added_to_main_grad = True
+    gather(ours)
+    assert asked[1] == (ours.shown, (), {}) and listed[1].grad_added_to_main_grad
+    # Another list has marks of its own to set.
+    gather(cached(listed))
+    assert not listed[1].grad_added_to_main_grad
+
+
+def test_one_parameter_of_a_bucket_is_shown_and_every_float8_one() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(6)]
+    buckets = dict(zip(parameters, (0, 0, 1, 1, 0, 2), strict=True))
+    known = CachedParameters(parameters, buckets.__getitem__, lambda p: p is parameters[3])
+    first, _, third, fourth, _, sixth = parameters
+    assert [id(p) for p in known.parameters()] == [id(p) for p in (first, third, fourth, sixth)]
+    assert [id(p) for p in known.others] == [id(parameters[1]), id(parameters[4])]
+
+
+class Buffer:
+    """Three parameters in a bucket that lies where it is told."""
+
+    def __init__(self) -> None:
+        self.memory = torch.arange(6.0)
+        self.params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        self.set = 0
+
+    def fetch_bucket(self, dtype: Any, set_param_data: bool, strict: bool) -> Any:
+        if set_param_data:
+            self.set += 1
+            for parameter, piece in zip(self.params, self.memory.split(2), strict=True):
+                parameter.data = piece
+        return SimpleNamespace(data=self.memory)
+
+
+def test_parameters_are_pointed_at_their_bucket_only_when_they_are_elsewhere() -> None:
+    buffer = Buffer()
+    fetch = _fetched(buffer)
+    for _ in range(3):
+        fetch(None, set_param_data=True)
+    fetch(None)
+    assert buffer.set == 1
+    buffer.memory = torch.arange(6.0)
+    fetch(None, set_param_data=True)
+    assert buffer.set == 2 and buffer.params[2].data_ptr() == buffer.memory[4:].data_ptr()
+    buffer.params[1].data = torch.zeros(2)
+    fetch(None, set_param_data=True)
+    assert buffer.set == 3 and buffer.params[1].data_ptr() == buffer.memory[2:].data_ptr()
+
+
+def walks(trainer: Any) -> int:
+    """How often Megatron-FSDP looks up a layer's modules before backward passes, in one step."""
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    layers, own = {id(layer) for layer in transformer_layers(trainer.model)}, nn.Module.modules
+    callers: list[str] = []
+
+    def modules(self: nn.Module, *given: Any) -> Any:
+        if id(self) in layers:
+            callers.append(sys._getframe(1).f_code.co_name)
+        return own(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "modules", modules)
+        trainer.step()
+    return callers.count("_pre_backward_param_unshard")
+
+
+def test_no_layer_is_walked_over_before_its_backward_pass(one_rank: None) -> None:
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    trainer: Any = Trainer(TrainingPlan(CpuModelConfig(layers=2)))
+    assert walks(trainer) == 2
+    path = install(trainer.model.module)
+    assert walks(trainer) == 0
+    path.close()
+    assert walks(trainer) == 2

@@ -1,4 +1,4 @@
-"""Main weights go into model weights by slices that are cut once for each buffer."""
+"""Main gradients and main weights: attached, cast and copied from tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,165 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fastpath.main_weights import install_main_weights
+from megatron_cg.fastpath.main_weights import (
+    _GradientsOfKind,
+    install_main_gradients,
+    install_main_weights,
+)
+from megatron_cg.memory.scratch import _Chunk
+from tests.unit.ranks import on_ranks
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
+    training: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = torch.arange(6.0).bfloat16()
+    borrowed = [torch.empty(2, 2), torch.empty(2)]
+    ended: list[bool] = []
+    scratch = SimpleNamespace(
+        empty=lambda *_: list(borrowed),
+        borrows=lambda: True,
+        still_held=lambda: 2,
+        stop_borrowing=lambda: ended.append(True),
+    )
+    store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=False)
+    held: list[torch.Tensor] = []
+
+    def forward() -> None:
+        for tensor in borrowed:
+            tensor.fill_(torch.nan)
+        held.extend(gradient._local_tensor for gradient in gradients)
+
+    fsdp = SimpleNamespace(param_and_grad_buffer=store, forward=forward, training=training)
+    undo = install_main_gradients(fsdp, scratch)
+    table: Any = store.update_main_grads.__wrapped__
+    parameters = [SimpleNamespace(grad="of the step before") for _ in range(3)]
+    gradients: list[Any] = [SimpleNamespace(_local_tensor=None) for _ in range(3)]
+    kind = (data.device, data.dtype, torch.float32)
+    of_kind = table._kinds[kind] = _GradientsOfKind(kind)
+    pieces = (data[:4].view(2, 2), data[4:], data[:0])
+    for parameter, gradient, piece in zip(parameters, gradients, pieces, strict=True):
+        of_kind.add(parameter, gradient, piece)
+    empty = gradients.pop()
+    table()
+    assert [parameter.grad for parameter in parameters] == [*gradients, None]
+    assert gradients[0]._local_tensor.data_ptr() == borrowed[0].data_ptr()
+    # Gradients that are scaled after their reduction are copied once more, into the same scratch.
+    data.mul_(2)
+    scratch.empty = lambda *_: (
+        [] if any(g._local_tensor is not None for g in gradients) else borrowed
+    )
+    table()
+    data.div_(2)
+    table()
+    fsdp.forward()
+    # An evaluation replays nothing, so nothing is moved for it.
+    expected = [[[0.0, 1.0], [2.0, 3.0]], [4.0, 5.0]] if training else None
+    assert [t.tolist() for t in held] == expected or (
+        not training and all(t.isnan().all() for t in held)
+    )
+    # Whatever else is held in that memory is lost, and said to be.
+    assert ended == [True] * training and empty._local_tensor is None
+    assert ("at least 2 tensors still share" in caplog.text) is training
+    undo()
+    assert fsdp.forward is forward
+
+
+class OneChunk:
+    """Scratch memory in which all pieces of a caller are cut from one allocation."""
+
+    def __init__(self) -> None:
+        self.pieces = 0
+
+    def borrows(self) -> bool:
+        return True
+
+    def empty(self, _caller: Any, like: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+        chunk = _Chunk(range(len(like)), like, torch.empty((), dtype=dtype))
+        self.pieces += len(like)
+        dense = torch.contiguous_format
+        return [*chunk.cut(torch.full_like(chunk.template, torch.nan, memory_format=dense))]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cast": {},
+    "experts": {"experts": 8},
+    "in place": {"bf16": False},
+    "ZeRO-1": {"fsdp_options": {"data_parallel_sharding_strategy": "optim"}},
+    "no shards": {"fsdp_options": {"data_parallel_sharding_strategy": "no_shard"}},
+}
+
+
+def attached(store: Any, decoupled: bool) -> dict[str, Any]:
+    """What the optimizer is given after gradients are reduced, and again after they are scaled.
+
+    Buffers are other tensors by then.
+    """
+    store.use_decoupled_grad = decoupled
+    store.update_main_grads()
+    for group in store.parameter_groups:
+        left = group.main_grad_buffer.data
+        group.main_grad_buffer.data = left.clone()
+        left.zero_()
+    generator = torch.Generator().manual_seed(3)
+    for group in store.parameter_groups:
+        data = group.main_grad_buffer.data
+        data.copy_(torch.randn(data.shape, generator=generator))
+    store.update_main_grads()
+    store.scale_gradients(0.3)
+    found: dict[str, Any] = {}
+    for name, parameter in store.optimizer_named_parameters:
+        gradient = getattr(parameter, "decoupled_grad" if decoupled else "grad")
+        found[name] = gradient
+        if gradient is not None:
+            local = gradient._local_tensor
+            found[name] = (str(local.dtype), tuple(gradient.shape), local.tolist())
+    return found
+
+
+def compare_attached() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.cpu_model import build
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+
+    runs: dict[str, Any] = {}
+    for name, options in OPTIONS.items():
+        for decoupled in (False, True):
+            fsdp: Any = build(CpuModelConfig(layers=1, hidden_size=16, **options)).module
+            store = fsdp.param_and_grad_buffer
+            megatrons = attached(store, decoupled)
+            empty = sum(gradient is None for gradient in megatrons.values())
+            found: dict[str, Any] = {"number": len(megatrons), "empty": empty}
+            found |= {"pieces": [], "equal": [], "restored": []}
+            # Once with DTensors that Megatron-FSDP has made before, once without.
+            for _ in range(2):
+                scratch = OneChunk()
+                undo = install_main_gradients(fsdp, scratch)  # type: ignore[arg-type]
+                found["equal"].append(attached(store, decoupled) == megatrons)
+                found["pieces"].append(scratch.pieces)
+                undo()
+                left = [vars(p).get("decoupled_grad") for _, p in store.optimizer_named_parameters]
+                found["restored"].append(decoupled or left == [None] * len(left))
+                store.dist_main_grad.clear()
+            runs[f"{name}, {decoupled}"] = found
+            parallel_state.destroy_model_parallel()
+    return runs
+
+
+def test_attached_gradients_are_those_of_megatron_fsdp() -> None:
+    empty_shards = 0
+    for runs in on_ranks(compare_attached):
+        for name, run in runs.items():
+            assert run["equal"] == run["restored"] == [True, True] and run["number"] > 5, name
+            empty_shards += run["empty"]
+            cast = "in place" not in name and "True" not in name
+            copied = run["number"] - run["empty"] if cast else 0
+            # Three calls; the first one of the second time is Megatron-FSDP's own.
+            assert run["pieces"] == [3 * copied, 2 * copied], name
+    assert empty_shards > 0
+
 
 SIZES = (2, 0, 3)
 

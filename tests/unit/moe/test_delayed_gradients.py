@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import queue
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -19,15 +18,13 @@ from packaging.version import Version
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_memory import FreedStorageError
-from megatron_cg.moe import grouped_gemm
-from megatron_cg.moe.install import use_device_counts
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tools.cpu import cpu_model, grouped_linear
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.moe.test_training import DROP_AND_PAD
 from tests.unit.te_sources import source_of_te
-from tests.unit.trainers import half_a_batch, trainer_of
+from tests.unit.trainers import trainer_of
 
 STEPS, WARMUP, LAYERS = 3, 1, 2
 GEMMS = 2 * LAYERS
@@ -87,8 +84,7 @@ class DelayedLinear(grouped_linear.GroupedLinear):
         splits = torch.as_tensor(m_splits, dtype=torch.int64)
         settings = [*grouped_linear.SETTINGS]
         settings[STORE_AT] = self.wgrad_store
-        function: Any = grouped_linear._GroupedLinear
-        function = function if function is grouped_gemm.GroupedGemm else Delaying
+        function: Any = Delaying
         made, _ = function.apply(rows, splits, settings, None, None, *self.parameters())
         return made, None
 
@@ -108,13 +104,8 @@ def delayed(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> Iterator[None]:
     yield
 
 
-def train(
-    *, delays: bool, scopes: tuple[str, ...] = (), short: int | None = None
-) -> list[list[str]]:
-    """Losses and norms of three steps, to the last bit; with scopes, two of them by graphs.
-
-    Step ``short`` has half a batch.
-    """
+def train(*, delays: bool, scopes: tuple[str, ...] = ()) -> list[list[str]]:
+    """Losses and norms of three steps, to the last bit; with scopes, two of them by graphs."""
     options = {**DROP_AND_PAD, **(DELAYED if delays else {})}
     shape = CpuModelConfig(
         layers=LAYERS, experts=4, grouped=True, options=options, graph_modules=scopes or ("attn",)
@@ -128,12 +119,9 @@ def train(
         for step in range(STEPS):
             if scopes and step == WARMUP:
                 trainer.capture(TapeBackend(), policy=ReplayPolicy("eager"))
-            with half_a_batch(trainer, step == short):
-                numbers.append([number.hex() for number in trainer.step()])
+            numbers.append([number.hex() for number in trainer.step()])
         if scopes:
-            eager = LAYERS if short is not None else 0
-            replayed = LAYERS * (STEPS - WARMUP) - eager
-            expect(trainer.session.counters, replayed=replayed, mismatched=eager)
+            expect(trainer.session.counters, replayed=LAYERS * (STEPS - WARMUP), mismatched=0)
     return numbers
 
 
@@ -146,23 +134,8 @@ def test_beside_graphs_of_routers_gradients_are_those_of_eager() -> None:
     assert DelayedLinear.computed == 2 * GEMMS * STEPS
 
 
-def test_a_step_whose_routers_run_eagerly_has_the_same_gradients() -> None:
-    plain = train(delays=False, short=WARMUP)
-    assert train(delays=True, scopes=("attn", "moe_router"), short=WARMUP) == plain
-
-
 @pytest.mark.refuses("grouped-gemm-delayed-gradients", "experts-delayed-gradients")
 def test_a_replay_reads_a_gradient_that_was_freed(replays_alone: None) -> None:
     """Of experts in a graph: it computed and stored it outside of what autograd returns."""
     with pytest.raises(FreedStorageError):
         train(delays=True, scopes=("attn", "moe"))
-
-
-@pytest.mark.refuses("grouped-gemm-delayed-gradients", "experts-delayed-gradients")
-def test_torchs_grouped_gemm_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_gemm, "refuse_other", lambda *_: None)
-    plain = train(delays=False)
-    with grouped_linear.in_place_of_te(), ExitStack() as undo:
-        undo.callback(use_device_counts())
-        assert train(delays=True) == plain
-    assert DelayedLinear.computed == 0

@@ -47,35 +47,54 @@ def in_place_of_te() -> Iterator[None]:
 
 
 @pytest.fixture
+def model_parallel(one_rank: None) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+
+
+@pytest.fixture
 def used(in_place_of_te: None) -> Iterator[None]:
     undo = use_device_counts()
     yield
     undo()
 
 
-@pytest.mark.parametrize("kind", [TransformerConfig, MLATransformerConfig])
-@pytest.mark.parametrize("modules", [["attn", "moe"], ["moe"], []], ids=str)
-def test_dropless_experts_may_be_captured(used: None, kind: Any, modules: list[str]) -> None:
-    made = config(kind, cuda_graph_modules=modules)
-    assert made.moe_expert_capacity_factor is None
-    assert not made.moe_pad_expert_input_to_capacity
-    assert [module.name for module in made.cuda_graph_modules] == modules
+def dispatcher(**changes: Any) -> Any:
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    groups = get_default_pg_collection()
+    return moe_layer.MoEAlltoAllTokenDispatcher(
+        4, list(range(4)), config=config(**changes), pg_collection=groups
+    )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"cuda_graph_modules": "attn,moe"},
-        {"cuda_graph_modules": "moe"},
-        {"cuda_graph_modules": "full", "cuda_graph_scope": ["attn", "moe"]},
-        {"moe_expert_capacity_factor": -1.0},
-    ],
-    ids=str,
+CAPTURED: tuple[dict[str, Any], ...] = (
+    {},
+    {"cuda_graph_modules": ["moe"]},
+    {"cuda_graph_modules": []},
+    {"cuda_graph_modules": "attn,moe"},
+    {"cuda_graph_modules": "full", "cuda_graph_scope": ["attn", "moe"]},
+    {"moe_expert_capacity_factor": -1.0},
+    {"kind": MLATransformerConfig},
 )
-def test_the_config_may_be_written_as_megatron_allows(used: None, changes: dict[str, Any]) -> None:
-    made = config(**changes)
-    assert made.moe_expert_capacity_factor is None
-    assert "moe" in {module.name for module in made.cuda_graph_modules}
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"cuda_graph_modules": ["attn", "moe_router"]},
+    DROP_AND_PAD,
+    {"cuda_graph_impl": "none"},
+)
+
+
+@pytest.mark.parametrize("changes", [*CAPTURED, *OTHERS], ids=str)
+def test_dropless_experts_may_be_captured_and_get_the_dispatcher(
+    model_parallel: None, used: None, changes: dict[str, Any]
+) -> None:
+    made = dispatcher(**changes)
+    ours = changes in CAPTURED
+    assert isinstance(made, MoEAlltoAllTokenDispatcher)
+    assert (type(made) is not MoEAlltoAllTokenDispatcher) == ours
+    assert made.config.moe_pad_expert_input_to_capacity == (changes == DROP_AND_PAD)
+    assert (made.config.moe_expert_capacity_factor is None) == (changes != DROP_AND_PAD)
 
 
 @pytest.mark.refuses("experts-router")
@@ -95,32 +114,6 @@ def test_megatrons_other_rules_hold(used: None) -> None:
 def test_without_it_megatron_refuses_them() -> None:
     with pytest.raises(AssertionError, match="drop-padding"):
         config()
-
-
-@pytest.mark.parametrize(
-    ("changes", "ours"),
-    [
-        ({}, True),
-        ({"cuda_graph_modules": []}, True),
-        ({"cuda_graph_modules": ["attn", "moe_router"]}, False),
-        (DROP_AND_PAD, False),
-        ({"cuda_graph_impl": "none"}, False),
-    ],
-    ids=str,
-)
-def test_only_models_with_experts_in_graphs_get_the_dispatcher(
-    one_rank: None, used: None, changes: dict[str, Any], ours: bool
-) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-
-    parallel_state.initialize_model_parallel()
-    groups = get_default_pg_collection()
-    made = moe_layer.MoEAlltoAllTokenDispatcher(
-        4, list(range(4)), config=config(**changes), pg_collection=groups
-    )
-    assert (type(made) is not MoEAlltoAllTokenDispatcher) == ours
-    assert isinstance(made, MoEAlltoAllTokenDispatcher)
 
 
 def test_the_undo_puts_everything_back(in_place_of_te: None) -> None:
@@ -168,27 +161,7 @@ def test_enable_takes_the_grouped_gemm(in_place_of_te: None) -> None:
     assert grouped_linear._GroupedLinear is before
 
 
-def test_an_unknown_grouped_gemm_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"grouped_gemm='torhc'.*did you mean 'torch'"):
-        megatron_cg.enable(grouped_gemm="torhc")  # type: ignore[arg-type]
-    from megatron_cg.integrations.megatron import patches
-
-    assert patches._active is None
-
-
-def dispatcher(**changes: Any) -> Any:
-    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-
-    groups = get_default_pg_collection()
-    return moe_layer.MoEAlltoAllTokenDispatcher(
-        4, list(range(4)), config=config(**changes), pg_collection=groups
-    )
-
-
-def test_only_dispatchers_in_graphs_are_bounded(one_rank: None, used: None) -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel()
+def test_only_dispatchers_in_graphs_are_bounded(model_parallel: None, used: None) -> None:
     before = moe_layer.MoEAlltoAllTokenDispatcher
     assert dispatcher().bound is None
     bound = RowBound(1.25)
@@ -200,11 +173,8 @@ def test_only_dispatchers_in_graphs_are_bounded(one_rank: None, used: None) -> N
 
 
 def test_dispatchers_of_a_group_share_peer_memory(
-    one_rank: None, used: None, monkeypatch: pytest.MonkeyPatch
+    model_parallel: None, used: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel()
     undo = exchange_by_peers()
     assert dispatcher().transport is None  # One rank exchanges nothing.
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "__init__", of_two_ranks)
@@ -215,11 +185,10 @@ def test_dispatchers_of_a_group_share_peer_memory(
 
 
 def test_a_group_of_the_same_name_made_later_has_peer_memory_of_its_own(
-    one_rank: None, used: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_parallel: None, used: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel()
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "__init__", of_two_ranks)
     undo = exchange_by_peers()
     group: Any = torch.distributed.group.WORLD
@@ -243,14 +212,12 @@ def of_two_ranks(self: Any, *args: Any, **named: Any) -> None:
 @pytest.mark.parametrize("factor", [1.25, None])
 @pytest.mark.parametrize("by", ["flag", "argument"])
 def test_with_a_bound_and_not_without_it_steps_are_repeated(
-    one_rank: None, in_place_of_te: None, by: str, factor: float | None
+    model_parallel: None, in_place_of_te: None, by: str, factor: float | None
 ) -> None:
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_cg.integrations.megatron import patches
 
-    parallel_state.initialize_model_parallel()
     before = schedules.forward_backward_no_pipelining
     try:
         if by == "flag":
@@ -272,7 +239,7 @@ def test_with_a_bound_and_not_without_it_steps_are_repeated(
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [
-        ({"grouped_gemm": "torch", "moe_rows": 0.5}, "moe_rows=1.25"),
+        ({"grouped_gemm": "torhc"}, r"grouped_gemm='torhc'.*did you mean 'torch'"),
         ({"grouped_gemm": "torch", "moe_rows": "1.25"}, "moe_rows=1.25"),
         ({"grouped_gemm": "torch", "moe_rows": float("nan")}, "moe_rows=1.25"),
         ({"moe_rows": 1.25}, "add grouped_gemm='torch'"),

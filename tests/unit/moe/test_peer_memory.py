@@ -63,55 +63,6 @@ def test_each_row_is_written_to_its_slot_and_to_nothing_else() -> None:
     assert len(found) == 5 and all(found.values()), found
 
 
-def on_two_hosts() -> Any:
-    """What a rank raises whose peers run elsewhere."""
-    group: Any = dist.group.WORLD
-    name = f"host-{dist.get_rank()}"
-    try:
-        with (
-            patch.object(socket, "gethostname", return_value=name),
-            patch.object(torch.cuda, "current_device", return_value=0),
-            patch.object(peer_memory, "_EMPTY", Stands(lambda *_, **__: torch.empty(0))),
-        ):
-            PeerMemory(group)._made(4, 8)
-    except CaptureError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_ranks_of_several_hosts_are_refused_on_all_of_them() -> None:
-    for text in on_ranks(on_two_hosts):
-        assert "the 2 expert-parallel ranks cannot map each other's GPU memory" in text
-        assert "they run on host-0, host-1" in text and "--cg-moe-exchange nccl" in text
-
-
-def on_a_full_gpu() -> Any:
-    """What each rank raises if the GPU of one has no room."""
-    group: Any = dist.group.WORLD
-
-    def empty(*size: int, device: Any, **named: Any) -> torch.Tensor:
-        if dist.get_rank():
-            raise RuntimeError("CUDA driver error: out of memory\nwhere")
-        return torch.empty(*size, **named)
-
-    try:
-        with (
-            patch.object(torch.cuda, "current_device", return_value=0),
-            patch.object(peer_memory, "_EMPTY", Stands(empty)),
-            patch.object(peer_memory, "_RENDEZVOUS", Stands(lambda *_: "waits for the others")),
-        ):
-            PeerMemory(group)._made(2**20 - 1, 8)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_if_one_rank_has_no_room_all_are_told() -> None:
-    for text in on_ranks(on_a_full_gpu):
-        assert text.startswith("CaptureError: expert-parallel rank 1 of 2 cannot allocate 8.0 MiB")
-        assert "GPUs write: CUDA driver error: out of memory. --cg-moe-rows 1.25" in text
-
-
 class Stands:
     """Stands for one of torch's functions."""
 
@@ -124,11 +75,43 @@ class Stands:
         return self._function
 
 
+def empty(*size: int, device: Any, **named: Any) -> torch.Tensor:
+    return torch.empty(*size, **named)
+
+
+def empty_on_one_rank(*size: int, device: Any, **named: Any) -> torch.Tensor:
+    if dist.get_rank():
+        raise RuntimeError("CUDA driver error: out of memory\nwhere")
+    return empty(*size, device=device, **named)
+
+
+def refused() -> Any:
+    """What each rank raises if the other one runs elsewhere, and if the GPU of one has no room."""
+    group: Any = dist.group.WORLD
+    texts = []
+    for host, make in ((f"host-{dist.get_rank()}", empty), ("host", empty_on_one_rank)):
+        with (
+            patch.object(socket, "gethostname", return_value=host),
+            patch.object(torch.cuda, "current_device", return_value=0),
+            patch.object(peer_memory, "_EMPTY", Stands(make)),
+            patch.object(peer_memory, "_RENDEZVOUS", Stands(lambda *_: "waits for the others")),
+            pytest.raises(CaptureError) as error,
+        ):
+            PeerMemory(group)._made(2**20 - 1, 8)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_what_one_rank_has_not_is_refused_on_all_of_them() -> None:
+    for elsewhere, no_room in on_ranks(refused):
+        assert "the 2 expert-parallel ranks cannot map each other's GPU memory" in elsewhere
+        assert "they run on host-0, host-1" in elsewhere and "--cg-moe-exchange nccl" in elsewhere
+        assert no_room.startswith("expert-parallel rank 1 of 2 cannot allocate 8.0 MiB")
+        assert "GPUs write: CUDA driver error: out of memory. --cg-moe-rows 1.25" in no_room
+
+
 @pytest.fixture
 def torch_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def empty(*size: int, device: Any, **named: Any) -> torch.Tensor:
-        return torch.empty(*size, **named)
-
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(peer_memory, "_EMPTY", Stands(empty))
 
@@ -140,7 +123,7 @@ def torch_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("detected allocations from overlapping devices.", r"devices\. .*CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_what_torch_says_of_memory_that_cannot_be_mapped_is_passed_on(
+def test_memory_that_is_not_mapped_as_it_should_be_is_refused(
     one_rank: None,
     torch_on_cpus: None,
     reason: str,
@@ -150,9 +133,15 @@ def test_what_torch_says_of_memory_that_cannot_be_mapped_is_passed_on(
     def rendezvous(*_: Any) -> Any:
         raise RuntimeError(f"{reason}\nwhere")
 
+    def misplaced(rows: torch.Tensor, _group: Any) -> Any:
+        return SimpleNamespace(buffer_ptrs=[rows.data_ptr() - 512], rank=0)
+
     monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
     group: Any = dist.group.WORLD
     with pytest.raises(CaptureError, match=remedy):
+        PeerMemory(group)._made(4, 8)
+    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(misplaced))
+    with pytest.raises(UpstreamChangedError, match="where each rank's tensor begins"):
         PeerMemory(group)._made(4, 8)
 
 
@@ -193,21 +182,13 @@ def test_memory_stays_for_the_next_capture_and_goes_if_that_needs_other_memory(
     leave()
     leave_too()
     memory._of(8, 8)
-    memory.hold()
+    leave = memory.hold()
     assert list(memory._slots) == [(8, 8)]
-
-
-def test_memory_of_a_failed_capture_is_freed_unless_other_graphs_need_it(
-    one_rank: None, mapped: None
-) -> None:
-    group: Any = dist.group.WORLD
-    memory = PeerMemory(group)
-    memory._of(4, 8)
-    memory.hold()
-    memory._of(4, 8)
+    memory._of(8, 8)
     memory._of(6, 8)
-    memory.forget()
-    assert list(memory._slots) == [(4, 8)]
+    memory.forget()  # A capture failed.
+    assert list(memory._slots) == [(8, 8)]
+    leave()
 
 
 def collected(memory: PeerMemory) -> bool:
@@ -273,18 +254,6 @@ def test_rows_are_written_between_two_barriers_and_read_after_them(
     memory(sent.as_subclass(OnGpu), here, there)
     assert done == ["barrier of 0 minutes", "write", "barrier of 0 minutes"]
     assert torch.equal(received[:3], sent[:3]) and not received[3:].any()
-
-
-def test_addresses_that_are_not_of_the_tensor_are_refused(
-    one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rendezvous(rows: torch.Tensor, _group: Any) -> Any:
-        return SimpleNamespace(buffer_ptrs=[rows.data_ptr() - 512], rank=0)
-
-    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
-    group: Any = dist.group.WORLD
-    with pytest.raises(UpstreamChangedError, match="where each rank's tensor begins"):
-        PeerMemory(group)._of(4, 8)
 
 
 def test_nothing_is_freed_on_a_gpu_in_an_error_state(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.errors import HookError
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.unit.counted import expect
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import trainer_of
 
@@ -82,7 +87,6 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.moe import stacked_weights
     from megatron_cg.moe.install import (
@@ -181,3 +185,23 @@ def test_weights_in_a_bucket_are_not_copied(results: list[dict[str, Any]], model
     for found in results:
         copied = {way: found[model][way]["copied"] for way in MODELS[model].ways}
         assert set(copied.values()) == {model == "no shards"}
+
+
+@pytest.mark.refuses("routing-trace")
+@pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids=" ".join)
+def test_a_captured_router_has_no_trace(
+    scopes: tuple[str, ...], one_rank: None, tmp_path: Path
+) -> None:
+    from megatron.core.transformer.moe.router_trace import RouterTracer
+
+    shape = CpuModelConfig(layers=LAYERS, experts=4, graph_modules=scopes)
+    tracer = RouterTracer(str(tmp_path), STEPS, 0, training_mode=True)
+    with trainer_of(shape, graphs=True) as trainer:
+        tracer.register_hooks(trainer.model)
+        trainer.step()
+        captured = "moe_router" in scopes
+        with pytest.raises(HookError, match="RouterTracer") if captured else nullcontext():
+            session = trainer.capture(TapeBackend())
+            trainer.step()
+            expect(session.counters, replayed=LAYERS)
+        assert len(tracer.records) == (LAYERS if captured else 2 * LAYERS)

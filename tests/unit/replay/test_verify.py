@@ -22,7 +22,7 @@ from megatron_cg.replay.verify import _first_difference, verify
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 from tests.unit.counted import expect
-from tests.unit.fastpath.test_deferred_prefetch import noted
+from tests.unit.fastpath.test_gather import noted
 from tests.unit.trainers import trainer_of
 
 STEPS, LAYERS = 4, 2
