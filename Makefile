@@ -17,7 +17,7 @@ FAST := arguments integrations/standalone/test_call.py \
 	capture/test_observer.py hooks/test_extract.py \
 	$(patsubst %,tools/align/test_%.py,command compare data) \
 	tools/bench/test_bench.py \
-	$(patsubst %,fastpath/test_%.py,buckets cached_lists views) \
+	fastpath/test_bucketing.py \
 	$(patsubst %,tools/plan/test_%.py,pool request) \
 	tools/report/test_story.py \
 	$(patsubst %,telemetry/test_%.py,log)
