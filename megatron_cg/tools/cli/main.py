@@ -8,15 +8,17 @@ import importlib
 import io
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.nearest import did_you_mean
-from megatron_cg.tools.cli.signals import ended_in_order, interrupts
 from megatron_cg.version import __version__
 
 COMMANDS = {
@@ -32,19 +34,6 @@ COMMANDS = {
 TAKING_FLAGS = ("align", "bench", "plan")
 """The commands that take Megatron's flags after a bare ``--``."""
 
-_DEPENDENCIES = {
-    "einops": "einops",
-    "jinja2": "Jinja2",
-    "matplotlib": "matplotlib",
-    "megatron": "megatron-core",
-    "numpy": "numpy",
-    "packaging": "packaging",
-    "rich": "rich",
-    "torch": "torch",
-    "yaml": "PyYAML",
-}
-"""Modules of other packages that commands import, and how pip names their package."""
-
 USAGE_ERROR = 2
 DEFECT = 70
 """From sysexits.h, for an error that no command expects; 1 is a result of a command."""
@@ -52,17 +41,10 @@ INTERRUPTED = 130
 """A shell's exit code for a process that SIGINT ended."""
 NO_READER = 141
 """A shell's exit code for a process that SIGPIPE ended: the reader is gone, as with ``| head``."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Suggests the closest valid word."""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            names = [str(choice) for choice in action.choices]
-            hint = did_you_mean(str(value), names)
-            text = f"there is no {str(value)!r}{hint}; there are {', '.join(names)}"
-            raise argparse.ArgumentError(action, text)
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals of ``timeout``, batch systems and closed terminals. Python converts only SIGINT to an
+exception. The others would end it at once, and its runs on GPUs would continue and disturb later
+ones."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,14 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = f"megatron-cg {words[0]}" if words and words[0] in COMMANDS else "megatron-cg"
     try:
-        with interrupts() as interrupted, ended_in_order():
-            try:
-                return _run(words)
-            except Exception:
-                # Some libraries convert an interrupt during their import to their own error.
-                if interrupted.is_set():
-                    raise KeyboardInterrupt from None
-                raise
+        with ended_in_order():
+            return _run(words)
     except BaseException as error:
         # rich raises SystemExit when the reader is gone.
         if BrokenPipeError in (type(error), type(error.__context__)):
@@ -94,43 +70,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def _discard_output() -> None:
-    """Discard what is still to be written to stdout, unless it is no file, as with Jupyter."""
-    with contextlib.suppress(io.UnsupportedOperation):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _told(error: BaseException) -> tuple[str, int]:
-    """The message for an error that ends a command, and the exit code."""
-    if isinstance(error, MegatronCGError):
-        return str(error), USAGE_ERROR
-    if isinstance(error, OSError):
-        # A folder that is not writable, a missing file, a full disk.
-        return f"{error.filename or 'output'}: {error.strerror or error}", USAGE_ERROR
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", INTERRUPTED
-    if isinstance(error, ModuleNotFoundError) and error.name in _DEPENDENCIES:
-        package = _DEPENDENCIES[error.name]
-        why = "as after an installation with --no-deps"
-        text = f"the package {package} is missing, {why}: python -m pip install {package}"
-        return text, USAGE_ERROR
-    traceback.print_exception(error)
-    return "this is a defect of megatron-cg: please report it with the lines above", DEFECT
-
-
 def _run(words: Sequence[str]) -> int:
-    _make_printable()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Print every result, even if stdout cannot encode some characters.
+        sys.stdout.reconfigure(errors="replace")
     # Words after a bare "--" are for Megatron, whatever they look like.
     cut = words.index("--") if "--" in words else len(words)
-    words, extra = words[:cut], words[cut + 1 :]
-    args = _parsed(words)
+    args = _parsed(words[:cut])
     # Megatron warns at import about each optional package that is missing.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     # And torch warns if there is nvcc but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    code = int(args.run(args, extra))
-    sys.stdout.flush()
+    code = int(args.run(args, words[cut + 1 :]))
+    # Here, so that a full disk is told.
+    print(end="", flush=True)
     return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Suggests the closest valid word."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            hint = did_you_mean(str(value), names)
+            text = f"there is no {str(value)!r}{hint}; there are {', '.join(names)}"
+            raise argparse.ArgumentError(action, text)
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -158,12 +123,49 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _make_printable() -> None:
-    """Print every result, even if stdout is closed or cannot encode some characters."""
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+def _told(error: BaseException) -> tuple[str, int]:
+    """The message for an error that ends a command, and the exit code."""
+    if isinstance(error, MegatronCGError):
+        return str(error), USAGE_ERROR
+    if isinstance(error, OSError):
+        # A folder that is not writable, a missing file, a full disk.
+        return f"{error.filename or 'output'}: {error.strerror or error}", USAGE_ERROR
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("megatron_cg"):
+        text = f"the module {error.name} is missing, as after an installation with --no-deps"
+        return f"{text}: python -m pip install megatron-cg", USAGE_ERROR
+    traceback.print_exception(error)
+    return "this is a defect of megatron-cg: please report it with the lines above", DEFECT
+
+
+def _discard_output() -> None:
+    """Discard what is still to be written to stdout, unless it is no file, as with Jupyter."""
+    with contextlib.suppress(io.UnsupportedOperation):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Raise ``SystemExit`` in the main thread when a signal of ``ENDING`` arrives.
+
+    The exit code is 128 plus the signal's number, as in a shell. A second signal ends the process
+    at once. An ignored signal, as under ``nohup``, stays ignored.
+    """
+    chosen = [ending for ending in ENDING if signal.getsignal(ending) is signal.SIG_DFL]
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for ending in chosen:
+            signal.signal(ending, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    for ending in chosen:
+        signal.signal(ending, end)
+    try:
+        yield
+    finally:
+        for ending in chosen:
+            signal.signal(ending, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

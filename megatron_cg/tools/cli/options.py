@@ -8,18 +8,16 @@ import math
 from megatron_cg.arguments.schema import SCOPES
 
 
-def whole(text: str) -> int:
-    """A whole number of 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+def whole(text: str, least: int = 0) -> int:
+    """A whole number of ``least`` or more."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
     return int(text)
 
 
 def positive(text: str) -> int:
     """A whole number of 1 or more."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
+    return whole(text, 1)
 
 
 def seconds(text: str) -> float:

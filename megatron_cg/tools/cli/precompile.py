@@ -15,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("build", metavar="BUILD", help="FILE.py:FUNCTION or MODULE:FUNCTION")
     add("--out", type=Path, metavar="DIR", required=True, help="where to write the artifact")
-    add("--name", help="name of the artifact (default: that of the function)")
     add(
         "--world-size",
         type=positive,
@@ -51,14 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def capability(text: str) -> tuple[int, int] | None:
-    """``9.0`` as (9, 0); ``cpu`` as None."""
+    """``9.0`` as (9, 0); ``cpu`` as None. Raises ValueError otherwise."""
     if text == "cpu":
         return None
-    major, dot, minor = text.partition(".")
-    if not (dot and major.isdecimal() and minor.isdecimal()):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a compute capability, such as 9.0, nor cpu"
-        )
+    major, minor = text.split(".")
     return int(major), int(minor)
 
 
@@ -84,7 +78,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(args.deterministic or before)
     try:
-        name = args.name or args.build.rpartition(":")[2]
+        name = args.build.rpartition(":")[2]
         manifest = save(
             build, args.out, name=name, world_size=args.world_size, capability=args.capability
         )
@@ -99,14 +93,14 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     return 0
 
 
-def builder(text: str) -> Any:
-    """The function that ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION`` names.
+def builder(text: str) -> Callable[[], Any]:
+    """The function that ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION`` names; it makes a region.
 
     A file is imported as a module of its own name, since code that is loaded looks for it there,
     and a module is also looked for in the working directory, as by ``python -m``.
     Raises MegatronCGError if there is none.
     """
-    module_name, colon, function = text.rpartition(":")
+    module_name, colon, function_name = text.rpartition(":")
     if not colon:
         raise MegatronCGError(f"{text} names no function: type FILE.py:FUNCTION or MODULE:FUNCTION")
     folder = Path()
@@ -117,27 +111,21 @@ def builder(text: str) -> Any:
         folder, module_name = file.parent, file.stem
     sys.path.insert(0, str(folder.resolve()))
     with _of_the_user(f"{module_name} cannot be imported:"):
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name != module_name.partition(".")[0]:
-                raise
-            raise MegatronCGError(f"there is no module {module_name}") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise MegatronCGError(f"{module_name} has no function {function}")
-    return partial(_built, found, text)
+        function = getattr(importlib.import_module(module_name), function_name, None)
+    if not callable(function):
+        raise MegatronCGError(f"{module_name} has no function {function_name}")
 
+    def build() -> Any:
+        from megatron_cg.compiled.region import Region
 
-def _built(function: Callable[[], Any], text: str) -> Any:
-    from megatron_cg.compiled.region import Region
+        with _of_the_user(f"{text} raised"):
+            region = function()
+        if not isinstance(region, Region):
+            kind = type(region).__name__
+            raise MegatronCGError(f"{text} returned {kind}, not a {Region.__module__}.Region")
+        return region
 
-    with _of_the_user(f"{text} raised"):
-        region = function()
-    if not isinstance(region, Region):
-        kind = type(region).__name__
-        raise MegatronCGError(f"{text} returned {kind}, not a {Region.__module__}.Region")
-    return region
+    return build
 
 
 @contextmanager

@@ -34,6 +34,14 @@ def region(kind=Twice):
 
 def ranked():
     return region(Ranked)
+
+def fails():
+    raise ValueError("mine")
+
+def wrong():
+    return 3
+
+number = 3
 """
 
 
@@ -63,7 +71,7 @@ def test_it_writes_an_artifact_and_says_what_it_is(
 def test_a_region_that_differs_between_ranks_is_an_error_that_names_it(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"precompile {file}:ranked --world-size 2 --name other --out {tmp_path}/out".split()
+    words = f"precompile {file}:ranked --world-size 2 --out {tmp_path}/out".split()
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "on rank 0 and " in said and "on rank 1" in said and "Ranked" in said
@@ -71,58 +79,26 @@ def test_a_region_that_differs_between_ranks_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize(
-    ("build", "text"),
+    ("words", "told"),
     [
-        ("builder.py", "builder.py names no function: type FILE.py:FUNCTION or MODULE:FUNCTION"),
+        ("builder.py", "names no function: type FILE.py:FUNCTION or MODULE:FUNCTION"),
         ("nowhere.py:build", "there is no file nowhere.py"),
-        ("no_such_module_here:build", "there is no module no_such_module_here"),
+        ("no_such_module_here:build", "no_such_module_here cannot be imported: ModuleNotFound"),
         ("json:build", "json has no function build"),
-        ("json:__name__", "json has no function __name__"),
+        ("{file}:number", "has no function number"),
+        ("{file}:fails", "fails raised ValueError: mine"),
+        ("{file}:wrong", "wrong returned int, not a megatron_cg.compiled.region.Region"),
+        ("{file}:region --capability 9.x", "invalid capability value: '9.x'"),
+        ("{file}:region -- --bf16", "leave out --bf16"),
     ],
 )
-def test_a_builder_that_is_not_there_is_an_error(
-    build: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_compiled_is_refused_and_no_defect_of_ours(
+    words: str, told: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["precompile", build, "--world-size", "2", "--out", str(tmp_path)]) == 2
-    assert text in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("capability", ["9", "9.x", "hopper"])
-def test_a_capability_that_is_none_is_refused(
-    capability: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = f"precompile json:dumps --world-size 2 --out x --capability {capability}".split()
-    with pytest.raises(SystemExit):
-        main(words)
-    assert "neither a compute capability, such as 9.0, nor cpu" in capsys.readouterr().err
-
-
-def test_words_after_a_bare_dash_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("precompile json:dumps --world-size 2 --out x -- --bf16".split()) == 2
-    assert "leave out --bf16" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("def build(): raise ValueError('mine')", "build raised ValueError: mine"),
-        ("def build(): return 3", "build returned int, not a megatron_cg.compiled.region.Region"),
-        ("def build(", "cannot be imported: SyntaxError"),
-        ("import nowhere_to_be_found", "cannot be imported: ModuleNotFoundError"),
-    ],
-)
-def test_an_error_of_the_function_is_not_called_a_defect_of_ours(
-    code: str,
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "wrong_of_test", raising=False)
-    path = tmp_path / "wrong_of_test.py"
-    path.write_text(code)
-    words = ["precompile", f"{path}:build", "--world-size", "2", "--out", str(tmp_path / "out")]
-    assert main(words) == 2
-    told = capsys.readouterr().err
-    assert reason in told.splitlines()[-1] and "defect" not in told
+    line = f"precompile --world-size 2 --out {tmp_path}/out {words.format(file=file)}"
+    try:
+        code: object = main(line.split())
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr().err
+    assert code == 2 and told in said.splitlines()[-1] and "defect" not in said
