@@ -16,10 +16,9 @@ WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? c
 FAST := arguments integrations/standalone/test_call.py \
 	capture/test_observer.py hooks/test_extract.py \
 	$(patsubst %,tools/align/test_%.py,command compare data) \
-	tools/bench/test_bench.py \
+	tools/bench/test_lines.py \
 	fastpath/test_bucketing.py \
 	$(patsubst %,tools/plan/test_%.py,pool request) \
-	tools/report/test_story.py \
 	$(patsubst %,telemetry/test_%.py,log)
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)

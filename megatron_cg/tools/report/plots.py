@@ -14,8 +14,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_cg.tools.report.series import Curve, Quantity, memory_over_steps, step_times
-from megatron_cg.tools.report.story import Story
+from megatron_cg.tools.report.story import (
+    Curve,
+    Quantity,
+    Story,
+    memory_over_steps,
+    step_times,
+)
 
 _RUN, _REFERENCE, _BAD, _MUTED = "#0072b2", "#c05200", "#a5260f", "#525b66"
 _FAR = 4.0
@@ -47,7 +52,7 @@ def png(figure: Figure) -> bytes:
     return written.getvalue()
 
 
-def losses(figure: Figure, story: Story, quantity: Quantity) -> None:
+def losses(story: Story, quantity: Quantity, figure: Figure) -> None:
     """Both runs' curves, one over the other, and their difference below."""
     ratios = [5] if quantity.difference is None else [5, 3]
     figure.set_figheight(0.75 + 0.38 * sum(ratios))
@@ -67,7 +72,7 @@ def losses(figure: Figure, story: Story, quantity: Quantity) -> None:
     _finish(panels, story)
 
 
-def times(figure: Figure, story: Story) -> None:
+def times(story: Story, figure: Figure) -> None:
     """Milliseconds of each step, of both runs."""
     axes = figure.subplots()
     *reference, run = (step_times(record) for _, record in story.records)
@@ -86,7 +91,7 @@ def highest_shown(story: Story) -> float:
     return 1.1 * max((one for ms in found for one in ms if one <= _FAR * usual), default=1.0)
 
 
-def memory(figure: Figure, story: Story) -> None:
+def memory(story: Story, figure: Figure) -> None:
     """Allocated and reserved memory after each step."""
     axes = figure.subplots()
     colours = {story.name: _RUN, story.reference_name: _REFERENCE}

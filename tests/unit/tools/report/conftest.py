@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_cg.telemetry.record import Recorder, recording
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.unit.tools.report.made_up import make_record, write
-from tests.unit.tools.report.tape_runs import make_pair
+
+MODEL = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"), sequence_length=16)
 
 
 @pytest.fixture(scope="session")
@@ -21,5 +27,29 @@ def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tape_pair(one_rank: None, tmp_path: Path) -> Path:
-    """A pair of real runs."""
-    return make_pair(tmp_path / "tape")
+    """A pair of real runs, in a folder as ``megatron-cg align --work-dir`` leaves it."""
+    from megatron.core import parallel_state
+
+    for name in ("eager", "graphs"):
+        torch.manual_seed(7)
+        plan = TrainingPlan(MODEL, steps=8, warmup_steps=3, graphs=name == "graphs")
+        train_recorded(plan, tmp_path / "tape" / name / "record")
+        parallel_state.destroy_model_parallel()
+    return tmp_path / "tape"
+
+
+def train_recorded(plan: TrainingPlan, directory: Path) -> None:
+    from megatron_cg.tools.cpu.voting import VotingTrainer
+
+    recorder = Recorder(directory)
+    with recording(recorder), closing(VotingTrainer(plan)) as trainer:
+        for number in range(plan.steps):
+            if plan.graphs and number == plan.warmup_steps:
+                trainer.start()
+            start = time.perf_counter()
+            loss, norm = trainer.step()
+            losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
+            recorder.add_step(losses, norm, False, start)
+        if plan.graphs:
+            recorder.note("graphs", trainer.report())
+        recorder.finish([trainer.model])

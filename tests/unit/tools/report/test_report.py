@@ -1,0 +1,211 @@
+"""From records to points, sentences and the page: runs that agree, differ, failed or go on."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cg.tools.align.compare import RecordError
+from megatron_cg.tools.cli.main import main
+from megatron_cg.tools.report import plots
+from megatron_cg.tools.report.report_page import (
+    counts,
+    difference,
+    faults,
+    page,
+    peaks,
+    speed,
+    verdict,
+)
+from megatron_cg.tools.report.story import Story, counted_steps, quantities, read_story
+from tests.unit.tools.report.made_up import MISMATCH, make_record, write
+
+EAGER = make_record(graphs=False)
+FAILED = {"finished": False, "error": "RuntimeError: out of luck"}
+
+
+def pair(graphs: dict[str, Any], eager: dict[str, Any] = EAGER) -> Story:
+    return Story("pair", {0: graphs}, reference={0: eager})
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are drawn and not written as files, which takes most of the time."""
+    monkeypatch.setattr(plots, "png", lambda _figure: b"")
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"<h2>([^<]*)</h2>", text)
+
+
+def test_one_bit_on_one_rank_is_a_difference_and_nan_is_the_widest() -> None:
+    eager = {rank: make_record(graphs=False, steps=9, world_size=2) for rank in (0, 1)}
+    graphs = {rank: make_record(steps=6, world_size=2) for rank in (0, 1)}
+    loss = graphs[0]["steps"][4]["losses"]["lm loss"]
+    graphs[0]["steps"][4]["losses"]["lm loss"] = math.nextafter(loss, 9)
+    graphs[1]["steps"][3]["grad_norm"] = math.nan
+    losses, balance, norm = quantities(Story("pair", graphs, reference=eager))
+    assert (losses.name, losses.unequal, losses.compared) == ("lm loss", ((5, 0),), 12)
+    assert losses.difference is not None and norm.difference is not None
+    # As far as both go.
+    assert list(losses.difference) == [1, 2, 3, 4, 5, 6]
+    assert [step for step, number in losses.difference.items() if number] == [5]
+    assert balance.unequal == ()
+    assert norm.unequal == ((4, 1),) and math.isnan(norm.difference[4])
+
+
+@pytest.mark.parametrize(("graphs", "counted"), [(True, range(7, 41)), (False, range(21, 41))])
+def test_steps_whose_time_counts_come_after_capture(graphs: bool, counted: range) -> None:
+    assert counted_steps(Story("one", {0: make_record(graphs=graphs)})) == counted
+
+
+def test_folders_of_align_of_one_run_and_of_two_are_found(made_up: Path, tmp_path: Path) -> None:
+    both = read_story(made_up)
+    assert [name for name, _ in both.runs] == ["eager", "graphs"] and set(both.run) == {0, 1}
+    assert read_story(made_up / "graphs" / "record").name == "graphs"
+    against = read_story(made_up / "graphs", made_up / "eager")
+    swapped = read_story(made_up / "eager", made_up / "graphs")
+    for story in (against, swapped):
+        assert (story.name, story.reference_name) == ("graphs (graphs)", "eager (eager)")
+        assert story.reference == both.reference
+    # An alignment whose second run left nothing.
+    write(tmp_path / "eager" / "record", make_record(steps=3, graphs=False))
+    (tmp_path / "graphs").mkdir()
+    alone = read_story(tmp_path)
+    assert alone.name == "eager" and alone.reference is None
+
+
+def test_what_is_no_record_is_named(made_up: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"holds no record .*--cg-record"):
+        read_story(tmp_path)
+    with pytest.raises(RecordError, match="holds two runs already"):
+        read_story(made_up, made_up / "eager")
+    (tmp_path / "rank0.jsonl").write_text("{")
+    with pytest.raises(RecordError, match=r"rank0\.jsonl is not a record"):
+        read_story(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("story", "kind", "said"),
+    [
+        (pair(make_record()), "good", "120 losses and gradient norms and 1 parameter shard of"),
+        (pair(make_record(off=17)), "bad", "step 17"),
+        (
+            pair(make_record() | {"parameters": {}}, EAGER | {"parameters": {}}),
+            "note",
+            "no parameter shard was recorded",
+        ),
+        (pair(EAGER), "note", "captured no graph"),
+        (pair(make_record() | FAILED), "bad", "RuntimeError: out of luck"),
+        (Story("one", {0: EAGER}), "note", "There is no run to compare it with"),
+        (Story("one", {0: EAGER | {"finished": False}}), "note", "still going, or was killed"),
+        (Story("one", {0: EAGER | FAILED}), "bad", "rank 0: RuntimeError: out of luck"),
+    ],
+)
+def test_the_verdict_claims_no_more_than_was_compared(story: Story, kind: str, said: str) -> None:
+    found = verdict(story)
+    assert found.kind == kind and said in found.text
+    assert (found.head == "Identical, to the last bit") == (kind == "good")
+
+
+def test_a_difference_is_never_called_zero() -> None:
+    zero = "The difference is exactly zero at every step: all 40 numbers have the same bits"
+    assert difference(quantities(pair(make_record()))[0]).startswith(zero)
+    text = difference(quantities(pair(make_record(off=17)))[0])
+    assert "24 of 40 numbers differ, the first at step 17 on rank 0" in text and "zero" not in text
+
+
+def test_times_and_memory_are_ratios_and_times_need_a_gpu() -> None:
+    more = make_record()
+    more["peak_allocated_bytes"] += 2**30
+    story = Story("pair", {0: make_record(), 1: more}, reference={0: EAGER, 1: EAGER})
+    assert "graphs 102.0 ms, eager 152.0 ms, a ratio of 0.671 (steps 7 to 40" in speed(story)
+    assert "eager 26000 MiB, graphs 27924 MiB, a ratio of 1.074" in peaks(story)
+    on_cpu = pair(make_record() | {"device": "cpu"}, EAGER | {"device": "cpu"})
+    assert "times mean nothing for a GPU" in speed(on_cpu)
+
+
+def test_a_fault_is_told_once_with_its_ranks() -> None:
+    story = Story("one", {0: make_record(), 1: make_record()})
+    assert faults(story) == [f"graphs, ranks 0, 1: after step 19, warning: {MISMATCH}"]
+    assert counts(story.run)["mismatched"] == 2
+    story.run[1]["captures"].append({"after_step": 30, "error": "CaptureError: no room"})
+    assert "graphs, rank 1: after step 30, capture failed: CaptureError: no room" in faults(story)
+
+
+def test_the_page_of_two_real_runs(tape_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tape_pair)]) == 0
+    assert capsys.readouterr().out == f"written: {tape_pair}/report.html\n"
+    text = (tape_pair / "report.html").read_text()
+    assert "Identical, to the last bit" in text
+    assert "The difference is exactly zero at every step" in text
+    assert "<td>layer 0 to 2</td>" in text and "<td>attn, mlp</td>" in text
+    assert re.search(r"<h1>tape, 20\d\d-\d\d-\d\d</h1>", text)
+    names = ["Losses and gradient norm", "Step times", "What was captured"]
+    assert headings(text) == [*names, "Versions, machine and flags"]
+    images = re.findall(r'src="data:image/png;base64,([^"]*)" alt="([^"]{30,})"', text)
+    assert len(images) == 3
+    assert all(base64.b64decode(image).startswith(b"\x89PNG\r\n\x1a\n") for image, _ in images)
+
+
+def test_a_page_of_all_that_a_record_can_hold_loads_nothing(made_up: Path, undrawn: None) -> None:
+    text = page(read_story(made_up))
+    assert headings(text) == [
+        *("Mismatches and faults", "Different", "Losses and gradient norm", "Step times"),
+        *("GPU memory", "What was captured", "Versions, machine and flags"),
+    ]
+    assert not re.findall(r"https?:|@import|<script|<link|<iframe", text)
+    assert "default-src 'none'" in text and "longer than the picture is high: 2." in text
+    assert "24 graphs of 24 layers in 2.47 s" in text and "2 not allowed by a guard" in text
+    rows = re.findall(r"<tr><td>(layer[^<]*)</td><td>\w+</td><td>([^<]*)</td><td>([^<]*)<", text)
+    assert [(layers, graphed) for layers, graphed, _ in rows] == [
+        ("layer 0 to 1", "attn"),
+        ("layer 2 to 19", "attn, moe_router"),
+        ("layer 20 to 23", "moe_router"),
+    ]
+    not_asked = "not asked for (--cuda-graph-modules)"
+    assert rows[2][2] == f"moe: {not_asked}; attn: not selected (--cg-layers)"
+
+
+def test_numbers_and_shards_that_differ_are_listed(undrawn: None) -> None:
+    run = make_record(off=17) | {"parameters": {f"main:w{number}": "b" for number in range(30)}}
+    text = page(pair(run))
+    assert "24 of 120 numbers and 31 parameter shards" in text and "the first 20" in text
+    assert len(re.findall(r"<td>lm loss</td>", text)) == 20
+    assert len(re.findall(r"<td>rank 0 main:w", text)) == 20
+    # A run that failed lacks every later number, which is no difference of its own.
+    text = page(pair(make_record(steps=6) | FAILED))
+    assert "Different" not in headings(text) and "RuntimeError: out of luck" in text
+
+
+def test_text_of_a_run_cannot_become_markup(undrawn: None) -> None:
+    record = make_record(steps=2)
+    record["events"].append({"after_step": 1, "level": "warning", "text": MISMATCH})
+    record["error"] = record["command"][0] = '</p><script>alert("x")</script>'
+    for step in record["steps"]:
+        step["losses"] = {'<b onload="x">$^': step["losses"]["lm loss"]}
+    odd = page(Story("<title>", {0: record}, name="__<i>" + "long" * 20))
+    assert not re.findall(r"<(?:script|b|i)\b", odd)
+    assert "argument &lt;hidden&gt; &amp; co" in odd and "<h1>&lt;title&gt;</h1>" in odd
+
+
+def test_a_run_without_a_step_has_a_page(undrawn: None) -> None:
+    text = page(Story("none", {0: make_record(steps=0, graphs=False) | {"finished": False}}))
+    assert "No step has ended" in text
+    assert headings(text) == ["Losses and gradient norm", "Versions, machine and flags"]
+
+
+def test_what_cannot_be_done_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, make_record(steps=3, graphs=False))
+    assert main(["report", str(tmp_path), "--", "--lr", "1"]) == 2
+    assert "takes no --lr 1" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "pip install 'megatron-cg[report]'" in capsys.readouterr().err
