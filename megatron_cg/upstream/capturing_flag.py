@@ -2,7 +2,7 @@
 
 The flag tells a MoE layer where to stop. Megatron sets it around a capture
 (``_set_capture_start``, ``_set_capture_end``), and here :func:`run_region
-<megatron_cg.integrations.megatron.attach.run_region>` does around that part as plain Python.
+<megatron_cg.integrations.megatron.units.run_region>` does around that part as plain Python.
 """
 
 from __future__ import annotations

@@ -252,6 +252,8 @@ Step = Callable[[], tuple[float, float]]
 
 def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[list[Any], Any]:
     """Megatron's capture helper as a loop of one's own uses it, after ``enable()``."""
+    from megatron_cg.integrations.megatron.patches import helpers
+
     helper = TECudaGraphHelper(
         model=[model],
         config=model.config,
@@ -265,7 +267,7 @@ def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[lis
             helper.create_cudagraphs()
             helper.cuda_graph_set_manual_hooks()
         done.append(step())
-    counters, _ = helper.counted()
+    counters, _ = helpers[-1].counted()
     helper.delete_cuda_graphs()
     return done, counters
 
@@ -351,9 +353,9 @@ def enabled() -> Iterator[None]:
 @contextmanager
 def tapes() -> Iterator[None]:
     """Megatron's helper of a loop of one's own captures on tapes."""
-    from megatron_cg.integrations.megatron.own_loops import LoopHelper
+    from megatron_cg.integrations import call_arguments
 
-    with replaced(LoopHelper, "make_backend", staticmethod(TapeBackend)):
+    with replaced(call_arguments, "backend_of", lambda _name: TapeBackend()):
         yield
 
 

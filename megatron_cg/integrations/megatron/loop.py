@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Self
 
 from torch import nn
@@ -26,7 +27,6 @@ from megatron_cg.integrations.call_arguments import (
 )
 from megatron_cg.integrations.megatron.model_rules import check_model
 from megatron_cg.integrations.megatron.teardown import graphs_close_in_time
-from megatron_cg.integrations.reminder import remind_of_steps
 from megatron_cg.replay.counters import Counters
 
 
@@ -91,25 +91,19 @@ class GraphedLayers:
         config: Any = model.config
         self._warmup_steps = int(config.cuda_graph_warmup_steps)
         self._steps = 0
-        from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
+        from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
 
-        members = settings_of(given) | {"make_backend": staticmethod(lambda: captures)}
-        kind: Any = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)
+        made = partial(new_helper, [model], config, seq_length, micro_batch_size, [optimizer])
         with ExitStack() as undo:
-            self._helper = kind([model], config, seq_length, micro_batch_size, [optimizer])
-            undo.callback(self._helper.undo.close)
-            self._stepped = remind_of_steps(model, self._warmup_steps)
-            undo.callback(self._stepped)
+            self._helper = FsdpHelper(made, captures, given)
+            undo.callback(self._helper.close)
             undo.callback(graphs_close_in_time())
-            undo.callback(self._helper.steps.close)
-            undo.callback(self._helper.controller.delete)
             self._undo = undo.pop_all()
 
     @property
     def counters(self) -> Counters:
         """The counts of all captures so far."""
-        counters: Counters = self._helper.controller.counters
-        return counters
+        return self._helper.controller.counters
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -120,17 +114,11 @@ class GraphedLayers:
         Raises:
             CaptureError, AgreementError, ReplayMismatchError: as in a run of Megatron.
         """
-        self._stepped()
         if self._steps == self._warmup_steps and self._helper.controller.awaits_capture:
-            self._helper.create_cudagraphs()
-        routine = self._helper.steps
-        routine.before_step(self._steps)
-        try:
+            self._helper.capture()
+        with self._helper.steps.one(self._steps):
             yield
-        finally:
-            routine.after_step()
-        self._steps += 1
-        routine.vote(self._steps)
+            self._steps += 1
 
     def close(self) -> None:
         """Delete the graphs and undo all changes. Safe to call twice."""

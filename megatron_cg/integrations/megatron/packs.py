@@ -11,7 +11,7 @@ Note [One form for all packs]
     the same kernels there as in a graph, and the table of rotary angles has one shape.
 
 Note [A pack in a graph]
-    For a replay the pack is replaced by its boundaries (``attach.py``), an input of the
+    For a replay the pack is replaced by its boundaries (``units.py``), an input of the
     graph. In the captured region the pack is made again from that input.
 
 Note [Positions in a pack]
@@ -45,8 +45,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.integrations.megatron.attach import BOUNDARIES, PACK
 from megatron_cg.integrations.megatron.masks import Observations
+from megatron_cg.integrations.megatron.units import BOUNDARIES, PACK
 from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
 

@@ -3,24 +3,39 @@
 What is replaced is looked up late: ``parse_and_validate_args`` calls ``add_megatron_arguments`` and
 ``validate_args`` as globals of their module, ``train`` looks up ``TECudaGraphHelper`` when it runs,
 and ``initialize_megatron`` imports ``compile_helpers`` when it runs.
+
+Note [Every helper]
+    Megatron's ``train`` and loops of a user's own create ``TECudaGraphHelper``, and may have
+    imported it before :func:`enable`. So its constructor is replaced: methods of a helper for a
+    model under Megatron-FSDP become those of a :class:`FsdpHelper`.
+
+Note [How long a helper votes]
+    All ranks must stop voting at the same point, but garbage collectors run at different times. So
+    a helper is kept alive until ``close()`` or :func:`disable`, even if the loop holds no reference
+    to it. A second helper for the same model closes the first one and deletes its graphs.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
+from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm, at_least, one_of, refuse
 from megatron_cg.integrations.megatron.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
+
+if TYPE_CHECKING:
+    from megatron_cg.integrations.megatron.helper import FsdpHelper
 
 _PARSER = Symbol(
     "megatron-core", "megatron.training.arguments:add_megatron_arguments", "what fills the parser"
@@ -33,17 +48,23 @@ _YAML_RULES = Symbol(
     "megatron.training.yaml_arguments:validate_yaml",
     "Megatron's rules for --yaml-cfg",
 )
-_HELPER = Symbol(
+_HELPER_OF_TRAIN = Symbol(
     "megatron-core",
     "megatron.training.training:TECudaGraphHelper",
     "the capture helper that train() makes",
+)
+_INIT = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.__init__",
+    "what a capture helper is made with",
+    parameters=("model", "config", "optimizers"),
 )
 _COMPILE = Symbol(
     "megatron-core",
     "megatron.core.datasets.utils:compile_helpers",
     "what runs make for datasets",
 )
-RELIES_ON = (_PARSER, _RULES, _YAML_RULES, _HELPER, _COMPILE)
+RELIES_ON = (_PARSER, _RULES, _YAML_RULES, _HELPER_OF_TRAIN, _INIT, _COMPILE)
 YAML_VIOLATION = Violation(
     "yaml-config",
     "--yaml-cfg asks for layerwise graphs under Megatron-FSDP",
@@ -52,7 +73,18 @@ YAML_VIOLATION = Violation(
     "of the file, and refuses it there",
     "give the run's settings on the command line, or set cuda_graph_impl to none in the file",
 )
+_RECOMPUTES = Violation(
+    "full-recompute-without-fsdp",
+    "recompute_granularity full, and graphs of a model that is not under Megatron-FSDP",
+    "such layers recompute themselves in their graphs under Megatron-FSDP alone; Megatron's own "
+    "graphs do not",
+    "wrap the model in FullyShardedDataParallel, or set recompute_granularity to selective or None",
+)
 _active: ExitStack | None = None
+helpers: list[FsdpHelper] = []
+"""See Note [How long a helper votes]."""
+_settings = [GraphArguments()]
+"""The last one holds for helpers that are created from now on."""
 
 
 def enable(
@@ -105,7 +137,7 @@ def enable(
         undo.callback(_extend_validation())
         undo.callback(_refuse_yaml_with_graphs())
         undo.callback(_allow_prebuilt_dataset_helpers())
-        undo.callback(_help_own_loops())
+        undo.callback(_help_models_under_fsdp())
         undo.callback(graphs_close_in_time())
         _active = undo.pop_all()
 
@@ -142,7 +174,6 @@ def _extend_parser() -> Undo:
 
 def _extend_validation() -> Undo:
     from megatron_cg.arguments import megatron as flags
-    from megatron_cg.arguments.schema import recomputes_layers
 
     old = _RULES.find()
 
@@ -239,24 +270,79 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
             install_recorder(settings.cg_report, digests=False, interval=args.log_interval)
         )
     if wants_graphs:
-        _active.callback(_replace_helper(settings, args))
+        _active.callback(_follow_train(settings))
 
 
-def _replace_helper(settings: Any, args: Any) -> Undo:
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
-    from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
-    from megatron_cg.integrations.megatron.steps import follow_steps
+def _follow_train(settings: GraphArguments) -> Undo:
+    """Let helpers have these settings, and those of ``train`` follow its steps."""
+    from megatron_cg.integrations.megatron.steps import by_train_step
     from megatron_cg.telemetry.step_log import follow_log
 
-    live: list[FsdpCudaGraphHelper] = []
-    members = settings_of(settings)
+    of_train = partial(_HELPER_OF_TRAIN.find(), source=by_train_step)
     with ExitStack() as undo:
-        undo.callback(settings_for_own_loops(members))
-        helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
-        undo.callback(set_attribute(*_HELPER.place(), helper))
-        undo.callback(follow_steps(live))
-        undo.callback(follow_log(live))
+        _settings.append(settings)
+        undo.callback(_settings.remove, settings)
+        undo.callback(set_attribute(*_HELPER_OF_TRAIN.place(), of_train))
+        undo.callback(follow_log(helpers))
         return undo.pop_all().close
+
+
+def _help_models_under_fsdp() -> Undo:
+    """Help each ``TECudaGraphHelper`` that is created; see Note [Every helper].
+
+    Creating one raises ConfigurationError or HookError as ``model_rules.check_model`` does. Raises
+    UpstreamChangedError when Megatron's helper is missing or takes other arguments.
+    """
+    from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+    from megatron_cg.integrations.megatron.steps import by_optimizer
+
+    old = _INIT.find()
+    kind, _ = _INIT.place()
+    signature = inspect.signature(old)
+
+    @wraps(old)
+    def init(self: Any, *args: Any, source: Any = by_optimizer, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        fsdp = find_megatron_fsdp(given["model"][0])
+        if fsdp is None and recomputes_layers(given["config"]):
+            raise ConfigurationError([_RECOMPUTES])
+        if fsdp is None or type(self) is not kind:
+            old(self, *args, **kwargs)
+        else:
+            _help(self, partial(old, self, *args, **kwargs), given, source)
+
+    def stop() -> None:
+        undo()
+        for helper in list(helpers):
+            helper.close()
+
+    undo = set_attribute(kind, "__init__", init)
+    return stop
+
+
+def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], source: Any) -> None:
+    """Initialise Megatron's ``helper`` and replace its methods."""
+    from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+    from megatron_cg.integrations import call_arguments
+    from megatron_cg.integrations.megatron.helper import FsdpHelper
+    from megatron_cg.integrations.megatron.model_rules import check_model
+    from megatron_cg.integrations.megatron.steps import by_optimizer
+
+    model, settings = given["model"][0], _settings[-1]
+    backend = call_arguments.backend_of(settings.cg_backend)
+    if source is by_optimizer:  # Megatron's loop has checked its flags.
+        optimizers = given.get("optimizers") or [None]
+        check_model(model, optimizers[-1], settings, backend.name)
+    for earlier in [one for one in helpers if one.fsdp is find_megatron_fsdp(model)]:
+        earlier.close()
+
+    def made() -> Any:
+        init()
+        return helper
+
+    ours = FsdpHelper(made, backend, settings, source)
+    helpers.append(ours)
+    ours.undo.callback(helpers.remove, ours)
 
 
 def _fix_packs(most: int) -> Undo:
@@ -269,12 +355,6 @@ def _allow_full_recompute() -> Undo:
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 
     return allow_full_recompute()
-
-
-def _help_own_loops() -> Undo:
-    from megatron_cg.integrations.megatron.own_loops import help_own_loops
-
-    return help_own_loops()
 
 
 def _allow_prebuilt_dataset_helpers() -> Undo:

@@ -28,26 +28,25 @@ Note [What a loop must do]
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.events import StepRepeated, emit
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.step_state import StepState
+from megatron_cg.integrations.megatron.steps import Steps
 from megatron_cg.moe.install import bound_of
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.upstream.patch import put_over, run_after, run_before
+from megatron_cg.upstream.patch import Undo, put_over, run_after, run_before
 from megatron_cg.upstream.symbols import Symbol
-
-if TYPE_CHECKING:  # It imports this module.
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 
 _FORWARD, _DATA, _MODEL = "forward_step_func", "data_iterator", "model"
 _MICROBATCHES, _EVALUATES = "num_microbatches", "forward_only"
@@ -85,12 +84,12 @@ _ELSEWHERE = Violation(
 )
 
 
-_steps: WeakKeyDictionary[nn.Module, _Steps] = WeakKeyDictionary()
+_repeaters: WeakKeyDictionary[nn.Module, _Repeater] = WeakKeyDictionary()
 """By the ``MegatronFSDP`` of a model."""
 
 
-def repeat_steps() -> Callable[[], None]:
-    """Let Megatron's schedule repeat steps of the models of :func:`follow`; returns the undo.
+def repeat_steps() -> Undo:
+    """Let Megatron's schedule repeat steps of models with a bound; returns the undo.
 
     Raises UpstreamChangedError if the schedule is not as relied on.
     """
@@ -100,35 +99,45 @@ def repeat_steps() -> Callable[[], None]:
     def forward_backward_no_pipelining(**options: Any) -> Any:
         model = options[_MODEL]
         fsdp = find_megatron_fsdp(model[0] if isinstance(model, list) else model)
-        steps = _steps.get(fsdp) if fsdp is not None else None
-        if steps is None or steps.running or options.get(_EVALUATES):
+        repeater = _repeaters.get(fsdp) if fsdp is not None else None
+        if repeater is None or repeater.running or options.get(_EVALUATES):
             return old(**options)
-        return steps.run(old, options)
+        return repeater.run(old, options)
 
     return put_over(*_PASSES.place(), forward_backward_no_pipelining)
 
 
-def follow(helper: FsdpCudaGraphHelper) -> Callable[[], None]:
-    """Repeat steps of the helper's model if its layers have a bound of rows; returns the undo."""
-    fsdp: Any = find_megatron_fsdp(helper.model[0])
+def repeat_if_bounded(
+    model: Sequence[Any], optimizers: Sequence[Any], controller: GraphController, steps: Steps
+) -> Undo:
+    """Repeat steps of ``model`` if its layers have a bound of rows; returns the undo."""
+    fsdp: Any = find_megatron_fsdp(model[0])
     bound = bound_of(fsdp)
     if bound is None:
         return lambda: None
-    steps = _Steps(helper, bound)
+    repeater = _Repeater(model, optimizers, controller, steps, bound)
     with ExitStack() as undo:
-        undo.callback(run_after(helper.model[0], "zero_grad_buffer", steps.begin))
-        for optimizer in helper.optimizers:
-            undo.callback(run_before(optimizer, "step", steps.check))
-        _steps[fsdp] = steps
-        undo.callback(_steps.pop, fsdp, None)
+        undo.callback(run_after(model[0], "zero_grad_buffer", repeater.begin))
+        for optimizer in optimizers:
+            undo.callback(run_before(optimizer, "step", repeater.check))
+        _repeaters[fsdp] = repeater
+        undo.callback(_repeaters.pop, fsdp, None)
         return undo.pop_all().close
 
 
-class _Steps:
-    """The steps of one model, each of which is repeated if it exceeds the bound."""
+class _Repeater:
+    """Runs the steps of one model, and repeats those that exceed the bound."""
 
-    def __init__(self, helper: FsdpCudaGraphHelper, bound: RowBound) -> None:
-        self._helper, self._bound = helper, bound
+    def __init__(
+        self,
+        model: Sequence[Any],
+        optimizers: Sequence[Any],
+        controller: GraphController,
+        steps: Steps,
+        bound: RowBound,
+    ) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._controller, self._steps, self._bound = controller, steps, bound
         self._states: WeakKeyDictionary[Session, StepState] = WeakKeyDictionary()
         self._seen: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         """Replays whose rows were looked at."""
@@ -142,13 +151,13 @@ class _Steps:
 
     def check(self) -> None:
         """Raise ConfigurationError if a replay was in no call of :meth:`run`."""
-        session = self._helper.session
+        session = self._controller.session
         if session is not None and session.counters.replayed != self._seen.get(session, 0):
             raise ConfigurationError([_OUTSIDE])
 
     def run(self, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
         """Run the passes of a step, by graphs if there are any, and repeat them if needed."""
-        session = self._helper.session
+        session = self._controller.session
         if session is None:
             return passes(**options)
         self.running = True
@@ -163,7 +172,7 @@ class _Steps:
         self._ran = True
         state = self._states.get(session)
         if state is None:
-            state = self._states[session] = StepState(self._helper.model)
+            state = self._states[session] = StepState(self._model)
         options[_DATA] = batches = _readable_again(options[_DATA])
         state.save()
         self._bound.begin_step()
@@ -173,27 +182,27 @@ class _Steps:
         ):
             result = passes(**options | {_FORWARD: self._sharing(options)})
         self._seen[session] = session.counters.replayed
-        iterators = [one for one in (batches if isinstance(batches, list) else [batches]) if one]
-        if not all(one.was_read for one in iterators):
+        iterators = [b for b in (batches if isinstance(batches, list) else [batches]) if b]
+        if not all(iterator.was_read for iterator in iterators):
             raise ConfigurationError([_ELSEWHERE])
         rows = self._bound.exceeded()
         if not rows:
             return result
         del result
-        number, enough = self._helper.step_number, self._bound.enough(rows)
-        emit(StepRepeated(number, rows, self._bound.bound, enough))
+        enough = self._bound.enough(rows)
+        emit(StepRepeated(self._steps.number, rows, self._bound.bound, enough))
         state.restore()
-        for one in iterators:
-            one.rewind()
+        for iterator in iterators:
+            iterator.rewind()
         self._clear()
         session.counters.repeated += 1
         with _set(session.mismatches, "repeats", True):
             return passes(**options)
 
     def _clear(self) -> None:
-        for chunk in self._helper.model:
+        for chunk in self._model:
             chunk.zero_grad_buffer()
-        for optimizer in self._helper.optimizers:
+        for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._ran = True
 

@@ -27,7 +27,7 @@ import numpy
 import torch
 from torch import nn
 
-from megatron_cg.integrations.megatron.region_state import metrics_tracker
+from megatron_cg.integrations.megatron.units import metrics_tracker
 from megatron_cg.upstream.symbols import Symbol
 
 _LOGITS = "current_max_attn_logits"

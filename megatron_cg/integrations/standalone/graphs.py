@@ -29,7 +29,6 @@ from megatron_cg.integrations.call_arguments import (
     several,
 )
 from megatron_cg.integrations.megatron.teardown import graphs_close_in_time
-from megatron_cg.integrations.reminder import remind_of_steps
 from megatron_cg.integrations.standalone.attachment import Attachment
 from megatron_cg.integrations.standalone.autocast import AutocastState
 from megatron_cg.integrations.standalone.observe import Observer, Seen
@@ -161,8 +160,6 @@ class GraphedUnits:
             )
             undo.callback(self._controller.close)
             undo.callback(self._controller.delete)
-            self._stepped = remind_of_steps(model, warmup_steps)
-            undo.callback(self._stepped)
             self._undo = undo.pop_all()
 
     @property
@@ -188,7 +185,6 @@ class GraphedUnits:
             AgreementError: ranks no longer do the same; this one has to end.
             ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.MismatchPolicy`.
         """
-        self._stepped()
         self._controller.before_step()
         if self._controller.awaits_capture and self._observer.steps >= self._warmup_steps:
             self._controller.capture()

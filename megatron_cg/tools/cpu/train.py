@@ -14,9 +14,9 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
-from megatron_cg.integrations.megatron.helper import units_of
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.packs import packs_as_inputs
+from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.moe.shared_expert import shared_experts_resume
 from megatron_cg.telemetry.capture_report import follow_captures

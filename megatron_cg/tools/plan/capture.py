@@ -27,7 +27,7 @@ from torch.distributions import Distribution
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.errors import CaptureError
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
-from megatron_cg.integrations.megatron.attach import run_region
+from megatron_cg.integrations.megatron.units import run_region
 from megatron_cg.moe.shared_expert import shared_experts_resume
 from megatron_cg.tools.plan.planned_samples import Sample
 from megatron_cg.tools.plan.pool import Pool, round_up

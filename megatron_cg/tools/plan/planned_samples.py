@@ -1,8 +1,7 @@
 """Which layers are captured with which static inputs, as our capture helper reports.
 
 Relied on: megatron-core 0.19.2, ``TECudaGraphHelper._discover_layers`` and
-``_get_cuda_graph_input_data``, called through
-:class:`megatron_cg.integrations.megatron.helper.FsdpCudaGraphHelper`. Without pipeline parallelism,
+``_get_cuda_graph_input_data``. Without pipeline parallelism,
 which the rules refuse, Megatron captures one microbatch and replays its graph for all.
 """
 
@@ -14,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from megatron.core.transformer.enums import CudaGraphModule
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
-from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
-from megatron_cg.integrations.megatron.layer_scopes import give_scopes
+from megatron_cg.integrations.megatron.helper import in_dtype
 from megatron_cg.integrations.megatron.masks import MASK, without_unused_masks
+from megatron_cg.integrations.megatron.scopes import LayerScopes
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 
 IN_PLACE = frozenset({"rotary_pos_emb"})
@@ -45,19 +46,24 @@ class Sample:
         return [("hidden_states", self.args[0]), *self.kwargs.items()]
 
 
-class PlannedHelper(FsdpCudaGraphHelper):
-    """Our helper, limited to finding layers and making their inputs; it does not vote."""
+class PlannedHelper(TECudaGraphHelper):  # type: ignore[misc]
+    """Megatron's helper, limited to finding layers and making their inputs."""
+
+    flattened_callables: list[Any]
 
     def __init__(self, model: nn.Module, args: Any, selection: LayerSelection) -> None:
-        self._scopes: dict[nn.Module, list[Any]] = {}
-        self.controller = None
         self._args = args
-        self.selection = selection
-        config = model.config
-        # Skips our own constructor, which creates a group of all ranks for votes.
-        super(FsdpCudaGraphHelper, self).__init__(
-            [model], config, args.seq_length, args.micro_batch_size
-        )
+        super().__init__([model], model.config, args.seq_length, args.micro_batch_size)
+        self._scopes = LayerScopes(self, selection)
+
+    def _get_sample_arguments(self, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
+        sample_args, sample_kwargs = super()._get_sample_arguments(*args, **kwargs)
+        for index, layer in enumerate(self.flattened_callables):
+            without_attention = CudaGraphModule.attn not in self._scopes.of(layer)
+            if without_attention and not self._scopes.is_of_run(layer):
+                sample_kwargs[index] = dict(sample_kwargs[index])
+                sample_kwargs[index].pop("rotary_pos_emb", None)
+        return in_dtype(sample_args, self.config), sample_kwargs
 
     def decoder_layers(self) -> list[nn.Module]:
         """All layers of the decoder, captured or not."""
@@ -95,9 +101,7 @@ class PlannedHelper(FsdpCudaGraphHelper):
             returned = weight_gradients_returned(self.model[0], self.flattened_callables)
             undo.callback(returned)
             undo.callback(recompute_in_layers(self.model[0]))
-            for layer in self.flattened_callables:
-                if self._layer_scopes(layer) != self._run_scopes():
-                    undo.callback(give_scopes(layer, self._layer_scopes(layer)))
+            undo.callback(self._scopes.give(self.flattened_callables))
             yield
 
 

@@ -36,13 +36,13 @@ def note_state_around_capture() -> None:
 
     def wrapped(old: Callable[[Any], None]) -> Callable[[Any], None]:
         def create(self: Any) -> None:
-            before = (fingerprint(self.model[0]), flags())
+            before = (fingerprint(self.helper.model[0]), flags())
             old(self)
-            note("after_failure", {"same": before == (fingerprint(self.model[0]), flags())})
+            note("after_failure", {"same": before == (fingerprint(self.helper.model[0]), flags())})
 
         return create
 
-    wrap(helper_class(), "create_cudagraphs", wrapped)
+    wrap(helper_class(), "capture", wrapped)
 
 
 def on_call(number: int, error: BaseException, *, after: bool = False) -> Callable[[Any], Any]:
@@ -73,7 +73,7 @@ def fail_at(place: str) -> None:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_cg.fastpath import install_parts as path
-    from megatron_cg.integrations.megatron import helper
+    from megatron_cg.integrations.megatron import units
 
     stage, _, only = place.partition("@")
     note_state_around_capture()
@@ -83,7 +83,7 @@ def fail_at(place: str) -> None:
     if stage == "memory":
         error = torch.OutOfMemoryError("forced")
     if stage == "samples":
-        wrap(helper_class(), "_get_sample_arguments", on_call(1, error))
+        wrap(helper_class(), "_samples", on_call(1, error))
     elif stage in ("warmup-forward", "memory"):
         wrap(TransformerLayer, "_te_cuda_graph_capture", on_call(2, error))
     elif stage == "warmup-backward":
@@ -98,10 +98,10 @@ def fail_at(place: str) -> None:
         wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(LAYERS + 2, error))
     elif stage == "hook":
         # Megatron-FSDP's all-gather, which only hooks call; the third one since capture began.
-        wrap(helper_class(), "create_cudagraphs", with_broken_unshard(error))
+        wrap(helper_class(), "capture", with_broken_unshard(error))
     elif stage in ("publish", "install"):
         places = {
-            "publish": (helper, "attach_replay", 2),
+            "publish": (units, "attach_replay", 2),
             "install": (path, "install_main_weights", 1),
         }
         owner, name, number = places[stage]
@@ -115,7 +115,7 @@ def with_broken_unshard(error: BaseException) -> Callable[[Any], Any]:
 
     def make(old: Callable[[Any], None]) -> Callable[[Any], None]:
         def create(self: Any) -> None:
-            model = self.model[0].module
+            model = self.helper.model[0].module
             wrap(type(model), "all_gather_and_wait_parameters_ready", on_call(3, error))
             old(self)
 
@@ -231,7 +231,7 @@ def buffer_moved() -> None:
 
         return create
 
-    wrap(helper_class(), "create_cudagraphs", moving)
+    wrap(helper_class(), "capture", moving)
 
 
 def move_unsharded_buffers() -> None:

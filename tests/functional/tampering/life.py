@@ -98,7 +98,7 @@ def delete_after(step: int) -> None:
     replayed = 0
 
     def remember(helper: Any) -> None:
-        made.append((helper, fingerprint(helper.model[0]), flags()))
+        made.append((helper, fingerprint(helper.helper.model[0]), flags()))
 
     def delete(now: int) -> None:
         nonlocal replayed
@@ -107,11 +107,11 @@ def delete_after(step: int) -> None:
         helper, hooks, before = made[0]
         if now == step + 1:
             replayed = helper.session.counters.replayed
-            helper.delete_cuda_graphs()
+            helper.delete()
             return
         # Training has drawn numbers since.
         after = {**flags(), "rng": before["rng"], "tracked": before["tracked"]}
-        now_hooks = fingerprint(helper.model[0])
+        now_hooks = fingerprint(helper.helper.model[0])
         changed = [str(hook) for hook in set(hooks) ^ set(now_hooks)]
         changed += [name for name in before if before[name] != after[name]]
         if not changed and hooks != now_hooks:

@@ -32,7 +32,7 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def helper_class() -> Any:
     from megatron_cg.integrations.megatron import helper
 
-    return helper.FsdpCudaGraphHelper
+    return helper.FsdpHelper
 
 
 def before_steps(action: Callable[[int], None]) -> None:
@@ -61,7 +61,7 @@ def before_capture(action: Callable[[Any], None]) -> None:
 
         return create
 
-    wrap(helper_class(), "create_cudagraphs", make)
+    wrap(helper_class(), "capture", make)
 
 
 def fingerprint(model: Any) -> list[tuple[Any, ...]]:

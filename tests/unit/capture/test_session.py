@@ -117,7 +117,7 @@ def stages() -> dict[str, tuple[Any, str, int]]:
 
     from megatron_cg.backends.driver import capture as driver
     from megatron_cg.capture import session
-    from megatron_cg.integrations.megatron import helper
+    from megatron_cg.integrations.megatron import units
 
     return {
         "earlier work": (TapeBackend, "synchronize", 1),
@@ -127,7 +127,7 @@ def stages() -> dict[str, tuple[Any, str, int]]:
         "warmup backward": (torch.autograd, "backward", 1),
         "capture forward": (TransformerLayer, "_te_cuda_graph_capture", 6),
         "capture backward": (torch.autograd, "backward", 6),
-        "publishing": (helper, "attach_replay", 2),
+        "publishing": (units, "attach_replay", 2),
         "fast path": (Session, "_install_fast_path", 1),
     }
 

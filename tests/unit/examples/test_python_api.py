@@ -85,32 +85,6 @@ def test_a_model_that_cannot_be_graphed_is_refused_for_every_reason(model: Any) 
         GraphedLayers(torch.nn.Linear(1, 1), None, **sizes, backend=TapeBackend())
 
 
-def test_a_loop_that_enters_no_step_is_told_once(
-    one_rank: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    from megatron.core import num_microbatches_calculator as calculator
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    calculator.init_num_microbatches_calculator(0, None, 2, 2, 1)
-    trainer = Trainer(TrainingPlan(model=CpuModelConfig(layers=1)))
-    trainer.model.config.cuda_graph_warmup_steps = 1
-    sizes: dict[str, Any] = {"seq_length": 16, "micro_batch_size": 2}
-    try:
-        with megatron_cg.GraphedLayers(
-            trainer.model, trainer._optimizer, **sizes, backend="tape"
-        ) as graphs:
-            for _ in range(4):
-                trainer.step()
-            with graphs.step():
-                trainer.step()
-        told = [r for r in caplog.records if "outside of step()" in r.message]
-        assert len(told) == 1
-    finally:
-        calculator.unset_num_microbatches_calculator()
-
-
 def test_steps_after_closing_are_eager_though_nothing_was_captured(one_rank: None) -> None:
     from megatron.core import num_microbatches_calculator as calculator
 
@@ -166,8 +140,8 @@ def test_close_undoes_what_the_helper_changed_also_after_a_failed_start(
             with megatron_cg.GraphedLayers(
                 trainer.model, trainer._optimizer, **given, fast_path=fast_path
             ) as graphs:
-                assert graphs._helper.fast_path is fast_path
-        monkeypatch.setattr(api, "remind_of_steps", failing)
+                assert graphs._helper.given.cg_no_fsdp_fast_path is not fast_path
+        monkeypatch.setattr(api, "graphs_close_in_time", failing)
         with pytest.raises(MemoryError):
             megatron_cg.GraphedLayers(trainer.model, trainer._optimizer, **given)
         assert vars(config) == before

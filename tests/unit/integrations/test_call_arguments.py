@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import sys
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from megatron_cg import GraphedLayers, graph_units
@@ -21,7 +18,6 @@ from megatron_cg.errors import (
 )
 from megatron_cg.integrations import call_arguments
 from megatron_cg.integrations.call_arguments import backend_of, several
-from megatron_cg.integrations.reminder import remind_of_steps
 from tests.unit.backends.cuda_double import cuda_double
 
 MODEL = nn.Linear(1, 1)
@@ -117,43 +113,3 @@ def test_one_of_several_may_be_given_alone() -> None:
     assert several(nn.Linear) == (nn.Linear,) and several(MODEL) == (MODEL,)
     blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     assert several(blocks) == tuple(blocks)
-
-
-def warnings(log: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in log.records if record.levelno == logging.WARNING]
-
-
-def test_a_loop_without_steps_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(1, 1)
-    remind_of_steps(model, 2)
-    for _ in range(2):
-        model(torch.ones(1))
-        with torch.no_grad():
-            model(torch.ones(1))
-        model.eval()(torch.ones(1))
-        model.train()
-    assert warnings(caplog) == []
-    for _ in range(3):
-        model(torch.ones(1))
-    (message,) = warnings(caplog)
-    assert "3 training passes ran outside of step()" in message
-    assert not model._forward_pre_hooks
-
-
-def test_a_copy_of_the_model_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(1, 1)
-    call_off = remind_of_steps(model, 0)
-    copied = copy.deepcopy(model)
-    copied(torch.ones(1))
-    assert warnings(caplog) == [] and not copied._forward_pre_hooks
-    call_off()
-    call_off()
-    assert "__reduce_ex__" not in vars(model)
-
-
-def test_a_loop_with_steps_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(1, 1)
-    call_off = remind_of_steps(model, 0)
-    call_off()
-    model(torch.ones(1))
-    assert warnings(caplog) == [] and not model._forward_pre_hooks

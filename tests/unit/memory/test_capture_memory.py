@@ -142,15 +142,14 @@ def observed(trainer: Any) -> Any:
 
 
 def captured(trainer: Any, leave_out: bool) -> tuple[Any, Callable[[], None]]:
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
     from megatron_cg.integrations.megatron.masks import without_unused_masks
 
     inputs = observed(trainer)
     undo = without_unused_masks(layers_of(trainer), inputs) if leave_out else lambda: None
-    kind = type("Helper", (FsdpCudaGraphHelper,), {"make_backend": TapeBackend})
-    optimizers = [trainer._optimizer]
-    helper = kind([trainer.model], trainer.model.config, LENGTH, BATCH, optimizers)
-    helper.create_cudagraphs()
+    given = [trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer]
+    helper = FsdpHelper(lambda: new_helper(*given), TapeBackend())
+    helper.capture()
     return helper, undo
 
 
@@ -169,7 +168,7 @@ def test_a_layer_without_a_mask_trains_as_eagerly_whether_its_graph_has_one_or_n
     replayed, eagerly = (2 * STEPS, 0) if leave_out else (0, 2 * STEPS)
     expect(helper.session.counters, replayed=replayed, eager=eagerly)
     assert found == expected
-    helper.delete_cuda_graphs()
+    helper.delete()
     undo()
 
 
@@ -185,5 +184,5 @@ def test_a_mask_that_comes_later_is_not_left_aside(unmasked: Callable[[], Any]) 
     trainer.masks[0] = mask
     assert trainer.step() == expected
     expect(helper.session.counters, replayed=0, eager=2)
-    helper.delete_cuda_graphs()
+    helper.delete()
     undo()

@@ -102,20 +102,27 @@ class MegatronTrainer(Trainer):
         return float(output.sum())
 
 
-class Helper:
-    """Stands for the capture helper of a trainer's model."""
+class _Graphs:
+    """Stands for the controller of a trainer's graphs, and for its steps."""
 
     def __init__(self, trainer: MegatronTrainer) -> None:
         self._trainer = trainer
-        self.model, self.optimizers = [trainer.model], [trainer.optimizer]
 
     @property
     def session(self) -> Any:
         return self._trainer.session
 
     @property
-    def step_number(self) -> int:
+    def number(self) -> int:
         return self._trainer.steps + 1
+
+
+def repeats(trainer: MegatronTrainer) -> Callable[[], None]:
+    """Repeat steps of ``trainer``; returns the undo."""
+    from megatron_cg.integrations.megatron.repeat import repeat_if_bounded
+
+    graphs: Any = _Graphs(trainer)
+    return repeat_if_bounded([trainer.model], [trainer.optimizer], graphs, graphs)
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def failed(trainer: Any) -> str:
 
 def live(scopes: tuple[str, ...], options: dict[str, Any], *, ours: bool) -> dict[str, Any]:
     """Losses and norms, to the last bit, and what the graphs did in each step."""
-    from megatron_cg.integrations.megatron.helper import units_of
+    from megatron_cg.integrations.megatron.units import units_of
     from megatron_cg.replay.mismatch_policy import ReplayPolicy
     from megatron_cg.tools.cpu.cpu_model import transformer_layers
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.functional.loops import RECOMPUTE
-from tests.unit.moe.steps_of_megatron import Helper, MegatronTrainer, trainer_of
+from tests.unit.moe.steps_of_megatron import MegatronTrainer, repeats, trainer_of
 from tests.unit.moe.test_training import LOSSES, SIGMOID
 from tests.unit.ranks import on_ranks
 
@@ -197,7 +197,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.events import StepRepeated, subscribe
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-    from megatron_cg.integrations.megatron.repeat import follow, repeat_steps
+    from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.moe import row_bound
     from megatron_cg.moe.install import bound_rows, use_device_counts
     from megatron_cg.moe.row_bound import RowBound
@@ -231,8 +231,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
             trainer.before = getattr(bound, "before", trainer.before)
             undo.callback(subscribe(events.append))
             undo.callback(repeat_steps())
-            helper: Any = Helper(trainer)
-            undo.callback(follow(helper))
+            undo.callback(repeats(trainer))
         numbers, states = [], []
         policy = ReplayPolicy("error", case.verify_interval)
         for step in range(steps):

@@ -72,21 +72,20 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     from megatron_cg.backends.driver import capture as driver
     from megatron_cg.fastpath import install_parts as path
     from megatron_cg.fsdp import megatron_fsdp
-    from megatron_cg.integrations.megatron import helper
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron import helper, units
 
     forward = (TransformerLayer, "_te_cuda_graph_capture")
     backward = (torch.autograd, "backward")
     return {
         "reading hooks": (megatron_fsdp, "unit_hooks", 2),
-        "sample inputs": (FsdpCudaGraphHelper, "_get_sample_arguments", 1),
+        "sample inputs": (helper, "in_dtype", 1),
         "before the first hook": (driver, "check_hooks", 1),
         "warmup forward": (*forward, 2),
         "warmup backward": (*backward, 1),
         "last warmup backward": (*backward, LAYERS * WARMUPS),
         "capture forward": (*forward, LAYERS * WARMUPS + 2),
         "capture backward": (*backward, LAYERS * WARMUPS + 2),
-        "publishing": (helper, "attach_replay", 2),
+        "publishing": (units, "attach_replay", 2),
         "installing the fast path": (path, "install_gradients", 1),
         "the fast path's last part": (path, "install_main_weights", 1),
     }[stage]
@@ -137,12 +136,13 @@ def new_trainer() -> Any:
     return trainer
 
 
-def new_helper(trainer: Any, on_failure: str = "eager") -> Any:
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+def new_helper(trainer: Any, on_failure: Any = "eager") -> Any:
+    from megatron_cg.arguments.schema import GraphArguments
+    from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
 
-    attributes = {"on_failure": on_failure, "make_backend": OneMask}
-    kind = type("Helper", (FsdpCudaGraphHelper,), attributes)
-    return kind([trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer])
+    given = [trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer]
+    settings = GraphArguments(cg_on_failure=on_failure)
+    return FsdpHelper(partial(new_helper, *given), OneMask(), settings)
 
 
 def step(trainer: Any) -> list[Any]:
@@ -192,18 +192,18 @@ def train_through_failures() -> list[dict[str, Any]]:
             if mine:
                 fault = failing(*call_that_fails(case.stage), error)
             with no_hang(), fault as seen:
-                helper.create_cudagraphs()
+                helper.capture()
             results.append({"eager": expected, "after": step(trainer), **seen})
             results[-1]["said"] = messages.texts[:]
             pipeline = trainer.model.module.all_gather_pipeline
             results[-1]["kept"] = "release_bucket" in vars(pipeline)
-            results[-1]["graphs"] = helper.graphs_created() or helper.session is not None
+            results[-1]["graphs"] = helper.helper.graphs_created() or helper.session is not None
         helper = new_helper(trainer)
         with no_hang():
-            helper.create_cudagraphs()
+            helper.capture()
         results.append({"eager": eager[-1], "after": step(trainer)})
         results[-1]["graphs"] = helper.session.counters.as_dict()
-        helper.delete_cuda_graphs()
+        helper.delete()
     parallel_state.destroy_model_parallel()
     return results
 
@@ -253,16 +253,14 @@ def fail_after_the_last_vote() -> dict[str, Any]:
         helper = new_helper(trainer)
         if dist.get_rank() == 1:
             stack.enter_context(failing(Session, "on_close", 2, RuntimeError("forced")))
-        helper.create_cudagraphs()
+        helper.capture()
         sessions = [open_sessions()]
         for done in range(AFTER):
-            helper.steps.before_step(done)
-            numbers.append(step(trainer))
-            helper.steps.vote(done + 1)
+            with helper.steps.one(done):
+                numbers.append(step(trainer))
             sessions.append(open_sessions())
         replayed = helper.controller.counters.replayed
-        helper.steps.close()
-        helper.undo.close()
+        helper.close()
     parallel_state.destroy_model_parallel()
     return {"same": numbers == eager, "sessions": sessions, "replayed": replayed}
 
@@ -289,7 +287,7 @@ def capture_with_broken_unshard(root: Path, first: str | None) -> None:
                 error = RuntimeError(first)
                 faults.enter_context(failing(*call_that_fails("before the first hook"), error))
         try:
-            helper.create_cudagraphs()
+            helper.capture()
         except Exception:
             file.write_text(traceback.format_exc())
             raise
@@ -322,7 +320,7 @@ def capture_or_end() -> str:
             stage = call_that_fails("installing the fast path")
             faults.enter_context(failing(*stage, RuntimeError("no fast path")))
         try:
-            helper.create_cudagraphs()
+            helper.capture()
         except CaptureError as error:
             return str(error)
     return ""

@@ -284,25 +284,24 @@ def test_megatrons_own_replay_takes_no_pack(one_rank: None) -> None:
 def test_megatrons_helper_captures_with_packs(one_rank: None) -> None:
     from megatron.core import num_microbatches_calculator as calculator
 
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
     from megatron_cg.tools.cpu.train import Trainer
 
     shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, graph_modules=("attn", "mlp"))
-    kind = type("Helper", (FsdpCudaGraphHelper,), {"make_backend": OneMask})
     calculator.init_num_microbatches_calculator(0, None, 1, 1, 1)
     undo = fix_packs(MOST)
     try:
         with attention_of_packs():
             trainer: Any = Trainer(TrainingPlan(shape, micro_batch_size=1))
         whole = trainer.model
-        helper = kind([whole], whole.config, TOKENS, 1, [trainer._optimizer])
-        helper.create_cudagraphs()
+        made = partial(new_helper, [whole], whole.config, TOKENS, 1, [trainer._optimizer])
+        helper: Any = FsdpHelper(made, OneMask())
+        helper.capture()
         for starts in PACKS:
             trainer.model = partial(whole, packed_seq_params=boundaries(starts, "cpu"))
             trainer.step()
         expect(helper.session.counters, replayed=LAYERS * len(PACKS), mismatched=0, eager=0)
-        helper.delete_cuda_graphs()
-        helper.undo.close()
+        helper.close()
     finally:
         undo()
         close_all_sessions()

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import CaptureError, UpstreamChangedError
-from megatron_cg.integrations.megatron.helper import units_of
-from megatron_cg.integrations.megatron.layer_scopes import give_scopes
+from megatron_cg.integrations.megatron.scopes import give_scopes
+from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.telemetry import capture_report as reporting
 from megatron_cg.telemetry.coverage import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED, coverage
 from megatron_cg.telemetry.read_record import read_run

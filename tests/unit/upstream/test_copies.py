@@ -261,7 +261,7 @@ def test_an_average_of_the_weights_is_that_of_an_eager_run(
 
 def test_a_whole_model_is_copied_and_trains_on_without_its_graphs(make: Callable[..., Any]) -> None:
     """Also where layers have scopes of their own, and graphs without masks."""
-    from megatron_cg.integrations.megatron.layer_scopes import give_scopes
+    from megatron_cg.integrations.megatron.scopes import give_scopes
     from megatron_cg.tools.cpu.cpu_model import transformer_layers
 
     trainer = make("attn mlp")

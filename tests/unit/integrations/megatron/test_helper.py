@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer import cuda_graphs, transformer_layer
 from packaging.version import Version
 from torch.distributed import distributed_c10d
 
-from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.native import native_backend
 from megatron_cg.capture.session import close_all_sessions, open_sessions
 from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError, UpstreamChangedError
+from megatron_cg.integrations.megatron import helper as module
+from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
+from megatron_cg.upstream.patch import applied
 from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask, OneMaskOnCuda
@@ -48,19 +52,12 @@ def trainer(one_rank: None, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> Iter
     calculator.destroy_num_microbatches_calculator()
 
 
-def helper_for(trainer: Any, *layers: str, on_failure: str = "error") -> Any:
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
-
-    kind = type(
-        "Helper",
-        (FsdpCudaGraphHelper,),
-        {
-            "selection": LayerSelection.parse(layers),
-            "on_failure": on_failure,
-            "make_backend": OneMask,
-        },
+def helper_for(trainer: Any, *layers: str, on_failure: Any = "error") -> FsdpHelper:
+    made = partial(
+        new_helper, [trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer]
     )
-    return kind([trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer])
+    given = GraphArguments(cg_layers=layers, cg_on_failure=on_failure)
+    return FsdpHelper(made, OneMask(), given)
 
 
 def layers_of(trainer: Any) -> list[Any]:
@@ -70,14 +67,16 @@ def layers_of(trainer: Any) -> list[Any]:
 
 
 def test_capture_replay_and_deletion(trainer: Any) -> None:
-    helper = helper_for(trainer)
-    helper.create_cudagraphs()
-    assert helper.capture_finished() and helper.graphs_created()
-    session = helper.session
+    helper: Any = helper_for(trainer)
+    helper.capture()
+    helper.delete()
+    helper.capture()
+    assert helper.helper.capture_finished() and helper.helper.graphs_created()
+    session: Any = helper.session
     trainer.step()
     expect(session.counters, captured=3, replayed=3, eager=0)
-    helper.delete_cuda_graphs()
-    assert not helper.graphs_created()
+    helper.delete()
+    assert not helper.helper.graphs_created()
     assert all(layer.cuda_graphs == [] for layer in layers_of(trainer))
     assert all("forward" not in vars(layer) for layer in layers_of(trainer))
     trainer.step()
@@ -103,54 +102,39 @@ def peers(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_peer_memory_is_held_as_long_as_the_graphs(trainer: Any, peers: Any) -> None:
-    helper = helper_for(trainer)
-    helper.create_cudagraphs()
+    helper: Any = helper_for(trainer)
+    helper.capture()
     trainer.step()
     assert peers._held == [{(4, 4)}]
-    helper.delete_cuda_graphs()
+    helper.delete()
     assert peers._held == []
 
 
 @pytest.mark.parametrize("te", [None, "2.20.2"])
-def test_cg_backend_native_captures_by_torch_and_asks_nothing_of_te(
+def test_the_native_backend_asks_nothing_of_te(
     trainer: Any, te: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.core.transformer import cuda_graphs, transformer_layer
-
-    from megatron_cg.integrations.megatron import helper as helper_of_megatron
-
     # As megatron-core 0.19.2 reports a TE that is not there.
     monkeypatch.setattr("megatron.core.utils._te_version", Version(te or "0.0.0"))
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", te is not None)
-    monkeypatch.setattr(helper_of_megatron, "NativeBackend", OneMaskOnCuda)
     # Under the fakes of the CPU, states of Megatron's tracker are tensors.
     monkeypatch.setattr(native_backend, "forks_checked", nullcontext)
-    settings = helper_of_megatron.settings_of(GraphArguments(cg_backend="native"))
-    kind = type("Helper", (helper_of_megatron.FsdpCudaGraphHelper,), settings)
-    asked = [module.is_te_min_version for module in (cuda_graphs, transformer_layer)]
+    asked = [one.is_te_min_version for one in (cuda_graphs, transformer_layer)]
     with cuda_double(fakes=False) as cuda:
-        helper = kind([trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer])
-        helper.create_cudagraphs()
+        made = partial(
+            new_helper, [trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer]
+        )
+        helper: Any = FsdpHelper(made, OneMaskOnCuda())
+        helper.capture()
         trainer.step()
         expect(helper.session.counters, captured=3, replayed=3, backwards=3, eager=0)
         # One graph keeps the pool; each layer has two.
         assert cuda.users == {(0, 1): 1 + 2 * 3}
-        helper.delete_cuda_graphs()
+        helper.delete()
         assert cuda.users == {(0, 1): 0}
-        helper.undo.close()
+        helper.close()
     assert cuda_graphs.HAVE_TE_GRAPHS is (te is not None)
-    assert asked == [module.is_te_min_version for module in (cuda_graphs, transformer_layer)]
-
-
-def test_te_captures_unless_another_backend_is_chosen() -> None:
-    from megatron_cg.backends.native.native_backend import NativeBackend
-    from megatron_cg.backends.te.te_backend import TransformerEngineBackend
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
-
-    default: Any = FsdpCudaGraphHelper.make_backend
-    assert default is TransformerEngineBackend
-    assert "make_backend" not in settings_of(GraphArguments())
-    assert settings_of(GraphArguments(cg_backend="native"))["make_backend"] is NativeBackend
+    assert asked == [one.is_te_min_version for one in (cuda_graphs, transformer_layer)]
 
 
 @pytest.mark.parametrize(
@@ -175,55 +159,29 @@ def test_samples_have_the_type_that_layers_are_called_with(
         layer.register_forward_pre_hook(note, with_kwargs=True)
     with suppress(RuntimeError):  # torch's norm fails where input and weight have different types
         trainer.step()
-    args, _ = helper_for(trainer)._get_cuda_graph_input_data()
+    args, _ = helper_for(trainer).helper._get_cuda_graph_input_data()
     assert len({id(tensor) for (tensor,) in args}) == 3
     for (hidden,) in args:
         assert hidden.dtype is dtype and hidden.requires_grad and hidden.is_leaf
     assert set(called) == {dtype}
 
 
-@pytest.mark.parametrize("bf16", [False], ids=["fp32"])
-def test_a_model_in_fp32_replays(trainer: Any) -> None:
-    helper = helper_for(trainer)
-    helper.create_cudagraphs()
-    trainer.step()
-    expect(helper.session.counters, captured=3, replayed=3, eager=0, mismatched=0)
-    helper.delete_cuda_graphs()
-
-
-def test_samples_that_were_one_tensor_are_one_again() -> None:
-    from megatron_cg.integrations.megatron.sample_types import in_type
-
-    one, other = (torch.ones(2, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    made = in_type([(one,), (other,), (one,)], torch.float32)
-    assert made[0][0] is made[2][0] and made[1][0] is not made[0][0]
-
-
-def test_a_second_capture_after_deletion_replays_again(trainer: Any) -> None:
-    for _ in range(2):
-        helper = helper_for(trainer)
-        helper.create_cudagraphs()
-        trainer.step()
-        expect(helper.session.counters, captured=3, replayed=3, eager=0)
-        helper.delete_cuda_graphs()
-
-
 def test_graphs_are_deleted_before_they_are_captured_again(trainer: Any) -> None:
-    helper = helper_for(trainer)
-    helper.create_cudagraphs()
-    session = helper.session
+    helper: Any = helper_for(trainer)
+    helper.capture()
+    session: Any = helper.session
     with pytest.raises(PhaseError, match=r"delete_cuda_graphs\(\)"):
-        helper.create_cudagraphs()
+        helper.capture()
     assert helper.session is session and open_sessions() == 1
     trainer.step()
     expect(session.counters, captured=3, replayed=3, eager=0)
-    helper.delete_cuda_graphs()
+    helper.delete()
 
 
 def test_disable_deletes_graphs_that_nobody_holds(trainer: Any) -> None:
     import megatron_cg
 
-    helper_for(trainer, "attn:0-1").create_cudagraphs()
+    helper_for(trainer, "attn:0-1").capture()
     gc.collect()
     megatron_cg.disable()
     for layer in layers_of(trainer):
@@ -234,47 +192,43 @@ def test_disable_deletes_graphs_that_nobody_holds(trainer: Any) -> None:
 def test_a_megatron_that_captures_by_another_way_is_an_error(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-
     def elsewhere(self: Any) -> None:
         for layer in self.flattened_callables:
             layer.cuda_graphs = [lambda *args, **kwargs: None]
 
-    monkeypatch.setattr(TECudaGraphHelper, "create_cudagraphs", elsewhere)
-    helper = helper_for(trainer)
+    monkeypatch.setattr(cuda_graphs.TECudaGraphHelper, "create_cudagraphs", elsewhere)
     with pytest.raises(UpstreamChangedError, match=r"TECudaGraphHelper\.create_cudagraphs"):
-        helper.create_cudagraphs()
+        helper_for(trainer).capture()
     assert all("forward" not in vars(layer) for layer in layers_of(trainer))
 
 
 def test_a_model_without_a_layer_to_capture_trains_eagerly(trainer: Any) -> None:
-    helper = helper_for(trainer)
-    helper._keep_only(lambda _layer: False)
-    helper.create_cudagraphs()
-    assert helper.capture_finished() and not helper.graphs_created()
+    helper: Any = helper_for(trainer, "attn:9", "mlp:9")
+    helper.capture()
+    assert helper.helper.capture_finished() and not helper.helper.graphs_created()
     trainer.step()
 
 
 def test_layers_are_captured_as_selected(trainer: Any) -> None:
     config = trainer.model.config
-    helper = helper_for(trainer, "attn:0-1", "mlp:1")
-    helper.create_cudagraphs()
+    helper: Any = helper_for(trainer, "attn:0-1", "mlp:1")
+    helper.capture()
     scopes = [[m.name for m in layer.config.cuda_graph_modules] for layer in layers_of(trainer)]
     assert scopes[:2] == [["attn"], ["attn", "mlp"]]
     assert [len(layer.cuda_graphs) for layer in layers_of(trainer)] == [1, 1, 0]
     trainer.step()
     expect(helper.session.counters, captured=2, replayed=2)
-    helper.delete_cuda_graphs()
+    helper.delete()
     assert all(layer.config is config for layer in layers_of(trainer))
     assert all(layer.mlp.config is config for layer in layers_of(trainer))
 
 
 def test_a_layer_without_its_attention_gets_no_rotary_table(trainer: Any) -> None:
-    helper = helper_for(trainer, "attn:0", "mlp:0-1")
-    helper.create_cudagraphs()
+    helper: Any = helper_for(trainer, "attn:0", "mlp:0-1")
+    helper.capture()
     trainer.step()
     expect(helper.session.counters, captured=2, replayed=2)
-    helper.delete_cuda_graphs()
+    helper.delete()
 
 
 def broken(_self: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -284,12 +238,10 @@ def broken(_self: Any, *_args: Any, **_kwargs: Any) -> Any:
 def test_a_failed_capture_is_an_error_that_says_what_to_type(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.core.transformer import cuda_graphs
-
     monkeypatch.setattr(OneMask, "capture", broken)
-    helper = helper_for(trainer, "attn:0-1")
+    helper: Any = helper_for(trainer, "attn:0-1")
     with pytest.raises(CaptureError, match=r"OutOfMemoryError: forced.*--cg-on-failure eager"):
-        helper.create_cudagraphs()
+        helper.capture()
     assert not cuda_graphs.is_graph_capturing()
     assert all(layer.config is trainer.model.config for layer in layers_of(trainer))
 
@@ -298,12 +250,12 @@ def test_training_goes_on_eagerly_where_that_was_asked_for(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(OneMask, "capture", broken)
-    helper = helper_for(trainer, on_failure="eager")
-    helper.create_cudagraphs()
+    helper: Any = helper_for(trainer, on_failure="eager")
+    helper.capture()
     message = caplog.messages[-1]
     assert "OutOfMemoryError: forced" in message
     assert message.count("--cg-on-failure eager") == 1
-    assert helper.capture_finished() and not helper.graphs_created()
+    assert helper.helper.capture_finished() and not helper.helper.graphs_created()
     trainer.step()
 
 
@@ -311,7 +263,7 @@ def test_a_failed_capture_frees_peer_memory(
     trainer: Any, peers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OneMask, "capture", broken)
-    helper_for(trainer, on_failure="eager").create_cudagraphs()
+    helper_for(trainer, on_failure="eager").capture()
     assert peers.bytes == 0
 
 
@@ -319,8 +271,8 @@ def test_no_graph_replays_if_what_follows_the_capture_fails(
     trainer: Any, peers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(peers), "hold", broken)
-    helper = helper_for(trainer, on_failure="eager")
-    helper.create_cudagraphs()
+    helper: Any = helper_for(trainer, on_failure="eager")
+    helper.capture()
     assert helper.controller.gave_up and open_sessions() == 0
     assert all("forward" not in vars(layer) for layer in layers_of(trainer))
     trainer.step()
@@ -329,11 +281,6 @@ def test_no_graph_replays_if_what_follows_the_capture_fails(
 def test_a_helper_that_cannot_be_made_leaves_nothing_changed(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.core.transformer import cuda_graphs, transformer_layer
-
-    from megatron_cg.integrations.megatron import helper as module
-    from megatron_cg.upstream.patch import applied
-
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", False)
     monkeypatch.setattr(module, "let_gradients_go", broken)
     groups = dict(distributed_c10d._world.pg_map)
@@ -348,20 +295,6 @@ def test_a_gpu_that_failed_earlier_ends_the_run_also_where_going_on_was_asked_fo
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OneMask, "synchronize", broken)
-    helper = helper_for(trainer, on_failure="eager")
+    helper: Any = helper_for(trainer, on_failure="eager")
     with pytest.raises(EarlierWorkError, match="work queued before capture failed"):
-        helper.create_cudagraphs()
-
-
-def test_without_fsdp_megatrons_own_capture_runs(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-
-    ran: list[str] = []
-    record: Callable[[Any], None] = lambda _self: ran.append("create")  # noqa: E731
-    monkeypatch.setattr(TECudaGraphHelper, "create_cudagraphs", record)
-    helper = helper_for(trainer)
-    helper._fsdp = helper.controller = None
-    helper.create_cudagraphs()
-    assert ran == ["create"] and helper.session is None
+        helper.capture()

@@ -11,13 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
 import megatron_cg
+from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import ConfigurationError
-from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.integrations.megatron import patches, steps
+from megatron_cg.integrations.megatron.helper import FsdpHelper
 from megatron_cg.upstream.patch import applied
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask
@@ -29,11 +32,10 @@ LENGTH, BATCH, LAYERS = 16, 2, 2
 def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from megatron.core import num_microbatches_calculator as calculator
 
-    from megatron_cg.integrations.megatron.own_loops import LoopHelper
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
-    monkeypatch.setattr(LoopHelper, "make_backend", OneMask)
+    monkeypatch.setattr("megatron_cg.integrations.call_arguments.backend_of", lambda _: OneMask())
     calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), sequence_length=LENGTH)
     megatron_cg.enable()
@@ -43,6 +45,7 @@ def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def helper_for(trainer: Any) -> Any:
+    """Megatron's helper."""
     return TECudaGraphHelper(
         model=[trainer.model],
         config=trainer.model.config,
@@ -52,39 +55,40 @@ def helper_for(trainer: Any) -> Any:
     )
 
 
+def ours() -> FsdpHelper:
+    """The helper whose methods the last one of Megatron's has."""
+    return patches.helpers[-1]
+
+
 def test_steps_are_followed_by_the_optimizer(trainer: Any) -> None:
     helper = helper_for(trainer)
     trainer.step()
     helper.create_cudagraphs()
     helper.cuda_graph_set_manual_hooks()
-    session = helper.session
+    session: Any = ours().session
     for _ in range(3):
         trainer.step()
     expect(session.counters, captured=LAYERS, replayed=3 * LAYERS, eager=0, mismatched=0)
     # Four steps, and the two votes of the capture.
-    assert helper.counted()[1].votes == 4 + 2
+    assert ours().counted()[1].votes == 4 + 2
     helper.delete_cuda_graphs()
     trainer.step()
     expect(session.counters, replayed=3 * LAYERS)
 
 
-def test_a_wish_to_capture_again_is_done_between_two_steps(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron_cg.integrations.megatron.own_loops import LoopHelper
-
-    monkeypatch.setattr(LoopHelper, "policy", ReplayPolicy("recapture"))
+def test_a_wish_to_capture_again_is_done_between_two_steps(trainer: Any) -> None:
     helper = helper_for(trainer)
     trainer.step()
     helper.create_cudagraphs()
-    first = helper.session
+    first: Any = ours().session
     first.mismatches.wants_recapture = True
     trainer.step()
-    assert helper.session is first
+    assert ours().session is first
     trainer.step()
-    assert helper.session is not first
+    second: Any = ours().session
+    assert second is not first
     trainer.step()
-    expect(helper.session.counters, captured=LAYERS, replayed=LAYERS, recaptured=1, eager=0)
+    expect(second.counters, captured=LAYERS, replayed=LAYERS, recaptured=1, eager=0)
     helper.delete_cuda_graphs()
 
 
@@ -100,14 +104,12 @@ def test_a_broken_rule_ends_the_run_before_anything_is_made(trainer: Any) -> Non
 def test_a_helper_that_cannot_follow_steps_leaves_nothing_changed(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.integrations.megatron import own_loops
-
     def broken(*_args: Any) -> Any:
         raise LookupError
 
     before = applied()
     with monkeypatch.context() as patch, pytest.raises(LookupError):
-        patch.setattr(own_loops, "run_after", broken)
+        patch.setattr(steps, "run_after", broken)
         helper_for(trainer)
     assert applied() == before
 
@@ -125,33 +127,30 @@ def test_disable_leaves_nothing_on_the_optimizer_or_the_class(trainer: Any) -> N
 
 
 def test_a_helper_that_nobody_holds_votes_until_the_end(trainer: Any) -> None:
-    def capture() -> tuple[Any, Any]:
-        helper = helper_for(trainer)
-        trainer.step()
-        helper.create_cudagraphs()
-        return helper._agreement, helper.session
-
-    agreement, session = capture()
-    gc.collect()
-    before = agreement.time.votes
+    helper_for(trainer)
     trainer.step()
-    assert agreement.time.votes == before + 1
+    ours().capture()
+    gc.collect()
+    votes, session = ours().counted()[1], ours().session
+    before = votes.votes
+    trainer.step()
+    assert votes.votes == before + 1 and session is not None
     expect(session.counters, replayed=LAYERS)
     megatron_cg.disable()
     trainer.step()
-    assert agreement.time.votes == before + 1
+    assert votes.votes == before + 1
 
 
 def test_a_second_helper_of_a_model_replaces_the_first(trainer: Any) -> None:
     step = trainer._optimizer.step
-    first = helper_for(trainer)
-    trainer.step()
-    first.create_cudagraphs()
-    second = helper_for(trainer)
+    helper_for(trainer).create_cudagraphs()
+    first = ours()
+    helper_for(trainer)
+    second: Any = ours()
     assert first.session is None and open_sessions() == 0
     before = first.counted()[1].votes
     trainer.step()
-    second.create_cudagraphs()
+    second.capture()
     trainer.step()
     assert first.counted()[1].votes == before
     expect(second.session.counters, captured=LAYERS, replayed=LAYERS, eager=0)
@@ -160,26 +159,36 @@ def test_a_second_helper_of_a_model_replaces_the_first(trainer: Any) -> None:
     assert open_sessions() == 0 and trainer._optimizer.step == step
 
 
-def test_the_rules_are_asked_with_the_settings_that_were_given(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron_cg.arguments.schema import GraphArguments
-    from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
-
-    undo = settings_for_own_loops({"given": GraphArguments(cg_layers=("no_such_scope:0",))})
+def test_flags_of_the_command_line_hold_here_too(trainer: Any) -> None:
+    patches.start(GraphArguments(cg_on_failure="eager"), SimpleNamespace(), wants_graphs=True)
+    helper_for(trainer)
+    assert ours().given.cg_on_failure == "eager"
+    settings = GraphArguments(cg_layers=("no_such_scope:0",))
+    patches.start(settings, SimpleNamespace(), wants_graphs=True)
     with pytest.raises(ConfigurationError, match="no_such_scope"):
         helper_for(trainer)
-    undo()
-    helper_for(trainer)
 
 
-def test_flags_of_the_command_line_hold_here_too() -> None:
-    from megatron_cg.integrations.megatron.own_loops import LoopHelper, settings_for_own_loops
+def test_the_loss_scale_can_be_set_after_a_capture_before_the_first_step(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    undo = settings_for_own_loops({"on_failure": "eager"})
-    assert LoopHelper.on_failure == "eager"
-    undo()
-    assert LoopHelper.on_failure == "error" and "on_failure" not in vars(LoopHelper)
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    parallel_state.destroy_model_parallel()
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    scopes = ("attn", "moe_router")
+    model = CpuModelConfig(layers=LAYERS, experts=4, graph_modules=scopes, sequence_length=LENGTH)
+    trainer = Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
+    helper_for(trainer).create_cudagraphs()
+    made = MoEAuxLossAutoScaler.main_loss_backward_scale
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / 2)
+    assert made is MoEAuxLossAutoScaler.main_loss_backward_scale and float(made) == 0.5
+    trainer.step()
+    expect(ours().counted()[0], captured=LAYERS, replayed=LAYERS, mismatched=0)
 
 
 def test_a_model_without_fsdp_keeps_megatrons_helper(
@@ -189,7 +198,7 @@ def test_a_model_without_fsdp_keeps_megatrons_helper(
     monkeypatch.setattr(TECudaGraphHelper, "_discover_layers", lambda self: None)
     plain = trainer.model.module.module
     helper = TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
-    assert type(helper) is TECudaGraphHelper
+    assert helper.model == [plain] and not patches.helpers
     monkeypatch.setattr(trainer.model.config, "recompute_granularity", "full")
     with pytest.raises(ConfigurationError, match="not under Megatron-FSDP"):
         TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
@@ -204,4 +213,4 @@ def test_a_class_that_is_made_of_megatrons_is_left_alone(
         pass
 
     made = Other([trainer.model], trainer.model.config, LENGTH, BATCH)
-    assert type(made) is Other and SimpleNamespace(**vars(made)).micro_batch_size == BATCH
+    assert made.micro_batch_size == BATCH and not patches.helpers

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import megatron_cg
+from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron import patches
 
@@ -88,21 +89,15 @@ def our_rules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_with_graphs_gets_our_helper_with_its_flags(our_rules_alone: None) -> None:
-    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-    from megatron.training import arguments, training
+    from megatron.training import arguments
 
     megatron_cg.enable()
     words = [*GRAPHS, "--cg-layers", "attn:1-2", "--cg-on-failure", "eager"]
     arguments.validate_args(parse(*words), {})
-    helper = training.TECudaGraphHelper
-    assert issubclass(helper, TECudaGraphHelper) and helper is not TECudaGraphHelper
-    assert helper.on_failure == "eager"
-    assert [helper.selection.scopes(i, 4, ("attn",)) for i in range(4)] == [
-        *((), ("attn",), ("attn",)),
-        (),
-    ]
+    settings = patches._settings[-1]
+    assert settings.cg_layers == ("attn:1-2",) and settings.cg_on_failure == "eager"
     megatron_cg.disable()
-    assert training.TECudaGraphHelper is TECudaGraphHelper
+    assert patches._settings == [GraphArguments()]
 
 
 @pytest.mark.parametrize("words", [GRAPHS, ("--use-megatron-fsdp",)], ids=["graphs", "eager"])

@@ -14,12 +14,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 import megatron_cg
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron import full_recompute
-from megatron_cg.integrations.megatron.attach import run_region
 from megatron_cg.integrations.megatron.full_recompute import (
     allow_full_recompute,
     recompute_in_layers,
 )
 from megatron_cg.integrations.megatron.masks import ObservedInputs
+from megatron_cg.integrations.megatron.units import run_region
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.capturing_flag import capturing_flag, is_capturing
 from tests.functional.loops import RECOMPUTE

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
 from megatron_cg.errors import ConfigurationError
-from megatron_cg.events import StepRepeated, emit, subscribe
+from megatron_cg.events import StepRepeated, subscribe
 from megatron_cg.integrations.megatron import repeat
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
+from megatron_cg.upstream.patch import Undo
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -75,15 +75,18 @@ class Loop:
         chunk: Any = self.chunk
         chunk.zero_grad_buffer = lambda: self.events.append("zero")
         self.optimizer = Optimizer(self.events)
-        members = {"model": [chunk], "optimizers": [self.optimizer], "session": self.session}
-        self.helper: Any = cast(Any, SimpleNamespace(**members, step_number=12))
+        self.controller: Any = SimpleNamespace(session=self.session)
         self.forward: Callable[[Any], Any] = self.take
         found = {id(chunk): self.fsdp}
         monkeypatch.setattr(repeat, "find_megatron_fsdp", lambda model: found.get(id(model)))
         monkeypatch.setattr(repeat, "bound_of", {self.fsdp: self.bound}.get)
         monkeypatch.setattr(schedules, "forward_backward_no_pipelining", self.schedule())
         self.undo_repeats = repeat.repeat_steps()
-        self.undo = repeat.follow(self.helper)
+        self.undo = self.follow()
+
+    def follow(self) -> Undo:
+        steps: Any = SimpleNamespace(number=12)
+        return repeat.repeat_if_bounded([self.chunk], [self.optimizer], self.controller, steps)
 
     def schedule(self) -> Any:
         def forward_backward_no_pipelining(
@@ -208,7 +211,7 @@ def test_the_model_may_be_given_without_a_list(loop: Loop) -> None:
 def test_other_passes_are_megatrons_own(loop: Loop, case: str) -> None:
     loop.bound.rows = 200
     if case == "no graphs":
-        loop.helper.session = None
+        loop.controller.session = None
     changed: dict[str, dict[str, Any]]
     changed = {"evaluation": {"forward_only": True}, "another model": {"model": loop.fsdp}}
     loop.passes(batches(), **changed.get(case, {}))
@@ -235,7 +238,7 @@ def test_replays_outside_of_the_schedule_end_before_the_update(loop: Loop) -> No
         loop.optimizer.step()
     assert [one.rule for one in error.value.violations] == ["rows-outside-schedule"]
     assert loop.events == []
-    loop.helper.session = Session()
+    loop.controller.session = Session()
     loop.optimizer.step()
     assert loop.events == ["update"]
 
@@ -265,7 +268,7 @@ def test_a_model_without_a_bound_is_not_followed(
 ) -> None:
     loop.undo()
     monkeypatch.setattr(repeat, "bound_of", lambda fsdp: None)
-    repeat.follow(loop.helper)()
+    loop.follow()()
     loop.bound.rows = 200
     loop.step(batches())
     assert "begin" not in loop.events and loop.events[-1] == "update"
@@ -278,24 +281,3 @@ def test_the_undo_puts_back_what_was_there(loop: Loop) -> None:
     loop.step(batches())
     loop.passes(batches())
     assert "eager" not in loop.events and "begin" not in loop.events
-
-
-def test_the_log_and_the_record_tell_of_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    from megatron_cg.telemetry.capture_report import follow_captures
-    from megatron_cg.telemetry.read_record import read_run
-    from megatron_cg.telemetry.record import Recorder, recording
-
-    follow_captures()
-    recorder = Recorder(tmp_path)
-    with recording(recorder):
-        emit(StepRepeated(12, 10240, 9216, 1.4))
-    (text,) = caplog.messages
-    assert (
-        "step 12 repeated: a rank had 10,240 rows for another in a MoE layer, bound 9,216" in text
-    )
-    assert "--cg-moe-rows 1.4 or more" in text
-    recorder.finish([])
-    (event,) = read_run(tmp_path)[0]["events"]
-    assert "step 12 repeated" in event["text"]

@@ -3,67 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from megatron_cg.integrations.megatron.steps import StepRoutine, follow_steps
-
-
-class Optimizer:
-    def __init__(self, events: list[Any]) -> None:
-        self.events = events
-
-    def step(self) -> str:
-        self.events.append("optimizer")
-        return "updated"
-
-
-class Routine:
-    """Notes what it is called for, instead of a ``StepRoutine``."""
-
-    def __init__(self, events: list[Any]) -> None:
-        self.before_step = lambda done: events.append(("before", done))
-        self.after_step = lambda: events.append("after")
-        self.vote = lambda step: events.append(("vote", step))
-        self.close = lambda: None
+from megatron_cg.integrations.megatron.steps import Steps, by_optimizer, by_train_step
+from megatron_cg.upstream.patch import Undo
 
 
 class Loop:
-    """Megatron's training module, whose step is made of ``parts``."""
+    """Megatron's training module, whose step is made of ``parts``, and the optimizer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatron.training import training
 
         self.events: list[Any] = []
-        self.optimizer = Optimizer(self.events)
+        self.optimizer: Any = SimpleNamespace(step=lambda: self.events.append("optimizer"))
         self.parts: list[Callable[[], object]] = [self.update]
         self.module: Any = training
 
-        def train_step(
-            forward_step_func: Any,
-            data_iterator: Any,
-            model: Any,
-            optimizer: Any,
-            opt_param_scheduler: Any,
-            config: Any,
-            forward_backward_func: Any,
-            iteration: int | None = None,
-        ) -> str:
+        def train_step(optimizer: Any, iteration: int | None = None) -> str:
             for part in self.parts:
                 part()
             self.events.append("end")
             return "numbers"
 
         monkeypatch.setattr(training, "train_step", train_step)
-        routines = (Routine(self.events), None)
-        helpers: list[Any] = [SimpleNamespace(steps=one, undo=ExitStack()) for one in routines]
-        self.undo = follow_steps(helpers)
+        controller = SimpleNamespace(
+            before_step=lambda: self.events.append("before"),
+            after_step=lambda number: self.events.append(("vote", number)),
+            close=lambda: None,
+            session=None,
+            awaits_capture=True,
+        )
+        inputs: Any = SimpleNamespace(observe_step=self.observe)
+        self.steps = Steps(controller, inputs)  # type: ignore[arg-type]
+
+    def observe(self) -> Undo:
+        self.events.append("observe")
+        return lambda: self.events.append("after")
 
     def step(self, **options: Any) -> Any:
-        return self.module.train_step(1, 2, 3, self.optimizer, 5, 6, 7, **options)
+        return self.module.train_step(self.optimizer, **options)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -75,77 +57,52 @@ class Loop:
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     loop = Loop(monkeypatch)
+    before, step = loop.module.train_step, loop.optimizer.step
+    undo = by_train_step(loop.steps, [loop.optimizer])
     yield loop
-    loop.undo()
-    assert vars(loop.optimizer).keys() == {"events"}
+    undo()
+    assert (loop.module.train_step, loop.optimizer.step) == (before, step)
+
+
+BEGINS = ["before", "observe"]
 
 
 def test_the_vote_comes_with_the_optimizers_step_and_once(loop: Loop) -> None:
     loop.parts *= 2
     assert loop.step(iteration=7) == "numbers"
-    vote = ("vote", 7)
-    assert loop.events == [("before", 7), "optimizer", vote, "optimizer", "end", "after"]
-    assert loop.optimizer.step() == "updated"
+    vote = ("vote", 8)
+    assert loop.events == [*BEGINS, "optimizer", vote, "optimizer", "end", "after"]
+    loop.optimizer.step()
     assert loop.events[-1] == "optimizer"
 
 
 def test_a_step_without_the_optimizers_is_voted_on_at_its_end(loop: Loop) -> None:
     loop.parts.clear()
     loop.step()
-    assert loop.events == [("before", None), "end", "after", ("vote", None)]
+    assert loop.events == [*BEGINS, "end", "after", ("vote", None)]
 
 
-def test_the_optimizer_may_be_given_by_name(loop: Loop) -> None:
-    rest = {"opt_param_scheduler": 5, "config": 6, "forward_backward_func": 7}
-    loop.module.train_step(1, 2, 3, optimizer=loop.optimizer, **rest)
-    assert loop.events == [("before", None), "optimizer", ("vote", None), "end", "after"]
-
-
-def test_nothing_is_voted_on_before_a_failure(loop: Loop) -> None:
+def test_a_step_that_fails_has_no_vote(loop: Loop) -> None:
     loop.parts.insert(0, loop.fail)
     with pytest.raises(ValueError, match="failed"):
         loop.step()
-    assert loop.events == [("before", None), "after"]
+    loop.optimizer.step()
+    assert loop.events == [*BEGINS, "after", "optimizer"]
 
 
 def test_a_failure_after_the_vote_adds_none(loop: Loop) -> None:
     loop.parts.append(loop.fail)
     with pytest.raises(ValueError, match="failed"):
         loop.step()
-    assert loop.events == [("before", None), "optimizer", ("vote", None), "after"]
+    assert loop.events == [*BEGINS, "optimizer", ("vote", None), "after"]
 
 
-def test_an_optimizers_step_is_wrapped_once_for_all_steps(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop.step()
-    ours = loop.optimizer.step
-    loop.step()
-    assert loop.optimizer.step is ours
-    beneath = loop.optimizer.step
-
-    def theirs() -> str:
-        loop.events.append("theirs")
-        return beneath()
-
-    loop.optimizer.step = theirs  # type: ignore[method-assign]
-    loop.events.clear()
-    loop.step(iteration=3)
-    assert loop.events == [("before", 3), "theirs", "optimizer", ("vote", 3), "end", "after"]
-    loop.undo()
-    assert loop.optimizer.step is theirs
-    loop.events.clear()
+def test_in_other_loops_a_step_ends_with_the_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch)
+    undo = by_optimizer(loop.steps, [loop.optimizer])
     loop.optimizer.step()
-    assert loop.events == ["theirs", "optimizer"]
-    assert "Optimizer.step is left as it is" in caplog.text
-    del loop.optimizer.step
-
-
-def test_a_routine_knows_the_number_of_its_step() -> None:
-    controller = SimpleNamespace(before_step=lambda: None, session=None, awaits_capture=False)
-    routine = StepRoutine(cast(Any, controller), cast(Any, None))
-    assert routine.number is None
-    routine.before_step(4)
-    assert routine.number == 5
-    routine.before_step(None)
-    assert routine.number is None
+    undo()
+    loop.optimizer.step()
+    loop.steps.close()
+    votes = ["optimizer", "after", ("vote", 1)]
+    assert loop.events == [*BEGINS, *votes, *BEGINS, "optimizer", "after"]

@@ -1,4 +1,4 @@
-"""What a graphed layer of Megatron runs instead of its forward, and the same as plain Python.
+"""Megatron's layers as units: the region that a graph holds, and what a layer runs instead.
 
 ``GraphableMegatronModule._te_cuda_graph_capture`` runs exactly the captured region and returns what
 the graph returns, as long as Megatron's capturing flag is set.
@@ -8,27 +8,39 @@ Note [The replay replaces forward]
     going through ``torch.nn.Module.__call__``: no hook fires, and under Megatron-FSDP nothing is
     unsharded. Here ``_should_call_te_cudagraph`` of the layer returns False, so its call continues
     to ``nn.Module.__call__``. FSDP's hooks run there, and between them ``_te_cuda_graph_replay``
-    runs instead of the forward. Both overrides are attributes of the instance: the class and
-    layers without graphs do not change.
+    runs instead of the forward.
 
 Note [Shapes that a region notes]
     With ``moe_preprocess`` the dispatcher notes sizes of its input inside the graph, as plain
     attributes, and reads them behind it (megatron-core 0.19.2, ``hidden_shape_before_permute``). A
     replay notes nothing. So after a pass of another shape, such as an evaluation with a larger
     batch, they are set before each replay.
+
+Note [State outside of the layer]
+    A router adds its losses to ``get_moe_metrics_tracker().metrics[name].values`` in the forward
+    pass, so a graph that contains a router writes to that tensor. A router with
+    ``moe_enable_routing_replay`` follows the action of its ``RouterReplay``, in Python. A graph
+    follows none.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_cg.integrations.megatron.scopes import leave_out
 from megatron_cg.integrations.own_gradients import own_gradient
+from megatron_cg.moe.shared_expert import gate_in_region
+from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import NOT_INPUTS, described
@@ -39,19 +51,29 @@ from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _LAYER = "megatron.core.transformer.module:GraphableMegatronModule"
+_MOE = "megatron.core.transformer.moe"
+_METRICS = f"{_MOE}.moe_logging"
+_TRACKER = "_MOE_METRICS_TRACKER"
+_REPLAY, _ACTION = "router_replay", "router_replay_action"
 RELIES_ON = (
     Symbol(
         "megatron-core",
         _LAYER,
         "a layer with graphs",
-        attributes=("cuda_graphs", "cuda_graph_manual_hooks"),
+        attributes=("cuda_graphs", "cuda_graph_manual_hooks", "_get_submodules_under_cudagraphs"),
     ),
-    Symbol("megatron-core", f"{_LAYER}._should_call_te_cudagraph", "what __call__ asks"),
-    Symbol("megatron-core", f"{_LAYER}._te_cuda_graph_replay", "the replay"),
-    Symbol(
-        "megatron-core",
-        f"{_LAYER}._te_cuda_graph_capture",
-        "the part of a layer that its graph holds",
+    *(
+        Symbol("megatron-core", path, expected, attributes=attributes)
+        for path, expected, attributes in (
+            (f"{_LAYER}._should_call_te_cudagraph", "what __call__ asks", ()),
+            (f"{_LAYER}._te_cuda_graph_replay", "the replay", ()),
+            (f"{_LAYER}._te_cuda_graph_capture", "the part of a layer that its graph holds", ()),
+            (f"{_METRICS}:{_TRACKER}", "Megatron's MoE metrics tracker", ()),
+            (f"{_METRICS}:MoEMetricsTracker", "what it is", ("metrics",)),
+            (f"{_METRICS}:MetricEntry", "an entry of its metrics", ("values",)),
+            (f"{_MOE}.router_replay:RouterReplay", "what repeats a router's choices", (_ACTION,)),
+            (f"{_MOE}.router:TopKRouter", "the router that has one", (_REPLAY,)),
+        )
     ),
 )
 
@@ -59,8 +81,43 @@ PACK = "packed_seq_params"
 """The keyword by which a layer gets the boundaries of packed sequences, in an object."""
 BOUNDARIES = "cu_seqlens"
 """The keyword of a graph that has them as an input; see ``integrations/megatron/packs.py``."""
-_HIDDEN = "hidden_states"
+HIDDEN = "hidden_states"
 _NOTED = ("hidden_shape", "hidden_shape_before_permute", "num_out_tokens", "capacity")
+
+
+def units_of(layers: Sequence[Any]) -> list[Unit]:
+    """Megatron's layers as the units of a capture; each name is the index, from 0."""
+    return [
+        Unit(
+            f"layer {layer.layer_number - 1}",
+            layer,
+            _graphed(layer),
+            # torch does not count the collectives of these; see ``consensus/collectives.py``.
+            collectives=layer.config.context_parallel_size > 1
+            or layer.config.tensor_model_parallel_size > 1,
+            leave_out=partial(leave_out, layer),
+            entries=_entries,
+            kept=_metrics_kept,
+            run=run_region,
+            in_backward=capturing_flag,
+            attach=partial(attach_replay, direct=_is_direct(layer)),
+        )
+        for layer in layers
+    ]
+
+
+def _graphed(layer: Any) -> tuple[nn.Module, ...]:
+    """The modules below ``layer`` whose forward runs inside its graph."""
+    covered: Sequence[nn.Module] = layer._get_submodules_under_cudagraphs()
+    inside = [m for root in covered for m in root.modules() if m is not layer]
+    return tuple(dict.fromkeys([*inside, *gate_in_region(layer)]))
+
+
+def _is_direct(layer: Any) -> bool:
+    """Whether no code of ``layer`` runs before its graph; attention does if it is not captured."""
+    scopes = layer.config.cuda_graph_modules
+    before = isinstance(layer, TransformerLayer) and bool(scopes)
+    return not before or CudaGraphModule.attn in scopes
 
 
 def run_region(
@@ -111,8 +168,8 @@ def attach_replay(
         is_replay = target.cuda_graphs[0].is_replay
         if args:
             args = (own_gradient(args[0], is_replay), *args[1:])
-        elif _HIDDEN in kwargs:
-            kwargs = {**kwargs, _HIDDEN: own_gradient(kwargs[_HIDDEN], is_replay)}
+        elif HIDDEN in kwargs:
+            kwargs = {**kwargs, HIDDEN: own_gradient(kwargs[HIDDEN], is_replay)}
         return target._te_cuda_graph_replay(*args, **kwargs)
 
     def changes() -> Iterator[Undo]:
@@ -165,7 +222,7 @@ def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch |
     Megatron's replay runs attention with all arguments, and the rest of the layer with attention's
     output alone. The router would count padding, and balance the samples of a pack as one.
     """
-    hidden = args[0] if args else kwargs.get(_HIDDEN)
+    hidden = args[0] if args else kwargs.get(HIDDEN)
     sample = getattr(kwargs.get(PACK), "tokens_per_sample", None)
     samples = hidden.shape[0] // sample if sample and hidden is not None else 1
     for name, value in (
@@ -185,3 +242,54 @@ def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch |
 
 def _never(*_args: Any, **_kwargs: Any) -> bool:
     return False
+
+
+def metrics_tracker() -> Any:
+    """Megatron's MoE metrics tracker; None before a router has recorded anything."""
+    return getattr(sys.modules.get(_METRICS), _TRACKER, None)
+
+
+@contextmanager
+def _metrics_kept() -> Iterator[None]:
+    """Restore the sums of MoE metrics on exit, in place."""
+    tracker = metrics_tracker()
+    entries = list(tracker.metrics.values()) if tracker is not None else []
+    saved = [(entry.values, entry.values.clone()) for entry in entries]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for values, old in saved:
+                values.copy_(old)
+
+
+def _entries(graphed: Sequence[nn.Module]) -> list[Entry]:
+    """The rows of the MoE metrics' tensors, and of routers that follow an action."""
+    replays = (getattr(module, _REPLAY, None) for module in graphed)
+    rows = [
+        Entry(_Action(vars(replay)), _ACTION, "routing", "the router's action")
+        for replay in replays
+        if replay is not None
+    ]
+    tracker = metrics_tracker()
+    if tracker is None:
+        return rows
+    what = "Megatron's MoE metrics tracker"
+    rows.append(Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what))
+    for name, entry in tracker.metrics.items():
+        what = f"the tensor of the MoE metric {name}"
+        rows.append(Entry(vars(entry), "values", "metrics", what))
+        rows.append(Entry(tracker.metrics, name, "metrics", f"the MoE metric {name}"))
+    return rows
+
+
+class _Action:
+    """A router's action: None, or another object at each look, since no replay follows it."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def get(self, key: str) -> Any:
+        """The action."""
+        action = self._state[key]
+        return None if action is None else SimpleNamespace(name=getattr(action, "name", action))
