@@ -26,7 +26,6 @@ LONGEST = (
     "moe/test_eight_ranks.py",
     "moe/test_repeats.py",
     "compiled/test_together.py",
-    "tools/plan/test_sweep.py",
     "integrations/standalone/test_sharded.py",
     "integrations/standalone/test_megatron_fsdp_v2.py",
     "runs/test_life.py",

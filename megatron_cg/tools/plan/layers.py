@@ -1,97 +1,343 @@
-"""Which parts of each decoder layer are captured, which stay eager, and why."""
+"""The layers of a run's model by its flags: their parts, and which of them graphs hold.
+
+A part has the parameters and the saved activations that ``memory.py`` adds up. Sizes follow
+megatron-core 0.19.2 with Transformer Engine's modules; a test compares them with recorded runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import nn
 
 from megatron_cg.arguments import RunArguments
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.layout import available_scopes
-from megatron_cg.arguments.schema import WHOLE_LAYER
+from megatron_cg.arguments.layout import available_scopes, decoder_symbols
+from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments, prediction_is_repeated
 
-_SHARED = "shared expert"
-_PARTS = {
-    "self_attention": ("attention", "attn"),
-    "mixer": ("Mamba mixer", "mamba"),
-    "mlp": ("MLP", "mlp"),
-    "mlp.router": ("router", "moe_router"),
-    "mlp.shared_experts": (_SHARED, "moe_router"),
-    "mlp.experts": ("experts", "moe"),
+_OF_SYMBOL = {
+    **dict.fromkeys("*GD", ("attention",)),
+    "+": ("latent attention",),
+    "M": ("Mamba mixer",),
+    "-": ("MLP",),
+    "E": ("MoE",),
 }
-"""Parts of a layer by the path of their module: their name, and their scope."""
-
-_DISPATCH = ("token dispatch", "moe_preprocess")
-_FIXED = "--cg-grouped-gemm torch, or if each expert drops and pads to a capacity"
+_SLOT_ROWS = 128
+"""``--cg-moe-rows`` rounds the rows of a slot up to a multiple of this."""
 
 
-def describe_layers(
-    run: RunArguments, selection: LayerSelection, layers: Sequence[nn.Module]
-) -> list[dict[str, Any]]:
-    """The kind of each layer, its scopes, its captured parts, and its eager parts with reasons."""
-    available = available_scopes(run)
-    count = len(layers)
+@dataclass(frozen=True)
+class Part:
+    """A part of a layer on one rank: numbers of parameters, and bytes.
+
+    Attributes:
+        name: what it is called.
+        scope: which scope captures it; None if none can.
+        weights: parameters of this rank before sharding, without those of experts.
+        experts: parameters of this rank's experts.
+        all: parameters on all ranks together.
+        saved: bytes that the forward pass saves for the backward pass.
+        outputs: bytes of what a graph that ends behind it hands to the eager part that follows.
+        rows: bytes of the rows that its experts receive; they size the workspace.
+        used: parameters that one token uses.
+    """
+
+    name: str
+    scope: str | None
+    weights: int = 0
+    experts: int = 0
+    all: int = 0
+    saved: int = 0
+    outputs: int = 0
+    rows: int = 0
+    used: int = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer with its parts; ``captured`` are those in its graph, ``eager`` are (name, reason)."""
+
+    name: str
+    kind: str
+    parts: tuple[Part, ...]
+    scopes: tuple[str, ...] = ()
+    captured: tuple[Part, ...] = ()
+    eager: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def rest(self) -> tuple[Part, ...]:
+        """The parts that are not captured."""
+        return tuple(part for part in self.parts if part not in self.captured)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a run that parts are made of: elements of one microbatch on one rank."""
+
+    args: Any
+    graph: GraphArguments
+    run: RunArguments
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation's element."""
+        return 2 if self.run.bf16 or self.run.fp16 else 4
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel ranks."""
+        return int(self.args.tensor_model_parallel_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one rank, in what tensor parallelism splits."""
+        args = self.args
+        return int(args.micro_batch_size * args.seq_length // args.context_parallel_size)
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of the hidden states between layers."""
+        split = self.tensor if self.args.sequence_parallel else 1
+        return int(self.tokens * self.args.hidden_size * self.width // split)
+
+    def recomputes(self, module: str) -> bool:
+        """Whether selective recompute frees what this module saves."""
+        run = self.run
+        return run.recompute_granularity == "selective" and module in run.recompute_modules
+
+    @property
+    def norm(self) -> int:
+        """Bytes of a norm's output that the layer after it saves."""
+        return 0 if self.recomputes("layernorm") else self.hidden
+
+
+def layers_of(settings: Any) -> tuple[Layer, ...]:
+    """All layers of the model: the decoder's by number, then those of multi-token prediction."""
+    args, run, graph = settings.args, settings.run, settings.graph
+    shape = Shape(args, graph, run)
+    kinds = _kinds(args, run)
+    selection = LayerSelection.parse(graph.cg_layers)
+    parts = {kind: tuple(_parts(shape, kind)) for kind in dict.fromkeys(kinds)}
     found = []
-    for index, layer in enumerate(layers):
-        active = selection.scopes(index, count, run.cuda_graph_modules)
-        here = _parts_of(layer, run)
-        exists = available[index] if available is not None else None
-        used = [s for s in active if exists is None or s in exists]
-        captured = [name for name, scope in here if _is_captured(scope, used, run)]
-        eager = [
-            {"part": name, "reason": _reason(name, scope, index, run, active)}
-            for name, scope in here
-            if name not in captured
-        ]
-        found.append(
-            {
-                "index": index,
-                "kind": " + ".join(_kinds(here)),
-                "scopes": used if captured else [],
-                "captured": captured,
-                "eager": eager,
-            }
-        )
-    return found
+    for number, kind in enumerate(kinds):
+        scopes = selection.scopes(number, len(kinds), run.cuda_graph_modules)
+        found.append(_captured(f"{number}", kind, parts[kind], scopes, run))
+    for number in range(run.mtp_num_layers or 0):
+        # Each has a projection of its own before a layer like the decoder's last.
+        hidden = args.hidden_size
+        size = 2 * hidden * hidden // shape.tensor
+        joined = Part("projection", None, size, 0, 2 * hidden**2, 3 * shape.hidden, used=size)
+        layer = _captured(f"MTP {number}", kinds[-1], parts[kinds[-1]], run.scope_names, run)
+        if prediction_is_repeated(run):
+            reason = f"it runs {run.mtp_num_layers} times before its first backward pass"
+            eager = tuple((part.name, reason) for part in layer.parts)
+            layer = replace(layer, scopes=(), captured=(), eager=eager)
+        found.append(replace(layer, parts=(*layer.parts, joined)))
+        if prediction_is_repeated(run):
+            break
+    return tuple(found)
 
 
-def _parts_of(layer: nn.Module, run: RunArguments) -> list[tuple[str, str]]:
-    modules = dict(layer.named_modules())
-    is_moe = "mlp.experts" in modules
-    parts = [
-        (name, "moe" if name == _SHARED and run.moe_shared_expert_overlap else scope)
-        for path, (name, scope) in _PARTS.items()
-        if any(True for _ in getattr(modules.get(path), "parameters", tuple)())
-        and not (path == "mlp" and is_moe)
-    ]
-    return [*parts, _DISPATCH] if is_moe else parts
+def _kinds(args: Any, run: RunArguments) -> list[tuple[str, ...]]:
+    if run.hybrid_layer_pattern is not None:
+        return [_OF_SYMBOL.get(s, ("MLP",)) for s in decoder_symbols(run.hybrid_layer_pattern)]
+    available = available_scopes(run) or [frozenset({"mlp"})] * args.num_layers
+    attention = "latent attention" if args.multi_latent_attention else "attention"
+    return [(attention, "MoE" if "moe" in has else "MLP") for has in available]
 
 
-def _kinds(parts: Sequence[tuple[str, str]]) -> list[str]:
-    names = [name for name, _ in parts]
-    kinds = [str(name) for name in ("attention", "Mamba mixer", "MLP") if name in names]
-    return [*kinds, "MoE"] if "experts" in names else kinds
+def _captured(
+    name: str,
+    kind: Sequence[str],
+    parts: tuple[Part, ...],
+    active: Sequence[str],
+    run: RunArguments,
+) -> Layer:
+    """The layer with what its graph holds, and why not the rest."""
+    scopes = set(active) if run.wants_graphs else set()
+    inside = {"moe_router", "moe_preprocess"} if "moe" in scopes else set()
+    whole = WHOLE_LAYER in scopes
+    captured = tuple(p for p in parts if whole or p.scope in scopes | inside)
+    eager = tuple((part.name, _reason(part, run)) for part in parts if part not in captured)
+    used = tuple(s for s in active if captured and (whole or _exists(s, parts)))
+    return Layer(name, " + ".join(kind), parts, used, captured, eager)
 
 
-def _is_captured(scope: str, active: Sequence[str], run: RunArguments) -> bool:
-    if WHOLE_LAYER in active or scope in active:
-        return True
-    return scope in ("moe_router", "moe_preprocess") and "moe" in active
+def _exists(scope: str, parts: Sequence[Part]) -> bool:
+    return any(part.scope == scope for part in parts)
 
 
-def _reason(name: str, scope: str, index: int, run: RunArguments, active: Sequence[str]) -> str:
-    """Why a part is not in its layer's graph; ``active`` are the scopes selected for the layer."""
-    asked = WHOLE_LAYER if run.is_whole_layer else scope
+def _reason(part: Part, run: RunArguments) -> str:
+    asked = WHOLE_LAYER if run.is_whole_layer else part.scope
+    if not run.wants_graphs:
+        return "the run asks for no graphs"
     if asked in run.scope_names:
-        if asked not in active:
-            return f"--cg-layers leaves {asked} out of layer {index}"
-        return f"layer {index} has no such scope"
-    if name == "experts":
-        return f"tokens per expert differ from step to step; moe can capture them with {_FIXED}"
-    if name == _SHARED and run.moe_shared_expert_overlap:
-        return "it runs beside the exchange of tokens; moe can capture both"
-    if name == _DISPATCH[0]:
-        return "its counting of tokens can be captured by moe_preprocess; its communication cannot"
-    return f"{scope} is not in --cuda-graph-modules"
+        return f"--cg-layers leaves {asked} out"
+    if part.name == "experts":
+        return (
+            "tokens per expert differ from step to step; moe captures them with --cg-grouped-gemm "
+            "torch, or if each expert drops and pads to a capacity"
+        )
+    if part.name == "shared expert" and run.moe_shared_expert_overlap:
+        return "it runs beside the exchange of tokens; moe captures both"
+    if part.name == "token dispatch":
+        return "moe_preprocess captures its counting of tokens; its communication stays eager"
+    return f"{part.scope} is not in --cuda-graph-modules"
+
+
+def _parts(shape: Shape, kind: Sequence[str]) -> Iterator[Part]:
+    makers = {
+        "attention": _attention,
+        "latent attention": _latent_attention,
+        "Mamba mixer": _mamba,
+        "MLP": _mlp,
+        "MoE": _moe,
+    }
+    for name in kind:
+        yield from makers[name](shape)
+
+
+def _attention(shape: Shape) -> Iterator[Part]:
+    args = shape.args
+    queries = args.num_attention_heads * args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    keys = groups * args.kv_channels
+    hidden = args.hidden_size
+    gate = queries if args.attention_output_gate else 0
+    biases = (queries + 2 * keys) * args.add_qkv_bias + hidden * args.add_bias_linear
+    size = hidden * (2 * queries + 2 * keys + gate) + hidden + biases
+    # Queries, keys and values behind the rotation, and the output; before a norm, too.
+    rows = 2 * queries + 2 * keys + gate + (queries + keys) * bool(args.qk_layernorm)
+    saved = shape.norm + shape.tokens * rows * shape.width // shape.tensor
+    saved += shape.tokens * args.num_attention_heads * 4 // shape.tensor
+    saved += _dropout(shape, args.hidden_dropout)
+    weights = size // shape.tensor
+    yield Part("attention", "attn", weights, 0, size, saved, used=weights)
+
+
+def _latent_attention(shape: Shape) -> Iterator[Part]:
+    args = shape.args
+    heads, hidden = args.num_attention_heads, args.hidden_size
+    query = args.qk_head_dim + args.qk_pos_emb_head_dim
+    low = args.kv_lora_rank
+    down = hidden * (low + args.qk_pos_emb_head_dim)
+    up = low * heads * (args.qk_head_dim + args.v_head_dim) + heads * args.v_head_dim * hidden
+    if args.q_lora_rank:
+        down += hidden * args.q_lora_rank
+        up += args.q_lora_rank * heads * query
+    else:
+        up += hidden * heads * query
+    compressed = 2 * (args.q_lora_rank or 0) + 2 * low + args.qk_pos_emb_head_dim
+    expanded = heads * (2 * query + args.v_head_dim)
+    if shape.recomputes("mla_up_proj"):
+        expanded = 0
+    rows = (expanded + heads * args.v_head_dim) // shape.tensor
+    saved = shape.norm + shape.tokens * (compressed + rows) * shape.width
+    saved += shape.tokens * heads * 4 // shape.tensor
+    # The projections to low rank are not split.
+    weights = down + up // shape.tensor + hidden
+    yield Part("attention", "attn", weights, 0, down + up + hidden, saved, used=weights)
+
+
+def _mamba(shape: Shape) -> Iterator[Part]:
+    args, split = shape.args, shape.tensor
+    heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
+    inner = heads * args.mamba_head_dim
+    states = 2 * args.mamba_num_groups * args.mamba_state_dim
+    wide = 2 * inner + states + heads
+    size = args.hidden_size * (wide + inner + 1) + (inner + states) * 5 + inner + 3 * heads
+    chunks = shape.tokens // 128 * heads * args.mamba_head_dim * args.mamba_state_dim * 3
+    rows = wide + inner + states + 2 * inner
+    saved = shape.norm + (shape.tokens * rows * shape.width + chunks) // split
+    yield Part("Mamba mixer", "mamba", size // split, 0, size, saved, used=size // split)
+
+
+def _mlp(shape: Shape) -> Iterator[Part]:
+    args = shape.args
+    size, saved = _feed_forward(shape, args.ffn_hidden_size)
+    size += args.hidden_size
+    if shape.recomputes("mlp"):
+        saved = 0
+    saved += shape.norm + _dropout(shape, args.hidden_dropout)
+    weights = size // shape.tensor
+    yield Part("MLP", "mlp", weights, 0, size, saved, used=weights)
+
+
+def _feed_forward(shape: Shape, wide: int) -> tuple[int, int]:
+    """Parameters, and bytes that it saves beside its input."""
+    args = shape.args
+    inputs = 2 if args.swiglu or args.quick_geglu else 1
+    biases = (inputs * wide + args.hidden_size) * args.add_bias_linear
+    rows = (inputs + 1) * wide
+    size = args.hidden_size * wide * (inputs + 1) + biases
+    return size, shape.tokens * rows * shape.width // shape.tensor
+
+
+def _dropout(shape: Shape, rate: float) -> int:
+    return shape.hidden if rate else 0
+
+
+def _moe(shape: Shape) -> Iterator[Part]:
+    args = shape.args
+    hidden, count = args.hidden_size, args.num_experts
+    router = hidden * count + hidden
+    choices = shape.hidden * (4 * count + count) // (hidden * shape.width)
+    outputs = shape.hidden + choices
+    yield Part("router", "moe_router", router, 0, router, choices, outputs, used=router)
+    if args.moe_shared_expert_intermediate_size:
+        size, kept = _feed_forward(shape, args.moe_shared_expert_intermediate_size)
+        kept = 0 if shape.recomputes("shared_experts") else kept
+        scope = "moe" if shape.run.moe_shared_expert_overlap else "moe_router"
+        weights = size // shape.tensor
+        yield Part("shared expert", scope, weights, 0, size, kept, shape.hidden, used=weights)
+    yield from _experts(shape)
+
+
+def _experts(shape: Shape) -> Iterator[Part]:
+    args, run = shape.args, shape.run
+    split, ranks = args.expert_tensor_parallel_size, args.expert_model_parallel_size
+    inputs = 2 if args.swiglu or args.quick_geglu else 1
+    inner = args.moe_latent_size or args.hidden_size
+    one = inner * args.moe_ffn_hidden_size * (inputs + 1)
+    one += (inputs * args.moe_ffn_hidden_size + inner) * args.add_bias_linear
+    latent = 2 * args.hidden_size * args.moe_latent_size if args.moe_latent_size else 0
+    local = args.num_experts // ranks
+    average = _rows(shape, local, bounded=False)
+    captured = shape.graph.cg_grouped_gemm == "torch" and run.wants_graphs
+    captured = captured and ("moe" in run.cuda_graph_modules or run.is_whole_layer)
+    rows = _rows(shape, local, bounded=True) if captured else average
+    activation = 0 if shape.recomputes("moe_act") else args.moe_ffn_hidden_size
+    each = inner + (inputs * args.moe_ffn_hidden_size + activation) // split
+    saved = shape.norm + (0 if shape.recomputes("moe") else rows * each * shape.width)
+    size = one * local // split
+    received = rows * inner * shape.width
+    dispatched = average * inner * shape.width
+    yield Part("token dispatch", "moe_preprocess", outputs=dispatched)
+    yield Part(
+        "experts",
+        "moe",
+        latent,
+        size,
+        one * args.num_experts + latent,
+        saved,
+        rows=received,
+        used=one * args.moe_router_topk // split + latent,
+    )
+
+
+def _rows(shape: Shape, local: int, *, bounded: bool) -> int:
+    """Rows that the experts of a rank compute: on average, or as many as a graph has room for."""
+    args, ranks = shape.args, shape.args.expert_model_parallel_size
+    tokens = shape.tokens
+    if args.sequence_parallel and args.expert_tensor_parallel_size < shape.tensor:
+        tokens //= shape.tensor
+    average = tokens * args.moe_router_topk
+    if shape.run.drops_and_pads:
+        return int(average * args.moe_expert_capacity_factor)
+    if not bounded or ranks == 1:
+        return int(average)
+    slot = tokens * min(args.moe_router_topk, local)
+    if shape.graph.cg_moe_rows is not None:
+        most = -(-int(shape.graph.cg_moe_rows * average / ranks) // _SLOT_ROWS) * _SLOT_ROWS
+        slot = min(slot, most)
+    return int(slot * ranks)

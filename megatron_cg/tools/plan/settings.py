@@ -1,126 +1,155 @@
-"""Parses a request's flags with Megatron's own parser, and finds every rule that they break.
+"""Reads flags with Megatron's own parser and rules, and with ours.
 
-Relied on: megatron-core 0.19.2, ``megatron.training.arguments``: ``parse_args`` (which reads
-``sys.argv`` and the environment), ``add_megatron_arguments``, ``validate_args``; and
-``megatron.training.argument_utils.core_transformer_config_from_args``. Megatron stops at its first
-broken rule. Ours are all found, and Megatron's is listed with them.
+Relied on: megatron-core 0.19.2, ``megatron.training.arguments``: ``add_megatron_arguments``,
+``validate_args``, and what ``parse_args`` adds to the namespace;
+``argument_utils.core_transformer_config_from_args``. Megatron stops at its first broken rule. Of
+ours all are found.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import importlib
 import io
 import math
 import os
-import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
+
+from packaging.version import Version
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
 from megatron_cg.arguments.megatron import add_arguments, read
 from megatron_cg.arguments.schema import BACKENDS, SCOPES, VARIABLES
 from megatron_cg.errors import Violation
-from megatron_cg.integrations.megatron.patches import YAML_VIOLATION
 from megatron_cg.nearest import did_you_mean
-from megatron_cg.tools.cpu.fakes import replaced
-from megatron_cg.tools.plan.experts import experts_of
-from megatron_cg.tools.plan.fakes.packages import TE_VERSION
-from megatron_cg.tools.plan.request import Request
+from megatron_cg.tools.plan.launch_line import LaunchLine, LaunchLineError
+from megatron_cg.upstream.patch import set_attribute
 
+TE_VERSION = "2.20.2"
+"""The release whose rules apply where Transformer Engine is not installed."""
+VOCABULARY = 131_072
+"""If only the tokenizer knows it."""
 _TE = "transformer-engine"
-WITHOUT_TE = (
-    f"{_TE} is not installed here; rules are checked as for {TE_VERSION}, and the estimates are "
-    "the same with and without it: fakes replace its modules."
-)
-"""The note of a plan."""
-MOST_GPUS = 2**18
-"""The largest number of GPUs in a plan: it lists their ranks in memory."""
+_HOPPER = (9, 0)
+_OF_TE = {
+    "megatron.core.transformer.moe.moe_utils": (
+        "fused_permute",
+        "fused_permute_with_probs",
+        "fused_sort_chunks_by_index",
+        "fused_sort_chunks_by_index_with_probs",
+        "fused_unpermute",
+    ),
+    "megatron.core.models.common.embeddings.rope_utils": (
+        "fused_apply_rotary_pos_emb",
+        "fused_apply_rotary_pos_emb_thd",
+    ),
+}
+"""Functions of TE that Megatron's rules ask for; they are None where TE is not installed."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings:
-    """The meaning of the flags, and the errors in them."""
+    """What flags mean, and what is wrong with them."""
 
     args: Any
     """Megatron's namespace, validated if Megatron accepted it."""
     run: RunArguments
     graph: GraphArguments
     broken: tuple[Violation, ...]
+    """Our broken rules."""
     megatron: str | None
     """Megatron's own error."""
-    notes: list[str]
-    usage: str | None = None
-    """Why the flags cannot be parsed at all; the other fields are then empty."""
+    notes: tuple[str, ...] = ()
 
 
-def read_settings(request: Request) -> Settings:
-    """Parse the flags, check them by our rules and by Megatron's; mistakes raise nothing."""
-    try:
-        args, unknown = _parsed(request.words)
-        if unknown and not request.own_flags:
-            raise _UsageError(_unknown_text(unknown))
-        args.world_size = request.nproc or fewest_gpus(args)
-        if args.world_size > MOST_GPUS:
-            text = f"{args.world_size:,} GPUs, and a plan is made for at most {MOST_GPUS:,}"
-            raise _UsageError(text)
-    except _UsageError as error:
-        return Settings(None, RunArguments(), GraphArguments(), (), None, [], usage=str(error))
-    notes: list[str] = []
-    if unknown:
-        # High cutoff: many flags of a script may resemble one of Megatron's.
-        own = " ".join(_with_hints(unknown, cutoff=0.9))
-        notes.append(f"not Megatron's, so taken for the script's own: {own}")
-    run, graph = read(args)
-    where, more = _environment_of_the_run(request.environment, BACKENDS[graph.cg_backend])
-    broken = violations(run, graph, where)
-    if not run.wants_graphs and not broken:
-        broken = (_no_graphs(run),)
-    elif run.wants_graphs and request.started_without:
-        broken = (_no_launcher(request.started_without), *broken)
-    notes += [*more, *notices(run, graph, where)]
-    with experts_of(graph):
-        megatron = _megatrons_opinion(args)
-    return Settings(args, run, graph, broken, megatron, notes)
+class _Parser(argparse.ArgumentParser):
+    """Raises LaunchLineError where argparse would end the process."""
+
+    def error(self, message: str) -> Any:
+        raise LaunchLineError(message)
+
+
+class Reader:
+    """Reads lines with one parser."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about packages that the machine of the run has
+            from megatron.training import arguments
+
+        parser = _Parser(allow_abbrev=False, add_help=False)
+        self._parser = add_arguments(arguments.add_megatron_arguments(parser))
+
+    def parse(self, line: LaunchLine) -> tuple[Any, tuple[str, ...]]:
+        """Megatron's namespace, and the words that its parser does not know.
+
+        Raises LaunchLineError in the caller's terms.
+        """
+        words = line.words
+        if any("$" in word for word in words):
+            unknown = next(word for word in words if "$" in word)
+            hint = f". {unknown} is a variable: give the line as the shell expands it"
+        else:
+            hint = ""
+        try:
+            args, unknown_words = self._parser.parse_known_args(words)
+        except LaunchLineError as error:
+            raise LaunchLineError(f"{error}{hint}") from None
+        except KeyError as error:
+            # Megatron looks a scope up in its enumeration, and argparse lets that error through.
+            raise LaunchLineError(_scope_text(str(error.args[0]))) from None
+        except (AssertionError, ValueError, SyntaxError) as error:
+            raise LaunchLineError(f"a flag has a wrong value: {error}{hint}") from None
+        if args.yaml_cfg is not None:
+            text = "--yaml-cfg: give the run's settings on the command line; no rule reads the file"
+            raise LaunchLineError(text)
+        args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+        args.rank = 0
+        return args, tuple(unknown_words)
+
+    def settings(self, line: LaunchLine, gpus: int, *, megatron: bool = True) -> Settings:
+        """What the line's flags mean on ``gpus``; without ``megatron`` by our rules only."""
+        args, unknown = self.parse(line)
+        args.world_size = gpus
+        run, graph = read(args)
+        where = _environment(line.variables, BACKENDS[graph.cg_backend])
+        broken = violations(run, graph, where)
+        notes = [*notices(run, graph, where), *_limits(args)]
+        if unknown:
+            notes.append(f"not Megatron's, so taken for the script's own: {self._hinted(unknown)}")
+        error = _megatrons_error(args, graph, line.variables) if megatron else None
+        return Settings(args, run, graph, broken, error, tuple(notes))
+
+    def _hinted(self, unknown: Sequence[str]) -> str:
+        known = [*self._parser._option_string_actions]
+        return " ".join(
+            word + (did_you_mean(word, known, 0.9) if word.startswith("--") else "")
+            for word in unknown
+        )
+
+
+def _limits(args: Any) -> Iterator[str]:
+    """What the formulas do not know."""
+    if args.fp8 or args.fp4:
+        yield "memory is counted as for BF16: no run in FP8 or FP4 was recorded"
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        yield f"the tokenizer's vocabulary is counted as {VOCABULARY:,}; --vocab-size says it"
 
 
 def fewest_gpus(args: Any) -> int:
-    """The smallest number of GPUs for the parallel sizes of ``args``, at least 2."""
+    """The smallest number of GPUs for the parallel sizes of ``args``."""
     dense = args.tensor_model_parallel_size * args.context_parallel_size
-    expert = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1)
-    return int(max(2, args.pipeline_model_parallel_size * math.lcm(dense, expert)))
-
-
-class _UsageError(Exception):
-    """The parser rejected the command line."""
-
-
-def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
-    """Megatron's namespace, and the words that its parser does not know."""
-    from megatron.training import arguments
-
-    if any(word.partition("=")[0] == "--yaml-cfg" for word in words):
-        raise _UsageError(f"--yaml-cfg: {YAML_VIOLATION.reason}; {YAML_VIOLATION.remedy}")
-    parsers: list[argparse.ArgumentParser] = []
-
-    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parsers.append(parser)
-        return add_arguments(parser)
-
-    errors = io.StringIO()
-    argv = replaced(sys, "argv", ["megatron-cg plan", *words])
-    with argv, redirect_stdout(io.StringIO()), redirect_stderr(errors):
-        try:
-            args = arguments.parse_args(provider, ignore_unknown_args=True)
-            return args, parsers[0].parse_known_args()[1]
-        except SystemExit as error:
-            text = errors.getvalue().strip().splitlines()
-            raise _UsageError(text[-1] if text else "--help leaves no run: leave it out") from error
-        except KeyError as error:
-            # Megatron looks up a scope in its enumeration, and argparse does not catch that error.
-            raise _UsageError(_scope_text(str(error.args[0]))) from error
+    expert = args.expert_model_parallel_size * (
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    )
+    return int(args.pipeline_model_parallel_size * math.lcm(dense, expert))
 
 
 def _scope_text(word: str) -> str:
@@ -128,81 +157,91 @@ def _scope_text(word: str) -> str:
     return f"--cuda-graph-modules has no {word}{hint}: {', '.join(SCOPES)}"
 
 
-def _unknown_text(unknown: Sequence[str]) -> str:
-    flags = [word for word in _with_hints(unknown, cutoff=0.6) if word.startswith("-")]
-    return f"Megatron has no such flag: {', '.join(flags) or ' '.join(unknown)}"
-
-
-def _with_hints(unknown: Sequence[str], *, cutoff: float) -> list[str]:
-    """The words; each unknown flag gets the most similar flag of Megatron as a hint."""
-    from megatron.training import arguments
-
-    parser = add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
-    known = [*parser._option_string_actions]
-    return [
-        word + (did_you_mean(word.split("=")[0], known, cutoff) if word.startswith("-") else "")
-        for word in unknown
-    ]
-
-
-def _environment_of_the_run(
-    given: Mapping[str, str], backend: str
-) -> tuple[Environment, list[str]]:
-    """Versions and variables of the run, which will run on another machine than the plan."""
+def _environment(given: Mapping[str, str], backend: str) -> Environment:
+    """The environment of a run on another machine: TE is there, and the line's variables."""
     here = Environment.read(backend)
-    notes = []
-    versions = dict(here.versions)
-    if _TE not in versions:
-        versions[_TE] = TE_VERSION
-        notes.append(WITHOUT_TE)
-    variables = {**here.variables, **{n: given[n] for n in VARIABLES if n in given}}
-    return replace(here, versions=versions, variables=variables), notes
-
-
-def _no_graphs(run: RunArguments) -> Violation:
-    fsdp = "with" if run.use_megatron_fsdp else "without"
-    missing = "" if run.use_megatron_fsdp else "--use-megatron-fsdp "
-    return Violation(
-        "no-graphs",
-        f"--cuda-graph-impl {run.cuda_graph_impl} {fsdp} --use-megatron-fsdp",
-        "the run asks for no layerwise graphs under Megatron-FSDP, so nothing would be captured",
-        f"type {missing}--cuda-graph-impl transformer_engine",
+    return replace(
+        here,
+        versions={_TE: TE_VERSION, **here.versions},
+        variables={**here.variables, **{n: given[n] for n in VARIABLES if n in given}},
     )
 
 
-def _no_launcher(script: str) -> Violation:
-    return Violation(
-        "launcher",
-        f"the command starts {script} without -m megatron_cg",
-        "Megatron alone captures no layerwise graphs under Megatron-FSDP",
-        f"write -m megatron_cg before {script}, or call megatron_cg.enable() in it before it "
-        "parses its arguments",
-    )
-
-
-def _megatrons_opinion(args: Any) -> str | None:
-    """The error of ``validate_args`` or of the model's configuration; validates ``args``."""
+def _megatrons_error(args: Any, graph: GraphArguments, variables: Mapping[str, str]) -> str | None:
+    """The error of ``validate_args`` or of the model's config; validates ``args``."""
     from megatron.training import arguments
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    os.environ["WORLD_SIZE"] = str(args.world_size)
-    # Megatron prints every argument.
-    with redirect_stdout(io.StringIO()):
+    with _hopper(variables), redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             arguments.validate_args(args)
-            core_transformer_config_from_args(args)
+            core_transformer_config_from_args(_without_experts(args, graph))
+            _check_sizes(args)
         except (Exception, SystemExit) as error:
             return error_text(error)
     return None
 
 
+def _without_experts(args: Any, graph: GraphArguments) -> Any:
+    """What Megatron's config is made of: its rule against dropless experts has no effect here."""
+    if graph.cg_grouped_gemm != "torch":
+        return args
+    changed = copy.copy(args)
+    changed.cuda_graph_modules = [s for s in args.cuda_graph_modules if s.name != "moe"]
+    return changed
+
+
+def _check_sizes(args: Any) -> None:
+    """What Megatron checks when it makes process groups."""
+    experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    experts *= args.pipeline_model_parallel_size
+    if args.world_size % experts:
+        raise ValueError(
+            f"{args.world_size} GPUs are not divisible by --expert-model-parallel-size x "
+            f"--expert-tensor-parallel-size x --pipeline-model-parallel-size ({experts})"
+        )
+
+
+@contextmanager
+def _hopper(variables: Mapping[str, str]) -> Iterator[None]:
+    """Let Megatron's rules see an H100, Transformer Engine, and the run's variables."""
+    import torch
+    from megatron.core import utils
+
+    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+
+    before = dict(os.environ)
+    gpu = SimpleNamespace(major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132)
+    with ExitStack() as undo:
+        undo.callback(os.environ.update, before)
+        undo.callback(os.environ.clear)
+        os.environ.update(variables)
+        answers: dict[str, Any] = {
+            "get_device_capability": lambda *_a: _HOPPER,
+            "get_device_properties": lambda *_a: gpu,
+        }
+        for name, answer in answers.items():
+            undo.callback(set_attribute(torch.cuda, name, answer))
+        if utils.get_te_version() == Version("0.0.0"):
+            undo.callback(set_attribute(utils, "_te_version", Version(TE_VERSION)))
+        for module in map(importlib.import_module, _OF_TE):
+            for name in _OF_TE[module.__name__]:
+                if getattr(module, name, ...) is None:
+                    undo.callback(set_attribute(module, name, _in_the_run))
+        undo.callback(allow_full_recompute())
+        yield
+
+
+def _in_the_run(*_args: Any, **_named: Any) -> None:
+    """Stands for a function that the run has."""
+
+
 def error_text(error: BaseException) -> str:
     """An error in one line; for a bare assertion, the line of Megatron that raises it."""
-    # torch appends the addresses of its own functions.
-    text = " ".join(str(error).partition("Exception raised from")[0].split())
+    text = " ".join(str(error).split())
     if text:
-        # The text of Python's own errors, such as "integer modulo by zero", is not enough.
-        name = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        name = "" if isinstance(error, AssertionError | ValueError) else f"{type(error).__name__}: "
         return name + text
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.line} ({type(error).__name__} in {last.name})"

@@ -1,1 +1,0 @@
-"""Fakes of Transformer Engine and mamba-ssm, for machines that have neither a GPU nor them."""

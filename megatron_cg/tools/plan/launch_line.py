@@ -1,0 +1,261 @@
+"""Reads a launch line, changes its flags, and writes it again. Pure.
+
+A line is the text before the script (launcher, variables), the script, its flags, and the text
+after them. It may lie in a word of another line: ``srun bash -c 'python pretrain_gpt.py ...'``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megatron_cg.errors import MegatronCGError
+
+GPUS_PER_NODE = 8
+"""What a host is taken to have if the line does not say it."""
+_SCRIPT = re.compile(r"(?<![^\s'\"])(['\"]?)([^\s'\"=;]+\.py)\1(?=[\s'\"]|$)")
+_VARIABLE = re.compile(r"(?<![^\s;&'\"])([A-Za-z_]\w*)=('[^']*'|\"[^\"]*\"|[^\s;&]*)")
+_COMMAND_END = re.compile(r"[;&|\n]|\d?>")
+_LAUNCHER = re.compile(r"(^|\s)(-m ?|--module[ =])megatron_cg(\s|$)")
+_PYTHON = re.compile(r"(^|[/\s])(python[\d.]*|torchrun|torch\.distributed\.(run|launch))(\s|$)")
+
+_NO_SCRIPT = (
+    "give after a bare -- the whole command that starts the run, with its script (a name that ends "
+    "with .py) and flags: megatron-cg plan -- torchrun --nproc-per-node 8 pretrain_gpt.py "
+    "--num-layers 32 ..."
+)
+
+
+class LaunchLineError(MegatronCGError):
+    """The line has no script, or its flags cannot be read."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag and its values, as given."""
+
+    name: str
+    values: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *map(shlex.quote, self.values)]).strip()
+
+
+@dataclass(frozen=True)
+class LaunchLine:
+    """A launch line in parts. ``outer`` is what surrounds it if it is a word of another line."""
+
+    before: str
+    script: str
+    flags: tuple[Flag, ...]
+    after: str = ""
+    outer: tuple[str, str] = ("", "")
+
+    @property
+    def words(self) -> list[str]:
+        """The script's arguments."""
+        return [
+            word for flag in self.flags for word in (flag.name, *flag.values) if word or flag.name
+        ]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that the line sets before its script."""
+        found = _VARIABLE.findall(f"{self.outer[0]} {self.before}")
+        return {name: value.strip("'\"") for name, value in found}
+
+    @property
+    def starts_graphs(self) -> bool:
+        """Whether the line starts this package, or the script does so itself."""
+        if _LAUNCHER.search(self.before):
+            return True
+        try:
+            text = Path(self.script).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return "megatron_cg" in text
+
+    def values(self, name: str) -> tuple[str, ...] | None:
+        """The values of a flag, as the parser takes them: those of its last use; None without."""
+        return next((flag.values for flag in reversed(self.flags) if flag.name == name), None)
+
+    def without(self, name: str) -> LaunchLine:
+        """The line without a flag."""
+        return replace(self, flags=tuple(flag for flag in self.flags if flag.name != name))
+
+    def with_flag(self, name: str, *values: str) -> LaunchLine:
+        """The line with a flag in its place, or at the end if it was not there."""
+        flag, names = Flag(name, values), [old.name for old in self.flags]
+        if name not in names:
+            return replace(self, flags=(*self.flags, flag))
+        at = names.index(name)
+        rest = tuple(old for old in self.flags[at + 1 :] if old.name != name)
+        return replace(self, flags=(*self.flags[:at], flag, *rest))
+
+    def with_variable(self, name: str, value: str) -> LaunchLine:
+        """The line with a variable set, where it sets it already or before its command."""
+        pattern = re.compile(rf"(?<![^\s;&'\"]){name}=('[^']*'|\"[^\"]*\"|[^\s;&]*)")
+        for text in (self.before, self.outer[0]):
+            if pattern.search(text):
+                new = pattern.sub(f"{name}={value}", text)
+                if text is self.before:
+                    return replace(self, before=new)
+                return replace(self, outer=(new, self.outer[1]))
+        start = max((end.end() for end in re.finditer(r"[;&\n]\s*", self.before)), default=0)
+        before = f"{self.before[:start]}{name}={value} {self.before[start:]}"
+        return replace(self, before=before)
+
+    def with_launcher(self) -> LaunchLine:
+        """The line that starts this package, which then runs the script."""
+        python = "" if _PYTHON.search(self.before) else "python "
+        return replace(self, before=f"{self.before}{python}-m megatron_cg ")
+
+    def __str__(self) -> str:
+        lines = [f"{self.before}{shlex.quote(self.script)}", *map(str, self.flags)]
+        if not self.outer[1] and not self.outer[0]:
+            return " \\\n    ".join(filter(None, [*lines, self.after]))
+        inner = " ".join(filter(None, [*lines, self.after]))
+        return f"{self.outer[0]}{shlex.quote(inner)}{self.outer[1]}"
+
+
+def read_line(words: Sequence[str]) -> LaunchLine:
+    """The launch line of a command's words, or of one word that is a whole line.
+
+    Raises LaunchLineError if there is no script in it.
+    """
+    kept = [word for word in words if word.strip(" \\\n")]
+    if len(kept) == 1:
+        return _from_text(kept[0])
+    for at, word in enumerate(kept):
+        if word.endswith(".py") and "=" not in word and not any(c.isspace() for c in word):
+            return LaunchLine(_joined(kept[:at]), word, _flags(kept[at + 1 :]))
+        if at and kept[at - 1] in ("-c", "-lc") and _SCRIPT.search(word):
+            outer = (_joined(kept[:at]), "".join(f" {shlex.quote(w)}" for w in kept[at + 1 :]))
+            return replace(_from_text(word), outer=outer)
+    raise LaunchLineError(_NO_SCRIPT)
+
+
+def _joined(words: Sequence[str]) -> str:
+    """Words as a shell reads them, with a space after the last; assignments stay assignments."""
+    quoted = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        is_variable = equals and re.fullmatch(r"[A-Za-z_]\w*", name)
+        quoted.append(f"{name}={shlex.quote(value)}" if is_variable else shlex.quote(word))
+    return "".join(f"{word} " for word in quoted)
+
+
+def _from_text(text: str) -> LaunchLine:
+    """The line of a text for a shell, which may have other commands before and after it."""
+    text = re.sub(r"\\\s*\n", " ", text).strip()
+    found = _SCRIPT.search(text)
+    if found is None:
+        raise LaunchLineError(_NO_SCRIPT)
+    quote = ""
+    rest = text[found.end() :]
+    end = len(rest)
+    for at, letter in enumerate(rest):
+        if letter in "'\"" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif not quote and _COMMAND_END.match(rest, at):
+            end = at
+            break
+    try:
+        flags = _flags(shlex.split(rest[:end]))
+    except ValueError as error:
+        raise LaunchLineError(f"the line cannot be read: {error}") from error
+    return LaunchLine(text[: found.start()], found[2], flags, rest[end:].strip())
+
+
+def _flags(words: Sequence[str]) -> tuple[Flag, ...]:
+    """Flags with their values; words before the first flag have an empty name."""
+    flags: list[Flag] = []
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word.partition("=")
+            flags.append(Flag(name, (value,) if equals else ()))
+        elif flags:
+            flags[-1] = replace(flags[-1], values=(*flags[-1].values, word))
+        else:
+            flags.append(Flag("", (word,)))
+    return tuple(flags)
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The number of GPUs of a run; ``guess`` says why it is one, and is empty if it is none."""
+
+    count: int
+    per_node: int = GPUS_PER_NODE
+    guess: str = ""
+
+
+@dataclass
+class _Launcher:
+    """The numbers that launchers are given, by name."""
+
+    words: list[str] = field(default_factory=list)
+
+    def number(self, *names: str) -> int | None:
+        """The value of the first of these options that has a number."""
+        for at, word in enumerate(self.words):
+            name, equals, value = word.partition("=")
+            short = name[:2] if not name.startswith("--") and len(name) > 2 else ""
+            if name in names:
+                value = value if equals else next(iter(self.words[at + 1 : at + 2]), "")
+            elif short in names and not equals:
+                value = name[2:]  # -N4
+            else:
+                continue
+            if value.isdecimal():
+                return int(value)
+        return None
+
+
+def gpus_of(line: LaunchLine, fewest: int) -> Gpus:
+    """The GPUs of a line's run; ``fewest`` is the least that its parallel sizes allow."""
+    text = f"{line.outer[0]} {line.before}"
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = text.split()
+    option = _Launcher(words)
+    programs = {Path(word).name for word in words}
+    torchrun = bool(programs & {"torchrun", "torch.distributed.run", "torch.distributed.launch"})
+    per_node = option.number("--nproc-per-node", "--nproc_per_node")
+    slurm_nodes = option.number("-N", "--nodes") if "srun" in programs else None
+    nodes = option.number("--nnodes", "-nnodes") or slurm_nodes
+    if torchrun:
+        if per_node is not None and ("--nnodes" not in text or nodes):
+            return Gpus(per_node * (nodes or 1), per_node)
+        return _guess(nodes, per_node, fewest)
+    if "srun" in programs and (count := _of_slurm(option, slurm_nodes)):
+        return Gpus(count, option.number("--ntasks-per-node", "--gpus-per-node") or GPUS_PER_NODE)
+    if programs & {"mpirun", "mpiexec", "orterun"} and (
+        count := option.number("-np", "-n", "--np", "--n", "-c")
+    ):
+        return Gpus(count)
+    if (world := line.variables.get("WORLD_SIZE", "")).isdecimal():
+        return Gpus(int(world))
+    return _guess(nodes, per_node, fewest)
+
+
+def _of_slurm(option: _Launcher, nodes: int | None) -> int | None:
+    tasks = option.number("-n", "--ntasks")
+    per_node = option.number("--ntasks-per-node", "--gpus-per-node", "--ntasks-per-gpu")
+    return tasks or (nodes * per_node if nodes and per_node else None)
+
+
+def _guess(nodes: int | None, per_node: int | None, fewest: int) -> Gpus:
+    each = per_node or GPUS_PER_NODE
+    if nodes or per_node:
+        count = (nodes or 1) * each
+        known = f"{nodes or 'one'} host{'s' * ((nodes or 1) > 1)} of {each} GPUs"
+        return Gpus(
+            count, each, f"the line does not say how many GPUs there are: {known} is a guess"
+        )
+    count = fewest * max(1, each // fewest)
+    return Gpus(count, each, f"the line does not say how many GPUs there are: {count} is a guess")

@@ -1,0 +1,237 @@
+"""Changes of a launch line: what is mended, what is refused, and what fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_cg.tools.align.presets import load_preset, preset_names
+from megatron_cg.tools.cli.main import main
+from megatron_cg.tools.plan.edit import Edited, unfixed
+from megatron_cg.tools.plan.launch_line import LaunchLineError
+from megatron_cg.tools.plan.report import changes, text_of
+from tests.unit.tools.plan.conftest import Plan
+
+TRAINED = "--bf16 --lr 1e-4 --train-iters 9 --mock-data --tokenizer-type NullTokenizer"
+
+
+def preset(name: str, more: str = "", launcher: str = "torchrun --nproc-per-node 2") -> str:
+    flags = " ".join(load_preset(name).arguments()).replace("([0]*1+[1]*2)", "[0]*1+[1]*2")
+    flags = flags.replace("([0]*1+[1]*7)", "[0]*1+[1]*7")
+    return f"{launcher} train.py {flags} {TRAINED} {more}"
+
+
+def again(found: Edited, plan: Plan, memory: float = 79) -> Edited:
+    return plan(str(found.best.line), memory)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_can_be_made_to_run(name: str, plan: Plan) -> None:
+    found = plan(preset(name))
+    assert found.accepted, text_of(found)
+    assert any(layer.captured for layer in found.best.layers)
+    assert changes(again(found, plan)) == []
+
+
+MENDED = {
+    "dropped": {
+        "--pipeline-model-parallel-size 2": "pipeline-model-parallel-size",
+        "--optimizer-cuda-graph": "optimizer-cuda-graph",
+        "--cpu-offloading-num-layers 1": "cpu-offloading-num-layers",
+        "--recompute-granularity selective --recompute-modules core_attn --attention-dropout 0.1": (
+            "recompute-modules"
+        ),
+    },
+    "added": {
+        "--ckpt-format torch_dist": "ckpt-format fsdp_dtensor",
+        "--cuda-graph-impl local --use-megatron-fsdp": "cuda-graph-impl transformer_engine",
+        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te": "fusion-impl native",
+        "--fp8-format hybrid --fp8-param-gather": "keep-fp8-transpose-cache",
+        "--overlap-param-gather": "overlap-grad-reduce",
+        "--cg-backend native --fp8-format hybrid": "fp8-format hybrid",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--hidden-dropout 0.1": "recompute-granularity selective",
+    },
+}
+
+
+@pytest.mark.parametrize("given", MENDED["dropped"])
+def test_what_graphs_cannot_have_is_dropped_with_the_reason(given: str, plan: Plan) -> None:
+    found = plan(preset("llama", given))
+    assert found.accepted, text_of(found)
+    name = MENDED["dropped"][given]
+    assert name not in str(found.best.line)
+    assert [c for c in changes(found) if c["what"] == "removed" and name in c["flag"]]
+    assert changes(again(found, plan)) == []
+
+
+@pytest.mark.parametrize("given", MENDED["added"])
+def test_what_graphs_need_is_added_with_the_reason(given: str, plan: Plan) -> None:
+    found = plan(preset("llama", given))
+    assert found.accepted, text_of(found)
+    assert MENDED["added"][given] in str(found.best.line)
+    assert all(change["reason"] for change in changes(found))
+    assert changes(again(found, plan)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "scopes"),
+    [
+        ("", "attn moe"),
+        ("--fp8-format hybrid", "attn moe_router"),
+        ("--expert-model-parallel-size 2", "attn moe"),
+        ("--moe-token-dispatcher-type flex", "attn moe_router"),
+        ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "attn"),
+        ("--cuda-graph-modules attn moe_router moe_preprocess", "attn moe_router moe_preprocess"),
+        ("--cuda-graph-modules attn moe moe_router", "attn moe"),
+        ("--cuda-graph-modules moe", "moe"),
+        ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", "attn moe"),
+    ],
+)
+def test_scopes_are_chosen_unless_the_line_has_some_that_work(
+    flags: str, scopes: str, plan: Plan
+) -> None:
+    found = plan(preset("qwen3-moe", flags))
+    assert found.accepted, text_of(found)
+    assert found.best.settings.run.cuda_graph_modules == tuple(scopes.split())
+    by_torch = "moe" in scopes.split() and "capacity" not in flags
+    assert (found.best.settings.graph.cg_grouped_gemm == "torch") is by_torch
+    peer = by_torch and "--expert-model-parallel-size 2" in flags
+    assert (found.best.settings.graph.cg_moe_exchange == "peer") is peer
+
+
+def test_large_experts_stay_eager(plan: Plan) -> None:
+    found = plan(preset("mixtral"))
+    assert found.best.settings.run.cuda_graph_modules == ("attn", "moe_router")
+    assert "few and large" in text_of(found)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-permute-fusion",
+        "--init-model-with-meta-device --use-megatron-fsdp",
+        "--use-nccl-ub --use-megatron-fsdp",
+        "--recompute-granularity selective --recompute-modules layernorm",
+        "--moe-token-dispatcher-type flex --moe-enable-deepep",
+        "--rotary-interleaved",
+    ],
+)
+def test_what_needs_transformer_engine_is_planned_without_it(flags: str, plan: Plan) -> None:
+    found = plan(preset("qwen3-moe", flags))
+    assert found.accepted, text_of(found)
+    assert {flag for flag in flags.split() if flag.startswith("-")} <= set(found.best.line.words)
+    latent = "--recompute-granularity selective --recompute-modules mla_up_proj"
+    assert plan(preset("deepseek-v3", latent)).accepted
+
+
+REFUSED = {
+    "--fp16": ("fp16", "type --bf16 instead"),
+    "--num-attention-heads 7": ("megatron", "num_attention_heads"),
+    "--global-batch-size 3": ("megatron", "(3) must be divisible by"),
+    "--tensor-model-parallel-size 4": ("megatron", "world size (2) is not divisible"),
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_would_change_the_training_is_refused_with_the_remedy(flags: str, plan: Plan) -> None:
+    line = preset("llama", flags)
+    found = plan(line.replace("--bf16 ", "") if flags == "--fp16" else line)
+    assert not found.accepted and found.best.memory is None
+    rule, said = REFUSED[flags]
+    assert rule in {item.rule for item in unfixed(found.best)}
+    text = " ".join(text_of(found).split())
+    assert text.startswith("train.py on 2 GPUs Refused:") and said in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--num-layers many", "many"),
+        ("--hidden-size ${HIDDEN}", "as the shell expands it"),
+        ("--cuda-graph-modules moe_rooter", "did you mean moe_router?"),
+        ("--yaml-cfg run.yaml", "on the command line"),
+    ],
+)
+def test_flags_that_cannot_be_read_are_an_error(flags: str, said: str, plan: Plan) -> None:
+    with pytest.raises(LaunchLineError) as caught:
+        plan(preset("llama", flags))
+    assert said in str(caught.value)
+
+
+def test_a_script_may_have_flags_of_its_own(plan: Plan) -> None:
+    found = plan(preset("llama", "--fsdp-double-bufer --my-flag 1"))
+    assert found.accepted and "--my-flag 1" in str(found.best.line)
+    said = " ".join(text_of(found).split())
+    assert "--fsdp-double-bufer (did you mean --fsdp-double-buffer?)" in said
+
+
+def test_variables_are_mended_where_they_are_set(plan: Plan) -> None:
+    launcher = (
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun "
+        "--nproc-per-node 2"
+    )
+    found = plan(preset("llama", launcher=launcher))
+    assert str(found.best.line).startswith(
+        "NCCL_GRAPH_REGISTER=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+        "CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun"
+    )
+    assert found.accepted and changes(again(found, plan)) == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "on"),
+    [(20, "attn mlp on 8"), (12.4, "attn on fewer"), (9, "does not fit")],
+)
+def test_less_memory_means_fewer_layers_until_nothing_fits(
+    memory: float, on: str, plan: Plan
+) -> None:
+    found = plan(preset("llama", "--no-create-attention-mask-in-dataloader"), memory)
+    parts = sum(len(layer.captured) for layer in found.best.layers)
+    if on == "does not fit":
+        assert not found.accepted and "does not fit without graphs either" in text_of(found)
+        return
+    assert found.accepted
+    fewer = found.best.line.values("--cg-layers")
+    assert (fewer is not None, parts < 16) == ("fewer" in on, "fewer" in on)
+    assert changes(again(found, plan, memory)) == []
+
+
+def test_rows_are_bounded_before_scopes_are_left_out(plan: Plan) -> None:
+    line = preset("qwen3-moe", "--expert-model-parallel-size 8", "torchrun --nproc-per-node 8")
+    assert plan(line).best.settings.graph.cg_moe_rows is None
+    found = plan(line, 32)
+    assert found.accepted and found.best.settings.graph.cg_moe_rows is not None
+    assert "moe" in found.best.settings.run.cuda_graph_modules
+
+
+def test_the_mask_that_the_data_loader_makes_is_counted(plan: Plan) -> None:
+    found = plan(preset("llama", "--seq-length 65536 --max-position-embeddings 65536"), 400)
+    (change,) = [c for c in changes(found) if "attention-mask" in c["flag"]]
+    assert "32.0 GiB of masks" in change["reason"]
+
+
+def test_layers_of_prediction_have_names_of_their_own(plan: Plan) -> None:
+    found = plan(preset("llama", "--mtp-num-layers 2"))
+    assert [layer.name for layer in found.best.layers][-3:] == ["7", "MTP 0", "MTP 1"]
+    assert "0-7, MTP 0, MTP 1 (attention + MLP)" in text_of(found)
+    once = plan(preset("llama", "--mtp-num-layers 2 --mtp-use-repeated-layer"))
+    assert once.accepted and not once.best.layers[-1].captured
+
+
+def test_the_command_prints_and_writes_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    line = preset("llama-tiny", launcher="python")
+    words = ["plan", "--gpu-memory", "40", "--gpus", "4", "--json", str(file), "--", *line.split()]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["command"] in printed and found["gpus"]["count"] == 4 and found["accepted"]
+    assert main(["plan", "--gpu-memory", "1", "--", *line.split()]) == 1
+    assert "give --gpus N" in capsys.readouterr().out
+    assert main(["plan", "--", "torchrun"]) == 2
+    assert "whole command" in capsys.readouterr().err

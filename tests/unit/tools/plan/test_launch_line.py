@@ -1,0 +1,115 @@
+"""What may be typed after ``megatron-cg plan --``."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megatron_cg.tools.plan.launch_line import (
+    Flag,
+    LaunchLine,
+    LaunchLineError,
+    gpus_of,
+    read_line,
+)
+
+SPEC = "([0]*1+[1]*2)"
+FLAGS = f"--lr 1 --moe-layer-freq '{SPEC}' --bf16"
+
+
+def read(line: str) -> LaunchLine:
+    return read_line(shlex.split(line))
+
+
+@pytest.mark.parametrize(
+    ("line", "edited"),
+    [
+        ("torchrun a/b.py", "torchrun -m megatron_cg a/b.py"),
+        ("A=1 python -u b.py", "A=1 python -u -m megatron_cg b.py"),
+        ("./b.py", "python -m megatron_cg ./b.py"),
+        ("B='1 2' srun -N 2 python b.py", "B='1 2' srun -N 2 python -m megatron_cg b.py"),
+        (
+            "python -m torch.distributed.run --nproc-per-node 2 b.py",
+            "python -m torch.distributed.run --nproc-per-node 2 -m megatron_cg b.py",
+        ),
+    ],
+)  # fmt: skip
+def test_the_launcher_goes_before_the_script(line: str, edited: str) -> None:
+    found = read(f"{line} {FLAGS}")
+    assert not found.starts_graphs
+    assert found.flags == (Flag("--lr", ("1",)), Flag("--moe-layer-freq", (SPEC,)), Flag("--bf16"))
+    changed = found.with_launcher().with_flag("--new", "x").without("--lr")
+    written = " ".join(str(changed).replace("\\\n", " ").split())
+    assert written == f"{edited} --moe-layer-freq '{SPEC}' --bf16 --new x"
+    again = read(written)
+    assert again.starts_graphs and again.flags == changed.flags
+
+
+@pytest.mark.parametrize("shell", ["bash -c", "srun -N 2 bash -x -c", "sh -c"])
+def test_a_line_in_a_word_of_another_is_changed_there(shell: str) -> None:
+    inner = f"export A=1; cd /x && python pretrain_gpt.py {FLAGS} 2>&1 | tee log"
+    found = read(f"{shell} {shlex.quote(inner)}")
+    assert found.variables == {"A": "1"} and found.flags[-1] == Flag("--bf16")
+    changed = found.with_launcher().with_flag("--lr", "2").with_variable("B", "3")
+    words = shlex.split(str(changed))
+    assert words[:-1] == shell.split()
+    assert words[-1] == (
+        "export A=1; cd /x && B=3 python -m megatron_cg pretrain_gpt.py --lr 2 "
+        f"--moe-layer-freq '{SPEC}' --bf16 2>&1 | tee log"
+    )
+
+
+def test_a_text_with_continued_lines_is_one_line() -> None:
+    text = f"export A=1\ntorchrun --nproc-per-node 4 \\\n  b.py \\\n {FLAGS} \\\n  --x y\n"
+    found = read_line([text])
+    assert [flag.name for flag in found.flags] == ["--lr", "--moe-layer-freq", "--bf16", "--x"]
+    assert gpus_of(found, 1).count == 4 and found.variables == {"A": "1"}
+    assert read_line(["torchrun", "\\\n", "b.py", "\n", "--x"]).flags == (Flag("--x"),)
+
+
+def test_a_flag_given_twice_has_its_last_value_and_is_changed_once() -> None:
+    found = read("torchrun b.py --lr 1 --lr=2 --x")
+    assert found.values("--lr") == ("2",) and found.values("--y") is None
+    assert found.with_flag("--lr", "3").words == ["--lr", "3", "--x"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "count", "guessed"),
+    [
+        ("torchrun --nproc-per-node 8", 8, False),
+        ("torchrun --nproc_per_node=4 --nnodes=2", 8, False),
+        ("torchrun --nproc-per-node gpu", 8, True),
+        ("torchrun --nnodes 1:4 --nproc-per-node 8", 8, True),
+        ("torchrun --nnodes 2", 16, True),
+        ("srun -N 2 torchrun --nnodes 2 --nproc-per-node 8 -m megatron_cg", 16, False),
+        ("srun -N 2 torchrun --nproc-per-node 8", 16, False),
+        ("srun -n 256 python", 256, False),
+        ("srun -N4 --ntasks-per-node=8 python", 32, False),
+        ("srun --nodes 4 --gpus-per-node 4 python", 16, False),
+        ("srun -N 4 python", 32, True),
+        ("mpirun -np 32 python", 32, False),
+        ("mpiexec -n 16 python", 16, False),
+        ("WORLD_SIZE=64 python", 64, False),
+        ("env WORLD_SIZE=64 RANK=0 python", 64, False),
+        ("python", 8, True),
+    ],
+)
+def test_the_launcher_says_how_many_gpus_there_are(
+    launcher: str, count: int, guessed: bool
+) -> None:
+    found = gpus_of(read(f"{launcher} b.py --x"), 2)
+    assert (found.count, bool(found.guess)) == (count, guessed)
+    if guessed:
+        assert f"{count} " in found.guess or "hosts" in found.guess or "one host" in found.guess
+
+
+def test_a_guess_is_a_multiple_of_the_parallel_sizes() -> None:
+    assert gpus_of(read("python b.py"), 3).count == 6
+    assert gpus_of(read("python b.py"), 12).count == 12
+
+
+@pytest.mark.parametrize("line", ["", "llama", "--bf16", "torchrun -m mine --lr 1", "'no script'"])
+def test_what_has_no_script_is_refused_with_what_to_give(line: str) -> None:
+    with pytest.raises(LaunchLineError, match="megatron-cg plan -- torchrun"):
+        read(line)

@@ -1,0 +1,100 @@
+"""Launch lines that people publish: what is changed, that it is complete, and what is captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from megatron_cg.tools.plan.edit import Edited
+from megatron_cg.tools.plan.report import changes, text_of
+from tests.unit.tools.plan.conftest import Plan
+from tests.unit.tools.plan.launch_lines import LINES
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a plan has to say."""
+
+    gpus: int
+    billions: float
+    """Parameters of the whole model, as published."""
+    scopes: str
+    on: int
+    """How many layers have a graph."""
+    flags: str = ""
+    """Flags that the edited command has, beside those of every run."""
+    dropped: str = ""
+    memory: int = 79
+    """GiB of a GPU that it needs."""
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+PIPELINE = "--pipeline-model-parallel-size"
+PEER = "--cg-grouped-gemm torch --cg-moe-exchange peer"
+EXPECTED = {
+    "Llama 3 8B, FSDP, FP8": Expected(8, 8.03, "attn mlp", 32, "--keep-fp8-transpose-cache"),
+    "Llama 3 8B, DDP, BF16": Expected(8, 8.03, "attn mlp", 32, "--use-megatron-fsdp"),
+    "Llama 3 70B, pipeline": Expected(
+        64, 70.6, "attn mlp", 80, "--use-megatron-fsdp --tp-comm-overlap", PIPELINE
+    ),
+    "Llama 3 70B, FSDP, recompute": Expected(
+        64, 70.6, "attn mlp", 80, "--recompute-granularity full"
+    ),
+    "Qwen3 30B-A3B, FSDP, MXFP8": Expected(
+        16, 30.5, "attn moe_router", 48, "", "--fp8-param-gather", memory=190
+    ),
+    "Qwen3 30B-A3B, pipeline, BF16": Expected(
+        32, 30.5, "attn moe", 48, f"{PEER} --cg-moe-rows 1.25", PIPELINE
+    ),
+    "Qwen3 235B-A22B, pipeline, DeepEP": Expected(
+        256, 235.1, "moe_router moe_preprocess", 94, "", f"{PIPELINE} --delay-wgrad-compute"
+    ),
+    "DeepSeek-V3, FSDP, HybridEP": Expected(1024, 682.6, "attn", 44, "--cg-layers"),
+    "GPT-OSS 20B, FP8": Expected(8, 20.9, "attn moe_router", 24),
+    "GPT-OSS 120B, BF16": Expected(64, 116.8, "attn moe_router", 36, "", PIPELINE),
+    "Nemotron hybrid, FSDP": Expected(
+        64, 31.6, "mamba attn moe_router", 52, "", "--check-weight-hash-across-dp-replicas-interval"
+    ),
+}
+ALWAYS = (
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --fsdp-double-buffer "
+    "--fsdp-db-use-persist-buf-on-alloc-fail --no-gradient-accumulation-fusion "
+    "--no-create-attention-mask-in-dataloader --te-rng-tracker -m megatron_cg"
+)
+
+
+@pytest.fixture(params=EXPECTED)
+def case(request: pytest.FixtureRequest, plan: Plan) -> tuple[Expected, Edited]:
+    expected = EXPECTED[request.param]
+    return expected, plan(LINES[request.param], expected.memory)
+
+
+def words(line: str) -> set[str]:
+    return {word for word in line.replace("'", " ").split() if word.startswith("-")}
+
+
+def test_a_published_line_is_planned_right(case: tuple[Expected, Edited]) -> None:
+    expected, found = case
+    assert found.accepted, text_of(found)
+    assert (found.gpus.count, found.gpus.guess) == (expected.gpus, "")
+    assert found.best.memory is not None
+    assert found.best.memory.parameters == pytest.approx(expected.billions * 1e9, rel=0.005)
+    run = found.best.settings.run
+    assert " ".join(run.cuda_graph_modules) == expected.scopes
+    assert sum(bool(layer.captured) for layer in found.best.layers) == expected.on
+    line = str(found.best.line)
+    assert words(f"{ALWAYS} {expected.flags}") <= words(line)
+    assert not words(expected.dropped) & words(line)
+    assert all(change["reason"] for change in changes(found))
+
+
+def test_the_edited_command_needs_no_second_round(
+    case: tuple[Expected, Edited], plan: Plan
+) -> None:
+    expected, found = case
+    again = plan(str(found.best.line), expected.memory)
+    assert again.accepted and changes(again) == []
+    assert str(again.best.line) == str(found.best.line)
+    assert again.best.memory == found.best.memory
+    assert (again.gpus, again.best.layers) == (found.gpus, found.best.layers)
