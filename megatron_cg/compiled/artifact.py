@@ -31,8 +31,6 @@ class Manifest:
     code_sha256: str
     code_bytes: int
     fingerprint: Mapping[str, str]
-    roles: Sequence[str]
-    """The roles whose groups the code uses."""
     traced_ranks: Sequence[int]
     world_size: int
 

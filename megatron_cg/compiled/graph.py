@@ -44,21 +44,14 @@ def refuse_modules(module: torch.nn.Module) -> None:
             )
 
 
-def refuse_in_graph(graph_module: torch.fx.GraphModule) -> None:
-    """Raise PrecompileError for random numbers, and for constants that have no values."""
+def refuse_random_numbers(graph_module: torch.fx.GraphModule) -> None:
+    """Raise PrecompileError for random numbers."""
     for node in graph_module.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise PrecompileError(
                 f"{place_of(node)} draws random numbers ({node.target}), and Megatron's random "
                 "states are not part of compiled code: set hidden_dropout and attention_dropout "
                 "to 0"
-            )
-        value = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(value, torch.Tensor) and value.device.type == "meta":
-            raise PrecompileError(
-                f"{place_of(node)} has a constant tensor, {node.target}, made on the meta device, "
-                "which has no values: register it as a buffer, which load takes from the rank's "
-                "own module"
             )
 
 
@@ -84,8 +77,8 @@ def refuse_globals(code: CodeType) -> None:
         )
 
 
-def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) -> set[str]:
-    """Replace the names of process groups by roles; returns the roles that the graph uses.
+def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) -> None:
+    """Replace the names of process groups by roles.
 
     Args:
         graph_module: the graph; changed in place.
@@ -94,7 +87,6 @@ def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) ->
     Raises:
         PrecompileError: a collective runs on a group that has no role.
     """
-    used = set()
     for node in filter(is_collective, graph_module.graph.nodes):
         names = [argument.name for argument in node.target._schema.arguments]
         if "group_name" not in names:  # It waits for another one.
@@ -107,10 +99,8 @@ def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) ->
                 f"name. Its roles are {', '.join(sorted(roles.values())) or 'none'}: add the group "
                 "to Region.groups"
             )
-        used.add(roles[group])
         rename(node, {group: roles[group]})
     graph_module.recompile()
-    return used
 
 
 def rename(node: torch.fx.Node, names: Mapping[Any, Any]) -> None:

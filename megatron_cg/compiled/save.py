@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_cg.compiled import artifact
 from megatron_cg.compiled.graph import first_difference
-from megatron_cg.compiled.region import PREFIX, Capability, Region, differences, short
+from megatron_cg.compiled.region import Capability, Region, differences, short
 from megatron_cg.compiled.trace import Trace, trace
 from megatron_cg.errors import PrecompileError
 from megatron_cg.upstream.patch import set_attribute
@@ -89,7 +89,6 @@ def save(
         code_sha256=sha256(code).hexdigest(),
         code_bytes=len(code),
         fingerprint=first.fingerprint,
-        roles=sorted(role.removeprefix(PREFIX) for role in first.roles),
         traced_ranks=ranks,
         world_size=world_size,
     )

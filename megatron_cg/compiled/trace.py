@@ -34,8 +34,8 @@ from megatron_cg.compiled.graph import (
     is_collective,
     name_groups,
     refuse_globals,
-    refuse_in_graph,
     refuse_modules,
+    refuse_random_numbers,
     rename,
 )
 from megatron_cg.compiled.region import PREFIX, Capability, Region, fingerprint
@@ -75,8 +75,6 @@ class Trace:
 
     code: Code
     fingerprint: Mapping[str, str]
-    roles: frozenset[str]
-    """The roles whose groups the code uses, with the prefix ``mcg::``."""
     compiled: Any
     """torch's compiled function, which can be saved."""
 
@@ -107,12 +105,11 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
     refuse_modules(region.module)
     names = {str(group.group_name): f"{PREFIX}{role}" for role, group in region.groups.items()}
     graphs: dict[str, torch.fx.GraphModule] = {}
-    roles: set[str] = set()
 
     def compiler(part: str) -> Callable[..., Any]:
         def compile_graph(graph_module: torch.fx.GraphModule, _examples: Any) -> Any:
-            refuse_in_graph(graph_module)
-            roles.update(name_groups(graph_module, names))
+            refuse_random_numbers(graph_module)
+            name_groups(graph_module, names)
             graphs[part] = graph_module
             return _RankedOutputCode(graph_module, ops_filter=_any_operation)
 
@@ -133,7 +130,7 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
     refuse_globals(function.fn.__code__)
     code = {part: graph_lines(graph) for part, graph in graphs.items()}
     code |= {"outputs": bytecode_lines(function.fn.__code__)}
-    return Trace(code, fingerprint(region, capability), frozenset(roles), function)
+    return Trace(code, fingerprint(region, capability), function)
 
 
 def _any_operation(_name: str) -> bool:

@@ -87,8 +87,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     ranks = ", ".join(map(str, manifest.traced_ranks))
     print(
         f"{args.out / name}.artifact: {manifest.code_bytes} bytes of code, without weights\n"
-        f"traced as ranks {ranks} of {manifest.world_size}: the same operations and constants\n"
-        f"groups: {', '.join(manifest.roles) or 'none'}"
+        f"traced as ranks {ranks} of {manifest.world_size}: the same operations and constants"
     )
     return 0
 

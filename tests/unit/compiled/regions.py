@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_cg.compiled.region import Region
+from megatron_cg.compiled.region import Region, megatron_groups
 
 WORLD = 4
 _ROWS, _BATCH, _HIDDEN = 8, 2, 32
@@ -34,11 +33,11 @@ def config(**options: Any) -> Any:
     return TransformerConfig(**{**fields, **options})
 
 
-def experts(parallel: int) -> Any:
-    """A configuration in which each expert has room for its share of the tokens, and no more."""
-    return config(
+def expert_block(device: str = "meta", seed: int = 5) -> Region:
+    """Router, all-to-all, experts, combine, at static capacity."""
+    settings = config(
         add_bias_linear=False,
-        expert_model_parallel_size=parallel,
+        expert_model_parallel_size=2,
         num_moe_experts=4,
         moe_router_topk=2,
         moe_ffn_hidden_size=48,
@@ -47,6 +46,13 @@ def experts(parallel: int) -> Any:
         moe_expert_capacity_factor=1.0,
         moe_pad_expert_input_to_capacity=True,
     )
+    block = local_layer(settings, device).mlp
+    groups = megatron_groups()
+    with torch.no_grad():
+        # Otherwise experts of all ranks are the same, and the router has no gradient.
+        for weight in block.experts.parameters():
+            weight.mul_(1 + groups["ep"].rank() / 4)
+    return Region(block, (hidden_states(settings, device, seed),), {}, groups, settings)
 
 
 def with_groups(settings: Any, device: str, **options: Any) -> None:
@@ -109,8 +115,6 @@ class Layers(torch.nn.Module):
 
 
 def transformer_layer(device: str = "meta", seed: int = 5) -> Region:
-    from megatron_cg.compiled.region import megatron_groups
-
     settings = config(tensor_model_parallel_size=2)
     layer = local_layer(settings, device)
     given = hidden_states(settings, device, seed)
@@ -118,26 +122,10 @@ def transformer_layer(device: str = "meta", seed: int = 5) -> Region:
     return Region(layer, (given,), mask, megatron_groups(), settings)
 
 
-def expert_block(parallel: int, device: str = "meta", seed: int = 5) -> Region:
-    """Router, all-to-all, experts, combine, at static capacity."""
-    from megatron_cg.compiled.region import megatron_groups
-
-    settings = experts(parallel)
-    block = local_layer(settings, device).mlp
-    groups = megatron_groups()
-    with torch.no_grad():
-        # Otherwise experts of all ranks are the same, and the router has no gradient.
-        for weight in block.experts.parameters():
-            weight.mul_(1 + groups["ep"].rank() / 4)
-    return Region(block, (hidden_states(settings, device, seed),), {}, groups, settings)
-
-
 def sequence_parallel_mlp(device: str = "meta", seed: int = 5) -> Region:
     """All-gather and reduce-scatter, asynchronous ones in the backward pass."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
-
-    from megatron_cg.compiled.region import megatron_groups
 
     settings = config(tensor_model_parallel_size=2, sequence_parallel=True)
     with_groups(settings, device)
@@ -166,8 +154,6 @@ class GatheredColumns(torch.nn.Module):
 
 
 def gathered_columns(device: str = "meta", seed: int = 5) -> Region:
-    from megatron_cg.compiled.region import megatron_groups
-
     settings = config(tensor_model_parallel_size=2)
     with_groups(settings, device)
     groups = megatron_groups()
@@ -179,8 +165,6 @@ def gathered_columns(device: str = "meta", seed: int = 5) -> Region:
 def gathered_linear(device: str = "meta", seed: int = 5) -> Region:
     """Its backward pass takes the columns of the rank, so its code is not that of another."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    from megatron_cg.compiled.region import megatron_groups
 
     settings = config(tensor_model_parallel_size=2)
     with_groups(settings, device)
@@ -200,7 +184,6 @@ REGIONS: dict[str, Callable[..., Region]] = {
     "layer": transformer_layer,
     "mlp": sequence_parallel_mlp,
     "columns": gathered_columns,
-    "experts-2": partial(expert_block, 2),
-    "experts-4": partial(expert_block, 4),
+    "experts": expert_block,
 }
 """By the name of their artifact."""

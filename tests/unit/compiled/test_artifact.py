@@ -18,7 +18,6 @@ MANIFEST = artifact.Manifest(
     code_sha256=sha256(CODE).hexdigest(),
     code_bytes=len(CODE),
     fingerprint={"version.torch": "2.11.0"},
-    roles=["tp"],
     traced_ranks=[0, 1],
     world_size=2,
 )

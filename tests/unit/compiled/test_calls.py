@@ -1,16 +1,20 @@
-"""A call of loaded code for a parameter that was frozen when the code was made."""
+"""Calls of loaded code for which it was not made, and modules that changed since."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from megatron_cg.compiled.load import Precompiled
 from megatron_cg.compiled.region import Region
 from megatron_cg.errors import ReplayMismatchError
 
 
-class FrozenBias(torch.nn.Linear):
+class FrozenBias(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4)
         self.bias.requires_grad_(False)
@@ -33,29 +37,74 @@ def test_a_parameter_that_was_frozen_must_stay_so() -> None:
         compiled(module, given)
 
 
-def attached() -> torch.nn.Sequential:
-    module, given = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.ones(2, 4)
-    compiled = Precompiled(torch.nn.Sequential.forward, Region(module, (given,)), "layer")
-    compiled.attach([module])
-    return module
+class Loaded:
+    """A module, its argument, code in place of it, and how often that code ran."""
+
+    def __init__(self) -> None:
+        self.module, self.given = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+        self.given.requires_grad_()
+        self.calls = 0
+        self.code = Precompiled(self.run, Region(self.module, (self.given,)), "layer")
+
+    def run(self, module: Any, given: torch.Tensor) -> Any:
+        self.calls += 1
+        return module[0](given)
+
+
+def under_autocast(it: Loaded) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        it.code(it.module, it.given)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda it: it.code(it.module, it.given[:1]), "argument.0 was torch.float32 (2, 4)"),
+        (lambda it: it.code(it.module, it.given.double()), "is torch.float64 (2, 4)"),
+        (lambda it: it.code(it.module, it.given.detach()), "strides (4, 1), requires_grad and is"),
+        (lambda it: it.code(it.module, it.given, mask=None), "argument.mask was absent and is No"),
+        (under_autocast, "autocast was off and is torch.bfloat16"),
+        (lambda it: it.code.attach([it.module, nn.Linear(3, 4)]), "parameter.bias was absent"),
+    ],
+    ids=["shape", "dtype", "autograd", "keyword", "autocast", "module"],
+)
+def test_what_it_was_not_compiled_for_is_refused(call: Callable[[Loaded], Any], text: str) -> None:
+    it = Loaded()
+    with pytest.raises(ReplayMismatchError) as error:
+        call(it)
+    assert text in str(error.value)
+    assert it.calls == 0 and "forward" not in vars(it.module)
+
+
+def test_a_module_in_the_other_mode_runs_its_own_forward() -> None:
+    it = Loaded()
+    undo = it.code.attach([it.module])
+    it.module.eval()(it.given)
+    assert it.calls == 0
+    it.module.train()(it.given)
+    assert it.calls == 1
+    undo()
+    it.module(it.given)
+    assert it.calls == 1
 
 
 def test_a_hook_that_comes_after_attach_is_not_lost() -> None:
-    module, given = attached(), torch.ones(2, 4)
-    module(given)
+    it = Loaded()
+    it.code.attach([it.module])
     ran: list[int] = []
     for register in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
-        handle = getattr(module[0], f"register_{register}_hook")(lambda *_: ran.append(1))
+        handle = getattr(it.module[0], f"register_{register}_hook")(lambda *_: ran.append(1))
         with pytest.raises(ReplayMismatchError, match=r"Linear inside has the hook .* fsdp_unit"):
-            module(given)
+            it.module(it.given)
         handle.remove()
-    module.register_forward_hook(lambda *_: ran.append(2))
-    module(given)
+    it.module.register_forward_hook(lambda *_: ran.append(2))
+    it.module(it.given)
     assert ran == [2]
 
 
 def test_a_module_that_was_replaced_after_attach_is_not_passed_over() -> None:
-    module, given = attached(), torch.ones(2, 4)
-    module[0] = torch.nn.Linear(4, 4)
+    it = Loaded()
+    it.code.attach([it.module])
+    it.module[0] = nn.Linear(4, 4)
     with pytest.raises(ReplayMismatchError, match="inside this Sequential was replaced after att"):
-        module(given)
+        it.module(it.given)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_cg import compile_together
@@ -13,6 +14,7 @@ from megatron_cg.compiled import together
 from megatron_cg.compiled.together import CompiledRegions
 from megatron_cg.consensus.decision import AgreementError, Decision, Level
 from megatron_cg.errors import PhaseError, UpstreamChangedError
+from megatron_cg.upstream.patch import applied
 from megatron_cg.upstream.symbols import Symbol
 from tests.unit.compiled.together_runs import (
     MORE,
@@ -22,16 +24,10 @@ from tests.unit.compiled.together_runs import (
     WIDTH,
     code_is_gone_after_a_pass,
     compiled_before_on_some,
-    compilers_meet,
-    compilers_meet_alone,
     different_regions,
-    errors_suppressed,
-    in_each_other,
     one_does_not_come,
     one_does_not_come_and_none_compiles,
-    one_does_not_compile,
     one_guard_fails,
-    one_guard_fails_alone,
     play,
     sizes_of_other_names,
     static_sizes_agreed,
@@ -54,22 +50,6 @@ def static(*sizes: int) -> list[str]:
 def test_all_compile_for_one_shape_when_one_guard_fails(outcome: Any) -> None:
     for shapes in outcome(one_guard_fails):
         assert shapes == [*static(USUAL), f"? {WIDTH}"]
-
-
-def test_without_the_agreement_one_rank_compiles_alone(outcome: Any) -> None:
-    for rank, shapes in enumerate(outcome(one_guard_fails_alone)):
-        assert shapes == static(USUAL) + [f"? {WIDTH}"] * (rank == SLOW)
-
-
-def test_without_the_agreement_compilers_that_meet_wait_for_ever(outcome: Any) -> None:
-    for rank, (shapes, waited) in enumerate(outcome(compilers_meet_alone)):
-        assert shapes == static(USUAL)
-        assert ("Timed out waiting" in waited) is (rank == SLOW)
-
-
-def test_compilers_that_meet_compile_for_one_shape(outcome: Any) -> None:
-    for told in outcome(compilers_meet):
-        assert told == [[*static(USUAL), f"? {WIDTH}"], ""]
 
 
 def test_static_sizes_grow_together(outcome: Any) -> None:
@@ -119,12 +99,6 @@ def test_the_error_comes_at_the_end_where_dynamo_does_not_compile(outcome: Any) 
         assert error.startswith("" if rank == SLOW else "AgreementError: a rank is gone, or did")
 
 
-def test_a_rank_that_does_not_come_to_compile_ends_the_others(outcome: Any) -> None:
-    for rank, error in enumerate(outcome(one_does_not_compile)):
-        if rank != SLOW:
-            assert error.startswith("AgreementError: a rank is gone, or did not join a vote")
-
-
 def test_ranks_that_ask_for_different_sizes_end(outcome: Any) -> None:
     for rank, error in enumerate(outcome(sizes_of_other_names)):
         name = "images" if rank == SLOW else "tokens"
@@ -137,24 +111,40 @@ def test_a_negative_size_is_refused() -> None:
         CompiledRegions(votes).static_size(-1)
 
 
-def test_torch_has_one_hook(outcome: Any) -> None:
-    refused = "PhaseError: another guard-complete hook is installed"
-    for second, over_torchs, kept, later, changes in outcome(in_each_other):
-        assert second.startswith(refused) and over_torchs.startswith(refused)
-        assert [kept, later, changes] == [True, True, 0]
+def set_hook(hook: Any) -> Any:
+    return torch._C._dynamo.eval_frame.set_guard_complete_hook(hook)
 
 
-def test_a_dynamo_that_suppresses_errors_is_refused(outcome: Any) -> None:
-    for refused, entered, no_hook, changes in outcome(errors_suppressed):
-        assert refused.startswith("PhaseError: torch._dynamo.config.suppress_errors is on")
-        assert "torch._dynamo.config.suppress_errors = False" in refused
-        assert "TORCHDYNAMO_SUPPRESS_ERRORS" in refused
-        assert [entered, no_hook, changes] == [[], True, 0]
+def refused(text: str) -> None:
+    with pytest.raises(PhaseError, match=text), compile_together():
+        pass
+
+
+def test_torch_has_one_hook_and_a_later_one_stays(one_rank: None) -> None:
+    before = applied()
+    with compile_together():
+        refused("another guard-complete hook is installed")
+    torch.compiler.set_enable_guard_collectives(True)
+    refused("another guard-complete hook is installed")
+    assert torch.compiler.set_enable_guard_collectives(False)
+
+    def hook(cache_hit: bool) -> bool:
+        return cache_hit
+
+    with compile_together():
+        set_hook(hook)
+    assert set_hook(None) is hook and applied() == before
+
+
+def test_a_dynamo_that_suppresses_errors_is_refused(one_rank: None) -> None:
+    before = applied()
+    with torch._dynamo.config.patch(suppress_errors=True):
+        refused(r"suppress_errors is on, .*suppress_errors = False .*TORCHDYNAMO_SUPPRESS_ERRORS")
+    assert set_hook(None) is None and applied() == before
 
 
 def test_process_groups_come_first() -> None:
-    with pytest.raises(PhaseError, match="init_process_group"), compile_together():
-        pass
+    refused("init_process_group")
 
 
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

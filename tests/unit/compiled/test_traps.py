@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed import all_reduce as bound_at_import
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_cg.compiled.region import Region
-from megatron_cg.compiled.save import save
+from megatron_cg.compiled.region import Capability, Region
+from megatron_cg.compiled.save import fake_rank, save
+from megatron_cg.compiled.trace import trace
 from megatron_cg.errors import PrecompileError
 from tests.unit.compiled.regions import config, gathered_linear, with_groups
 
@@ -39,8 +40,8 @@ def region(body: Callable[..., Any], *, named: bool = True, device: str = "meta"
     return Region(module, (given,), {}, {"pair": group} if named else {})
 
 
-def saved(body: Callable[..., Any], folder: Path, **options: Any) -> Any:
-    return save(lambda: region(body, **options), folder, name="it", world_size=2, capability=None)
+def saved(build: Callable[[], Region], folder: Path, capability: Capability = None) -> Any:
+    return save(build, folder, name="it", world_size=2, capability=capability)
 
 
 def refusal(build: Callable[[], Region], folder: Path, world_size: int = 2) -> str:
@@ -61,17 +62,7 @@ def reduced_later(x: torch.Tensor, module: Plain) -> torch.Tensor:
 
 def test_an_asynchronous_collective_is_waited_for_at_once(tmp_path: Path) -> None:
     """That its numbers are right is tested with the layer and the MLP, whose backward has some."""
-    assert saved(reduced_later, tmp_path).roles == ["pair"]
-
-
-def test_an_asynchronous_collective_that_was_imported_by_name_is_refused(tmp_path: Path) -> None:
-    def body(x: torch.Tensor, module: Plain) -> torch.Tensor:
-        y = x * 2
-        bound_at_import(y, group=module.group, async_op=True).wait()
-        return y
-
-    found = refusal(lambda: region(body), tmp_path)
-    assert "async_op=True" in found and "test_traps.py" in found
+    assert saved(lambda: region(reduced_later), tmp_path).traced_ranks == [0, 1]
 
 
 def vocabulary() -> Region:
@@ -85,22 +76,10 @@ def vocabulary() -> Region:
         embedding = VocabParallelEmbedding(
             *(64, 32), config=settings, init_method=settings.init_method, tp_group=group
         )
-        model = torch.nn.Sequential()
-        model.add_module("embedding", embedding)
         tokens = torch.zeros(2, 8, dtype=torch.int64)
+    model = torch.nn.Sequential()
+    model.add_module("embedding", embedding)
     return Region(model.to("meta"), (tokens,), {}, {"tp": group})
-
-
-def test_an_embedding_that_has_its_ranks_first_row_is_refused_with_it(tmp_path: Path) -> None:
-    found = refusal(vocabulary, tmp_path, 4)
-    assert "embedding (VocabParallelEmbedding)" in found and "layers.py:" in found
-    assert "0) {}` on rank 0" in found and "32) {}` on rank 1" in found
-
-
-def test_a_layer_that_takes_its_ranks_columns_is_refused(tmp_path: Path) -> None:
-    found = refusal(gathered_linear, tmp_path, 4)
-    assert "ColumnParallelLinear" in found and "backward code" in found
-    assert "on rank 0" in found and "on rank 1" in found
 
 
 def coordinate() -> Region:
@@ -108,62 +87,41 @@ def coordinate() -> Region:
     return region(lambda x, module: module.last(x) * (1 + mesh.get_local_rank()))
 
 
-def test_a_coordinate_of_the_mesh_is_refused(tmp_path: Path) -> None:
-    found = refusal(coordinate, tmp_path)
-    assert "1) {}` on rank 0" in found and "2) {}` on rank 1" in found
-    assert "test_traps.py:" in found
+def constant_tensor() -> Region:
+    return region(lambda x, m: x * torch.tensor([1.0, 2.0 + m.group.rank()]).sum())
 
 
-def test_a_rank_among_the_outputs_is_refused(tmp_path: Path) -> None:
-    found = refusal(lambda: region(lambda x, module: (x, module.group.rank())), tmp_path)
-    assert "the region's outputs" in found and "on rank 1" in found
-
-
-def test_a_constant_tensor_of_the_rank_is_refused(tmp_path: Path) -> None:
-    def body(x: torch.Tensor, module: Plain) -> torch.Tensor:
-        return x * torch.tensor([1.0, 2.0 + module.group.rank()]).sum()
-
-    found = refusal(lambda: region(body), tmp_path)
-    assert "test_traps.py:" in found and found.count("a tensor (2,) torch.float32") == 2
-
-
-def test_shapes_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
-    def build() -> Region:
-        found = region(lambda x, module: module.last(x))
-        rows = 4 + dist.get_rank()
-        return Region(found.module, (torch.randn(rows, 4, device="meta"),), {}, found.groups)
-
-    found = refusal(build, tmp_path)
-    assert "argument.0 was" in found and "(4, 4)" in found and "(5, 4)" in found
-
-
-def test_modules_of_transformer_engine_are_refused_by_name(tmp_path: Path) -> None:
-    class Linear(torch.nn.Linear):
-        pass
-
-    Linear.__module__ = "transformer_engine.pytorch.module.linear"
-
-    def build() -> Region:
-        found = region(lambda x, module: module.last(x))
-        found.module.last = Linear(4, 4, device="meta")
-        return found
-
-    found = refusal(build, tmp_path)
-    assert "last is Transformer Engine's Linear" in found and "get_gpt_layer_local_spec" in found
+def other_rows() -> Region:
+    made = region(lambda x, module: module.last(x))
+    rows = torch.randn(4 + dist.get_rank(), 4, device="meta")
+    return Region(made.module, (rows,), {}, made.groups)
 
 
 @pytest.mark.parametrize(
-    ("body", "text"),
+    ("build", "world_size", "texts"),
     [
-        (lambda x, _: torch.nn.functional.dropout(x, 0.5), "draws random numbers"),
-        (lambda x, _: x + torch.rand(4, 4, device="meta"), "draws random numbers"),
-        (lambda x, _: x if x.sum() > 0 else -x, "cannot be traced as one graph"),
+        (
+            vocabulary,
+            4,
+            ("embedding (VocabParallelEmbedding), layers.py:", "0) {}` on rank 0", "32) {}` on"),
+        ),
+        (gathered_linear, 4, ("ColumnParallelLinear", "backward code", "on rank 1")),
+        (coordinate, 2, ("test_traps.py:", "1) {}` on rank 0", "2) {}` on rank 1")),
+        (
+            lambda: region(lambda x, module: (x, module.group.rank())),
+            2,
+            ("the region's outputs", "on rank 1"),
+        ),
+        (constant_tensor, 2, ("test_traps.py:", "a tensor (2,) torch.float32", "on rank 1")),
+        (other_rows, 2, ("argument.0 was", "(4, 4)", "(5, 4)")),
     ],
+    ids=["first row", "columns", "mesh", "rank in outputs", "constant tensor", "shapes"],
 )
-def test_what_is_no_graph_of_tensors_is_refused(
-    body: Callable[..., Any], text: str, tmp_path: Path
+def test_what_differs_between_ranks_is_refused_with_its_place(
+    build: Callable[[], Region], world_size: int, texts: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert text in refusal(lambda: region(body), tmp_path)
+    said = refusal(build, tmp_path, world_size)
+    assert all(text in said for text in texts), said
 
 
 counted = 0
@@ -175,64 +133,60 @@ def counts(x: torch.Tensor, _module: Plain) -> torch.Tensor:
     return x * 2
 
 
-def test_a_variable_of_a_module_that_changes_at_each_call_is_refused(tmp_path: Path) -> None:
-    found = refusal(lambda: region(counts), tmp_path)
-    assert "reads or changes variables of" in found and "test_traps" in found
+def bound_and_asynchronous(x: torch.Tensor, module: Plain) -> torch.Tensor:
+    y = x * 2
+    bound_at_import(y, group=module.group, async_op=True).wait()
+    return y
 
 
-def test_code_that_asks_for_the_gpu_gets_the_one_it_is_for(tmp_path: Path) -> None:
-    """No GPU is here: the trace sees the capability that was given, and the artifact names it."""
-
-    def build() -> Region:
-        assert torch.cuda.get_device_capability() == (10, 3)
-        return region(lambda x, _: x if torch.cuda.get_device_capability()[0] >= 10 else x / 0)
-
-    found = save(build, tmp_path, name="it", world_size=2, capability=(10, 3))
-    assert found.fingerprint["device"] == "cuda 10.3"
-    older = save(
-        lambda: region(lambda x, _: x if torch.cuda.get_device_capability()[0] >= 10 else x + 1),
-        tmp_path,
-        name="older",
-        world_size=2,
-        capability=(9, 0),
-    )
-    assert older.code_bytes > found.code_bytes
-
-
-def test_hooks_are_refused_by_name(tmp_path: Path) -> None:
-    def build() -> Region:
-        found = region(lambda x, module: module.last(x))
-        found.module.last.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
-        return found
-
-    found = refusal(build, tmp_path)
-    assert "last has the hook" in found and "test_traps" in found
-
-
-def test_a_group_without_a_role_is_refused(tmp_path: Path) -> None:
-    found = refusal(lambda: region(reduced_later, named=False), tmp_path)
-    assert "a process group that the region does not name" in found
-
-
-def test_weights_with_values_are_refused(tmp_path: Path) -> None:
-    found = refusal(lambda: region(reduced_later, device="cpu"), tmp_path)
-    assert 'build the module, and the arguments, under torch.device("meta")' in found
-
-
-@pytest.fixture
-def a_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_process_with_a_group_does_not_save(
-    a_group: None, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        (lambda x, _: torch.nn.functional.dropout(x, 0.5), ("draws random numbers",)),
+        (lambda x, _: x + torch.rand(4, 4, device="meta"), ("draws random numbers",)),
+        (lambda x, _: x if x.sum() > 0 else -x, ("cannot be traced as one graph",)),
+        (counts, ("reads or changes variables of", "test_traps")),
+        (bound_and_asynchronous, ("async_op=True", "test_traps.py")),
+    ],
+    ids=["dropout", "rand", "branch on data", "counter", "imported by name"],
+)
+def test_what_is_no_graph_of_tensors_is_refused(
+    body: Callable[..., Any], texts: tuple[str, ...], tmp_path: Path
 ) -> None:
-    folder = tmp_path_factory.mktemp("out")
-    with pytest.raises(PrecompileError, match="save in a process of its own"):
-        save(lambda: region(reduced_later), folder, name="it", world_size=2)
-    assert dist.is_initialized() and not list(folder.iterdir())
+    said = refusal(lambda: region(body), tmp_path)
+    assert all(text in said for text in texts), said
+
+
+def of_te() -> Region:
+    class Linear(torch.nn.Linear):
+        pass
+
+    Linear.__module__ = "transformer_engine.pytorch.module.linear"
+    made = region(lambda x, module: module.last(x))
+    made.module.last = Linear(4, 4, device="meta")
+    return made
+
+
+def hooked() -> Region:
+    made = region(lambda x, module: module.last(x))
+    made.module.get_submodule("last").register_forward_hook(lambda *_: None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (of_te, "last is Transformer Engine's Linear"),
+        (hooked, "last has the hook tests.unit.compiled.test_traps.hooked"),
+        (lambda: region(reduced_later, named=False), "a process group that the region does not"),
+        (lambda: region(reduced_later, device="cpu"), 'arguments, under torch.device("meta")'),
+    ],
+    ids=["te", "hook", "group without a role", "weights with values"],
+)
+def test_regions_that_are_built_otherwise_are_refused(
+    build: Callable[[], Region], text: str, tmp_path: Path
+) -> None:
+    assert text in refusal(build, tmp_path)
 
 
 def test_a_process_whose_caches_are_off_does_not_save(tmp_path: Path) -> None:
@@ -242,8 +196,39 @@ def test_a_process_whose_caches_are_off_does_not_save(tmp_path: Path) -> None:
         )
 
 
+def test_a_process_with_a_group_does_not_save(one_rank: None, tmp_path: Path) -> None:
+    with pytest.raises(PrecompileError, match="save in a process of its own"):
+        saved(lambda: region(reduced_later), tmp_path)
+    assert dist.is_initialized() and not list(tmp_path.glob("*.artifact"))
+
+
+def test_code_that_asks_for_the_gpu_gets_the_one_it_is_for(tmp_path: Path) -> None:
+    """No GPU is here: the trace sees the capability that was given, and the artifact names it."""
+
+    def build() -> Region:
+        assert torch.cuda.get_device_capability() == (10, 3)
+        return region(lambda x, _: x if torch.cuda.get_device_capability()[0] >= 10 else x / 0)
+
+    manifest = saved(build, tmp_path, (10, 3))
+    assert manifest.fingerprint["device"] == "cuda 10.3"
+
+
+@pytest.mark.parametrize("capability", [(9, 0), None])
+def test_rms_norm_is_one_operation_on_gpus_as_in_an_eager_pass(capability: Capability) -> None:
+    with torch.device("meta"):
+        norm = torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 8)).bfloat16()
+        given = torch.randn(3, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    code = trace(Region(norm, (given,)), 0, capability).code
+    forward, backward = str(code["forward"]), str(code["backward"])
+    assert forward.count("aten._fused_rms_norm.default") == (capability is not None)
+    assert ("aten.rsqrt.default" in forward) == (capability is None)
+    assert backward.count("aten._fused_rms_norm_backward.default") == 1
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "Meta")
+
+
 def test_nothing_of_other_packages_stays_changed(tmp_path: Path) -> None:
     from megatron.core.tensor_parallel import mappings, random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def now() -> list[object]:
         found: list[object] = [dist.all_reduce, torch.cuda.current_device, torch.cuda.Stream]
@@ -251,6 +236,12 @@ def test_nothing_of_other_packages_stays_changed(tmp_path: Path) -> None:
         return [*found, random._CUDA_RNG_STATE_TRACKER, random.CudaRNGStatesTracker.fork]
 
     before = now()
-    saved(reduced_later, tmp_path)
+    saved(lambda: region(reduced_later), tmp_path)
+    stream = MoEAlltoAllTokenDispatcher.cuda_dtoh_stream
+    with fake_rank(0, 2, None):
+        # As a dispatcher does when it is the first of its process.
+        MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = torch.cuda.Stream()
+    assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
     assert all(one is two for one, two in zip(before, now(), strict=True))
     assert isinstance(vars(mappings._AllToAll)["forward"], staticmethod)

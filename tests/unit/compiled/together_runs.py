@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,13 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg import compile_together
-from megatron_cg.consensus.arrival import gloo_backend
-from megatron_cg.upstream.patch import applied
 
 SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
 """For a vote to which a rank does not come; for one to which all come, however slow the machine."""
-HALF_COME = timedelta(seconds=8)
-"""For a vote to which all come and one after it to which a rank does not."""
 RANKS, WIDTH, USUAL, MORE = 4, 3, 8, 12
 SLOW = 2
 """The rank whose batch is larger, or that does not come."""
@@ -28,9 +23,8 @@ SLOW = 2
 class Region:
     """A compiled region; ``shapes`` are those that it was compiled for, ``?`` if dynamic."""
 
-    def __init__(self, at_compilation: Callable[[], Any] = lambda: None, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         self.shapes: list[str] = []
-        self._at_compilation = at_compilation
 
         def scale(batch: torch.Tensor) -> torch.Tensor:
             return batch * 2 + batch.size(0)
@@ -39,7 +33,6 @@ class Region:
         self._compiled = torch.compile(scale, backend=self._backend, **options)
 
     def _backend(self, graph: Any, _inputs: Any) -> Any:
-        self._at_compilation()
         traced = [
             node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")
         ]
@@ -120,33 +113,6 @@ def one_guard_fails(rank: int) -> Any:
         region(USUAL)
         region(batch_of(rank))
     return region.shapes
-
-
-def one_guard_fails_alone(rank: int) -> Any:
-    region = Region()
-    region(USUAL)
-    region(batch_of(rank))
-    return region.shapes
-
-
-def compilers_meet_alone(rank: int) -> Any:
-    """A compiler that makes decisions with the other ranks, as torch's partitioner does."""
-    group = dist.new_group(backend="gloo", timeout=LONG)
-    region = Region(partial(dist.all_reduce, torch.ones(1), group=group))
-    region(USUAL)
-    gloo_backend(group).set_timeout(SHORT)
-    waited = said(lambda: region(batch_of(rank)))
-    dist.barrier()
-    return region.shapes, waited
-
-
-def compilers_meet(rank: int) -> Any:
-    group = dist.new_group(backend="gloo", timeout=LONG)
-    region = Region(partial(dist.all_reduce, torch.ones(1), group=group))
-    with compile_together(timeout=LONG):
-        region(USUAL)
-        waited = said(lambda: region(batch_of(rank)))
-    return region.shapes, waited
 
 
 def static_sizes_agreed(rank: int) -> Any:
@@ -249,20 +215,6 @@ def one_does_not_come_and_none_compiles(rank: int) -> Any:
     return said(block), after
 
 
-def one_does_not_compile(rank: int) -> Any:
-    """One rank votes that its guards fail, and ends."""
-
-    def block() -> None:
-        with compile_together(timeout=HALF_COME) as together, barrier_of_all():
-            region = Region()
-            if rank == SLOW:
-                together.guards_checked(False)
-            else:
-                region(USUAL)
-
-    return said(block)
-
-
 def sizes_of_other_names(rank: int) -> Any:
     def block() -> None:
         with compile_together(timeout=LONG) as together:
@@ -271,50 +223,8 @@ def sizes_of_other_names(rank: int) -> Any:
     return said(block)
 
 
-def in_each_other(rank: int) -> Any:
-    """A second block; torch's own hook; and all as before in the end."""
-    set_hook = torch._C._dynamo.eval_frame.set_guard_complete_hook
-
-    def enter() -> None:
-        with compile_together(timeout=LONG):
-            pass
-
-    changes = len(applied())
-    with connected(timeout=LONG):
-        second = said(enter)
-    torch.compiler.set_enable_guard_collectives(True)
-    over_torchs = said(enter)
-    kept = torch.compiler.set_enable_guard_collectives(False)
-
-    def hook(cache_hit: bool) -> bool:
-        return cache_hit
-
-    with connected(timeout=LONG):
-        set_hook(hook)
-    later = set_hook(None) is hook
-    return second, over_torchs, kept, later, len(applied()) - changes
-
-
-def errors_suppressed(rank: int) -> Any:
-    """Dynamo would go on after an error; and all as before in the end."""
-    entered: list[bool] = []
-
-    def block() -> None:
-        with compile_together(timeout=LONG):
-            entered.append(True)
-
-    changes = len(applied())
-    with torch._dynamo.config.patch(suppress_errors=True):
-        refused = said(block)
-    hook = torch._C._dynamo.eval_frame.set_guard_complete_hook(None)
-    return refused, entered, hook is None, len(applied()) - changes
-
-
 SCENARIOS = (
     one_guard_fails,
-    one_guard_fails_alone,
-    compilers_meet_alone,
-    compilers_meet,
     static_sizes_agreed,
     static_sizes_differ,
     compiled_before_on_some,
@@ -322,10 +232,7 @@ SCENARIOS = (
     different_regions,
     one_does_not_come,
     one_does_not_come_and_none_compiles,
-    one_does_not_compile,
     sizes_of_other_names,
-    in_each_other,
-    errors_suppressed,
 )
 
 
