@@ -1,8 +1,8 @@
 """Events that the core emits, most of them during a capture, and their subscribers.
 
-The core does not know its subscribers. Progress bar, log and record subscribe (``telemetry``). A
-subscriber runs in the thread that captures, so it must not queue work on the GPU or wait for it. An
-exception in a subscriber propagates to the core as an error of capture.
+The core does not know its subscribers; log and record are some (``telemetry``). A subscriber runs
+in the thread that captures, so it must not queue work on the GPU or wait for it. An exception in a
+subscriber propagates to the core as an error of capture.
 """
 
 from __future__ import annotations
@@ -25,16 +25,6 @@ class CaptureBegan:
 
 
 @dataclass(frozen=True)
-class PassesBegin:
-    """All ranks can capture, and the backend begins its passes."""
-
-    warmup: int
-    """The number of forward and backward passes of warmup."""
-    total: int
-    """The number of all passes, including those that are captured."""
-
-
-@dataclass(frozen=True)
 class PassBegan:
     """A forward or backward pass of warmup or capture begins right after this event."""
 
@@ -48,11 +38,6 @@ class PassEnded:
 
     unit: str
     forward: bool
-
-
-@dataclass(frozen=True)
-class PassesDone:
-    """The backend has captured all graphs."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +75,7 @@ class StepRepeated:
     """The factor of ``--cg-moe-rows`` with which this step fits."""
 
 
-Event = (
-    CaptureBegan
-    | PassesBegin
-    | PassBegan
-    | PassEnded
-    | PassesDone
-    | CaptureEnded
-    | GraphsDeleted
-    | StepRepeated
-)
+Event = CaptureBegan | PassBegan | PassEnded | CaptureEnded | GraphsDeleted | StepRepeated
 
 _subscribers: list[Callable[[Event], None]] = []
 

@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_OPEN_FILES = ("/dev/std", "/dev/fd/", "/proc/")
-"""Files that a process has open. They are not replaced, because a shell still writes there."""
-
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
@@ -23,7 +20,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """
     part = None
     try:
-        if str(path).startswith(_OPEN_FILES) or (path.exists() and not path.is_file()):
+        if path.exists() and not path.is_file():
             yield path
             return
         target = path.resolve()

@@ -29,7 +29,7 @@ from megatron_cg.capture.transaction import (
     without_gradients,
 )
 from megatron_cg.errors import CaptureError
-from megatron_cg.events import PassBegan, PassEnded, PassesBegin, PassesDone, emit
+from megatron_cg.events import PassBegan, PassEnded, emit
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.depends_on import (
@@ -141,7 +141,6 @@ class GuardedCapture:
         self, order: HookOrder, args: Args, kwargs: Kwargs, options: Mapping[str, Any]
     ) -> Sequence[Any]:
         layers = tuple(unit.layer for unit in self._units)
-        emit(PassesBegin(order.warmup_passes, order.passes))
         with (
             self._leaves.held() if self._leaves is not None else nullcontext(),
             # It reads on the host. At a replay, autograd looks at what the graph returns.
@@ -162,7 +161,6 @@ class GuardedCapture:
             for graph in graphs:
                 self._leaves.replays(self._backend.replay_function(graph))
         order.check_finished()
-        emit(PassesDone())
         return graphs
 
     @contextmanager

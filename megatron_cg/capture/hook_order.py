@@ -78,7 +78,7 @@ class HookOrder:
         forward = [(layer, key) for layer in layers for key in _OF_FORWARD]
         backward = [(layer, key) for layer in reversed(layers) for key in _OF_BACKWARD]
         self._entries = [*forward, *backward] * (warmups + 1)
-        self.warmup_passes, self.passes = 2 * len(layers) * warmups, len(self._entries) // 2
+        self.warmup_passes = 2 * len(layers) * warmups
         self._position = 0
         self._raised = ""
         self._callables, self._hooks = tuple(callables), tuple(hooks)

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.events import (
     CaptureBegan,
     CaptureEnded,
     Event,
     GraphsDeleted,
-    PassesBegin,
-    PassesDone,
     StepRepeated,
     subscribe,
 )
@@ -30,8 +29,6 @@ from megatron_cg.telemetry.record import add_capture, memory, note
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("prepare", "warm up and capture", "publish", "vote")
-"""The phases of a capture's seconds; the other phases exclude voting."""
 MIB = 2**20
 
 
@@ -40,29 +37,18 @@ class _Capture:
 
     def __init__(self, began: CaptureBegan) -> None:
         self._model, self._units, self._votes = began.model, tuple(began.units), began.votes
-        self._memory = {"before": memory()}
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._since = time.perf_counter(), self._voted()
+        self._memory = memory()
+        self._since, self._voted = time.perf_counter(), _seconds_of(began.votes)
 
-    def hear(self, event: Event) -> None:
-        """Process an event after the first one."""
-        if isinstance(event, PassesBegin):
-            self._end_phase("prepare")
-        elif isinstance(event, PassesDone):
-            self._end_phase("warm up and capture")
-        elif isinstance(event, CaptureEnded):
-            self._end_phase("publish")
-            self._end(event.counters, event.error)
-
-    def _end(self, counters: Counters | None, error: BaseException | None) -> None:
+    def end(self, counters: Counters | None, error: BaseException | None) -> None:
         """Record the capture; all graphs replay from now on, or it failed with ``error``."""
-        self._memory["after"] = memory()
+        voting = _seconds_of(self._votes) - self._voted
         entry = {
-            "seconds": self._seconds,
-            "memory": self._memory | self._highest_memory(),
-            "layers": len(self._units) if error is None else 0,
+            "seconds": {"capture": time.perf_counter() - self._since - voting, "vote": voting},
+            "memory": {"before": self._memory, "after": memory()},
+            "layers": 0 if counters is None else len(self._units),
             "graphs": 0 if counters is None else counters.captured,
-            "coverage": [] if error is not None else self._coverage(),
+            "coverage": [] if counters is None else self._coverage(),
             "error": None if error is None else f"{type(error).__name__}: {error}",
         }
         add_capture(entry, counters)
@@ -77,33 +63,16 @@ class _Capture:
             logger.warning("megatron_cg: what was graphed is not recorded: %s", error)
             return []
 
-    def _end_phase(self, phase: str) -> None:
-        """Add the time since the last call to ``phase``, without the time of votes."""
-        since, voted = self._since
-        self._since = now, voted_now = time.perf_counter(), self._voted()
-        self._seconds["vote"] += voted_now - voted
-        self._seconds[phase] += now - since - (voted_now - voted)
 
-    def _voted(self) -> float:
-        return 0.0 if self._votes is None else float(self._votes.waiting_ms) / 1e3
-
-    def _highest_memory(self) -> dict[str, dict[str, int] | None]:
-        """The highest memory during the capture, if it was the highest since the process began."""
-        before, after = self._memory["before"], self._memory["after"]
-        if before is None or after is None:
-            return {}
-        highest = after["peak_allocated_bytes"]
-        if highest == before["peak_allocated_bytes"]:
-            return {}
-        return {"highest": {"allocated_bytes": highest}}
+def _seconds_of(votes: AgreementTime | None) -> float:
+    return 0.0 if votes is None else votes.waiting_ms / 1e3
 
 
 def summary(capture: Mapping[str, Any]) -> str:
     """A summary line of an entry of a record's ``captures``."""
-    seconds = capture["seconds"]
     text = (
-        f"{_count(capture['graphs'], 'graph')} of {_count(capture['layers'], 'layer')} captured "
-        f"in {sum(seconds.values()):.1f} s"
+        f"graphs captured: {capture['graphs']}, of {capture['layers']} layers, "
+        f"in {sum(capture['seconds'].values()):.1f} s"
     )
     before, after = capture["memory"]["before"], capture["memory"]["after"]
     if before is None or after is None:
@@ -112,10 +81,6 @@ def summary(capture: Mapping[str, Any]) -> str:
         (after[name] - before[name]) / MIB for name in ("allocated_bytes", "reserved_bytes")
     )
     return f"{text}; {allocated:+.0f} MiB of GPU memory allocated, {reserved:+.0f} MiB reserved"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 _under_way: list[_Capture] = []
@@ -140,10 +105,8 @@ def _hear(event: Event) -> None:
     elif isinstance(event, StepRepeated):
         if is_first_rank():
             logger.warning("megatron_cg: %s", _repeated(event))
-    elif _under_way:
-        _under_way[0].hear(event)
-        if isinstance(event, CaptureEnded):
-            _under_way.clear()
+    elif isinstance(event, CaptureEnded) and _under_way:
+        _under_way.pop().end(event.counters, event.error)
 
 
 def _repeated(event: StepRepeated) -> str:

@@ -23,7 +23,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -35,37 +35,17 @@ from megatron_cg.backends.tape.tape_recording import is_recording, recorded_acti
 from megatron_cg.tools.cpu.gloo import averages_as_sums, one_worker_a_group, sizes_as_lists
 from megatron_cg.upstream.patch import set_attribute, undone_after
 
-#: Functions of ``torch`` that take ``device=`` and make a tensor.
 FACTORIES = (
-    "arange",
-    "as_tensor",
-    "asarray",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randn",
-    "randn_like",
-    "randperm",
-    "scalar_tensor",
-    "tensor",
-    "zeros",
-    "zeros_like",
+    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full"),
+    *("full_like", "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn"),
+    *("randn_like", "randperm", "scalar_tensor", "tensor", "zeros", "zeros_like"),
 )
-#: Methods of ``torch.Tensor`` that take ``device=`` or, for ``to``, a device by position.
+"""Functions of ``torch`` that take ``device=`` and make a tensor."""
 METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
-
-#: The release whose replay path Megatron should take (``is_te_min_version("1.10.0")`` is asked in
-#: ``TransformerLayer._get_te_cuda_graph_replay_args``).
+"""Methods of ``torch.Tensor`` that take ``device=`` or, for ``to``, a device by position."""
 TE_VERSION = "2.20.2"
+"""The release whose replay path Megatron should take (``is_te_min_version("1.10.0")`` is asked in
+``TransformerLayer._get_te_cuda_graph_replay_args``)."""
 
 _CPU = torch.device("cpu")
 
@@ -83,17 +63,17 @@ class FakeStream:
         self.stream_id = 0
 
     def wait_stream(self, stream: object) -> None:
-        """Do nothing: the other stream's work is already done."""
+        """Do nothing."""
 
     def wait_event(self, event: object) -> None:
-        """Do nothing: the event has already happened."""
+        """Do nothing."""
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """Return ``event``, or a new one, as already reached."""
         return FakeEvent() if event is None else event
 
     def synchronize(self) -> None:
-        """Return at once: no work is pending. Raises HostSyncError in a capture."""
+        """Return at once. Raises HostSyncError in a capture."""
         host_waits("Stream.synchronize")
 
     def query(self) -> bool:
@@ -114,17 +94,17 @@ class FakeEvent:
         return None
 
     def record(self, stream: object = None) -> None:
-        """Do nothing: work is done when its call returns."""
+        """Do nothing."""
 
     def wait(self, stream: object = None) -> None:
-        """Do nothing: the event has already happened."""
+        """Do nothing."""
 
     def synchronize(self) -> None:
-        """Return at once: the event has happened. Raises HostSyncError in a capture."""
+        """Return at once. Raises HostSyncError in a capture."""
         host_waits("Event.synchronize")
 
     def query(self) -> bool:
-        """Return True: the event has happened."""
+        """Return True: it has happened."""
         return True
 
     def elapsed_time(self, _end: object) -> float:
@@ -233,8 +213,8 @@ def no_context(*_args: object, **_options: object) -> AbstractContextManager[Non
 def cuda_names() -> dict[str, object]:
     """Return a replacement without a GPU for each name of ``torch.cuda`` that Megatron uses."""
     stream = FakeStream()
-    generator = torch.default_generator
     return {
+        **_rng_functions("get_rng_state", "set_rng_state"),
         "Stream": FakeStream,
         "Event": FakeEvent,
         "stream": no_context,
@@ -251,19 +231,18 @@ def cuda_names() -> dict[str, object]:
         "max_memory_allocated": lambda *_a: 0,
         "memory_reserved": lambda *_a: 0,
         "get_device_capability": lambda *_a: (0, 0),
-        "default_generators": (generator,),
+        "default_generators": (torch.default_generator,),
         "manual_seed": torch.manual_seed,
-        "get_rng_state": lambda *_a, **_k: generator.get_state(),
-        "set_rng_state": lambda state, *_a, **_k: generator.set_state(state),
     }
 
 
-def _get_rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
-    torch.default_generator.set_state(state)
+def _rng_functions(get: str, put: str) -> dict[str, Callable[..., Any]]:
+    """Functions that read and set the CPU's generator, by these names."""
+    generator = torch.default_generator
+    return {
+        get: lambda *_args, **_named: generator.get_state(),
+        put: lambda state, *_args, **_named: generator.set_state(state),
+    }
 
 
 @contextmanager
@@ -311,8 +290,9 @@ def _generators(stack: ExitStack) -> None:
         "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
         "megatron_fsdp.utils",
     ):
-        stack.enter_context(replaced(module, "_get_cuda_rng_state", _get_rng_state))
-        stack.enter_context(replaced(module, "_set_cuda_rng_state", _set_rng_state))
+        functions = _rng_functions("_get_cuda_rng_state", "_set_cuda_rng_state")
+        for name, function in functions.items():
+            stack.enter_context(replaced(module, name, function))
     for module in _loaded("megatron.core.tensor_parallel.random"):
         stack.enter_context(replaced(module.CudaRNGStatesTracker, "fork", _forked))
 
@@ -321,10 +301,8 @@ def _loaded(*names: str) -> list[types.ModuleType]:
     """Import and return those of ``names`` that are installed."""
     modules = []
     for name in names:
-        try:
+        with suppress(ModuleNotFoundError):
             modules.append(importlib.import_module(name))
-        except ModuleNotFoundError:
-            continue
     return modules
 
 
@@ -371,9 +349,8 @@ def _transformer_engine(stack: ExitStack) -> None:
 def cpu_fakes() -> Iterator[None]:
     """Let the real Megatron-FSDP, of either package, run on the CPU inside the block.
 
-    Leaving the block undoes it in reverse order, also after an exception. Enter it before the model
-    is built and leave it after the model's last use. Works for ``megatron.core.distributed.fsdp``
-    (megatron-core 0.19.2) and for ``megatron_fsdp`` 0.6.1, whichever is installed.
+    Enter it before the model is built and leave it after the model's last use. Works for
+    ``megatron.core.distributed.fsdp`` (megatron-core 0.19.2) and for ``megatron_fsdp`` 0.6.1.
     """
     with ExitStack() as stack:
         stack.enter_context(one_worker_a_group())

@@ -203,7 +203,7 @@ def is_running(pid: str) -> bool:
         ("spawn.ProcessRaisedException: \n\nTraceback\nKeyError: 'a'", "KeyError: 'a'"),
         ("megatron_cg: error: CUDA graphs cannot be used, 1 reason:\n  1. [x] y", None),
         (
-            "megatron_cg: 3 graphs of 3 layers captured in 1.5 s\n"
+            "megatron_cg: graphs captured: 3, of 3 layers, in 1.5 s\n"
             "ValueError: x\nmegatron_cg.errors.ReplayMismatchError: layer 1",
             "megatron_cg.errors.ReplayMismatchError: layer 1",
         ),
