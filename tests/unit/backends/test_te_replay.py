@@ -222,19 +222,6 @@ def test_incoming_gradients_are_copied_unless_they_lie_in_the_static_memory(
     assert captured.gradient.eq(2.0).all()
 
 
-def test_all_is_undone_after_a_reset_too(code: dict[str, Any]) -> None:
-    captured = Captured(code)
-    replay = replay_function(captured.function)
-    noting = Noting(replay.function)
-    undo, end_borrowing = replay.replace(noting), replay.borrow()
-    captured.helpers.release_static_state()
-    end_borrowing()
-    undo()
-    with pytest.raises(RuntimeError, match="has been reset"):
-        captured.function(*captured.arguments(), more=torch.ones(WIDTH))
-    assert noting.calls == [] and replay_function(captured.function).function is replay.function
-
-
 @pytest.mark.parametrize(
     "name",
     [

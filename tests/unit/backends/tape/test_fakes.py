@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.tools.cpu import fakes
-from megatron_cg.tools.cpu.fakes import converted, cpu_fakes
+from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 CPU = torch.device("cpu")
 
@@ -41,17 +40,6 @@ def test_all_is_undone_also_after_an_exception() -> None:
     assert everything() == before
     changed = {name for name in before if inside[name] is not before[name]}
     assert {"torch.empty", "Tensor.to", "cuda.Stream", "mesh", "group", "fork"} <= changed
-
-
-@pytest.mark.parametrize(
-    ("device", "expected"),
-    [
-        ("cuda", CPU), ("cuda:1", CPU), (0, CPU), (torch.device("cuda", 1), CPU),
-        ("cpu", "cpu"), ("meta", "meta"), (None, None), (True, True),
-    ],
-)  # fmt: skip
-def test_devices(device: object, expected: object) -> None:
-    assert converted(device, CPU) == expected
 
 
 def test_cuda_leads_to_the_cpu_also_in_a_hook_that_autograd_calls() -> None:
@@ -136,16 +124,3 @@ def test_a_tape_takes_the_tracker_along_and_capture_leaves_it_as_it_was(
             (graph,) = backend.capture((module,), samples, capture_time_hooks=[{}])
         assert torch.equal(tracker.states_["inner"], start["inner"])
         assert torch.equal(three(graph), eager)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is not None,
-    reason="TE is installed here, so no fake replaces it",
-)
-def test_megatron_takes_the_stand_in_for_a_transformer_engine_that_can_replay() -> None:
-    with cpu_fakes():
-        import transformer_engine.pytorch
-
-        assert utils.is_te_min_version("1.10.0")
-        assert not hasattr(transformer_engine.pytorch, "Linear")
-    assert not utils.is_te_min_version("1.10.0")
