@@ -62,11 +62,8 @@ _MARK = "grad_added_to_main_grad"
 class Observer:
     """Observes the passes of one unit in a capture.
 
-    Args:
-        unit: the layer.
-        args: its positional samples.
-        kwargs: its keyword samples.
-        borrowed: the samples that are the model's own tensors, which a graph writes itself.
+    ``args`` and ``kwargs`` are its samples. ``borrowed`` are those that are the model's own
+    tensors, which a graph writes itself.
     """
 
     def __init__(
@@ -215,9 +212,15 @@ class Observer:
         self._refuse_changes()
         self._refuse_leftovers()
         self.entries = list(state.entries())
-        replaced = {(id(one.holder), one.key) for one in self._changes}
+        replaced = {(id(change.holder), change.key) for change in self._changes}
         self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
-        for key, use in self._foreign():
+        layer = self._unit.layer
+        tensors = [*self._samples.values(), *layer.parameters(), *layer.buffers()]
+        reached = {key_of(tensor) for tensor in tensors}
+        # What the last forward pass read that is no sample, parameter or buffer.
+        for key, (memory, use) in self._operations.reads.items():
+            if key in reached or memory.expired():
+                continue
             ways = list(state.ways(partial(_holds, key=key)))
             if not ways and use.package in KNOWN:
                 continue
@@ -229,23 +232,9 @@ class Observer:
         # What known code writes elsewhere is its own affair, such as how many rows it had.
         uses = (use for use in self._operations.writes if use.package not in KNOWN)
         written = {key_of(use.tensor): use.tensor for use in uses}
-        reached = {key_of(tensor) for tensor in self._reached()}
         self._writes = [
             tensor.untyped_storage() for key, tensor in written.items() if key not in reached
         ]
-
-    def _foreign(self) -> list[tuple[int, Use]]:
-        """What the last forward pass read that is no sample, parameter or buffer."""
-        known = {key_of(tensor) for tensor in self._reached()}
-        reads = self._operations.reads.items()
-        return [
-            (key, use) for key, (memory, use) in reads if key not in known and not memory.expired()
-        ]
-
-    def _reached(self) -> Iterator[torch.Tensor]:
-        yield from self._samples.values()
-        yield from self._unit.layer.parameters()
-        yield from self._unit.layer.buffers()
 
     def _refuse_foreign(self, key: int, use: Use, *, reached: bool) -> None:
         where = f"({use.operation} in {use.place})" if use.place else f"({use.operation})"
@@ -280,17 +269,17 @@ class Observer:
                 "A replay does not call it. Let hooks on tensors compute gradients and no more.",
             )
         owners = {id(vars(module)) for module in self._unit.graphed}
-        for one in self._changes:
-            if not isinstance(one.after, torch.Tensor) or id(one.holder) not in owners:
+        for change in self._changes:
+            if not isinstance(change.after, torch.Tensor) or id(change.holder) not in owners:
                 raise self._error(
-                    f"changes {one.what} in its forward pass",
+                    f"changes {change.what} in its forward pass",
                     "A replay runs no Python, so it would stay as it was at capture. Return the "
                     "value, set a tensor as an attribute of the module, or count outside of the "
                     "unit.",
                 )
             if not self._unit.sets_attributes:
                 raise self._error(
-                    f"sets {one.what} in its forward pass",
+                    f"sets {change.what} in its forward pass",
                     "A replay would not set it. Return the value, or write into a buffer.",
                 )
 
@@ -301,7 +290,7 @@ class Observer:
             for value in vars(module).values()
             if isinstance(value, torch.Tensor)
         }
-        left = [one for one in self._operations.left() if one._cdata not in kept]
+        left = [memory for memory in self._operations.left() if memory._cdata not in kept]
         held = holder_of(left)
         if held is not None:
             raise self._error(
@@ -335,14 +324,14 @@ class Observer:
                 )
 
     def _refuse_marked_weights(self) -> None:
-        """Refuse a layer that writes a weight's gradient somewhere itself, and says so from Python.
+        """Refuse a layer that writes a weight's gradient into ``main_grad`` by itself.
 
-        With gradient-accumulation fusion a layer writes into ``main_grad`` and sets a mark, at
-        which Megatron's and Megatron-FSDP's hooks look. A replay would not set it, and what its
-        graph returns as the gradient is a placeholder.
+        With gradient-accumulation fusion it does so, and sets a mark from Python at which
+        Megatron's and Megatron-FSDP's hooks look. A replay would not set it, and what its graph
+        returns as the gradient is a placeholder.
         """
         named = self._unit.layer.named_parameters()
-        marked = [(name, one) for name, one in named if getattr(one, _MARK, False)]
+        marked = [(name, weight) for name, weight in named if getattr(weight, _MARK, False)]
         for _, weight in marked:
             setattr(weight, _MARK, False)
         if marked:

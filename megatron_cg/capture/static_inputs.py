@@ -26,10 +26,7 @@ from megatron_cg.upstream.patch import all_of
 
 
 class StaticInputs:
-    """Observes whole training steps to find the inputs of layers that never change.
-
-    Inputs are known by name, also those that are given by position.
-    """
+    """Observes whole training steps to find the inputs of layers, by name, that never change."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = tuple(layers)
@@ -56,15 +53,15 @@ class StaticInputs:
         Nothing is replaced before two steps were observed: a mask may be one tensor for all
         microbatches of a step and another tensor in the next step.
         """
-        found = dict(samples)
+        inputs = dict(samples)
         for name, sample in samples.items():
             reference = self._seen.get((layer, name))
             tensor = reference[0]() if reference is not None else None
             if self._steps < 2 or tensor is None or (layer, name) in self._changed:
                 continue
             if _alike(tensor, sample):
-                found[name] = tensor
-        return found
+                inputs[name] = tensor
+        return inputs
 
     def _called(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if in_backward_pass():
