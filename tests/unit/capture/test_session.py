@@ -14,11 +14,10 @@ import torch
 
 from megatron_cg.backends.driver.graphed import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
-from megatron_cg.events import CaptureEnded, Event, GraphsDeleted, subscribe
+from megatron_cg.events import CaptureEnded, Event, subscribe
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
@@ -285,18 +284,6 @@ def test_graphs_are_released_if_their_report_fails(trainer: Any) -> None:
     with undone_after(fail_at(CaptureEnded)), unchanged(trainer, BrokenPipeError):
         trainer.capture(TapeBackend())
     assert open_sessions() == 0
-
-
-def test_graphs_are_deleted_if_the_report_on_them_fails(trainer: Any) -> None:
-    before = state(trainer)
-    session = trainer.capture(TapeBackend())
-    controller = GraphController(Agreement(), lambda: session, lambda: None)
-    controller.capture()
-    with undone_after(fail_at(GraphsDeleted)), pytest.raises(BrokenPipeError):
-        controller.delete()
-    assert session.phase is Phase.CLOSED and open_sessions() == 0
-    assert state(trainer) == before
-    controller.close()
 
 
 class HalfMade(TapeBackend):

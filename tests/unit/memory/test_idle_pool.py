@@ -192,28 +192,6 @@ def test_a_pool_that_grew_all_the_same_borrows_no_more(monkeypatch: pytest.Monke
         assert borrowed(allocator, pool.empty("two", like(2 * MIB), torch.float32)) == [False]
 
 
-@pytest.mark.parametrize(
-    ("blocks", "nbytes", "taken", "left"),
-    [
-        ([4 * SMALL], 2 * SMALL, 4 * SMALL, [2 * SMALL]),
-        ([4 * SMALL], 4 * SMALL, 4 * SMALL, []),
-        ([2 * SMALL, 4 * SMALL], 2 * SMALL - 100, 2 * SMALL, [4 * SMALL]),
-        ([3 * SMALL, 9 * SMALL], 4 * SMALL, 9 * SMALL, [3 * SMALL, 5 * SMALL]),
-        # What is left of a block is a block only if it has more than a MiB.
-        ([3 * SMALL], 2 * SMALL, 3 * SMALL, []),
-        ([3 * SMALL], 2 * SMALL - 512, 3 * SMALL, [SMALL + 512]),
-        ([2 * SMALL], 2 * SMALL + 1, None, [2 * SMALL]),
-        ([9 * SMALL], SMALL, None, [9 * SMALL]),
-        ([], 2 * SMALL, None, []),
-    ],
-)
-def test_a_piece_has_the_block_that_the_allocator_would_give_it(
-    blocks: list[int], nbytes: int, taken: int | None, left: list[int]
-) -> None:
-    assert take(blocks, nbytes) == taken
-    assert blocks == left
-
-
 def test_chunks_lie_where_single_pieces_would(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(7)
     saved = 0
