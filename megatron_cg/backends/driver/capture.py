@@ -1,8 +1,8 @@
 """One capture: warmup, recording of all passes in order, and the life of every result.
 
 The contract is that of ``make_graphed_callables`` in transformer-engine 2.20.2
-(``transformer_engine/pytorch/graph.py``) for one microbatch: the same refusals and warmup, all
-forward passes and then all backward passes in reverse. Hooks run outside of the recording.
+(``transformer_engine/pytorch/graph.py``) for one microbatch: the same warmup, then all forward
+passes and then all backward passes in reverse. Hooks run outside of the recording.
 ``torch.autograd.backward`` collects gradients, with ``.grad`` removed before. Parameter gradients
 are returned as clones. So a post-accumulate-grad hook that was left on a parameter fires in warmup
 and capture here, as it does in TE.
@@ -32,17 +32,16 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from megatron_cg.backends.driver.checks import (
-    Hooks,
     check_autocast,
     check_gradients,
-    check_hooks,
     check_modules,
     check_options,
     check_outputs,
 )
 from megatron_cg.backends.driver.graphed import GraphedModule
 from megatron_cg.backends.driver.recorder import Recorded, Recorder
-from megatron_cg.errors import CaptureError, HookError
+from megatron_cg.errors import CaptureError
+from megatron_cg.fsdp.transform import CaptureTimeHooks
 
 _Gradients = tuple[torch.Tensor | None, ...]
 
@@ -53,10 +52,9 @@ def capture_modules(
     callables: tuple[nn.Module, ...],
     sample_args: Sequence[tuple[Any, ...]],
     *,
-    capture_time_hooks: Sequence[Hooks],
+    capture_time_hooks: Sequence[CaptureTimeHooks],
     sample_kwargs: Sequence[Mapping[str, Any]] | None = None,
     num_warmup_iters: int = 3,
-    allow_unused_input: bool = False,
     retain_graph_in_backward: bool = False,
     pre_warmup_hook: Callable[[], None] | None = None,
     post_warmup_hook: Callable[[], None] | None = None,
@@ -67,21 +65,19 @@ def capture_modules(
 ) -> tuple[GraphedModule, ...]:
     """Warm ``callables`` up and record them; see :class:`megatron_cg.backends.base.Backend`.
 
-    The named options are TE's, with TE's defaults; FP8 and several microbatches are refused.
+    The named options are TE's, with TE's defaults; an input may remain unused. FP8 and several
+    microbatches are refused.
     ``backend`` is the name of the backend in messages. ``make_recorder`` is called when everything
     is checked, before anything runs.
 
     Raises:
         CaptureError: samples and callables do not match, an option is unknown or asks for
-            FP8, an output or gradient is no dense tensor, or an input that needs a gradient gets
-            none.
-        HookError: a module still has hooks, a buffer needs a gradient, or a capture-time
-            hook has an unknown key or returns a value.
+            FP8, or an output or gradient is no dense tensor.
+        HookError: a buffer needs a gradient.
         HostSyncError: a callable reads a tensor on the host, and the recorder sees it.
     """
     check_options(backend, options)
     check_modules(callables)
-    check_hooks(callables, capture_time_hooks)
     if list(_order or [1, -1]) != [1, -1] or len(sample_args) != len(callables):
         raise CaptureError(
             f"{len(sample_args)} sample_args for {len(callables)} callables in the order {_order}: "
@@ -89,7 +85,6 @@ def capture_modules(
         )
     kwargs = sample_kwargs or [{} for _ in sample_args]
     run = _Capture(callables, sample_args, kwargs, capture_time_hooks)
-    run.allow_unused_input = allow_unused_input
     run.retain_graph = retain_graph_in_backward
     run.share_buffers = _reuse_graph_input_output_buffers
     recorder = make_recorder()
@@ -111,7 +106,6 @@ def capture_modules(
 class _Capture:
     """One run of warmup and recording. Passes are those of callables, by their index."""
 
-    allow_unused_input = False
     retain_graph = False
     share_buffers = False
 
@@ -120,7 +114,7 @@ class _Capture:
         callables: tuple[nn.Module, ...],
         sample_args: Sequence[tuple[Any, ...]],
         sample_kwargs: Sequence[Mapping[str, Any]],
-        hooks: Sequence[Hooks],
+        hooks: Sequence[CaptureTimeHooks],
     ) -> None:
         self._hooks, self._args, self._kwargs = hooks, sample_args, sample_kwargs
         self._grad_outputs: dict[Any, Any] = {}
@@ -192,11 +186,7 @@ class _Capture:
     def _run_hooks(self, index: int, key: str) -> None:
         item = self.recorded[index]
         for hook in self._hooks[index].get(key, {}).values():
-            if hook(item.module) is not None:
-                raise HookError(
-                    f"capture_time_hooks {key} of {item.label} returned a value; TE ignores no "
-                    "value and refuses. Return None."
-                )
+            hook(item.module)
 
     def _record_backward(self, index: int, recorder: Recorder) -> None:
         item = self.recorded[index]
@@ -258,13 +248,6 @@ class _Capture:
         item = self.recorded[index]
         by_input = dict(zip((id(t) for t in item.inputs if t.requires_grad), grads, strict=True))
         user = item.inputs[: item.user_args]
-        if not self.allow_unused_input and any(
-            t.requires_grad and by_input[id(t)] is None for t in user
-        ):
-            raise CaptureError(
-                f"{item.label}: an input that requires a gradient got none in its backward. "
-                "Pass allow_unused_input=True, or make that input not require one."
-            )
         used = tuple(p for p in item.parameters if by_input.get(id(p)) is not None)
         if len(used) != len(item.parameters):
             if iteration:

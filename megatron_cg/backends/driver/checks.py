@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +10,13 @@ from torch import nn
 
 from megatron_cg.backends.driver.recorder import Recorded
 from megatron_cg.errors import CaptureError, HookError
-from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
-from megatron_cg.hooks import HookKind
 from megatron_cg.memory.storage import is_dense
-
-Hooks = Mapping[str, Mapping[int, Callable[[nn.Module], None]]]
 
 #: Options of make_graphed_callables that ask for FP8, and those without effect without FP8.
 _FP8_OPTIONS = ("enabled", "fp8_enabled", "calibrating", "fp8_calibrating")
 _IDLE_OPTIONS = frozenset(
     {*_FP8_OPTIONS, "pool", "recipe", "fp8_recipe", "amax_reduction_group", "fp8_group"}
-    | {"cache_quantized_params", "fp8_weight_caching"}
+    | {"cache_quantized_params", "fp8_weight_caching", "allow_unused_input"}
 )
 
 
@@ -42,36 +38,15 @@ def check_options(backend: str, options: Mapping[str, Any]) -> None:
 
 
 def check_modules(callables: Sequence[nn.Module]) -> None:
-    """Raise for a module in evaluation (CaptureError), or with a hook or trainable buffer."""
+    """Raise for a module in evaluation (CaptureError), or with a trainable buffer (HookError)."""
     if not all(module.training for module in callables):
         raise CaptureError("a callable is in evaluation: call .train() before capture")
     for index, module in enumerate(callables):
-        held = [kind.value for kind in HookKind if getattr(module, kind.value)]
-        if held:
-            raise HookError(
-                f"callable {index} ({type(module).__name__}) has hooks in {', '.join(held)}: "
-                "modules must not have hooks registered at the time they are passed. Take them "
-                "off and give those that must run at capture in capture_time_hooks."
-            )
         if any(buffer.requires_grad for buffer in module.buffers()):
             raise HookError(
                 f"callable {index} ({type(module).__name__}) has a buffer that requires a "
                 "gradient: only parameters may be trainable. Make it a parameter."
             )
-
-
-def check_hooks(callables: Sequence[nn.Module], hooks: Sequence[Hooks]) -> None:
-    """Raise HookError for capture-time hooks of another number or form."""
-    if len(hooks) != len(callables):
-        raise HookError(
-            f"capture_time_hooks has {len(hooks)} entries for {len(callables)} callables"
-        )
-    unknown = sorted({key for entry in hooks for key in entry} - set(CAPTURE_TIME_KEYS))
-    if unknown:
-        raise HookError(
-            f"capture_time_hooks has unknown keys {', '.join(unknown)}: use "
-            f"{', '.join(CAPTURE_TIME_KEYS)}"
-        )
 
 
 def check_autocast(device_type: str) -> None:

@@ -40,28 +40,6 @@ def small(backend: Backend, *modules: nn.Module, hooks: Any = None, **options: A
     return backend.capture(modules, samples, capture_time_hooks=hooks, **options)
 
 
-def _nothing(*_args: object) -> None:
-    return None
-
-
-@pytest.mark.parametrize(
-    ("register", "held"),
-    [
-        (lambda m: m.register_forward_pre_hook(_nothing), "_forward_pre_hooks"),
-        (lambda m: m.register_forward_hook(_nothing), "_forward_hooks"),
-        (lambda m: m.register_full_backward_pre_hook(_nothing), "_backward_pre_hooks"),
-        (lambda m: m.register_full_backward_hook(_nothing), "_backward_hooks"),
-    ],
-)
-def test_a_module_with_a_hook_is_refused(
-    backend: Backend, register: Callable[[nn.Module], Any], held: str
-) -> None:
-    module = nn.Linear(4, 4)
-    register(module)
-    with pytest.raises(HookError, match=rf"{held}: modules must not have hooks"):
-        small(backend, module)
-
-
 def test_a_buffer_that_requires_a_gradient_is_refused(backend: Backend) -> None:
     module = nn.Linear(4, 4)
     module.register_buffer("extra", torch.ones(4, requires_grad=True))
@@ -91,15 +69,6 @@ def test_capture_time_hooks_run_around_every_pass_in_the_order_of_the_schedule(
     assert calls == once * 2
 
 
-def test_hooks_that_return_a_value_or_have_another_key_are_refused(backend: Backend) -> None:
-    with pytest.raises(HookError, match=r"forward_hooks of callable 0 .*returned a value"):
-        small(backend, nn.Linear(4, 4), hooks=[{"forward_hooks": {1: lambda _module: 3}}])
-    with pytest.raises(HookError, match="unknown keys pre_forward_hooks"):
-        small(backend, nn.Linear(4, 4), hooks=[{"pre_forward_hooks": {}}])
-    with pytest.raises(HookError, match="2 entries for 1 callables"):
-        small(backend, nn.Linear(4, 4), hooks=[{}, {}])
-
-
 @pytest.mark.parametrize("retain", [True, False])
 def test_what_two_backward_passes_share_outlives_the_first_only_if_that_was_asked_for(
     backend: Backend,
@@ -120,7 +89,7 @@ def test_what_two_backward_passes_share_outlives_the_first_only_if_that_was_aske
         )
 
 
-def test_an_unused_input_is_refused_unless_allowed(backend: Backend) -> None:
+def test_an_unused_weight_gets_no_gradient(backend: Backend) -> None:
     class Ignores(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -129,8 +98,6 @@ def test_an_unused_input_is_refused_unless_allowed(backend: Backend) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.used * x.detach()
 
-    with pytest.raises(CaptureError, match="an input that requires a gradient got none"):
-        small(backend, Ignores())
     module = Ignores()
     (graph,) = small(backend, module, allow_unused_input=True)
     fired: list[nn.Parameter] = []
