@@ -58,43 +58,36 @@ def transform(
     phases: CaptureTimeHooks = {key: {} for key in CAPTURE_TIME_KEYS}
     inside = set(graphed)
     before_replay: list[tuple[Callable[..., None], tuple[nn.Module, ...]]] = []
-    for record in unit_hooks:
-        if classify(record) is None:
-            check_hook_of_unit(unit, record, name)
-        else:
-            _place(phases, record, target=None)
-    for module, records in inner_hooks.items():
+    for module, records in {unit: unit_hooks, **inner_hooks}.items():
+        target = None if module is unit else module
         for record in records:
             role = classify(record)
-            if role is None:
-                if module in inside:
-                    raise never_called(name, module, record)
-                continue
-            if module not in inside:
-                continue
-            _place(phases, record, target=module)
-            if role is FsdpRole.UNSHARD:
-                before_replay.append((_adapter(record.fn, None, (), {}), (module,)))
+            if role is not None and (target is None or module in inside):
+                _place(phases, record, role, target)
+                if target is not None and role is FsdpRole.UNSHARD:
+                    before_replay.append((_adapter(record.fn, None, (), {}), (module,)))
+            elif role is None and target is None:
+                check_hook_of_unit(unit, record, name)
+            elif role is None and module in inside:
+                raise never_called(name, module, record)
     return UnitHooks(phases, tuple(before_replay))
 
 
-def _place(phases: CaptureTimeHooks, record: HookRecord, target: nn.Module | None) -> None:
+def _place(
+    phases: CaptureTimeHooks, record: HookRecord, role: FsdpRole, target: nn.Module | None
+) -> None:
     """Add an FSDP hook, adapted to ``fn(module)``, under the key of its phase."""
-    role = classify(record)
-    fn = record.fn
     if role is FsdpRole.UNSHARD:
-        phases["forward_pre_hooks"][record.hook_id] = _adapter(fn, target, (), {})
+        phases["forward_pre_hooks"][record.hook_id] = _adapter(record.fn, target, (), {})
     elif role is FsdpRole.RESHARD:
-        phases["forward_hooks"][record.hook_id] = _adapter(fn, target, (), None)
+        phases["forward_hooks"][record.hook_id] = _adapter(record.fn, target, (), None)
     elif role is FsdpRole.RELEASE_TRANSPOSE:
-        phases["forward_hooks"][record.hook_id] = _adapter(fn, target)
+        phases["forward_hooks"][record.hook_id] = _adapter(record.fn, target)
     elif role is FsdpRole.WRAPS_POST_BACKWARD:
         handler = wrapped_handler(record, role)
         phases["backward_hooks"][record.hook_id] = _adapter(handler, target)
-    elif role is FsdpRole.WRAPS_PRE_BACKWARD:
-        handler = wrapped_handler(record, role)
-        if not is_root_handler(handler):
-            phases["backward_pre_hooks"][record.hook_id] = _adapter(handler, target, None)
+    elif not is_root_handler(handler := wrapped_handler(record, role)):
+        phases["backward_pre_hooks"][record.hook_id] = _adapter(handler, target, None)
 
 
 def _adapter(fn: Callable[..., Any], target: nn.Module | None, *arguments: Any) -> CaptureTimeHook:
