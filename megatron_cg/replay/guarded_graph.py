@@ -68,10 +68,13 @@ class GuardedGraph:
         began = time.perf_counter_ns()
         mismatch = self._guard.broken(args, kwargs) or self._refuted
         counters.guard_ns += time.perf_counter_ns() - began
+        given = args, kwargs
+        if self._returns_inputs and mismatch is None:
+            given = self._guard.inputs.read_first(args, kwargs)
         if mismatch is None and (self._mismatches.verifies or not self._replayed):
             counters.verified += self._mismatches.verifies
             self._mismatches.issue_held()
-            mismatch = self._verify(args, kwargs)
+            mismatch = self._verify(*given)
             if not self._numbers_hold(mismatch):
                 mismatch = None
             self._refuted = mismatch
@@ -80,9 +83,7 @@ class GuardedGraph:
             return self.eager_passes.run(self._eager, self._unit.layer, args, kwargs)
         is_first, self._replayed = not self._replayed, True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
-        if self._returns_inputs:
-            args, kwargs = self._guard.inputs.read_first(args, kwargs)
-        outputs = self.graph(*args, **kwargs)
+        outputs = self.graph(*given[0], **given[1])
         if is_first:
             self._returns_inputs = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
         has_backward = self._in_flight.begin(

@@ -56,17 +56,9 @@ def _copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each value into its static tensor, unless it is there, in one call a dtype.
 
     ``torch._foreach_copy_`` copies tensors of one dtype and device by one kernel, and others one by
-    one (torch 2.11, ``ForeachUtils.h``, ``can_use_fast_route``).
-
-    A value may lie in the static memory of another one: a module that returns its inputs returns
-    static memory, which a caller may pass on in another order. One kernel copies all at once, so
-    such a value is read before.
-
-    Args:
-        pairs: a static tensor, and a value of the same shape.
+    one (torch 2.11, ``ForeachUtils.h``, ``can_use_fast_route``). No value lies in the static memory
+    of another one; see ``guard/inputs.py``.
     """
-    pairs = list(pairs)
-    written = {static.untyped_storage().data_ptr() for static, _ in pairs}
     groups: dict[
         tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]
     ] = {}
@@ -74,9 +66,8 @@ def _copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if not _lies_in(value, static):
             into, values = groups.setdefault((static.dtype, static.device), ([], []))
             into.append(static)
-            # Neither can another layout of the same memory be copied onto itself.
-            is_static = value.untyped_storage().data_ptr() in written
-            values.append(value.clone() if is_static else value)
+            # Another layout of the same memory cannot be copied onto itself.
+            values.append(value.clone() if value.data_ptr() == static.data_ptr() else value)
     for into, values in groups.values():
         torch._foreach_copy_(into, values)
 
