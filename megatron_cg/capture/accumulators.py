@@ -116,7 +116,7 @@ class OtherLeaves:
     def weights(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:
         """What replays take for these leaves or parameters."""
         places = self._leaves if self._held else self._parameters
-        return tuple(places.get(one, one) for one in weights)
+        return tuple(places.get(weight, weight) for weight in weights)
 
 
 class _OnParameters:
@@ -159,6 +159,6 @@ def _flattened(module: nn.RNNBase) -> Callable[[], None]:
     the undo.
     """
     before: Any = module._flat_weight_refs
-    after: Any = [None if one is None else weakref.ref(one) for one in module._flat_weights]
+    after: Any = [None if w is None else weakref.ref(w) for w in module._flat_weights]
     module._flat_weight_refs = after
     return partial(setattr, module, "_flat_weight_refs", before)

@@ -78,7 +78,7 @@ class Observer:
         labels = [f"number {index}" for index in range(len(args))]
         labels[: len(unit.inputs)] = unit.inputs[: len(args)]
         self._samples = dict([*zip(labels, args, strict=True), *kwargs.items()])
-        self._inputs = {name: one for name, one in self._samples.items() if id(one) not in own}
+        self._inputs = {name: t for name, t in self._samples.items() if id(t) not in own}
         self._paths = {module: path for path, module in unit.layer.named_modules()}
         self._buffers = [
             (owner._buffers, name, buffer, f"{_dotted(path)}{name}")
@@ -185,7 +185,7 @@ class Observer:
         """See Note [Which warmup pass counts]: each pass replaces what the last one showed."""
         is_first = not state.names
         if is_first:
-            parameters = {key_of(one) for one in self._unit.layer.parameters()}
+            parameters = {key_of(parameter) for parameter in self._unit.layer.parameters()}
             self._operations = Operations(self._unit.layer, parameters)
             self._undo.callback(self._operations.restore)
         with ExitStack() as stack:
@@ -311,13 +311,13 @@ class Observer:
         writes = [use.tensor for use in self._operations.writes]
         for label, tensor in self._inputs.items():
             counted = version_of(tensor) != self._versions[label]
-            if counted or any(overlap(tensor, one) for one in writes):
+            if counted or any(overlap(tensor, write) for write in writes):
                 raise self._error(
                     f"writes into its argument {label}, but a graph would write into its own copy",
                     "Return the new values instead, keep them in a buffer, or write into a clone.",
                 )
         for label, weight in self._unit.layer.named_parameters():
-            if weight.requires_grad and any(overlap(weight, one) for one in writes):
+            if weight.requires_grad and any(overlap(weight, write) for write in writes):
                 raise self._error(
                     f"writes into its trainable parameter {label} in its forward pass",
                     "Passes on made-up inputs would change it. Write after the optimizer's step.",

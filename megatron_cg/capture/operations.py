@@ -168,7 +168,7 @@ def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     if not keys:
         return None
     with nothing_frozen():
-        every = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+        every = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
         tensors = [tensor for tensor in every if key_of(tensor) in keys]
         for tensor in tensors:
             for holder in gc.get_referrers(tensor):
@@ -184,9 +184,9 @@ def _counts(holder: Any) -> bool:
     if not isinstance(holder, list | tuple | dict | set):
         return True
     owners = gc.get_referrers(holder)
-    of_frame = any(isinstance(one, FrameType) for one in owners)
+    of_frame = any(isinstance(owner, FrameType) for owner in owners)
     return not of_frame and not any(
-        is_known(one) for one in owners if getattr(one, "__dict__", None) is holder
+        is_known(owner) for owner in owners if getattr(owner, "__dict__", None) is holder
     )
 
 
@@ -203,10 +203,10 @@ def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
+def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors may share memory, by the ranges of their addresses."""
-    (begin, end), (first, last) = _range(one), _range(two)
-    return begin < last and first < end
+    (begin, end), (start, stop) = _range(first), _range(second)
+    return begin < stop and start < end
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:

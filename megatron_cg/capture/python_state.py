@@ -105,8 +105,8 @@ class PythonState:
     def add(self, function: Callable[..., Any]) -> None:
         """Observe a function too that is called from elsewhere, such as a hook."""
         self._functions.append(function)
-        for one in _functions_in(function):
-            self._note(one.__code__, one.__globals__)
+        for called in _functions_in(function):
+            self._note(called.__code__, called.__globals__)
 
     def begin(self) -> None:
         """A pass begins: copy what it may change, and note what it calls."""
@@ -310,11 +310,11 @@ def tensor_hooks_observed(found: Callable[[Change], None]) -> Iterator[None]:
 
 def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
     """The strings among the constants of some code, at any depth."""
-    for one in constants:
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, tuple | frozenset):
-            yield from _texts(tuple(one))
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple | frozenset):
+            yield from _texts(tuple(constant))
 
 
 def _attribute(owner: str, name: str) -> str:

@@ -87,8 +87,8 @@ def clear_frames(error: BaseException) -> None:
 
     Read the places of the errors before this call.
     """
-    for one in chain(error):
-        traceback.clear_frames(one.__traceback__)
+    for link in chain(error):
+        traceback.clear_frames(link.__traceback__)
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -341,7 +341,7 @@ def open_sessions() -> int:
 def close_all_sessions() -> None:
     """Close every session that has graphs, also when closing one of them raises."""
     with ExitStack() as stack:
-        for session in [one() for one in _SESSIONS]:
+        for session in [reference() for reference in _SESSIONS]:
             if session is not None:
                 stack.callback(session.close)
 

@@ -97,13 +97,13 @@ def positional_names(
     """
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(forward).parameters.values()
-    names = [one.name if one.kind is named else None for one in parameters][:count]
+    names = [p.name if p.kind is named else None for p in parameters][:count]
     names += [None] * (count - len(names))
     return [
         f"number {n}" if name is None or name in taken else name for n, name in enumerate(names)
     ]
 
 
-def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
-    same = one.shape == two.shape and one.dtype == two.dtype and one.stride() == two.stride()
-    return same and one.device == two.device and not two.requires_grad
+def _alike(tensor: torch.Tensor, sample: torch.Tensor) -> bool:
+    kinds = [(t.shape, t.dtype, t.stride(), t.device) for t in (tensor, sample)]
+    return kinds[0] == kinds[1] and not sample.requires_grad

@@ -167,7 +167,7 @@ class DependsOn:
             if is_container(value)
         ]
         self._key_sets = list(key_sets)
-        self._keys = [one.keys for one in self._key_sets]
+        self._keys = [key_set.keys for key_set in self._key_sets]
         self._sizes = [len(keys) for keys in self._keys]
         self._known = [frozenset(keys) for keys in self._keys]
         self._hooks = hooks
@@ -233,16 +233,16 @@ class DependsOn:
         return _mismatch(entry.clause, entry.what, expected, actual)
 
     def _other_keys(self) -> Mismatch | None:
-        for number, one in enumerate(self._key_sets):
-            if len(one.keys) == self._sizes[number]:
+        for number, key_set in enumerate(self._key_sets):
+            if len(key_set.keys) == self._sizes[number]:
                 continue
-            changed = self._known[number] ^ set(one.keys)
-            named = sorted(str(k) for k in changed if one.reads is None or k in one.reads)
+            changed = self._known[number] ^ set(key_set.keys)
+            named = sorted(str(k) for k in changed if key_set.reads is None or k in key_set.reads)
             if named:
-                is_there = named[0] in one.keys
+                is_there = named[0] in key_set.keys
                 was, now = ("absent", "there") if is_there else ("there", "absent")
-                return _mismatch(one.clause, f"{one.what}{named[0]}", was, now)
-            self._sizes[number], self._known[number] = len(one.keys), frozenset(one.keys)
+                return _mismatch(key_set.clause, f"{key_set.what}{named[0]}", was, now)
+            self._sizes[number], self._known[number] = len(key_set.keys), frozenset(key_set.keys)
         return None
 
 

@@ -157,9 +157,9 @@ class _Tie(torch.autograd.Function):
 def as_one_node(outputs: Any) -> Any:
     """``outputs``, whose gradients all arrive before any goes on; see the last note above."""
     flat, spec = tree_flatten(outputs)
-    tensors = {id(one): one for one in flat if isinstance(one, torch.Tensor) and one.requires_grad}
+    tensors = {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad}
     if len(tensors) < 2:
         return outputs
     apply: Any = _Tie.apply
     tied = dict(zip(tensors, apply(*tensors.values()), strict=True))
-    return tree_unflatten([tied.get(id(one), one) for one in flat], spec)
+    return tree_unflatten([tied.get(id(output), output) for output in flat], spec)

@@ -54,7 +54,7 @@ class _Replay:
         self.unit, self.node = unit, weakref.ref(node)
         storages = [output.untyped_storage() for output in outputs]
         own = [storage._cdata for storage in storages]
-        self._storages = {one: _users()(one._cdata) - own.count(one._cdata) for one in storages}
+        self._storages = {s: _users()(s._cdata) - own.count(s._cdata) for s in storages}
         """With how many users each has when nobody uses an output."""
 
     @property
@@ -113,8 +113,8 @@ class InFlight:
         ReplayMismatchError if it runs out of order or a second time.
         """
         self._waiting.pop(index, None)
-        tensors = [one for one in tree_flatten(outputs)[0] if isinstance(one, torch.Tensor)]
-        node = next((one.grad_fn for one in tensors if one.grad_fn is not None), None)
+        tensors = [t for t in tree_flatten(outputs)[0] if isinstance(t, torch.Tensor)]
+        node = next((t.grad_fn for t in tensors if t.grad_fn is not None), None)
         if node is None:
             return False
         replay = self._waiting[index] = _Replay(unit, node, tensors if self._is_asked else ())

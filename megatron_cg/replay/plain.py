@@ -46,13 +46,13 @@ def is_container(value: Any) -> bool:
     return isinstance(value, (*_SEQUENCES, *_SETS, dict))
 
 
-def same_value(one: Any, two: Any) -> bool:
+def same_value(value: Any, other: Any) -> bool:
     """Whether two values, of any type, are the same for a forward pass that reads them."""
-    if one is two:
+    if value is other:
         return True
-    if type(one) is not type(two) or not (is_plain(one) or is_container(one)):
+    if type(value) is not type(other) or not (is_plain(value) or is_container(value)):
         return False
-    return bool(contents(one) == contents(two))
+    return bool(contents(value) == contents(other))
 
 
 def contents(value: Any, depth: int = _DEPTH) -> Any:

@@ -121,9 +121,9 @@ class _Pass:
         with self._unit.in_forward():
             self._made, _ = tree_flatten(self._run(*self._args, **self._kwargs))
         outputs = [(f"output {index}", tensor) for index, tensor in enumerate(self._made)]
-        buffers = [(f"buffer {name}", one) for name, one in self._unit.layer.named_buffers()]
+        buffers = [(f"buffer {name}", buffer) for name, buffer in self._unit.layer.named_buffers()]
         copies = [(n, None if t is None else t.detach().clone()) for n, t in [*outputs, *buffers]]
-        return [*copies, *((f"state of {n}", one.get_state()) for n, one in _generators())]
+        return [*copies, *((f"state of {n}", g.get_state()) for n, g in _generators())]
 
     def differentiable(self) -> list[bool]:
         """For each output, whether a backward pass begins with it."""

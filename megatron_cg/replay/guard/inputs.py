@@ -63,7 +63,7 @@ class Inputs:
         labels = [*names, *(f"number {index}" for index in range(len(names), len(args)))]
         own = {id(tensor) for tensor in borrowed}
         storages = [tensor.untyped_storage() for tensor in (*args, *kwargs.values())]
-        self._memory = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
+        self._memory = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
         self._positional = len(args)
         self._keywords = tuple(kwargs)
         self._given: list[str] = []
