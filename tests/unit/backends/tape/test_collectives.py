@@ -74,29 +74,3 @@ def replayed(functional: bool) -> list[list[float]]:
 def test_a_replay_waits_for_the_ranks_that_come_later(functional: bool) -> None:
     for found in on_ranks(partial(replayed, functional)):
         assert found == [[6.0] * 3, [60.0] * 3, [10.0] * 3, [60.0] * 3]
-
-
-class Starting(nn.Linear):
-    """Starts a sum into memory outside of its graph, which nobody waits for."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.total = torch.ones(2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(LATE * dist.get_rank())
-        dist.all_reduce(self.total, async_op=True)
-        return super().forward(x)
-
-
-def captured() -> list[float]:
-    """What is in that memory after a capture, once all ranks have come to the sum."""
-    module, sample = Starting(), torch.ones(1, 2, requires_grad=True)
-    TapeBackend().capture((module,), [(sample,)], capture_time_hooks=[{}], num_warmup_iters=0)
-    dist.barrier()
-    total: list[float] = module.total.tolist()
-    return total
-
-
-def test_a_collective_under_way_as_a_capture_ends_changes_nothing() -> None:
-    assert on_ranks(captured) == [[1.0, 1.0]] * 2
