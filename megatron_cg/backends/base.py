@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.memory.scratch import IdlePool, ScratchMemory
+from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.replay_function import ReplayFunction
 
@@ -49,7 +49,7 @@ class Backend:
         """Wait until no graph is replaying: a replaying graph must not be destroyed."""
         torch.cuda.synchronize()
 
-    def scratch(self) -> ScratchMemory | None:
+    def scratch(self) -> IdlePool | None:
         """Memory of the graphs that may be borrowed between two steps; None if there is none."""
         return IdlePool(self._pool) if self._pool is not None else None
 

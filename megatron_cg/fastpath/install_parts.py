@@ -19,7 +19,7 @@ from megatron_cg.fastpath.detached_weights import (
 from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.fsdp_symbols import unknown_bodies
-from megatron_cg.memory.scratch import ScratchMemory
+from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.symbols import Symbol
 
@@ -117,7 +117,7 @@ class FastPath:
 
 def install(
     fsdp: Any,
-    scratch: ScratchMemory | None = None,
+    scratch: IdlePool | None = None,
     optimizers: Sequence[Any] = (),
     graphed: Collection[nn.Module] = (),
     replays: Sequence[ReplayFunction] = (),

@@ -32,7 +32,7 @@ import torch
 
 from megatron_cg.fastpath.part import NotApplicableError, float8_test
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
-from megatron_cg.memory.scratch import ScratchMemory
+from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.upstream.patch import put_over, run_before, set_attribute
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ RELIES_ON = (
 )
 
 
-def install_main_gradients(fsdp: Any, scratch: ScratchMemory | None) -> Callable[[], None]:
+def install_main_gradients(fsdp: Any, scratch: IdlePool | None) -> Callable[[], None]:
     """Attach gradients to the optimizer's parameters from a table; returns the undo.
 
     Args:
@@ -85,7 +85,7 @@ Kind = tuple[torch.device, torch.dtype, torch.dtype] | None
 class _GradientTable:
     """Replaces ``update_main_grads``."""
 
-    def __init__(self, store: Any, scratch: ScratchMemory | None) -> None:
+    def __init__(self, store: Any, scratch: IdlePool | None) -> None:
         self._store, self._original, self._scratch = store, store.update_main_grads, scratch
         self._read_from: list[tuple[Any, torch.Tensor]] = []
         """Each bucket's buffer of gradients, and the tensor that it was when it was read."""
@@ -194,7 +194,7 @@ class _GradientsOfKind:
         self._gradients.append(gradient)
         self._pieces.append(piece)
 
-    def attach(self, attribute: str, scratch: ScratchMemory | None) -> None:
+    def attach(self, attribute: str, scratch: IdlePool | None) -> None:
         """Set every parameter's gradient: a DTensor on its piece of the buffer or on a copy."""
         pieces = self._pieces
         if self._kind is not None and pieces:
@@ -207,7 +207,7 @@ class _GradientsOfKind:
         for parameter in self._empty:
             setattr(parameter, attribute, None)
 
-    def _copies(self, dtype: torch.dtype, scratch: ScratchMemory | None) -> list[torch.Tensor]:
+    def _copies(self, dtype: torch.dtype, scratch: IdlePool | None) -> list[torch.Tensor]:
         for gradient in self._gradients:
             # Release earlier copies of this step, if gradients are scaled after the reduction.
             gradient._local_tensor = None

@@ -39,7 +39,6 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -59,27 +58,6 @@ SMALL = 1 << 20
 """Bytes up to which the allocator takes blocks of another kind, which are not worth borrowing."""
 _ROUND = 512
 _DENSE = torch.contiguous_format
-
-
-class ScratchMemory(Protocol):
-    """The source of tensors that live between two steps."""
-
-    def empty(
-        self, caller: Hashable, like: Sequence[torch.Tensor], dtype: torch.dtype
-    ) -> list[torch.Tensor]:
-        """A contiguous, uninitialised tensor with the shape of each of ``like``.
-
-        A caller asks for the same shapes each time, and callers ask in the same order.
-        """
-
-    def borrows(self) -> bool:
-        """Whether some of them are in memory that the next replay writes."""
-
-    def still_held(self) -> int:
-        """How many borrowed allocations somebody still holds; each is reported only once."""
-
-    def stop_borrowing(self) -> None:
-        """Return ordinary memory from now on."""
 
 
 @dataclass
@@ -133,11 +111,7 @@ class _Plan:
 
 
 class IdlePool:
-    """Scratch memory of one graph pool; see Note [What is borrowed].
-
-    Args:
-        pool: the graphs' pool.
-    """
+    """Scratch memory of one graph pool; see Note [What is borrowed]."""
 
     def __init__(self, pool: tuple[int, int]) -> None:
         self._pool, self._index = pool, torch.cuda.current_device()
@@ -156,23 +130,26 @@ class IdlePool:
         """Bytes that the plans made so far borrow."""
 
     def borrows(self) -> bool:
-        """See :class:`ScratchMemory`."""
+        """Whether some of the tensors are in memory that the next replay writes."""
         return self.borrowed_bytes > 0
 
     def still_held(self) -> int:
-        """See :class:`ScratchMemory`."""
+        """How many borrowed allocations somebody still holds; each is reported only once."""
         given, self._given = self._given, {}
         return sum(not chunk.expired() for chunks in given.values() for chunk in chunks)
 
     def stop_borrowing(self) -> None:
-        """See :class:`ScratchMemory`."""
+        """Return ordinary memory from now on."""
         self._plans.clear()
         self._grew, self.borrowed_bytes = True, 0
 
     def empty(
         self, caller: Hashable, like: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """See :class:`ScratchMemory`."""
+        """A contiguous, uninitialised tensor with the shape of each of ``like``.
+
+        A caller asks for the same shapes each time, and callers ask in the same order.
+        """
         if caller not in self._plans:
             self._plans[caller] = self._planned(like, dtype)
         plan = self._plans[caller]
