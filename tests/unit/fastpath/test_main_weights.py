@@ -25,7 +25,7 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
     data = torch.arange(6.0).bfloat16()
     borrowed = [torch.empty(2, 2), torch.empty(2)]
     ended: list[bool] = []
-    scratch = SimpleNamespace(
+    scratch: Any = SimpleNamespace(
         empty=lambda *_: list(borrowed),
         borrows=lambda: True,
         still_held=lambda: 2,

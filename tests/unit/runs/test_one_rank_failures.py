@@ -70,7 +70,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_cg.backends.driver import capture as driver
-    from megatron_cg.fastpath import install_parts as path
+    from megatron_cg.fastpath import bucketing, main_weights
     from megatron_cg.fsdp import megatron_fsdp
     from megatron_cg.integrations.megatron import helper, units
 
@@ -86,8 +86,8 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
         "capture forward": (*forward, LAYERS * WARMUPS + 2),
         "capture backward": (*backward, LAYERS * WARMUPS + 2),
         "publishing": (units, "attach_replay", 2),
-        "installing the fast path": (path, "install_gradients", 1),
-        "the fast path's last part": (path, "install_main_weights", 1),
+        "installing the fast path": (bucketing, "install_gradients", 1),
+        "the fast path's last part": (main_weights, "install_main_weights", 1),
     }[stage]
 
 
