@@ -82,18 +82,6 @@ def pytest_configure(config: pytest.Config) -> None:
     multiprocessing.set_forkserver_preload(imported)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests neither read nor change the user's cache.
-
-    With a patch of its own: a test's ``monkeypatch`` must be undone before other fixtures end.
-    """
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_cg.tools.align.token_data.cache_folder", lambda: folder)
-        yield
-
-
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left() -> Iterator[None]:
     """A file whose tests leave graphs or changes of other packages fails itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,29 +13,25 @@ from typing import Any
 from rich.console import Console
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.files import check_writable, write_text
-from megatron_cg.tools.align.align_tables import as_json, print_report
+from megatron_cg.tools.align.align_tables import print_report
 from megatron_cg.tools.align.command import Plan, by_run
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, NOT_COMPARABLE, Outcome
 from megatron_cg.tools.align.presets import Preset, load_preset
 from megatron_cg.tools.align.processes import LaunchError, Options, check_start
 from megatron_cg.tools.align.run import align_on_gpus, check_gpus, example_script, gpu_count
 from megatron_cg.tools.align.tape import TAPE_NOTICE, align_on_tape, describe, tape_plan
-from megatron_cg.tools.align.token_data import TokenStream, cached, existing, python_sources
+from megatron_cg.tools.align.token_data import TokenStream, existing, from_text, python_sources
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, NOT_COMPARABLE: 2, FAILED: 3}
 Align = Callable[[TokenStream], Outcome]
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Run the alignment; print the table, write the JSON, return the exit code."""
+    """Run the alignment; print the table, return the exit code."""
     preset = load_preset(args.preset)
     backend = args.backend
     if backend == "auto":
         backend = TRANSFORMER_ENGINE if gpu_count() else TAPE
-    if args.json is not None:
-        # Before the runs, which may take hours.
-        check_writable(args.json)
     with tempfile.TemporaryDirectory(prefix="megatron-cg-align-") as temporary:
         directory = (args.work_dir or Path(temporary)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
@@ -47,17 +42,12 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             data = existing(args.data_path)
         else:
             text = "the sources of Python's own library"
-            data = cached(python_sources(), text, directory / "data")
+            data = from_text(python_sources(), directory / "data", text)
         print(f"preset {preset.name}: {preset.description}")
         print(f"data: {data.description}", flush=True)
         outcome = align(data)
     notice = TAPE_NOTICE if backend == TAPE else ""
     print_report(Console(emoji=False), f"{preset.name} on {backend}", outcome, notice)
-    if args.json is not None:
-        facts = {"preset": preset.name, "backend": backend, "notice": notice}
-        result = as_json(outcome, **facts, data=data.description)
-        write_text(args.json, json.dumps(result, indent=1) + "\n")
-        print(f"written: {args.json}")
     if args.work_dir is not None and outcome.graphed is not None:
         print(f"a page of it: megatron-cg report {shlex.quote(str(args.work_dir))}")
     return EXIT_CODES[outcome.comparison.status]
@@ -75,7 +65,6 @@ def _on_gpus(args: Any, preset: Preset, options: Options, extra: Sequence[str]) 
         steps=args.steps,
         scopes=preset.scopes if args.scopes is None else tuple(args.scopes),
         warmup_steps=args.warmup_steps,
-        bf16=args.dtype == "bf16",
         graph_extra=(*gemm, *backend, *of_graphs),
         extra=both,
     )
@@ -97,7 +86,6 @@ def _on_tape(args: Any, preset: Preset, options: Options, extra: Sequence[str]) 
         steps=args.steps,
         warmup_steps=args.warmup_steps,
         scopes=None if args.scopes is None else tuple(args.scopes),
-        bf16=args.dtype == "bf16",
         torch_gemm=args.cg_grouped_gemm == "torch",
     )
     check_start(options, processes)

@@ -1,8 +1,6 @@
-"""Prints a comparison as a table and writes it as JSON."""
+"""Prints a comparison as a table."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -67,27 +65,3 @@ def _print_shards(console: Console, comparison: Comparison) -> None:
         console.print(f"  differs: {name}", markup=False, highlight=False, soft_wrap=True)
     if len(different) > _SHOWN_SHARDS:
         console.print(f"  ... and {len(different) - _SHOWN_SHARDS} more")
-
-
-def as_json(outcome: Outcome, **facts: Any) -> dict[str, Any]:
-    """The result and every number of every rank; ``facts`` are added."""
-    comparison = outcome.comparison
-    return {
-        "status": comparison.status,
-        "reason": comparison.reason,
-        **facts,
-        "commands": {name: list(words) for name, words in outcome.commands.items()},
-        "graphs": dict(comparison.graphs),
-        "shards": {"compared": comparison.shards, "different": list(comparison.different_shards)},
-        "values": [
-            {
-                "rank": value.rank,
-                "step": value.step,
-                "name": value.name,
-                "eager": value.eager,
-                "graphs": value.graphed,
-                "same": value.same,
-            }
-            for value in comparison.values
-        ],
-    }

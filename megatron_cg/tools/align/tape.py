@@ -39,7 +39,6 @@ def tape_plan(
     steps: int,
     warmup_steps: int,
     scopes: tuple[str, ...] | None = None,
-    bf16: bool = True,
     torch_gemm: bool = False,
 ) -> TrainingPlan:
     """The run with tapes; the eager one follows from it.
@@ -74,7 +73,6 @@ def tape_plan(
         experts=shape.experts,
         topk=shape.topk,
         grouped=torch_gemm,
-        bf16=bf16,
         graph_modules=scopes,
     )
     return TrainingPlan(model, steps, warmup_steps, graphs=True, device_counts=torch_gemm)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +20,6 @@ RELIES_ON = (_BUILDER,)
 
 END_OF_DOCUMENT = 256
 """The token after each file; tokens 0 to 255 are its bytes."""
-_FORM = b"one uint16 a byte, 256 after each file, megatron-core's indexed format"
-"""The version of the format of a cached token stream. It is part of the folder's name."""
 DEFAULT_BYTES = 4 * 2**20
 """Number of bytes of Python's own sources in the default text."""
 
@@ -85,59 +79,16 @@ def python_sources(limit: int = DEFAULT_BYTES) -> list[Path]:
 
 def from_text(files: Sequence[Path], directory: Path, description: str) -> TokenStream:
     """Write each file's bytes as one document to ``directory/text.{bin,idx}``."""
-    texts = [path.read_bytes() for path in files]
-    return _written(texts, directory, description)
-
-
-def cached(files: Sequence[Path], description: str, otherwise: Path) -> TokenStream:
-    """As :func:`from_text`, but created once for each content and kept for later runs.
-
-    The stream is stored in ``megatron-cg/tokens`` in the user's cache folder, under a digest of the
-    text. If that folder is not writable, it is created in ``otherwise``.
-    """
-    texts = [path.read_bytes() for path in files]
-    digest = hashlib.sha256(_FORM)
-    for text in texts:
-        digest.update(b"%d " % len(text) + text)
-    try:
-        folder = cache_folder() / "tokens" / digest.hexdigest()[:32]
-        if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            part = Path(tempfile.mkdtemp(dir=folder.parent))
-            try:
-                _written(texts, part, description)
-                part.rename(folder)
-            except OSError:
-                shutil.rmtree(part, ignore_errors=True)
-                # Another run has made it meanwhile.
-                if not folder.exists():
-                    raise
-    except (OSError, RuntimeError):
-        return _written(texts, otherwise, description)
-    return _stream(texts, folder, description)
-
-
-def cache_folder() -> Path:
-    """``megatron-cg`` in the user's cache folder. Raises RuntimeError for a user without a home."""
-    chosen = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return chosen.expanduser() / "megatron-cg"
-
-
-def _written(texts: Sequence[bytes], directory: Path, description: str) -> TokenStream:
     import numpy
     import torch
 
     directory.mkdir(parents=True, exist_ok=True)
-    stream = _stream(texts, directory, description)
-    builder = _BUILDER.find()(f"{stream.prefix}.bin", dtype=numpy.uint16)
-    for text in texts:
-        builder.add_item(torch.tensor([*text, END_OF_DOCUMENT], dtype=torch.int32))
+    prefix, count = directory.resolve() / "text", 0
+    builder = _BUILDER.find()(f"{prefix}.bin", dtype=numpy.uint16)
+    for file in files:
+        tokens = numpy.fromfile(file, dtype=numpy.uint8).astype(numpy.int32)
+        builder.add_item(torch.from_numpy(numpy.append(tokens, numpy.int32(END_OF_DOCUMENT))))
         builder.end_document()
-    builder.finalize(f"{stream.prefix}.idx")
-    return stream
-
-
-def _stream(texts: Sequence[bytes], directory: Path, description: str) -> TokenStream:
-    tokens = sum(len(text) + 1 for text in texts)
-    description = f"{description}, {tokens:,} byte tokens"
-    return TokenStream(directory.resolve() / "text", description, is_bytes=True)
+        count += tokens.size + 1
+    builder.finalize(f"{prefix}.idx")
+    return TokenStream(prefix, f"{description}, {count:,} byte tokens", is_bytes=True)

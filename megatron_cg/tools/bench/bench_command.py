@@ -17,7 +17,7 @@ from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
 from megatron_cg.files import check_writable, write_text
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import Run, log_tail, named_error
-from megatron_cg.tools.align.token_data import cached, python_sources
+from megatron_cg.tools.align.token_data import from_text, python_sources
 from megatron_cg.tools.bench import INCOMPLETE, BenchError
 from megatron_cg.tools.bench.configurations import CONFIGURATIONS, captured, chosen, edited
 from megatron_cg.tools.bench.launch_line import LaunchLine, preset_line, read_line
@@ -83,7 +83,8 @@ def _line(args: argparse.Namespace, extra: Sequence[str], folder: Path) -> Launc
     if args.preset is None:
         return read_line(extra)
     preset = load_preset(args.preset)
-    data = cached(python_sources(), "the sources of Python's own library", folder / "data")
+    description = "the sources of Python's own library"
+    data = from_text(python_sources(), folder / "data", description)
     return preset_line(
         preset,
         data,

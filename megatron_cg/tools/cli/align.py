@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="te",
         help="of experts in the run with graphs; the scope moe needs torch",
     )
-    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the model (default bf16)")
     add(
         "--nproc",
         type=positive,
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         help="data in Megatron's indexed format (default: Python's own sources, as bytes)",
     )
-    add("--json", type=Path, metavar="OUT", help="write the whole comparison here")
     backends = ("auto", TRANSFORMER_ENGINE, NATIVE, TAPE)
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
     add(
@@ -65,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Run the alignment; print the table, write the JSON, return the exit code."""
+    """Run the alignment; print the table, return the exit code."""
     from megatron_cg.tools.align.align_command import invoke
 
     return invoke(args, extra)

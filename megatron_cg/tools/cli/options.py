@@ -1,11 +1,9 @@
-"""What the command lines of several commands share: numbers, and the flags for what to capture."""
+"""Numbers on command lines."""
 
 from __future__ import annotations
 
 import argparse
 import math
-
-from megatron_cg.arguments.schema import SCOPES
 
 
 def whole(text: str, least: int = 0) -> int:
@@ -29,23 +27,3 @@ def seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
-
-
-def add_scopes(parser: argparse.ArgumentParser) -> None:
-    """Add ``--scopes``, ``--cg-layers`` and ``--cg-grouped-gemm``."""
-    parser.add_argument(
-        "--scopes",
-        nargs="*",
-        choices=SCOPES,
-        metavar="SCOPE",
-        help=f"what to capture, of {', '.join(SCOPES)}; none: whole layers",
-    )
-    parser.add_argument(
-        "--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run"
-    )
-    parser.add_argument(
-        "--cg-grouped-gemm",
-        choices=("te", "torch"),
-        default="te",
-        help="as in a training run; align gives it to the run with graphs alone",
-    )

@@ -22,7 +22,7 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -112,14 +112,14 @@ class FakeEvent:
         return 0.0
 
 
-def converted(device: Any, to: torch.device) -> Any:
-    """Return ``to`` for anything that names a cuda device, otherwise ``device`` itself.
+def converted(device: Any) -> Any:
+    """Return the CPU for anything that names a cuda device, otherwise ``device`` itself.
 
     A bare int is a cuda index in Megatron (``device=torch.cuda.current_device()``).
     """
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         return device
-    return to if isinstance(device, int) or torch.device(device).type == "cuda" else device
+    return _CPU if isinstance(device, int) or torch.device(device).type == "cuda" else device
 
 
 @contextmanager
@@ -148,16 +148,13 @@ def module_entry(name: str, module: types.ModuleType) -> Iterator[None]:
             sys.modules[name] = before
 
 
-Convert = Callable[[Any], Any]
-
-
-def redirected(function: Callable[..., Any], convert: Convert) -> Callable[..., Any]:
-    """Return ``function`` with its ``device=`` argument converted by ``convert``."""
+def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with its ``device=`` argument converted."""
 
     @functools.wraps(function)
     def elsewhere(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            kwargs["device"] = convert(kwargs["device"])
+            kwargs["device"] = converted(kwargs["device"])
         if kwargs.get("pin_memory"):
             # Pinned memory needs CUDA's allocator; here host and device memory are the same.
             kwargs["pin_memory"] = False
@@ -166,59 +163,53 @@ def redirected(function: Callable[..., Any], convert: Convert) -> Callable[..., 
     return elsewhere
 
 
-def redirected_method(function: Callable[..., Any], convert: Convert) -> Callable[..., Any]:
-    """As :func:`redirected`, for a method whose first argument may also be the device."""
-    by_keyword = redirected(function, convert)
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.to``, whose first argument may also be the device."""
+    by_keyword = _redirected(original)
 
-    @functools.wraps(function)
-    def elsewhere(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], (str, int, torch.device)):
-            args = (convert(args[0]), *args[1:])
+            args = (converted(args[0]), *args[1:])
         return by_keyword(self, *args, **kwargs)
 
-    return elsewhere
+    return to
 
 
-@contextmanager
-def cuda_leads_to(device: torch.device, cuda: Mapping[str, object]) -> Iterator[None]:
-    """Make everything for cuda on ``device`` instead, with ``cuda`` as the names of ``torch.cuda``.
+def _devices(stack: ExitStack) -> None:
+    """Make everything for cuda on the CPU instead.
 
     The factories themselves are wrapped: hooks that autograd calls run without TorchFunctionMode.
     ``torch.device`` as a context knows factories by identity, from a set that is made at its first
     use (torch 2.11, ``torch/utils/_device.py``). Made here, the set has torch's own factories,
     which the wrappers call: the context works inside of the block and after it.
     """
-    convert = functools.partial(converted, to=device)
-    with ExitStack() as stack:
-        _device_constructors()
-        for name in FACTORIES:
-            stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), convert)))
-        for name in METHODS:
-            original = getattr(torch.Tensor, name)
-            wrapper = redirected_method if name == "to" else redirected
-            stack.enter_context(replaced(torch.Tensor, name, wrapper(original, convert)))
-        stack.enter_context(replaced(torch.Tensor, "cuda", lambda t, *_a, **_k: t.to(device)))
-        stack.enter_context(replaced(torch.nn.Module, "cuda", lambda module, *_a, **_k: module))
-        for name, value in cuda.items():
-            stack.enter_context(replaced(torch.cuda, name, value))
-        _meshes(stack, convert)
-        yield
+    _device_constructors()
+    for name in FACTORIES:
+        stack.enter_context(replaced(torch, name, _redirected(getattr(torch, name))))
+    for name in METHODS:
+        wrapper = _to if name == "to" else _redirected
+        stack.enter_context(replaced(torch.Tensor, name, wrapper(getattr(torch.Tensor, name))))
+    stack.enter_context(replaced(torch.Tensor, "cuda", lambda tensor, *_a, **_k: tensor.to(_CPU)))
+    stack.enter_context(replaced(torch.nn.Module, "cuda", lambda module, *_a, **_k: module))
+    for name, value in _cuda_names().items():
+        stack.enter_context(replaced(torch.cuda, name, value))
 
 
-def no_context(*_args: object, **_options: object) -> AbstractContextManager[None]:
+def _no_context(*_args: object, **_options: object) -> AbstractContextManager[None]:
     """A context that does nothing, whatever it is made with."""
     return nullcontext()
 
 
-def cuda_names() -> dict[str, object]:
+def _cuda_names() -> dict[str, object]:
     """Return a replacement without a GPU for each name of ``torch.cuda`` that Megatron uses."""
     stream = FakeStream()
     return {
         **_rng_functions("get_rng_state", "set_rng_state"),
         "Stream": FakeStream,
         "Event": FakeEvent,
-        "stream": no_context,
-        "device": no_context,
+        "stream": _no_context,
+        "device": _no_context,
         "current_stream": lambda *_a, **_k: stream,
         "default_stream": lambda *_a, **_k: stream,
         "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),
@@ -306,18 +297,18 @@ def _loaded(*names: str) -> list[types.ModuleType]:
     return modules
 
 
-def _meshes(stack: ExitStack, convert: Convert) -> None:
+def _meshes(stack: ExitStack) -> None:
     """Convert the device type of every device mesh, however the mesh is created."""
     original_init = DeviceMesh.__init__
 
     @functools.wraps(original_init)
     def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original_init(self, str(convert(device_type)), *args, **kwargs)
+        original_init(self, str(converted(device_type)), *args, **kwargs)
 
     original_from_group = DeviceMesh.from_group
 
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
-        return original_from_group(group, str(convert(device_type)), *args, **kwargs)
+        return original_from_group(group, str(converted(device_type)), *args, **kwargs)
 
     stack.enter_context(replaced(DeviceMesh, "__init__", init))
     stack.enter_context(replaced(DeviceMesh, "from_group", staticmethod(from_group)))
@@ -356,7 +347,8 @@ def cpu_fakes() -> Iterator[None]:
         stack.enter_context(one_worker_a_group())
         stack.enter_context(sizes_as_lists())
         stack.enter_context(averages_as_sums())
-        stack.enter_context(cuda_leads_to(_CPU, cuda_names()))
+        _devices(stack)
+        _meshes(stack)
         _generators(stack)
         _transformer_engine(stack)
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ OTHER = Value(1, 2, "gradient norm", (1.0).hex(), (1.5).hex())
 @pytest.fixture(autouse=True)
 def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = TokenStream(Path("text"), "some text", is_bytes=True)
-    monkeypatch.setattr(command, "cached", lambda *_: stream)
+    monkeypatch.setattr(command, "from_text", lambda *_: stream)
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> dict[str, Any]:
@@ -82,38 +81,23 @@ def test_the_table_shows_numbers_differences_and_shards(
     assert "CPU tape: a recording of ATen operations replaces the CUDA graph" in out
 
 
-def test_the_json_holds_every_number_and_a_kept_folder_makes_a_page(
+def test_a_kept_folder_makes_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comparison = Comparison(DIFFERENT, "why", (SAME, OTHER), 9, ("w",), {"captured": 3})
-    answer(monkeypatch, Outcome(comparison, {"eager": ["python"]}, graphed={}))
-    target, folder = tmp_path / "new" / "out.json", tmp_path / "a folder"
-    line = ["align", "--backend", "tape", "--json", str(target), "--work-dir", str(folder)]
-    assert main(line) == 1
-    data = json.loads(target.read_text())
-    assert (data["status"], data["reason"], data["preset"]) == (DIFFERENT, "why", "llama-tiny")
-    assert data["values"][1]["graphs"] == (1.5).hex() and data["values"][1]["same"] is False
-    assert data["shards"] == {"compared": 9, "different": ["w"]}
-    assert data["commands"] == {"eager": ["python"]} and data["graphs"] == {"captured": 3}
+    answer(monkeypatch, Outcome(Comparison(DIFFERENT, "why"), graphed={}))
+    folder = tmp_path / "a folder"
+    assert main(["align", "--backend", "tape", "--work-dir", str(folder)]) == 1
     assert f"a page of it: megatron-cg report '{folder}'\n" in capsys.readouterr().out
-
-
-def test_json_that_was_there_stays_until_there_is_more(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.json", tmp_path / "folder" / "new.json"
-    old.write_text("{}")
-    for path in (old, new):
-        assert main(["align", "--backend", "tape", "--script", "x.py", "--json", str(path)]) == 2
-    assert old.read_text() == "{}" and not new.exists()
 
 
 def test_arguments_reach_the_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "")))
     line = "align --preset mixtral-tiny --backend native --steps 14 --warmup-steps 2 --nproc 4 "
-    line += "--scopes moe_router --dtype fp32 --cg-grouped-gemm torch "
+    line += "--scopes moe_router --cg-grouped-gemm torch "
     line += "-- --seed 7 --cg-moe-rows 1.5 --preset --"
     assert main(line.split()) == 0
     plan = asked["plan"]
-    assert (plan.steps, plan.warmup_steps, plan.nproc, plan.bf16) == (14, 2, 4, False)
+    assert (plan.steps, plan.warmup_steps, plan.nproc) == (14, 2, 4)
     assert plan.scopes == ("moe_router",) and plan.extra == ("--seed", "7", "--preset", "--")
     graphs = "--cg-grouped-gemm torch --cg-backend native --cg-moe-rows 1.5"
     assert " ".join(plan.graph_extra) == graphs
@@ -124,11 +108,11 @@ def test_arguments_reach_the_runs_on_the_tape(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "")))
-    line = "align --preset mixtral-tiny --backend tape --scopes moe --dtype fp32 --nproc 640 "
+    line = "align --preset mixtral-tiny --backend tape --scopes moe --nproc 640 "
     assert main([*line.split(), "--cg-grouped-gemm", "torch"]) == 0
     plan = asked["plan"]
     assert asked["processes"] == 640 and plan.graphs and plan.device_counts
-    assert plan.model.grouped and plan.model.graph_modules == ("moe",) and not plan.model.bf16
+    assert plan.model.grouped and plan.model.graph_modules == ("moe",)
     assert "640 processes share" in capsys.readouterr().out
 
 

@@ -63,13 +63,12 @@ def test_words_that_are_wrong_are_refused_with_what_to_type(
     assert told in refused(line, capsys)
 
 
-@pytest.mark.parametrize("option", ["--work-dir {}/x", "--json {}/x/out.json"])
 def test_a_folder_that_cannot_be_written_is_one_line_and_no_verdict(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a_file"
     file.write_text("")
-    (said,) = refused(f"align --backend tape {option.format(file)}", capsys).splitlines()
+    (said,) = refused(f"align --backend tape --work-dir {file}/x", capsys).splitlines()
     assert said == f"megatron-cg align: {said.split()[2]} Not a directory" and f"{file}/x" in said
 
 
