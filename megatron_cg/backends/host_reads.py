@@ -1,6 +1,6 @@
 """Refuses operations that make the host wait for the device, when a capture runs on a CPU.
 
-The tape and a plan see the ATen operations of the captured module. torch's own tags and the
+The tape sees the ATen operations of the captured module. torch's own tags and the
 arguments show which of them a GPU could not run in a capture. The error names the operation.
 
 A tape refuses the thread that captures. Others may read tensors meanwhile, such as one that loads
@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -22,14 +22,11 @@ from torch import nn
 
 from megatron_cg.backends.places import place_of
 from megatron_cg.errors import HostSyncError
-from megatron_cg.upstream.patch import set_attribute
 
 #: Torch tags them as data dependent, but only some of their arguments make them so.
 _SOMETIMES = frozenset(
     {"index", "index_put", "index_put_", "_index_put_impl_", "repeat_interleave"}
 )
-#: Methods that read memory on the host without calling an ATen operation.
-_METHODS = ("tolist", "numpy", "__array__")
 
 
 class _OfThread(threading.local):
@@ -48,12 +45,10 @@ class HostReads:
     Args:
         root: the captured module.
         label: the pass, for messages.
-        device: the host must not read memory of this device type. None means every type: the CPU
-            then plays the GPU.
     """
 
-    def __init__(self, root: nn.Module, label: str, device: str | None = None) -> None:
-        self._root, self._label, self._device = root, label, device
+    def __init__(self, root: nn.Module, label: str) -> None:
+        self._root, self._label = root, label
 
     @contextmanager
     def waits_refused(self) -> Iterator[None]:
@@ -64,20 +59,11 @@ class HostReads:
         finally:
             _here.refusing.pop()
 
-    @contextmanager
-    def refused(self) -> Iterator[None]:
-        """Make :func:`host_waits` and tensor methods that read raise HostSyncError in the block."""
-        with self.waits_refused(), ExitStack() as undo:
-            for name in _METHODS:
-                undo.callback(set_attribute(torch.Tensor, name, self._method(name)))
-            yield
-
     def check(
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Raise HostSyncError if a CUDA kernel for this call would make the host wait."""
-        given = torch.utils._pytree.tree_leaves([args, kwargs]) if self._device else args
-        if _reads(func, args, kwargs) and any(map(self._is_on_device, given)):
+        if _reads(func, args, kwargs):
             raise self.error(str(func))
 
     def error(self, what: str) -> HostSyncError:
@@ -94,21 +80,6 @@ class HostReads:
         owner = place.owner if place is not None else type(self._root).__name__
         at = f" at {place.source}" if place is not None and place.source else ""
         return f"{owner} (captured as {self._label}){at}"
-
-    def _is_on_device(self, value: Any) -> bool:
-        if self._device is None:
-            return True
-        return isinstance(value, torch.Tensor) and value.device.type == self._device
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        original = getattr(torch.Tensor, name)
-
-        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._is_on_device(tensor):
-                raise self.error(f"Tensor.{name}")
-            return original(tensor, *args, **kwargs)
-
-        return read
 
 
 def host_waits(what: str) -> None:

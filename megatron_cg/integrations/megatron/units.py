@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -124,17 +124,15 @@ def run_region(
     layer: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    *,
-    as_captured: bool = False,
 ) -> Any:
     """Return what the graph of ``layer`` would return for these arguments, with autograd as usual.
 
-    FSDP's hooks on modules inside the region run as in an eager pass. With ``as_captured``, experts
-    run the operations that a graph would hold; see :func:`is_capturing`.
+    FSDP's hooks on modules inside the region run as in an eager pass, and so do experts: see
+    :func:`is_capturing`.
     """
     target: Any = layer
     inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
-    with capturing_flag(), nullcontext() if as_captured else not_capturing():
+    with capturing_flag(), not_capturing():
         return target._te_cuda_graph_capture(*args, **inputs)
 
 

@@ -195,8 +195,8 @@ def _told(best: Tried, first: Tried, room: int) -> Tried:
     if first.memory is not None:
         reason = f"{_gib(first.memory.total)} of {_gib(room)} would be needed otherwise"
     else:
-        problems = [v.reason for v in first.settings.broken] + [first.settings.megatron or ""]
-        reason = problems[0]
+        problem = unfixed(first)[0]
+        reason = f"{problem.found}: {problem.reason}"
     reasons = dict.fromkeys((_MODULES, _GEMM, _EXCHANGE, _ROWS, _LAYERS), reason)
     return replace(best, reasons={**best.reasons, **reasons})
 
@@ -266,7 +266,8 @@ class _Editor:
             self._do("add --te-rng-tracker", why)
         masks = args.create_attention_mask_in_dataloader and not args.reset_attention_mask
         if masks and not (run.sft or run.dataloader_inter_document_masking):
-            size = args.micro_batch_size * args.seq_length**2 * (run.num_layers or 1)
+            layers = sum("attn" in has for has in available_scopes(run) or ())
+            size = (args.micro_batch_size or 1) * (args.seq_length or 0) ** 2 * layers
             why = (
                 "causal attention needs no mask; with one, each replay copies it and graphs hold "
                 f"{_gib(size)} of masks"
@@ -311,7 +312,7 @@ class _Editor:
             seen.add(before)
             for violation in settings.broken:
                 for fix in _FIXES.get(violation.rule, "").split("; "):
-                    self._do(fix, violation.reason)
+                    self._do(fix, f"{violation.found}: {violation.reason}")
             if str(self.line) == before and settings.megatron:
                 for pattern, fixes in _MEGATRONS:
                     if re.search(pattern, settings.megatron):
@@ -344,6 +345,8 @@ class _Editor:
         """The line that recomputes ``other`` instead of ``module``, or nothing."""
         line = self.line.without("--moe-layer-recompute")
         given = line.values(_RECOMPUTE) or ("core_attn",)
+        if module not in given:
+            return line
         kept = [name for name in given if name != module]
         if other and module in given and self.line.values("--moe-grouped-gemm") is not None:
             kept += [other] * (other not in kept)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_cg.errors import MegatronCGError
@@ -193,69 +193,40 @@ class Gpus:
     guess: str = ""
 
 
-@dataclass
-class _Launcher:
-    """The numbers that launchers are given, by name."""
-
-    words: list[str] = field(default_factory=list)
-
-    def number(self, *names: str) -> int | None:
-        """The value of the first of these options that has a number."""
-        for at, word in enumerate(self.words):
-            name, equals, value = word.partition("=")
-            short = name[:2] if not name.startswith("--") and len(name) > 2 else ""
-            if name in names:
-                value = value if equals else next(iter(self.words[at + 1 : at + 2]), "")
-            elif short in names and not equals:
-                value = name[2:]  # -N4
-            else:
-                continue
-            if value.isdecimal():
-                return int(value)
-        return None
-
-
 def gpus_of(line: LaunchLine, fewest: int) -> Gpus:
     """The GPUs of a line's run; ``fewest`` is the least that its parallel sizes allow."""
-    text = f"{line.outer[0]} {line.before}"
-    try:
-        words = shlex.split(text)
-    except ValueError:
-        words = text.split()
-    option = _Launcher(words)
-    programs = {Path(word).name for word in words}
-    torchrun = bool(programs & {"torchrun", "torch.distributed.run", "torch.distributed.launch"})
-    per_node = option.number("--nproc-per-node", "--nproc_per_node")
-    slurm_nodes = option.number("-N", "--nodes") if "srun" in programs else None
-    nodes = option.number("--nnodes", "-nnodes") or slurm_nodes
-    if torchrun:
-        if per_node is not None and ("--nnodes" not in text or nodes):
+    text = f"{line.outer[0]} {line.before} "
+    per_node = _number(text, "--nproc[-_]per[-_]node")
+    nodes = _number(text, "--nnodes")
+    if re.search(r"(torchrun|torch\.distributed\.\w+)\s", text):
+        nodes = nodes or _number(text, "-N", "--nodes")
+        if per_node and (nodes or "--nnodes" not in text):
             return Gpus(per_node * (nodes or 1), per_node)
-        return _guess(nodes, per_node, fewest)
-    if "srun" in programs and (count := _of_slurm(option, slurm_nodes)):
-        return Gpus(count, option.number("--ntasks-per-node", "--gpus-per-node") or GPUS_PER_NODE)
-    if programs & {"mpirun", "mpiexec", "orterun"} and (
-        count := option.number("-np", "-n", "--np", "--n", "-c")
-    ):
-        return Gpus(count)
-    if (world := line.variables.get("WORLD_SIZE", "")).isdecimal():
+    elif "srun " in text:
+        nodes = _number(text, "-N", "--nodes")
+        per_node = _number(text, "--ntasks-per-node", "--gpus-per-node")
+        count = _number(text, "-n", "--ntasks") or (nodes or 0) * (per_node or 0)
+        if count:
+            return Gpus(count, per_node or GPUS_PER_NODE)
+    elif re.search(r"(mpirun|mpiexec|orterun)\s", text):
+        if tasks := _number(text, "-np", "-n", "--np", "--n", "-c"):
+            return Gpus(tasks)
+    elif (world := line.variables.get("WORLD_SIZE", "")).isdecimal():
         return Gpus(int(world))
-    return _guess(nodes, per_node, fewest)
-
-
-def _of_slurm(option: _Launcher, nodes: int | None) -> int | None:
-    tasks = option.number("-n", "--ntasks")
-    per_node = option.number("--ntasks-per-node", "--gpus-per-node", "--ntasks-per-gpu")
-    return tasks or (nodes * per_node if nodes and per_node else None)
-
-
-def _guess(nodes: int | None, per_node: int | None, fewest: int) -> Gpus:
     each = per_node or GPUS_PER_NODE
+    unknown = "the line does not say how many GPUs there are"
     if nodes or per_node:
-        count = (nodes or 1) * each
-        known = f"{nodes or 'one'} host{'s' * ((nodes or 1) > 1)} of {each} GPUs"
-        return Gpus(
-            count, each, f"the line does not say how many GPUs there are: {known} is a guess"
-        )
+        hosts = f"{nodes} hosts" if nodes and nodes > 1 else "one host"
+        return Gpus((nodes or 1) * each, each, f"{unknown}: {hosts} of {each} is a guess")
     count = fewest * max(1, each // fewest)
-    return Gpus(count, each, f"the line does not say how many GPUs there are: {count} is a guess")
+    return Gpus(count, each, f"{unknown}: {count} is a guess")
+
+
+def _number(text: str, *options: str) -> int | None:
+    """The number that one of these options has: ``-N 4``, ``-N4``, ``--nodes=4``."""
+    for option in options:
+        between = r"[= ]\s*" if option.startswith("--") else r"\s*"
+        found = re.search(rf"(?<!\S){option}{between}(\d+)(?=\s)", text)
+        if found:
+            return int(found[1])
+    return None

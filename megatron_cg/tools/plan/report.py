@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.plan.edit import Edited, Tried, unfixed
-from megatron_cg.tools.plan.launch_line import Flag, LaunchLine
-from megatron_cg.tools.plan.layers import Layer
+from megatron_cg.tools.plan.launch_line import Flag
+from megatron_cg.tools.plan.layers import Layer, Shape
 from megatron_cg.tools.plan.memory import Memory
-from megatron_cg.tools.plan.similar import similar_runs
+from megatron_cg.tools.plan.settings import Settings
 
 WIDTH = 100
+_ROWS = Path(__file__).with_name("measured_rows.json")
 
 
 def changes(plan: Edited) -> list[dict[str, str]]:
@@ -41,38 +45,66 @@ def changes(plan: Edited) -> list[dict[str, str]]:
 
 
 def as_json(plan: Edited) -> dict[str, Any]:
-    """The plan as JSON."""
-    best, settings = plan.best, plan.best.settings
+    """The plan as JSON; memory in bytes."""
+    best = plan.best
     return {
         "accepted": plan.accepted,
         "gpus": asdict(plan.gpus),
         "command": str(best.line),
         "changes": changes(plan),
         "refused": [asdict(violation) for violation in unfixed(best)],
-        "notes": list(settings.notes),
+        "notes": list(best.settings.notes),
         "layers": [
             {
                 "name": layer.name,
                 "kind": layer.kind,
                 "scopes": list(layer.scopes),
                 "captured": [part.name for part in layer.captured],
-                "eager": [{"part": part, "reason": reason} for part, reason in layer.eager],
+                "eager": dict(layer.eager),
             }
             for layer in best.layers
         ],
-        "memory": _memory_as_json(best.memory),
-        "eager_memory": _memory_as_json(plan.eager),
+        "memory": best.memory and {**asdict(best.memory), "total": best.memory.total},
+        "memory_without_graphs": plan.eager and {**asdict(plan.eager), "total": plan.eager.total},
         "gpu_memory": plan.room,
-        "tried": [{"choice": _choice(t), "total": t.memory and t.memory.total} for t in plan.tried],
-        "similar": similar_runs(settings, best.layers) if best.layers else [],
+        "similar": similar_runs(best.settings, best.layers) if best.layers else [],
     }
 
 
-def _memory_as_json(memory: Memory | None) -> dict[str, Any] | None:
-    if memory is None:
-        return None
-    totals = {name: getattr(memory, name) for name in ("allocated", "reserved", "total")}
-    return {**asdict(memory), **totals}
+def similar_runs(settings: Settings, layers: Sequence[Layer], count: int = 2) -> list[str]:
+    """A sentence for each of the ``count`` measured runs that are nearest.
+
+    Graphs remove the host's time to launch kernels, which hardly depends on sizes; the GPU's work
+    does. So runs are compared by the work of one layer: tokens of a microbatch on one GPU, times
+    the parameters on it that one token uses.
+    """
+    shape = Shape(settings.args, settings.graph, settings.run)
+    decoder = [layer for layer in layers if not layer.name.startswith("MTP")]
+    used = sum(part.used for layer in decoder for part in layer.parts)
+    work = shape.tokens * used / max(1, len(decoder))
+    kind = "MoE" if settings.run.is_moe else "dense"
+    whole = any(part.name == "experts" for layer in layers for part in layer.captured)
+
+    def distance(row: dict[str, Any]) -> tuple[bool, bool, float]:
+        holds_experts = row["captured"].endswith("moe")
+        other = kind == "MoE" and holds_experts is not whole
+        return row["kind"] != kind, other, abs(math.log(work / row["work_per_layer"]))
+
+    rows = sorted(json.loads(_ROWS.read_text(encoding="utf-8")), key=distance)
+    return [_sentence(row, work / row["work_per_layer"]) for row in rows[:count]]
+
+
+def _sentence(row: dict[str, Any], times: float) -> str:
+    return (
+        f"{row['shape']}, {row['gpus']}, {row['captured']}: {row['eager_ms']:,} ms eagerly"
+        f"{_busy(row, 'eager')}, {row['graphs_ms']:,} with graphs{_busy(row, 'graphs')}. A layer "
+        f"here has {times:.2g} times its work ({row['results']})"
+    )
+
+
+def _busy(row: dict[str, Any], name: str) -> str:
+    busy = row[f"{name}_busy_ms"]
+    return "" if busy is None else f" (GPU busy {busy / row[f'{name}_ms']:.0%})"
 
 
 def text_of(plan: Edited) -> str:
@@ -212,6 +244,3 @@ def _wrapped(text: str, indent: str) -> Iterator[str]:
 
 
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-
-
-__all__ = ["LaunchLine", "as_json", "changes", "text_of"]

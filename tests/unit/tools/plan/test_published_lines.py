@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
@@ -27,7 +27,6 @@ class Expected:
     dropped: str = ""
     memory: int = 79
     """GiB of a GPU that it needs."""
-    missing: dict[str, str] = field(default_factory=dict)
 
 
 PIPELINE = "--pipeline-model-parallel-size"
