@@ -113,8 +113,8 @@ class Session:
         self._capture: GuardedCapture | None = None
         self.phase = Phase.EAGER
         self.counters = Counters()
-        all_fall_back = agreement.fall_back_together if agreement is not None else None
-        self.mismatches = MismatchPolicy(policy or ReplayPolicy(), self.counters, all_fall_back)
+        votes = () if agreement is None else (agreement.fall_back_together, agreement.on_any_rank)
+        self.mismatches = MismatchPolicy(policy or ReplayPolicy(), self.counters, *votes)
 
     @property
     def digest(self) -> int:

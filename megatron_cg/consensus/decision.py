@@ -47,6 +47,8 @@ class Kind(IntEnum):
     """The static size that a rank needs."""
     PRECOMPILED = 8
     """Whether compiled code that was loaded may be used (``compiled/load.py``)."""
+    VERIFICATION = 9
+    """Whether a replay differs from an eager pass."""
 
 
 _OF_COMPILED_REGIONS = {Kind.GUARD, Kind.COMPILE, Kind.SIZE}

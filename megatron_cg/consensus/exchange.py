@@ -284,18 +284,37 @@ class Agreement:
         """Return when all ranks want to fall back to eager at this call of a graph.
 
         Args:
-            name: of the graph and the reason.
+            name: of the graph.
             timeout: how long to wait for a rank that does not arrive; :data:`FALLING_BACK` if None.
 
-        Raises AgreementError when a rank has another mismatch, or does not arrive within
+        Raises AgreementError when a rank is at another graph, or does not arrive within
         ``timeout``: that rank is waiting for a collective in its replay.
         """
         if len(self._ranks) == 1:  # No rank could wait for this one.
             return
         vote = Vote(graphs=digest([name]))
         decision = self.agree(Kind.MISMATCH, vote, timeout=timeout or FALLING_BACK)
+        self._require_same(decision, name)
+
+    def on_any_rank(self, name: str, here: bool) -> bool:
+        """Whether ``here`` is true on any rank. A vote of all ranks at this call of a graph.
+
+        Args:
+            name: of the graph.
+            here: what this rank found.
+
+        Raises AgreementError as :meth:`fall_back_together`.
+        """
+        if len(self._ranks) == 1:
+            return here
+        vote = Vote(size=int(here), graphs=digest([name]))
+        decision = self.agree(Kind.VERIFICATION, vote, timeout=FALLING_BACK)
+        self._require_same(decision, name)
+        return bool(decision.largest)
+
+    def _require_same(self, decision: Decision, name: str) -> None:
         if decision.minority:
-            self._break(f"{ranks_text(decision.minority)} found another mismatch than {name}")
+            self._break(f"{ranks_text(decision.minority)} voted on another graph than {name}")
             raise AgreementError(self._broken)
 
     def close(self) -> None:

@@ -151,6 +151,9 @@ class GuardedGraph:
             return self._mismatches.numbers_hold()
         return mismatch is None or self._mismatches.numbers_hold_here()
 
+    def _on_any_rank(self, here: bool) -> bool:
+        return self._mismatches.on_any_rank(self._unit.name, here)
+
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
         counters = self._mismatches.counters
@@ -166,6 +169,7 @@ class GuardedGraph:
                 self._kept,
                 gradients=gradients,
                 left_out=counters.count_unstable,
+                on_any_rank=self._on_any_rank if self.eager_passes.collectives else bool,
             )
 
     def _before_backward(self) -> None:

@@ -3,8 +3,9 @@
 Note [A graph with collectives]
     One rank must not run a collective eagerly while others replay it (see ``collectives.py``).
     So if a graph contains collectives, all ranks vote before any of them falls back to eager.
-    Ranks that found the same mismatch in the same layer fall back together. If only one rank found
-    it, its vote times out and the rank ends with the reason instead of hanging the others.
+    Ranks that found a mismatch in the same layer fall back together. If a guard found one on one
+    rank alone, its vote times out and the rank ends with the reason instead of hanging the others.
+    A verification that fails on one rank fails on all: they vote on it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class ReplayPolicy:
 class MismatchPolicy:
     """The mismatch policy of all graphs of one session.
 
-    ``all_fall_back`` is ``Agreement.fall_back_together`` of all ranks; None if this rank decides
-    alone.
+    ``all_fall_back`` and ``on_any_rank`` are those of the ranks' ``Agreement``; None if this rank
+    decides alone.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class MismatchPolicy:
         policy: ReplayPolicy,
         counters: Counters,
         all_fall_back: Callable[[str, timedelta | None], None] | None = None,
+        on_any_rank: Callable[[str, bool], bool] | None = None,
     ) -> None:
         self.counters = counters
         self.wants_recapture = False
@@ -60,6 +62,7 @@ class MismatchPolicy:
         """The same for a graph without collectives, which depends on this rank alone."""
         self._policy = policy
         self._all_fall_back = all_fall_back
+        self.on_any_rank = on_any_rank or (lambda _unit, here: here)
         self._reported: set[tuple[str, tuple[str, str]]] = set()
         self._step = 0
 
@@ -89,7 +92,7 @@ class MismatchPolicy:
             exit_without_waiting_unless_it_goes_on()
             raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
         if collectives:
-            self.fall_back_together(f"{layer}/{mismatch.key}", text)
+            self.fall_back_together(f"{layer}/eager", text)
         if self._policy.on_mismatch == "recapture" and not (fresh and self.captured_again):
             self.wants_recapture = True
 

@@ -302,7 +302,7 @@ def test_ranks_at_different_votes_all_end_and_vote_no_more(outcome: Any) -> None
 
 def test_ranks_leave_a_graph_together_or_end(outcome: Any) -> None:
     for rank, told in enumerate(outcome(left_a_graph)):
-        mismatch = f"AgreementError: rank 1 found another mismatch than layer {rank}"
+        mismatch = f"AgreementError: rank 1 voted on another graph than layer {rank}"
         assert told == ["went on", mismatch, mismatch]
 
 

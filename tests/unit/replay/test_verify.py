@@ -18,7 +18,7 @@ from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay import guarded_graph
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
-from megatron_cg.replay.verify import _first_difference, verify
+from megatron_cg.replay.verify import ROUNDS, _differences, verify
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 from tests.unit.counted import expect
@@ -189,6 +189,32 @@ def test_gradients_that_differ_by_themselves_are_no_mismatch(
     assert all(parameter.grad is None for parameter in weights)
 
 
+@pytest.mark.parametrize("wrong_replays", [{0}, {0, 1, 2}, set(range(99))])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_difference_counts_if_each_replay_has_it(
+    wrong_replays: set[int], elsewhere: bool
+) -> None:
+    module, replays = nn.Linear(4, 4), count()
+    unit = Unit("layer 0", module, (), run=lambda m, a, k: m(*a, **k), in_backward=nullcontext)
+    asked: list[bool] = []
+
+    def graph(x: torch.Tensor) -> torch.Tensor:
+        # As after a sum in another order, rounded to bfloat16: rarely another byte.
+        return module(x) + torch.tensor(float(next(replays) in wrong_replays))
+
+    def on_any_rank(here: bool) -> bool:
+        asked.append(here)
+        return here or elsewhere
+
+    x, kept = torch.ones(2, 4), partial(without_gradients, list(module.parameters()))
+    found = verify(unit, graph, [x], {}, kept, on_any_rank=on_any_rank)
+    is_wrong = len(wrong_replays) == 99
+    assert asked.count(True) == min(len(wrong_replays), ROUNDS)
+    assert len(asked) == (ROUNDS if elsewhere or is_wrong else len(wrong_replays) + 1)
+    assert (found is not None) == (elsewhere or is_wrong)
+    assert found is None or ("output 0" if is_wrong else "on another rank") in found.text("layer 0")
+
+
 def test_a_verification_runs_once_the_next_unit_is_gathered(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,5 +252,5 @@ def test_a_verification_runs_once_the_next_unit_is_gathered(
 )
 def test_outputs_are_compared_by_their_bits(one: Any, two: Any, words: str | None) -> None:
     eager, replayed = ([("an output", tensor) for tensor in tensors] for tensors in (one, two))
-    found = _first_difference(eager, replayed)
-    assert (found is None) if words is None else (found and words in found.text("layer 0"))
+    found = [mismatch.text("layer 0") for mismatch in _differences(eager, replayed).values()]
+    assert not found if words is None else words in found[0]
