@@ -72,7 +72,7 @@ def fail_at(place: str) -> None:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_cg.fastpath import install_parts as path
+    from megatron_cg.fastpath import main_weights
     from megatron_cg.integrations.megatron import units
 
     stage, _, only = place.partition("@")
@@ -102,7 +102,7 @@ def fail_at(place: str) -> None:
     elif stage in ("publish", "install"):
         places = {
             "publish": (units, "attach_replay", 2),
-            "install": (path, "install_main_weights", 1),
+            "install": (main_weights, "install_main_weights", 1),
         }
         owner, name, number = places[stage]
         wrap(owner, name, on_call(number, error))

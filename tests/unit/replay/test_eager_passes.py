@@ -108,7 +108,7 @@ def together() -> tuple[list[Any], list[str]]:
     found: list[Any] = []
     with patch.object(Agreement, "fall_back_together", leave), no_hang():
         assert torch.equal(eager.step(), run.step())
-        for name, wanted in STEPS:
+        for name, _ in STEPS:
             for one in (eager, run):
                 one.network.doubled, one.network.order = False, [0, 1, 2]
                 if one is run or not name.startswith("graphs"):
