@@ -200,7 +200,8 @@ def test_a_difference_counts_if_each_replay_has_it(
 
     def graph(x: torch.Tensor) -> torch.Tensor:
         # As after a sum in another order, rounded to bfloat16: rarely another byte.
-        return module(x) + torch.tensor(float(next(replays) in wrong_replays))
+        out: torch.Tensor = module(x) + float(next(replays) in wrong_replays)
+        return out
 
     def on_any_rank(here: bool) -> bool:
         asked.append(here)
