@@ -25,22 +25,6 @@ class CaptureBegan:
 
 
 @dataclass(frozen=True)
-class PassBegan:
-    """A forward or backward pass of warmup or capture begins right after this event."""
-
-    unit: str
-    forward: bool
-
-
-@dataclass(frozen=True)
-class PassEnded:
-    """The pass has ended; the hooks that follow it have not run yet."""
-
-    unit: str
-    forward: bool
-
-
-@dataclass(frozen=True)
 class CaptureEnded:
     """All graphs replay from now on, or the capture failed."""
 
@@ -75,7 +59,7 @@ class StepRepeated:
     """The factor of ``--cg-moe-rows`` with which this step fits."""
 
 
-Event = CaptureBegan | PassBegan | PassEnded | CaptureEnded | GraphsDeleted | StepRepeated
+Event = CaptureBegan | CaptureEnded | GraphsDeleted | StepRepeated
 
 _subscribers: list[Callable[[Event], None]] = []
 

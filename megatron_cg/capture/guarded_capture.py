@@ -29,7 +29,6 @@ from megatron_cg.capture.transaction import (
     without_gradients,
 )
 from megatron_cg.errors import CaptureError
-from megatron_cg.events import PassBegan, PassEnded, emit
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.depends_on import (
@@ -188,12 +187,10 @@ class GuardedCapture:
 
     def _pass_begun(self, index: int, forward: bool, warmup: bool) -> None:
         torch.clear_autocast_cache()  # No graph may read the casts of another pass.
-        emit(PassBegan(self._units[index].name, forward))
         self._observers[index].begun(forward=forward, warmup=warmup)
 
     def _pass_ended(self, index: int, forward: bool, _warmup: bool) -> None:
         self._observers[index].ended(forward=forward)
-        emit(PassEnded(self._units[index].name, forward))
 
     def _name_units_in(self, error: Exception) -> None:
         """A backend knows no names of units, but only their numbers."""

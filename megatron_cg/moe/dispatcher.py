@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from megatron_cg.moe.row_bound import RowBound, clipped
 from megatron_cg.moe.slots import Collective, Places, Transport, exchange, find_places
-from megatron_cg.upstream.capturing_flag import is_capturing
+from megatron_cg.upstream.megatron import is_capturing
 from megatron_cg.upstream.symbols import Symbol
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"

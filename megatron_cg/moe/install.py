@@ -18,7 +18,7 @@ from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.peer_memory import PeerMemory, explain
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.upstream.config_rules import relax_rules
+from megatron_cg.upstream.megatron import relax_rules
 from megatron_cg.upstream.patch import all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version
 

@@ -2,7 +2,7 @@
 
 Megatron's ``_layer_is_graphable`` says whether a layer has any of the scopes of a config. Only
 layers have a ``layer_number``, from 1. A layer that is captured with its own scopes sees them in a
-view of its config (``upstream/layer_config.py``).
+view of its config (``upstream/megatron.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.layer_config import LayerConfig
+from megatron_cg.upstream.megatron import LayerConfig
 from megatron_cg.upstream.symbols import Symbol
 
 NOT_SELECTED = "not selected (--cg-layers)"

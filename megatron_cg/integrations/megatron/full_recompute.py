@@ -53,9 +53,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_cg.arguments.schema import recomputes_layers
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.integrations.megatron.masks import ObservedInputs
-from megatron_cg.upstream.capturing_flag import is_capturing, not_capturing
-from megatron_cg.upstream.config_rules import relax_rules
-from megatron_cg.upstream.layer_config import LayerConfig
+from megatron_cg.upstream.megatron import LayerConfig, is_capturing, not_capturing, relax_rules
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 

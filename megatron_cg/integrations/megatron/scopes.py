@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
-from megatron_cg.upstream.layer_config import LayerConfig
+from megatron_cg.upstream.megatron import LayerConfig
 from megatron_cg.upstream.patch import Undo, all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 

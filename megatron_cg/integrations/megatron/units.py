@@ -46,7 +46,7 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import NOT_INPUTS, described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ManualHook, Unit
-from megatron_cg.upstream.capturing_flag import capturing_flag, is_running_region, not_capturing
+from megatron_cg.upstream.megatron import capturing_flag, is_running_region, not_capturing
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 

@@ -23,7 +23,7 @@ from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.tools.cpu.batches import Batches
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
 from megatron_cg.tools.cpu.training_plan import TrainingPlan
-from megatron_cg.upstream.capturing_flag import capturing_flag
+from megatron_cg.upstream.megatron import capturing_flag
 
 
 class Trainer:

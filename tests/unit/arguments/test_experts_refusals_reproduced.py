@@ -15,7 +15,7 @@ from megatron_cg.backends.tape.tape_memory import Pool
 from megatron_cg.backends.tape.tape_recording import recording
 from megatron_cg.errors import HostSyncError
 from megatron_cg.tools.cpu.launch import run_processes
-from megatron_cg.upstream.capturing_flag import capturing_flag
+from megatron_cg.upstream.megatron import capturing_flag
 from tests.unit.te_sources import source_of_te
 
 TOKENS, HIDDEN, EXPERTS = 6, 4, 4

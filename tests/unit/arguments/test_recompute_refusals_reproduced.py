@@ -19,7 +19,7 @@ from megatron_cg.integrations.megatron.full_recompute import allow_full_recomput
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tools.cpu.cpu_model import transformer_layers
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-from megatron_cg.upstream.capturing_flag import capturing_flag
+from megatron_cg.upstream.megatron import capturing_flag
 from tests.functional.loops import RECOMPUTE
 from tests.unit.ranks import on_ranks
 from tests.unit.te_sources import source_of_te

@@ -21,7 +21,7 @@ from megatron_cg.integrations.megatron.full_recompute import (
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import run_region
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-from megatron_cg.upstream.capturing_flag import capturing_flag, is_capturing
+from megatron_cg.upstream.megatron import capturing_flag, is_capturing
 from tests.functional.loops import RECOMPUTE
 from tests.unit.integrations.megatron.test_full_recompute import BLOCK, CHUNKS
 

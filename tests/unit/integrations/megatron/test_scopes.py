@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_cg.integrations.megatron.scopes import give_scopes, leave_out
-from megatron_cg.upstream.layer_config import LayerConfig
+from megatron_cg.upstream.megatron import LayerConfig
 from megatron_cg.upstream.patch import undone_after
 
 

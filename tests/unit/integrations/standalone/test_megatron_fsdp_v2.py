@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,10 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_cg import graph_units
+from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
-from megatron_cg.events import PassBegan, subscribe
 from megatron_cg.fsdp.find_sharding import find_sharding
-from megatron_cg.upstream.patch import undone_after
 from tests.unit.integrations.standalone.sharded import (
     LATER,
     MICROBATCHES,
@@ -227,16 +227,19 @@ def weights_of_capture() -> bool:
     def look(name: str, module: Any, _args: Any) -> None:
         there.setdefault(name, []).append(module.up.weight.detach().clone())
 
-    def hear(event: Any) -> None:
-        if isinstance(event, PassBegan) and event.unit not in here:
-            weight: Any = graphed.network.get_submodule(f"{event.unit}.up").weight
-            here[event.unit] = weight.detach().clone()
+    begun = GuardedCapture._pass_begun
+
+    def see(self: Any, index: int, forward: bool, warmup: bool) -> None:
+        name = self._units[index].name
+        weight: Any = graphed.network.get_submodule(f"{name}.up").weight
+        here.setdefault(name, weight.detach().clone())
+        begun(self, index, forward, warmup)
 
     for name, layer in eager.network.named_modules():
         if name in ("layers.0", "layers.1", "layers.2"):
             layer.register_forward_pre_hook(partial(look, name))
     eager.train()
-    with undone_after(subscribe(hear)):
+    with patch.object(GuardedCapture, "_pass_begun", see):
         graphed.train(graphed=True)
     number = WARMUP * MICROBATCHES
     return bool(here) and all(torch.equal(there[name][number], one) for name, one in here.items())
