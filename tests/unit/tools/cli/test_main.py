@@ -139,7 +139,7 @@ def test_no_error_has_the_exit_code_of_a_difference(
 
 def test_a_report_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path: Path) -> None:
     """The real command under a limit on file sizes, of which the system names no file."""
-    write(tmp_path, make_record(steps=3, layers=2))
+    write(tmp_path, make_record(steps=3))
     (tmp_path / "report.html").write_text("good")
     command = f"ulimit -f 1; exec {sys.executable} -m megatron_cg.tools.cli.main report {tmp_path}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

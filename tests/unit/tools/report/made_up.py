@@ -12,6 +12,7 @@ from megatron_cg.telemetry.coverage import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED
 from megatron_cg.telemetry.read_record import FORMAT
 
 MIB = 2**20
+CAPTURED, LAYERS = 5, 24
 MISMATCH = (
     "megatron_cg: no replay of layer 3: argument <hidden> & co was (512, 2, 64) at "
     "capture and is (256, 2, 64) now (shape). A batch of another size. Reported once."
@@ -19,50 +20,37 @@ MISMATCH = (
 
 
 def make_record(
-    *,
-    steps: int = 40,
-    graphs: bool = True,
-    layers: int = 24,
-    off: int | None = None,
-    world_size: int = 1,
+    *, steps: int = 40, graphs: bool = True, off: int | None = None, world_size: int = 1
 ) -> dict[str, Any]:
     """One rank's record; from step ``off`` on its losses are not those of the others."""
-    captured = 5
     record: dict[str, Any] = {
-        "rank": 0,
-        "format": FORMAT,
-        "world_size": world_size,
-        "setup": {},
+        **{"rank": 0, "format": FORMAT, "world_size": world_size, "setup": {}},
         "versions": {"torch": "0.0", "megatron-cg": "0.0"},
         "device": "a made-up GPU",
         "command": ["train.py", "--seed", "1", *(["--cuda-graph-modules", "attn"] * graphs)],
         "environment": {"NCCL_GRAPH_REGISTER": "0"},
-        "finished": True,
-        "error": None,
-        "steps": [],
-        "parameters": {"main:w": "a"},
-        "graphs": None,
-        "captures": [],
-        "intervals": [],
-        "events": [],
+        **{"finished": True, "error": None, "parameters": {"main:w": "a"}, "graphs": None},
+        **{"steps": [], "captures": [], "intervals": [], "events": []},
         "peak_allocated_bytes": (26000 + 900 * graphs) * MIB,
     }
     counters = Counters()
     for step in range(1, steps + 1):
-        with_graphs = graphs and step > captured
-        if graphs and step == captured + 1:
-            record["captures"].append(_capture(captured, layers))
-            counters.captured += layers
+        with_graphs = graphs and step > CAPTURED
         record["steps"].append(_step(step, with_graphs, off))
         if with_graphs:
             mismatched = int(step == 20)
-            counters.replayed += layers - mismatched
+            counters.captured = LAYERS
+            counters.replayed += LAYERS - mismatched
             counters.eager += mismatched
             counters.mismatched += mismatched
-            counters.bytes_copied += layers * MIB
-            counters.verified += layers * int(step % 10 == 0)
-        record["intervals"].append(_interval(step, with_graphs, counters))
+        memory = {
+            "allocated_bytes": (20000 + 900 * with_graphs) * MIB,
+            "reserved_bytes": (27500 + 900 * with_graphs) * MIB,
+        }
+        interval = {"step": step, "counters": counters.as_dict(), "memory": memory}
+        record["intervals"].append(interval)
     if graphs:
+        record["captures"] += [_capture()] * (steps > CAPTURED)
         record["graphs"] = counters.as_dict()
         record["events"].append({"after_step": 19, "level": "warning", "text": MISMATCH})
     return record
@@ -81,34 +69,18 @@ def _step(step: int, with_graphs: bool, off: int | None) -> dict[str, Any]:
     }
 
 
-def _interval(step: int, with_graphs: bool, counters: Counters) -> dict[str, Any]:
-    memory = _memory(20000 + 900 * with_graphs, 26000 + 900 * with_graphs)
-    return {"step": step, "counters": counters.as_dict(), "memory": memory}
-
-
-def _memory(allocated: int, peak: int) -> dict[str, int]:
+def _capture() -> dict[str, Any]:
     return {
-        "allocated_bytes": allocated * MIB,
-        "reserved_bytes": (peak + 1500) * MIB,
-        "peak_allocated_bytes": peak * MIB,
-    }
-
-
-def _capture(after_step: int, layers: int) -> dict[str, Any]:
-    return {
-        "after_step": after_step,
-        "layers": layers,
-        "graphs": layers,
-        "error": None,
+        **{"after_step": CAPTURED, "layers": LAYERS, "graphs": LAYERS, "error": None},
         "seconds": {"capture": 2.45, "vote": 0.02},
         "memory": {},
-        "coverage": [_layer(index, layers) for index in range(layers)],
+        "coverage": [_layer(index) for index in range(LAYERS)],
     }
 
 
-def _layer(index: int, layers: int) -> dict[str, Any]:
+def _layer(index: int) -> dict[str, Any]:
     moe = index >= 2
-    graphed = ["attn"] if index < layers - 4 else []
+    graphed = ["attn"] if index < LAYERS - 4 else []
     eager = {"mamba": NO_SUCH_PART, "moe" if moe else "mlp": NOT_ASKED}
     if not graphed:
         eager["attn"] = NOT_SELECTED
