@@ -126,11 +126,9 @@ class GradientBucketing:
         return id(parameter) in self._of_parameter
 
     def detach(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Together:
-        """Detach ``weights`` from autograd; :meth:`knows` is true for each.
+        """Detach an operation's ``weights`` from autograd; :meth:`knows` is true for each.
 
-        Args:
-            weights: the weights of one operation, each once.
-            to_come: returns whether this backward pass has yet to reach the operation.
+        ``to_come`` returns whether this backward pass has yet to reach the operation.
         """
         self._detached.update(dict.fromkeys(map(id, weights), to_come))
         return Together(list(weights), [self._of_parameter[id(weight)] for weight in weights])

@@ -5,14 +5,12 @@ Note [A buffer that is still read]
     last were reduced. Megatron-FSDP frees that buffer only on the stream of the reductions. So a
     copy on the stream of the backward pass is not ordered after the reduction that still reads the
     buffer. If the host runs far enough ahead, the copy overwrites data that is being sent. So each
-    copy waits, on the device, for the last reduction whose buffer was freed. It does not matter
-    which call freed it: the one of this copy, the one of another gradient of the same bucket, or a
-    reduction. Reductions run in order on one stream, so waiting for the last one is enough. It was
-    issued two units ago and has usually finished. A stream waits for each reduction once.
+    copy waits, on the device, for the last reduction whose buffer was freed by any call. Reductions
+    run in order on one stream, so waiting for the last one is enough. It was issued two units ago
+    and has usually finished. A stream waits for each reduction once.
     (NVIDIA/Megatron-LM#5222 is about another cause of the same overwrite.)
     The pipeline's queue has (event, function, bucket) of each reduction.
-    ``wait_for_previous_grad_reduce``, which ``_enforce_double_buffer_limit`` calls, takes
-    reductions from its front and frees their buffers.
+    ``wait_for_previous_grad_reduce`` takes reductions from its front and frees their buffers.
 """
 
 from __future__ import annotations
@@ -49,14 +47,9 @@ def current_stream() -> int:
 
 
 def wait_for(stream: int, tensors: Iterable[torch.Tensor]) -> None:
-    """Let the current stream use ``tensors`` of another stream.
+    """Let the current stream use ``tensors`` that were computed on another one, by raw handle.
 
-    The current stream waits for the other one, and the memory of ``tensors`` is not reused until
-    the current stream is done with it.
-
-    Args:
-        stream: the raw handle of the other stream.
-        tensors: computed on it.
+    The current stream waits for it, and their memory is not reused until the current one is done.
     """
     if stream != current_stream():
         current = torch.cuda.current_stream()
@@ -137,11 +130,7 @@ def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class FreedBuffers:
-    """Finds the reduction that a copy must wait for; see Note [A buffer that is still read].
-
-    Args:
-        pipeline: the ``GradReducePipeline``; its queue holds an event for each reduction.
-    """
+    """Finds the reduction that a copy must wait for; see Note [A buffer that is still read]."""
 
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
@@ -166,12 +155,7 @@ class FreedBuffers:
         return put_over(self._pipeline, _FREES, wait_for_previous_grad_reduce)
 
     def make_room(self, bucket: int, stream: int) -> None:
-        """Let Megatron-FSDP free a buffer for ``bucket``; then the current stream may write to it.
-
-        Args:
-            bucket: the number of the bucket.
-            stream: the raw handle of the current stream.
-        """
+        """Let Megatron-FSDP free a buffer; then ``stream``, the current one, may write to it."""
         self._pipeline._enforce_double_buffer_limit([bucket])
         if self._last is not None and stream not in self._waited:
             self._last.wait()
@@ -215,13 +199,9 @@ class Bucket:
 
 
 class Together:
-    """Weights with gradients that arrive at once, and the checks that run on all in each pass.
+    """Weights of one operation, whose gradients arrive at once, and the bucket of each.
 
     Each check runs for every expert of every layer, so it must be cheap.
-
-    Args:
-        weights: the weights of one operation.
-        buckets: the bucket of each weight.
     """
 
     def __init__(self, weights: list[nn.Parameter], buckets: Sequence[Bucket]) -> None:

@@ -80,10 +80,7 @@ RELIES_ON = (
 
 
 def install_clip(optimizers: Iterable[Any]) -> Callable[[], None]:
-    """Shorten ``clip_grad_norm`` of Megatron's optimizers; returns the undo.
-
-    Args:
-        optimizers: the optimizers of Megatron-FSDP's parameters, Megatron's or torch's.
+    """Shorten ``clip_grad_norm`` of the optimizers that are Megatron's; returns the undo.
 
     Raises:
         NotApplicableError: none of them clips in the way that this replaces.

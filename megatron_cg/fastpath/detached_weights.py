@@ -116,10 +116,7 @@ def detach_in_graphs(
 ) -> Callable[[], None]:
     """Detach the weights of graphs from autograd; returns the undo.
 
-    Args:
-        detached: selects the weights that can be detached.
-        replays: how autograd sees each graph.
-        launched: called after the launch of each forward replay.
+    ``replays`` says how autograd sees each graph. ``launched`` is called after each forward replay.
     """
     with ExitStack() as undo:
         undo.callback(detached.close)
@@ -133,10 +130,8 @@ def detach_in_graphs(
 class _Replacement:
     """Called instead of an autograd function. All but ``apply`` is the function's own.
 
-    Args:
-        function: the function.
-        first: how many arguments come before the weights.
-        detached: selects the weights that can be detached. The replacement does not keep it alive.
+    ``first`` is how many arguments come before the weights. ``detached`` selects those that can be
+    detached, and is not kept alive.
     """
 
     of_graph = False
@@ -217,12 +212,9 @@ class _Detached(torch.autograd.Function):
 
 
 class DetachedWeights:
-    """The detached weights of one model.
+    """The detached weights of ``model``, the module that Megatron-FSDP wraps.
 
-    Args:
-        model: the module that Megatron-FSDP wraps.
-        bucketing: takes the gradients.
-        graphed: modules inside graphs; only calls by a graph detach their weights.
+    ``graphed`` are modules inside graphs: only calls by a graph detach their weights.
     """
 
     def __init__(

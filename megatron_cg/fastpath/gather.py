@@ -51,7 +51,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.fastpath.part import NotApplicableError
@@ -62,37 +61,29 @@ Key = tuple[int, bool]
 """A bucket's number, and whether the key is for its transposed weights."""
 _ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
 
-REPLACES = (
-    *fsdp_function(
-        "AllGatherPipeline.all_gather_params",
-        "what gathers the buckets of parameters",
-        *("self", "params", "prefetch", "prefetch_order", _ASYNC, _OUTER),
-        fingerprint="65e4250c4171bbcb",
-    ),
+REPLACES = fsdp_function(
+    "AllGatherPipeline.all_gather_params",
+    "what gathers the buckets of parameters",
+    *("self", "params", "prefetch", "prefetch_order", _ASYNC, _OUTER),
+    fingerprint="65e4250c4171bbcb",
+)
+RELIES_ON = (
+    *REPLACES,
     *fsdp_function(
         "AllGatherPipeline.async_bucket_gather",
         "what gathers one bucket",
         *("self", "bucket_id", "bwd"),
-        fingerprint="06e64a21ea1903bf",
     ),
-)
-RELIES_ON = (
-    *REPLACES,
     *fsdp_class("AllGatherPipeline", "buffer", "bucket_status", "bucket_can_be_released"),
-    *fsdp_class("AllGatherPipeline", "bucket_to_bucket_group", "param_gather_event_map"),
-    *fsdp_class("AllGatherPipeline", "ag_stream", "get_bucket_key", "get_fsdp_buffer"),
-    *fsdp_class("AllGatherPipeline", "recycle_unused_buckets"),
-    *fsdp_class("DataParallelBuffer", "get_shard_from_local_buffer"),
-    *fsdp_class("BucketStatus", "EMPTY", "PRESERVED", "COMMUNICATING", "READY_TO_USE"),
+    *fsdp_class("AllGatherPipeline", "bucket_to_bucket_group", "ag_stream"),
+    *fsdp_class("BucketStatus", "EMPTY", "PRESERVED", "READY_TO_USE"),
 )
 
 
 class DeferredPrefetch:
-    """Holds gathers until a graph is launched; one instance per model.
+    """Holds gathers of a model until a graph is launched.
 
-    Args:
-        graphed: modules inside graphs, whose launches call :meth:`launched`. If there are none,
-            nothing is held.
+    Launches of the modules in ``graphed`` call :meth:`launched`. Without any, nothing is held.
     """
 
     def __init__(self, graphed: Iterable[nn.Module] = ()) -> None:
@@ -134,11 +125,7 @@ class DeferredPrefetch:
 
 
 def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]:
-    """Replace the functions that request all-gathers of ``fsdp``'s weights; returns the undo.
-
-    Args:
-        fsdp: the ``MegatronFSDP``.
-        deferred: holds the gather for the next unit until the graph of this unit is launched.
+    """Replace what requests all-gathers of ``fsdp``'s weights; returns the undo.
 
     Raises NotApplicableError if weights are not sharded.
     """
@@ -149,8 +136,7 @@ def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]
     with ExitStack() as undo:
         undo.callback(deferred.drop)
         undo.callback(run_before(fsdp, "forward", deferred.drop))
-        for name in ("all_gather_params", "async_bucket_gather"):
-            undo.callback(put_over(pipeline, name, getattr(gathers, name)))
+        undo.callback(put_over(pipeline, "all_gather_params", gathers.all_gather_params))
         return undo.pop_all().close
 
 
@@ -167,7 +153,7 @@ class _Plan:
 
 
 class Gathers:
-    """Replaces the methods of an ``AllGatherPipeline`` that request buckets.
+    """Replaces ``all_gather_params`` of an ``AllGatherPipeline``.
 
     Args:
         pipeline: the ``AllGatherPipeline``.
@@ -180,7 +166,6 @@ class Gathers:
     ) -> None:
         self._pipeline, self._deferred, self._replays = pipeline, deferred, replays
         self._all_gather_params = pipeline.all_gather_params
-        self._async_bucket_gather = pipeline.async_bucket_gather
         module: Any = inspect.getmodule(type(pipeline))
         self._status = module.BucketStatus
         self._absent = (self._status.EMPTY, self._status.PRESERVED)
@@ -237,29 +222,7 @@ class Gathers:
             stream.wait_event(since)
         with torch.cuda.stream(stream):
             for bucket, transposed in buckets:
-                self.async_bucket_gather(bucket, transposed)
-
-    def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
-        """Gather one bucket, without the closure with which Megatron-FSDP marks it as ready."""
-        pipeline = self._pipeline
-        key = pipeline.get_bucket_key(bucket_id, bwd)
-        status = pipeline.bucket_status
-        if status[key] is not self._status.EMPTY:
-            self._async_bucket_gather(bucket_id, bwd)
-            return
-        pipeline.bucket_can_be_released[key] = False
-        status[key] = self._status.COMMUNICATING
-        weights = pipeline.get_fsdp_buffer(bucket_id, bwd)
-        pipeline.recycle_unused_buckets()
-        with torch.no_grad():
-            work = dist.all_gather_into_tensor(
-                output_tensor=weights.fetch_bucket(set_param_data=True).data,
-                input_tensor=weights.get_shard_from_local_buffer(),
-                group=weights.data_parallel_group,
-                async_op=True,
-            )
-        is_there = partial(status.__setitem__, key, self._status.READY_TO_USE)
-        pipeline.param_gather_event_map[key] = (work, is_there)
+                self._pipeline.async_bucket_gather(bucket, transposed)
 
     def _plan(self, params: Sequence[nn.Parameter], **options: Any) -> _Plan:
         asked = copy(self._pipeline)

@@ -1,10 +1,9 @@
 """FusedAdam's step from lists of local tensors, and what clipping shares with it.
 
-Before its step Megatron's optimizer computes the norm of all gradients and scales them by it
-(``clipping.py``); then Transformer Engine's FusedAdam updates the weights. Each is a few kernels
-for all parameters. The host takes longer than the GPU: it walks over the parameters several times,
-reads attributes that do not change, and makes a new DTensor for each access to data. Here the
-attributes are read once, and the same kernels get the same lists of local tensors.
+Megatron's clipping (``clipping.py``) and Transformer Engine's FusedAdam are a few kernels for all
+parameters. The host takes longer than the GPU: it walks over the parameters several times, reads
+attributes that do not change, and makes a new DTensor for each access to data. Here the attributes
+are read once, and the same kernels get the same lists of local tensors.
 
 Note [Once by upstream, then shorter]
     The first call is upstream's own. The kernels and the arguments that reach them through the

@@ -1,9 +1,8 @@
 """Main gradients and main weights, attached and copied from a table.
 
 Note [Once by Megatron-FSDP, then from a table]
-    In every step Megatron-FSDP computes which slice of which buffer belongs to which parameter.
-    Buffers of shards are allocated once. So each slice is cut once and reused as long as its buffer
-    is the same tensor, which is checked in every step.
+    Megatron-FSDP computes in every step which slice of which buffer belongs to which parameter.
+    Here each slice is cut once and reused as long as its buffer is the same tensor.
     Megatron-FSDP's first copies would be allocated beside the graphs' memory, and the allocator
     would keep that memory (2.4 GiB of the preset ``qwen3-moe``). So if copies can borrow memory,
     Megatron-FSDP attaches gradients as for the precision-aware optimizer, which it does not copy.
@@ -11,14 +10,12 @@ Note [Once by Megatron-FSDP, then from a table]
 Note [Copies in borrowed memory]
     The copies that the optimizer reads live from the end of a step's last backward pass to the
     next ``zero_grad``. No graph runs in that time, so the copies may borrow the graphs' own memory
-    (``memory/scratch.py``). If a script keeps gradients longer, into the next forward pass, they
-    are relocated before the pass begins. Only gradients are relocated. Any other tensor in the same
-    memory (``p.grad.detach()``, a local tensor) is overwritten by the next replay. Such tensors are
-    detected before the replay, too late to save them; a warning follows, and no more memory is
-    borrowed.
-    Each parameter has a piece of its own; there is no piece per bucket. Small pieces fit between
-    other tensors, and large ones need memory of their own (3.6 GiB more reserved, measured on the
-    preset ``qwen3-moe``). Pieces that end up side by side are cut from one allocation.
+    (``memory/scratch.py``). Gradients that a script keeps longer are relocated before the next
+    forward pass. Any other tensor in the same memory (``p.grad.detach()``, a local tensor) is
+    overwritten by the next replay. Such tensors are detected before it, too late to save them: a
+    warning follows, and no more memory is borrowed.
+    Each parameter has a piece of its own: small pieces fit between other tensors, and one piece per
+    bucket would need memory of its own (3.6 GiB more reserved, preset ``qwen3-moe``).
 """
 
 from __future__ import annotations
@@ -60,10 +57,7 @@ RELIES_ON = (
 def install_main_gradients(fsdp: Any, scratch: IdlePool | None) -> Callable[[], None]:
     """Attach gradients to the optimizer's parameters from a table; returns the undo.
 
-    Args:
-        fsdp: the ``MegatronFSDP``.
-        scratch: memory for the optimizer's copies; None: ordinary memory. See
-            Note [Copies in borrowed memory].
+    ``scratch`` is memory for their copies, see Note [Copies in borrowed memory]; None: ordinary.
     """
     store = fsdp.param_and_grad_buffer
     table = _GradientTable(store, scratch)
@@ -229,8 +223,7 @@ class _GradientsOfKind:
 def install_main_weights(fsdp: Any) -> Callable[[], None]:
     """Copy main weights into model weights with one fused call per bucket; returns the undo.
 
-    Raises NotApplicableError if weights are quantised, which Megatron-FSDP does itself, or if no
-    buffer holds model weights.
+    Raises NotApplicableError if weights are quantised, or if no buffer holds model weights.
     """
     store, is_float8 = fsdp.param_and_grad_buffer, float8_test(fsdp)
     if any(is_float8(p) for group in store.parameter_groups for p in group.params):

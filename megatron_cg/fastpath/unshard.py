@@ -65,13 +65,7 @@ RELIES_ON = (
 
 
 class CachedParameters(list[nn.Parameter]):
-    """Parameters as Megatron-FSDP lists them, and the subset that represents their buckets.
-
-    Args:
-        parameters: the list.
-        bucket_of: a parameter's bucket.
-        is_float8: whether a parameter is FP8.
-    """
+    """Parameters as Megatron-FSDP lists them, and the subset that represents their buckets."""
 
     def __init__(
         self,
@@ -98,11 +92,7 @@ class CachedParameters(list[nn.Parameter]):
 
 
 class CachedModules:
-    """Modules whose training state is set together; see Note [Shown one module for all].
-
-    Args:
-        unit: the root of the modules; it is one of them.
-    """
+    """The modules of a unit; see Note [Shown one module for all]."""
 
     def __init__(self, unit: nn.Module) -> None:
         self.unit = unit
@@ -232,11 +222,7 @@ def _released(
 
 
 def _fetched(buffer: Any) -> Callable[..., Any]:
-    """A ``fetch_bucket`` that sets the parameters' data only if they do not point there yet.
-
-    With double buffers a bucket returns to the same memory, but Megatron-FSDP sets the data of
-    every parameter again.
-    """
+    """A ``fetch_bucket`` that sets the parameters' data only if they do not point there yet."""
     original = buffer.fetch_bucket
     addresses: list[int] = []
 

@@ -19,17 +19,20 @@ Note [Transformer Engine's contract]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn.functional import grouped_mm
 
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.moe.stacked_weights import stacked
 
+logger = logging.getLogger(__name__)
+_copied: set[tuple[int, ...]] = set()
 _ALIGNMENT = 16
-"""Bytes, of each row that ``grouped_mm`` reads or writes."""
+"""Bytes, of each row and address that ``grouped_mm`` reads or writes."""
 _HOPPER = 9
 """Major compute capability."""
 _BIAS, _FP8, _CALIBRATION, _DELAYED, _DEBUG, _ONE_WEIGHT = 0, 2, 3, 4, 20, 21
@@ -47,6 +50,45 @@ def ends_of(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
     # From pinned memory the copy does not wait for the device.
     ends = counts.cumsum(0).to(torch.int32)
     return ends.pin_memory().to(device, non_blocking=True)
+
+
+def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``[experts, out, in]`` of weights ``[out, in]`` each, all of one shape and dtype.
+
+    The result is a view if the weights lie in one storage at equal distances and aligned, as in a
+    bucket of Megatron-FSDP. Otherwise it is a copy, which is logged once per shape.
+    """
+    first = weights[0]
+    distance = _distance(weights)
+    if distance is not None:
+        return first.as_strided((len(weights), *first.shape), (distance, *first.stride()))
+    shape = (len(weights), *first.shape)
+    if shape not in _copied:
+        _copied.add(shape)
+        logger.info(
+            "megatron_cg: %d expert weights of %s do not lie aligned at equal distances in one "
+            "storage, so each grouped GEMM copies them (%d bytes).",
+            *(len(weights), tuple(first.shape), len(weights) * first.nbytes),
+        )
+    return torch.stack(tuple(weights))
+
+
+def _distance(weights: Sequence[torch.Tensor]) -> int | None:
+    """Elements from one weight to the next in their storage; None if that differs."""
+    first = weights[0]
+    storage = first.untyped_storage()._cdata
+    if first.storage_offset() * first.itemsize % _ALIGNMENT or any(
+        weight.untyped_storage()._cdata != storage or weight.stride() != first.stride()
+        for weight in weights
+    ):
+        return None
+    if len(weights) == 1:
+        return first.numel()
+    distances = {b.storage_offset() - a.storage_offset() for a, b in pairwise(weights)}
+    distance = int(distances.pop())
+    if distances or distance < first.numel() or distance * first.itemsize % _ALIGNMENT:
+        return None
+    return distance
 
 
 def refuse_other(settings: Any, weight: torch.Tensor) -> None:

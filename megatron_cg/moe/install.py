@@ -135,20 +135,18 @@ def counts_on_device(model: nn.Module) -> bool:
 
 def bound_of(model: nn.Module) -> RowBound | None:
     """The bound of rows that the model was built with; None if its graphs have room for all."""
-    return next((one.bound for one in _dispatchers(model) if one.bound is not None), None)
+    return next((made.bound for made in _dispatchers(model) if made.bound is not None), None)
 
 
 def peer_memory_of(model: nn.Module) -> PeerMemory | None:
     """What the model's layers, all of one group, exchange tokens by; None if by collectives."""
-    found = (one.transport for one in _dispatchers(model))
-    return next((one for one in found if isinstance(one, PeerMemory)), None)
+    transports = (made.transport for made in _dispatchers(model))
+    return next((one for one in transports if isinstance(one, PeerMemory)), None)
 
 
 def _dispatchers(model: nn.Module) -> Iterator[dispatcher.DeviceDispatcher]:
-    for module in model.modules():
-        found = getattr(module, "token_dispatcher", None)
-        if isinstance(found, dispatcher.DeviceDispatcher):
-            yield found
+    made = (getattr(module, "token_dispatcher", None) for module in model.modules())
+    return (one for one in made if isinstance(one, dispatcher.DeviceDispatcher))
 
 
 def captures_experts(config: Any) -> bool:

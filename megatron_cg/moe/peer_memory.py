@@ -49,7 +49,15 @@ from megatron_cg.moe.slots import Places
 from megatron_cg.upstream.symbols import Symbol, changed
 
 logger = logging.getLogger(__name__)
-
+_CANNOT = "the {} expert-parallel ranks cannot map each other's GPU memory: {}. {}"
+_INSTEAD = (
+    "--cg-moe-exchange peer is for expert-parallel ranks of one host whose GPUs access each "
+    "other's memory: type --cg-moe-exchange nccl"
+)
+_SEE_ALL = (
+    "Torch takes GPUs with one number for one GPU: let each rank see all GPUs of the host "
+    "(CUDA_VISIBLE_DEVICES), or type --cg-moe-exchange nccl"
+)
 LIMIT = timedelta(minutes=10)
 """How long an exchange outside of graphs waits for a rank, as long as NCCL's default."""
 
@@ -189,7 +197,7 @@ class PeerMemory:
         except RuntimeError as error:
             reason = _first_line(error)
             remedy = _SEE_ALL if "overlapping devices" in reason else _INSTEAD
-            raise CaptureError(f"{_refusal(ranks)}: {reason.rstrip('.')}. {remedy}") from error
+            raise CaptureError(_CANNOT.format(ranks, reason.rstrip("."), remedy)) from error
         addresses = list(handle.buffer_ptrs)
         if addresses[handle.rank] != rows.data_ptr():
             raise changed("torch", _RENDEZVOUS.path, "where each rank's tensor begins")
@@ -222,21 +230,6 @@ def _at_rest() -> bool:
     return True
 
 
-_INSTEAD = (
-    "--cg-moe-exchange peer is for expert-parallel ranks of one host whose GPUs access each "
-    "other's memory: type --cg-moe-exchange nccl"
-)
-
-_SEE_ALL = (
-    "Torch takes GPUs with one number for one GPU: let each rank see all GPUs of the host "
-    "(CUDA_VISIBLE_DEVICES), or type --cg-moe-exchange nccl"
-)
-
-
-def _refusal(ranks: int) -> str:
-    return f"the {ranks} expert-parallel ranks cannot map each other's GPU memory"
-
-
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
@@ -250,8 +243,8 @@ def _require_on_all(group: dist.ProcessGroup, problem: str | None, size: int) ->
     dist.all_gather_object(told, (socket.gethostname(), problem), group)
     hosts = sorted({host for host, _ in told})
     if len(hosts) > 1:
-        names = ", ".join(hosts)
-        raise CaptureError(f"{_refusal(len(told))}: they run on {names}. {_INSTEAD}")
+        where = f"they run on {', '.join(hosts)}"
+        raise CaptureError(_CANNOT.format(len(told), where, _INSTEAD))
     for rank, (_, failure) in enumerate(told):
         if failure is not None:
             raise CaptureError(

@@ -30,7 +30,7 @@ LONGEST = (
     "integrations/standalone/test_megatron_fsdp_v2.py",
     "runs/test_life.py",
     "backends/tape/test_training.py",
-    "fastpath/test_unknown_bodies.py",
+    "fastpath/test_parts.py",
     "compiled/test_loaded.py",
     "fastpath/test_fast_path.py",
     "examples/test_standalone_transformer.py",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +20,55 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from megatron_cg.fastpath.local_tensors import LocalStep, install_adam
+from megatron_cg.fastpath.local_tensors import install_adam
 from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.tools.cpu.fakes import cpu_fakes
+from tests.unit.te_sources import source_of_te
 
-fused_adam = pytest.importorskip(
-    "transformer_engine.pytorch.optimizers.fused_adam",
-    reason="needs transformer-engine with its torch extension",
-    exc_type=ImportError,
-)
+OPTIMIZERS = "transformer_engine.pytorch.optimizers"
+
+
+@contextmanager
+def imported(modules: dict[str, Any]) -> Iterator[None]:
+    """Let ``import`` find these, and those that are added to them."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    yield
+    for name in modules:
+        del sys.modules[name]
+    sys.modules.update({name: module for name, module in before.items() if module is not None})
+
+
+def loaded() -> dict[str, Any]:
+    """TE's two modules of its optimizer, from its sources, and empty ones that they import."""
+    names = {
+        "transformer_engine": (),
+        "transformer_engine_torch": (
+            *("multi_tensor_adam", "multi_tensor_adam_param_remainder", "multi_tensor_adam_fp8"),
+            *("multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master"),
+        ),
+        "transformer_engine.pytorch": (),
+        "transformer_engine.pytorch.constants": ("DType",),
+        "transformer_engine.pytorch.tensor.float8_tensor": ("Float8Tensor", "Float8Quantizer"),
+        "transformer_engine.pytorch.quantized_tensor": ("QuantizedTensor",),
+        OPTIMIZERS: (),
+    }
+    modules: dict[str, Any] = {}
+    for name, kinds in names.items():
+        modules[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
+        vars(modules[name]).update({kind: type(kind, (), {"kFloat32": 0}) for kind in kinds})
+    with imported(modules):
+        for name in ("multi_tensor_apply", "fused_adam"):
+            spec = spec_from_file_location(
+                f"{OPTIMIZERS}.{name}", source_of_te("optimizers", f"{name}.py")
+            )
+            assert spec is not None and spec.loader is not None
+            modules[spec.name] = sys.modules[spec.name] = module_from_spec(spec)
+            spec.loader.exec_module(modules[spec.name])
+    return modules
+
+
+MODULES = loaded()
+fused_adam = MODULES[f"{OPTIMIZERS}.fused_adam"]
 MultiTensorApply: Any = type(fused_adam.multi_tensor_applier)
 
 
@@ -41,7 +85,7 @@ def kernel(chunk: int, flag: Any, tensors: Any, lr: float, *numbers: Any) -> Non
 
 @pytest.fixture(autouse=True)
 def fakes(one_rank: None) -> Iterator[None]:
-    with cpu_fakes():
+    with imported(MODULES):
         yield
 
 
@@ -109,34 +153,6 @@ def test_weights_moments_and_steps_are_those_of_te(
     assert len(runs[0]) > 10
 
 
-def launched(adam: Any) -> list[Any]:
-    """What the kernel gets in three steps, of which the first is TE's."""
-    found: list[Any] = []
-
-    def noted(chunk: int, flag: Any, tensors: Any, *numbers: Any) -> None:
-        assert flag is adam._dummy_overflow_buf
-        places = [[(type(t), t.dtype, t.shape, t.data_ptr()) for t in row] for row in tensors]
-        found.append((chunk, places, numbers))
-
-    adam.multi_tensor_adam = noted
-    for _ in range(3):
-        adam.step()
-    return found
-
-
-@pytest.mark.parametrize("most", [1000, 2, 1])
-def test_the_kernel_gets_what_te_hands_to_it(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_adam, "_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", most)
-    adam = adam_of(parameters("DTensor"))
-    step(adam, 1)
-    te_s = launched(adam)
-    install_adam([adam])
-    for group in adam.param_groups:
-        group["step"] -= 3
-    assert launched(adam) == te_s
-    assert adam.step.__wrapped__.calls == 2 and len(te_s) == 3 * {1000: 2, 2: 3, 1: 4}[most]
-
-
 def chained(adam: Any) -> Any:
     """As Megatron has it."""
     return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
@@ -178,24 +194,6 @@ def test_old_moments_are_not_kept_alive() -> None:
     adam.load_state_dict(saved)
     gc.collect()
     assert len(old) == 6 and not any(moment() is not None for moment in old)
-
-
-def test_a_step_that_is_another_than_expected_stays_te_s(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adam = adam_of(parameters("plain"))
-    step(adam, 1)
-    install_adam([adam])
-    monkeypatch.setattr(LocalStep, "_launches", lambda *_: [])
-    step(adam, 2)
-    step(adam, 3)
-    assert adam.step.__wrapped__.calls == 0 and [g["step"] for g in adam.param_groups] == [
-        3,
-        3,
-        3,
-        3,
-    ]
-    assert caplog.text.count("FusedAdam's step is left to Transformer Engine") == 1
 
 
 def one_step_then_te_s(go_on: Callable[[Any], None]) -> None:
@@ -246,7 +244,7 @@ class Crossed(MultiTensorApply):  # type: ignore[misc]
 
 @pytest.mark.parametrize("other", ["numbers", "order", "kernel"])
 def test_what_is_not_as_expected_is_never_trusted(
-    other: str, monkeypatch: pytest.MonkeyPatch
+    other: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     original = fused_adam.FusedAdam.step
 
@@ -266,6 +264,7 @@ def test_what_is_not_as_expected_is_never_trusted(
     for number in (2, 3):
         step(adam, number)
     assert adam.step.__wrapped__.calls == 0
+    assert caplog.text.count("FusedAdam's step is left to Transformer Engine") == 1
 
 
 def test_without_launches_nothing_is_trusted() -> None:
@@ -308,9 +307,14 @@ class Another(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize(
-    "change", [of_two_kinds, of_lower_precision, of_another_class, of_more_state]
-)
+def with_a_hook(adam: Any) -> None:
+    adam.register_step_post_hook(lambda *_: None)
+
+
+CHANGES = (of_two_kinds, of_lower_precision, of_another_class, of_more_state, with_a_hook)
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_is_unusual_is_te_s(change: Callable[[Any], None]) -> None:
     def go_on(adam: Any) -> None:
         torch.manual_seed(2)
@@ -318,22 +322,6 @@ def test_what_is_unusual_is_te_s(change: Callable[[Any], None]) -> None:
         adam.step()
 
     one_step_then_te_s(go_on)
-
-
-@pytest.mark.parametrize("what", ["hook", "first step"])
-def test_hooks_and_the_first_step_are_te_s(what: str) -> None:
-    adam, seen = adam_of(parameters("plain")), []
-    if what == "hook":
-        step(adam, 1)
-        adam.register_step_post_hook(lambda *_: seen.append(1))
-    install_adam([adam])
-    step(adam, 2)
-    step(adam, 3)
-    if what == "hook":
-        assert adam.step.__wrapped__.calls == 0 and len(seen) == 2
-    else:
-        step(adam, 4)
-        assert adam.step.__wrapped__.calls == 1
 
 
 def test_other_optimizers_are_left_alone() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import CaptureError
@@ -18,7 +20,7 @@ from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import trainer_of
 
-STEPS, CAPTURED_AFTER, LAYERS = 4, 1, 2
+STEPS, CAPTURED_AFTER, LAYERS, MICROBATCHES = 4, 1, 2, 2
 PARTS = [
     *("gradients", "detached-weights-of-graphs", "unshard", "gathers"),
     *("main-gradients", "main-weights"),
@@ -53,6 +55,87 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
+class Some(nn.ModuleList):
+    """Layers of which the first one can be left out."""
+
+    skips = False
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        layers = super().__iter__()
+        if self.skips:
+            next(layers)
+        return layers
+
+
+class Shuffled(nn.ModuleList):
+    """Layers that run in another order than they are registered in."""
+
+    order = (1, 0)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        layers = list(super().__iter__())
+        return iter([layers[number] for number in self.order])
+
+
+def decoder_of(trainer: Any) -> Any:
+    (decoder,) = (m for m in trainer.model.modules() if type(m).__name__ == "TransformerBlock")
+    return decoder
+
+
+@contextmanager
+def one_rank_leaves_its_last_graph(trainer: Any) -> Iterator[None]:
+    """The layer that runs last, and what follows it by registration is not there yet."""
+    decoder_of(trainer).layers.__class__ = Shuffled
+    last = list(decoder_of(trainer).layers)[-1]
+    last.mlp.training = dist.get_rank() > 0
+    yield
+    last.mlp.training = True
+
+
+@contextmanager
+def first_layer_skipped(trainer: Any) -> Iterator[None]:
+    """In the last microbatch of each step; Megatron-FSDP has no buffer for more of it."""
+    layers, own, passes = decoder_of(trainer).layers, trainer._forward, count(1)
+    layers.__class__ = Some
+
+    def forward() -> torch.Tensor:
+        layers.skips = next(passes) % MICROBATCHES == 0
+        losses: torch.Tensor = own()
+        layers.skips = False
+        return losses
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "_forward", forward)
+        yield
+
+
+@contextmanager
+def gradients_hooked(hook: Callable[[torch.Tensor], None], trainer: Any) -> Iterator[None]:
+    """By hooks that run after Megatron-FSDP's own, and find no gradient then."""
+    with ExitStack() as stack:
+        for parameter in trainer.model.module.param_and_grad_buffer.params:
+            stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        yield
+
+
+def halve(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
+def drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+EDGES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+    "first layer skipped": first_layer_skipped,
+    "one rank leaves its last graph": one_rank_leaves_its_last_graph,
+    "gradients halved": partial(gradients_hooked, halve),
+    "gradients dropped": partial(gradients_hooked, drop),
+}
+"""Steps that are other than those before: passes begin elsewhere or leave a graph."""
+
+
 def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]:
     """Numbers and shards of a run, and what the fast path did."""
     from megatron_cg.fastpath import bucketing as gradients
@@ -63,6 +146,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
     without_graphs = options.pop("without_graphs", False)
     backend = BorrowingTape() if options.pop("borrows", False) else TapeBackend()
     penalty, borrowed = options.pop("penalty", False), list[int]()
+    edge = options.pop("edge", nullcontext)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if waiting is not None:
             patch.setattr(gradients, "WAITING_BYTES", waiting)
@@ -71,7 +155,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
 
             patch.setattr("megatron_cg.tools.cpu.cpu_model.GPTModel", with_frozen(GPTModel, frozen))
         shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16, **options)
-        trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=2))
+        trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES))
         if penalty:
             with_penalty(trainer.model)
         taking = gradients.GradientBucketing.take_detached
@@ -84,7 +168,9 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
             stack.callback(path.close)
         elif graphs:
             path = trainer.capture(backend, fast_path=fast).fast_path
-        numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
+        numbers.append(trainer.step())
+        with edge(trainer):
+            numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER - 1)]
         if path is not None:
             copies = path.bucketing.copies if path.bucketing else 0
             assert not isinstance(backend, BorrowingTape) or backend.poisoned > 0
@@ -187,6 +273,9 @@ def train_all() -> dict[str, Any]:
         if name == "dense":
             runs["plain"] = trained(options, graphs=True, fast=False)
         found[name] = runs
+    for name, edge in EDGES.items():
+        options = {"graph_modules": ("attn", "mlp"), "edge": edge}
+        found[name] = {way: trained(options, way == "fast", True) for way in ("eager", "fast")}
     return found
 
 
@@ -210,7 +299,7 @@ def train_alone(options: dict[str, Any]) -> dict[str, Any]:
     return {name: trained(options, name == "fast", True) for name in ("eager", "fast")}
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [*SCENARIOS, *EDGES])
 def test_numbers_and_shards_are_those_of_an_eager_run(
     results: list[dict[str, Any]], name: str
 ) -> None:
@@ -276,24 +365,6 @@ def test_gradients_of_graphs_are_borrowed_once_a_pass(results: list[dict[str, An
             detaches = "detached-weights-of-graphs" in runs["fast"]["parts"]
             beside = int("penalty" in options)
             assert runs["fast"]["borrowed"] == [beside] * (LAYERS * passes if detaches else 0)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "defers"),
-    [
-        ("optim_grads_params", True),
-        # No weight is detached from autograd, so no launch would issue what is held.
-        ("optim_grads", False),
-    ],
-)
-def test_gathers_are_deferred_only_where_a_launch_issues_them(
-    strategy: str, defers: bool, one_rank: None
-) -> None:
-    options = {"data_parallel_sharding_strategy": strategy}
-    with trainer_of(CpuModelConfig(layers=2, fsdp_options=options), graphs=True) as trainer:
-        trainer.step()
-        session = trainer.capture(TapeBackend())
-        assert bool(session.fast_path.deferred._graphed) is defers
 
 
 def test_ranks_that_choose_otherwise_capture_nothing() -> None:

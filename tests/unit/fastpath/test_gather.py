@@ -5,7 +5,6 @@ The next unit is gathered after the launch of a graph.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -16,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.fastpath import install
-from megatron_cg.fastpath.detached_weights import _Detached
 from megatron_cg.fastpath.gather import DeferredPrefetch, Gathers, install_gathers
 from megatron_cg.fastpath.unshard import (
     CachedModules,
@@ -240,7 +237,7 @@ class Pipeline:
         self.training = True
         gathers: Any = Gathers(own, self.deferred, lambda: self.training)
         self.gathers = gathers
-        self.gathers.async_bucket_gather = self.gather
+        own.async_bucket_gather = self.gather
 
     def place(self, weight: Any) -> int:
         return next(place for place, one in enumerate(self.weights) if one is weight)
@@ -312,15 +309,6 @@ def test_megatron_is_asked_for_what_is_more_than_a_gather_a_group(
     assert pipeline.ask(1, **options) == [asked]
 
 
-@pytest.mark.parametrize("status", ["COMMUNICATING", "READY_TO_USE", "PRESERVED"])
-def test_a_bucket_that_is_not_empty_is_left_to_megatron(cpu: None, status: str) -> None:
-    own: Any = Pipeline({1: status}).own
-    own.async_bucket_gather = lambda *bucket: asked.append(bucket)
-    asked: list[Any] = []
-    Gathers(own, DeferredPrefetch(), lambda: True).async_bucket_gather(1, False)
-    assert asked == [(1, False)] and own.bucket_status[1, False].name == status
-
-
 def test_the_next_unit_is_gathered_once_a_graph_is_launched(cpu: None) -> None:
     pipeline = Pipeline()
     assert pipeline.ask(1) == ["waits for all", 1]
@@ -371,73 +359,6 @@ def test_without_a_replay_to_come_all_is_gathered_at_once(cpu: None) -> None:
     assert pipeline.ask(1) == ["waits for all", 1, 2]
 
 
-def trained_with_graphs() -> dict[str, Any]:
-    """Losses with graphs and without, and when gathers are issued in a step with graphs."""
-    from megatron.core import parallel_state
-
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.tools.cpu.voting import VotingTrainer
-
-    found: dict[str, Any] = {}
-    for graphs in (False, True):
-        model = CpuModelConfig(layers=UNITS, graph_modules=("attn", "mlp"))
-        trainer: Any = VotingTrainer(TrainingPlan(model, graphs=True, microbatches=1))
-        try:
-            numbers = [trainer.step()]
-            if graphs:
-                trainer.start()
-            numbers += [trainer.step(), trainer.step()]
-            with pytest.MonkeyPatch.context() as patch:
-                found["events"] = noted(trainer.model.module, patch)
-                numbers.append(trainer.step())
-            found[str(graphs)] = numbers
-        finally:
-            trainer.close()
-            parallel_state.destroy_model_parallel()
-    return found
-
-
-def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
-    """Units as they are gathered, their forward passes, and when a backward pass begins."""
-    events: list[Any] = []
-    own = dist.all_gather_into_tensor
-    units = {
-        group.model_weight_buffer.data.untyped_storage().data_ptr(): group.fsdp_unit_id
-        for group in fsdp.param_and_grad_buffer.parameter_groups
-    }
-
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        if "input_tensor" in kwargs:
-            unit = units[kwargs["input_tensor"].untyped_storage().data_ptr()]
-            backward = fsdp._root_pre_backward_hook_issued
-            events.append(f"{'backward' if backward else 'forward'}: gather {unit}")
-        return own(*args, **kwargs)
-
-    patch.setattr(dist, "all_gather_into_tensor", gathered)
-    launch = _Detached.apply
-
-    def launched(*args: Any) -> Any:
-        outputs: Any = launch(*args)  # type: ignore[no-untyped-call]
-        events.append("launch")
-        return outputs
-
-    patch.setattr(_Detached, "apply", launched)
-    return events
-
-
-def test_gathers_overlap_with_graphs_and_numbers_stay() -> None:
-    for found in on_ranks(trained_with_graphs):
-        assert found["True"] == found["False"]
-        units = [event for event in found["events"] if "None" not in event]
-        assert units == [
-            *("forward: gather 0", "launch"),
-            *("forward: gather 1", "launch"),
-            *("forward: gather 2", "launch"),
-            # Megatron-FSDP prefetches unit 1 in the call that asks for unit 2, in their order.
-            *("backward: gather 1", "backward: gather 2", "backward: gather 0"),
-        ]
-
-
 def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
     pipeline = dense_model.module.all_gather_pipeline
     undo = install_gathers(dense_model.module, DeferredPrefetch())
@@ -455,7 +376,7 @@ def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
             pipeline.all_gather_params(params=listed, bwd=False)
     assert len(seen) == 1
     undo()
-    assert not {"all_gather_params", "async_bucket_gather"} & vars(pipeline).keys()
+    assert "all_gather_params" not in vars(pipeline)
 
 
 def test_modules_get_their_state_together() -> None:
@@ -539,33 +460,3 @@ def test_parameters_are_pointed_at_their_bucket_only_when_they_are_elsewhere() -
     buffer.params[1].data = torch.zeros(2)
     fetch(None, set_param_data=True)
     assert buffer.set == 3 and buffer.params[1].data_ptr() == buffer.memory[2:].data_ptr()
-
-
-def walks(trainer: Any) -> int:
-    """How often Megatron-FSDP looks up a layer's modules before backward passes, in one step."""
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-
-    layers, own = {id(layer) for layer in transformer_layers(trainer.model)}, nn.Module.modules
-    callers: list[str] = []
-
-    def modules(self: nn.Module, *given: Any) -> Any:
-        if id(self) in layers:
-            callers.append(sys._getframe(1).f_code.co_name)
-        return own(self, *given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Module, "modules", modules)
-        trainer.step()
-    return callers.count("_pre_backward_param_unshard")
-
-
-def test_no_layer_is_walked_over_before_its_backward_pass(one_rank: None) -> None:
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    trainer: Any = Trainer(TrainingPlan(CpuModelConfig(layers=2)))
-    assert walks(trainer) == 2
-    path = install(trainer.model.module)
-    assert walks(trainer) == 0
-    path.close()
-    assert walks(trainer) == 2

@@ -1,4 +1,4 @@
-"""Collectives of a rank that does not replay: in the order of the ranks that do.
+"""Gathers of the next unit come after a launch; a rank that does not replay keeps their order.
 
 The eager rest of a layer, after its graph, has a collective of its own over another group, like the
 all-to-all of experts.
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cg.fastpath.detached_weights import _Detached
 from megatron_cg.replay.guard import Mismatch
 from tests.unit.ranks import on_ranks
 
@@ -83,24 +84,37 @@ def started(layers: int = LAYERS) -> Any:
     return trainer
 
 
-def noted(trainer: Any, patch: pytest.MonkeyPatch) -> list[str]:
-    """The collectives of forward passes from now on."""
-    events: list[str] = []
+def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
+    """Units as they are gathered, their forward passes, and when a backward pass begins."""
+    events: list[Any] = []
     own = dist.all_gather_into_tensor
-    fsdp = trainer.model.module
     units = {
         group.model_weight_buffer.data.untyped_storage().data_ptr(): group.fsdp_unit_id
         for group in fsdp.param_and_grad_buffer.parameter_groups
     }
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        shard = kwargs.get("input_tensor")
-        key = None if shard is None else shard.untyped_storage().data_ptr()
-        if key in units and not fsdp._root_pre_backward_hook_issued:
-            events.append(f"gather {units[key]}")
+        if "input_tensor" in kwargs:
+            unit = units[kwargs["input_tensor"].untyped_storage().data_ptr()]
+            backward = fsdp._root_pre_backward_hook_issued
+            events.append(f"{'backward' if backward else 'forward'}: gather {unit}")
         return own(*args, **kwargs)
 
     patch.setattr(dist, "all_gather_into_tensor", gathered)
+    launch = _Detached.apply
+
+    def launched(*args: Any) -> Any:
+        outputs: Any = launch(*args)  # type: ignore[no-untyped-call]
+        events.append("launch")
+        return outputs
+
+    patch.setattr(_Detached, "apply", launched)
+    return events
+
+
+def with_experts(trainer: Any, patch: pytest.MonkeyPatch) -> list[str]:
+    """What :func:`noted` notes, and a collective of the eager rest of each layer."""
+    events = noted(trainer.model.module, patch)
     experts = dist.new_group(backend="gloo")
     for number, layer in enumerate(layers_of(trainer)):
 
@@ -121,7 +135,7 @@ def in_order() -> dict[str, Any]:
         trainer = started()
         try:
             with pytest.MonkeyPatch.context() as patch:
-                events = noted(trainer, patch)
+                events = with_experts(trainer, patch)
                 if dist.get_rank() == 1:
                     way(trainer, patch)
                 trainer.step()
@@ -143,12 +157,18 @@ def test_a_rank_that_runs_eagerly_keeps_to_the_order_of_the_others(
     found: list[dict[str, Any]], way: Callable[..., None]
 ) -> None:
     replaying, eager = (rank[way.__name__] for rank in found)
-    order = [event for event in replaying[0] if event != "gather None"]
-    assert order == [
-        *("gather 0", "gather 1", "experts 0"),
-        *("gather 2", "experts 1", "experts 2"),
+    events = [event for event in replaying[0] if "None" not in event]
+    assert events == [
+        *("forward: gather 0", "launch", "forward: gather 1", "experts 0"),
+        *("launch", "forward: gather 2", "experts 1", "launch", "experts 2"),
+        # Megatron-FSDP prefetches unit 1 in the call that asks for unit 2, in their order.
+        *("backward: gather 1", "backward: gather 2", "backward: gather 0"),
     ]
-    assert eager[0] == replaying[0]
+    collectives = [
+        [event for event in rank[0] if event not in ("launch", "forward: gather None")]
+        for rank in (replaying, eager)
+    ]
+    assert collectives[0] == collectives[1]
     steps = 3 - (way is not no_change)
     assert (eager[1], eager[2]) == (LAYERS * (way is not no_change), LAYERS * steps)
     assert (replaying[1], replaying[2]) == (0, LAYERS * 3)
@@ -157,7 +177,7 @@ def test_a_rank_that_runs_eagerly_keeps_to_the_order_of_the_others(
 def test_an_error_before_a_replay_leaves_nothing_held(one_rank: None) -> None:
     trainer = started(2)
     with pytest.MonkeyPatch.context() as patch:
-        events = noted(trainer, patch)
+        events = with_experts(trainer, patch)
         layer = layers_of(trainer)[0]
 
         def failing(*_args: Any, **_kwargs: Any) -> None:
@@ -166,5 +186,6 @@ def test_an_error_before_a_replay_leaves_nothing_held(one_rank: None) -> None:
         patch.setitem(vars(layer), "_te_cuda_graph_replay", failing)
         with pytest.raises(ForcedError):
             trainer.step()
-        assert [event for event in events if event != "gather None"] == ["gather 0", "gather 1"]
+        gathers = [event for event in events if "None" not in event]
+        assert gathers == ["forward: gather 0", "forward: gather 1"]
     trainer.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_cg.errors import ConfigurationError
-from megatron_cg.moe import stacked_weights
+from megatron_cg.moe import grouped_gemm
 from megatron_cg.moe.grouped_gemm import GroupedGemm, ends_of, refuse_other
 from megatron_cg.moe.install import _LAYER_OF_TE
 from megatron_cg.tools.cpu.grouped_linear import SETTINGS, _GroupedLinear
@@ -80,7 +80,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
 
 def test_weights_in_a_bucket_are_not_copied() -> None:
     weights = weights_in_one_bucket(3, torch.bfloat16)
-    whole = stacked_weights.stacked(weights)
+    whole = grouped_gemm.stacked(weights)
     assert whole.data_ptr() == weights[0].data_ptr()
     assert torch.equal(whole, torch.stack(weights))
 
@@ -111,11 +111,11 @@ def overlapping(weights: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_weights_that_lie_otherwise_are_copied(
     way: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stacked_weights, "_copied", set())
+    monkeypatch.setattr(grouped_gemm, "_copied", set())
     weights = way(weights_in_one_bucket(3, torch.bfloat16))
     with caplog.at_level(logging.INFO), torch.no_grad():
         for _ in range(2):
-            assert torch.equal(stacked_weights.stacked(weights), torch.stack(weights))
+            assert torch.equal(grouped_gemm.stacked(weights), torch.stack(weights))
     (message,) = caplog.messages
     assert "3 expert weights" in message and f"({3 * weights[0].nbytes} bytes)" in message
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,19 +147,6 @@ def test_a_changed_dispatcher_is_refused_before_anything_is_changed(
     assert moe_layer.MoEAlltoAllTokenDispatcher is MoEAlltoAllTokenDispatcher
 
 
-def test_enable_takes_the_grouped_gemm(in_place_of_te: None) -> None:
-    before = grouped_linear._GroupedLinear
-    try:
-        megatron_cg.enable()
-        assert grouped_linear._GroupedLinear is before
-        megatron_cg.enable(grouped_gemm="torch")
-        megatron_cg.enable(grouped_gemm="torch")
-        assert vars(grouped_linear)["_GroupedLinear"] is GroupedGemm
-    finally:
-        megatron_cg.disable()
-    assert grouped_linear._GroupedLinear is before
-
-
 def test_only_dispatchers_in_graphs_are_bounded(model_parallel: None, used: None) -> None:
     before = moe_layer.MoEAlltoAllTokenDispatcher
     assert dispatcher().bound is None
@@ -207,33 +193,6 @@ def test_a_group_of_the_same_name_made_later_has_peer_memory_of_its_own(
 
 def of_two_ranks(self: Any, *args: Any, **named: Any) -> None:
     self.ep_size, self.ep_group = 2, torch.distributed.group.WORLD
-
-
-@pytest.mark.parametrize("factor", [1.25, None])
-@pytest.mark.parametrize("by", ["flag", "argument"])
-def test_with_a_bound_and_not_without_it_steps_are_repeated(
-    model_parallel: None, in_place_of_te: None, by: str, factor: float | None
-) -> None:
-    from megatron.core.pipeline_parallel import schedules
-
-    from megatron_cg.integrations.megatron import patches
-
-    before = schedules.forward_backward_no_pipelining
-    try:
-        if by == "flag":
-            megatron_cg.enable()
-            given = GraphArguments(cg_grouped_gemm="torch", cg_moe_rows=factor)
-            patches.start(given, SimpleNamespace(), wants_graphs=True)
-        else:
-            megatron_cg.enable(grouped_gemm="torch", moe_rows=factor)
-        bound = dispatcher().bound
-        repeats = schedules.forward_backward_no_pipelining is not before
-    finally:
-        megatron_cg.disable()
-    assert repeats == (factor is not None)
-    assert (bound.factor if bound is not None else None) == factor
-    assert schedules.forward_backward_no_pipelining is before
-    assert moe_layer.MoEAlltoAllTokenDispatcher is MoEAlltoAllTokenDispatcher
 
 
 @pytest.mark.parametrize(

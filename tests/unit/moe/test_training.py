@@ -88,7 +88,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.moe import stacked_weights
+    from megatron_cg.moe import grouped_gemm
     from megatron_cg.moe.install import (
         counts_on_device,
         exchange_by_peers,
@@ -100,7 +100,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
 
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()
-    stacked_weights._copied.clear()
+    grouped_gemm._copied.clear()
     with ExitStack() as undo:
         if ours:
             undo.enter_context(in_place_of_te())
@@ -134,7 +134,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
             index.get_outer_fsdp_group().size() if index.use_hybrid_fsdp else 1,
         ]
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
-        copied = bool(stacked_weights._copied)
+        copied = bool(grouped_gemm._copied)
         made: dict[str, Any] = {"peers": peer_memory_of(trainer.model) is not None}
         made |= {"device": device, "parts": list(parts), "sizes": sizes}
         return {"copied": copied, "steps": steps, **made, **shown}

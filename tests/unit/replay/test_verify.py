@@ -22,7 +22,7 @@ from megatron_cg.replay.verify import ROUNDS, _differences, verify
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 from tests.unit.counted import expect
-from tests.unit.fastpath.test_gather import noted
+from tests.unit.fastpath.test_order import noted
 from tests.unit.trainers import trainer_of
 
 STEPS, LAYERS = 4, 2
