@@ -295,12 +295,13 @@ class Choosing(megatrons.FP32Optimizer):  # type: ignore[misc]
 @pytest.mark.parametrize("kind", ["the chain", "no Megatron's", "apart", "own method"])
 def test_what_this_cannot_clip_is_left_alone(kind: str) -> None:
     some = parameters()
-    optimizer: Any = {
+    makers: dict[str, Callable[[], Any]] = {
         "the chain": lambda: megatrons.ChainedOptimizer([optimizer_of(some)]),
         "no Megatron's": lambda: torch.optim.SGD(some),
         "apart": lambda: optimizer_of(some),
         "own method": lambda: optimizer_of(some, cls=Choosing),
-    }[kind]()
+    }
+    optimizer = makers[kind]()
     if kind == "apart":
         some[4].grad_norm_group = "mtp"
     before = dict(vars(optimizer))
