@@ -8,7 +8,7 @@ from __future__ import annotations
 Reasons = dict[str, dict[tuple[str, ...], str]]
 _OWN: Reasons = {
     "megatron_cg/consensus/exchange.py": {
-        ("pending.work.wait(*(() if timeout is None else (timeout,)))",): (
+        ("work.wait(*(() if timeout is None else (timeout,)))",): (
             "the host waits for a vote, in a gloo group on CPU tensors"
         )
     },
