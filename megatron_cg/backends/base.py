@@ -32,8 +32,7 @@ class Backend:
     ) -> tuple[Callable[..., Any], ...]:
         """Warm the callables up and capture them, with the hooks outside of the graphs.
 
-        ``options`` are those of TE's ``make_graphed_callables``. A graph is called with tensors,
-        and its ``reset()`` releases it.
+        ``options`` are those of TE's ``make_graphed_callables``. A graph's ``reset()`` releases it.
         """
         raise NotImplementedError
 
@@ -57,16 +56,10 @@ class Backend:
         """The current state of numerics, such as FP8, comparable with ``==``."""
 
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
-        """What :meth:`numerics` must return when callable ``index`` replays.
-
-        ``options`` are those that :meth:`capture` was given.
-        """
+        """What :meth:`numerics` must return when a callable replays that ``options`` captured."""
 
     def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
-        """Objects in ``modules`` with memory that the modules' graphs read or write.
-
-        Parameters and buffers are not among them.
-        """
+        """Objects in ``modules``, besides their tensors, whose memory graphs read or write."""
         return []
 
     def without_updates(self) -> AbstractContextManager[None]:

@@ -15,8 +15,6 @@ from torch import nn
 
 from megatron_cg.backends.cuda_cleanup import device_generator, generators_kept
 from megatron_cg.backends.te.te_if_loaded import rng_states
-from megatron_cg.errors import CaptureError
-from megatron_cg.upstream.patch import put_over, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -26,8 +24,8 @@ _TRACKER = Symbol(
 _STATES = Symbol(
     "megatron-core",
     f"{_RANDOM}:CudaRNGStatesTracker",
-    "the RNG tracker, whose fork() draws from one of its states",
-    attributes=("states_", "fork"),
+    "the RNG tracker, which draws from one of its states",
+    attributes=("states_",),
 )
 RELIES_ON = (_TRACKER, _STATES)
 
@@ -43,7 +41,8 @@ def megatron_tracker() -> Any:
 def generators_of(callables: Iterable[nn.Module], device_type: str) -> list[torch.Generator]:
     """The generators that captured code may draw from, besides the device's own.
 
-    Those of Megatron's and of TE's RNG trackers, and attributes of the modules.
+    Those of Megatron's and of TE's RNG trackers, and attributes of the modules. A tracker that is
+    not graph-safe holds states as tensors, and torch refuses to set one in a capture.
     """
     tracker = megatron_tracker()
     states = [*rng_states().values(), *(tracker.states_.values() if tracker is not None else ())]
@@ -70,34 +69,4 @@ def random_states_kept(callables: Iterable[nn.Module], device_type: str) -> Iter
     """Restore all generators that captured code may draw from, and what the tracker holds."""
     own = device_generator() if device_type == "cuda" else []
     with tracked_states_kept(), generators_kept([*own, *generators_of(callables, device_type)]):
-        yield
-
-
-@contextmanager
-def forks_checked() -> Iterator[None]:
-    """In the block, a fork of Megatron's tracker needs a state that a graph can be given.
-
-    A tracker that is not graph-safe holds states as tensors, and sets the generator to a tensor in
-    each fork. No Python runs in a replay, so it would draw other numbers than an eager pass.
-
-    Raises CaptureError in the fork, with the name of the state.
-    """
-    tracker = megatron_tracker()
-    if tracker is None:
-        yield
-        return
-    original = tracker.fork
-
-    def fork(*args: Any, **kwargs: Any) -> Any:
-        name = args[0] if args else kwargs.get("name", "model-parallel-rng")  # fork's own default
-        if isinstance(tracker.states_.get(name), torch.Tensor):
-            raise CaptureError(
-                f"the captured code draws from the state {name!r} of Megatron's RNG tracker, which "
-                "is no generator that can be registered with a graph. Seed with "
-                "model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=True), or type "
-                "--te-rng-tracker."
-            )
-        return original(*args, **kwargs)
-
-    with undone_after(put_over(tracker, "fork", fork)):
         yield

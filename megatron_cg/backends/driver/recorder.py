@@ -1,8 +1,4 @@
-"""What records a pass: the protocol between the driver and a tape or CUDA graphs.
-
-The driver (``capture.py``) decides what is run in which order and how long each result lives. A
-recorder records one pass at a time, and owns the memory of all passes of one capture.
-"""
+"""What records a pass: the protocol between the driver and a tape or CUDA graphs."""
 
 from __future__ import annotations
 

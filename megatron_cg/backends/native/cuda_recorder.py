@@ -67,10 +67,7 @@ class CudaRecording:
 class CudaRecorder:
     """Captures the passes of one capture. See :class:`megatron_cg.backends.driver.recorder`.
 
-    Args:
-        pool: the memory pool, from ``torch.cuda.graph_pool_handle()``.
-        generators: those that captured code may draw from, besides the device's own.
-        error_mode: ``capture_error_mode`` of ``torch.cuda.graph``.
+    Captured code may draw from ``generators``, besides the device's own.
     """
 
     def __init__(self, pool: Any, generators: Sequence[torch.Generator], error_mode: str) -> None:
@@ -167,12 +164,12 @@ class CudaRecorder:
 
 def _of_generator(error: RuntimeError, module: nn.Module, label: str) -> CaptureError | None:
     """An error that names the draw from an unregistered generator; None for other errors."""
-    found: BaseException | None = error
-    while found is not None and _NOT_REGISTERED not in str(found):
-        found = found.__cause__ or found.__context__
-    if found is None:
+    first: BaseException | None = error
+    while first is not None and _NOT_REGISTERED not in str(first):
+        first = first.__cause__ or first.__context__
+    if first is None:
         return None
-    place = place_of(reversed(list(traceback.walk_tb(found.__traceback__))), module)
+    place = place_of(reversed(list(traceback.walk_tb(first.__traceback__))), module)
     return CaptureError(
         f"{place or type(module).__name__} (captured as {label}) draws from a torch.Generator that "
         "the graph does not know. Keep it as an attribute of a captured module, or as a state of "

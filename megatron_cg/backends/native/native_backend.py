@@ -30,7 +30,7 @@ from megatron_cg.backends.cuda_cleanup import stream_kept
 from megatron_cg.backends.driver.capture import capture_modules
 from megatron_cg.backends.driver.graphed import GraphedModule
 from megatron_cg.backends.native.cuda_recorder import CudaRecorder
-from megatron_cg.backends.rng_tracker import forks_checked, generators_of, random_states_kept
+from megatron_cg.backends.rng_tracker import generators_of, random_states_kept
 from megatron_cg.backends.te.te_if_loaded import fp8_recipe, told_of_capture
 from megatron_cg.errors import ArgumentError, CaptureError, Violation
 from megatron_cg.fsdp.transform import CaptureTimeHooks
@@ -44,14 +44,10 @@ ErrorMode = Literal["global", "thread_local", "relaxed"]
 class NativeBackend(Backend):
     """Captures modules into CUDA graphs.
 
-    Args:
-        capture_error_mode: what CUDA refuses while a graph is captured: unsafe calls of all threads
-            (``"global"``, torch's default), of the capturing thread, or none; see
-            ``torch.cuda.graph``.
+    ``capture_error_mode`` says what CUDA refuses while a graph is captured: unsafe calls of all
+    threads (``"global"``), of the capturing thread, or none; see ``torch.cuda.graph``.
 
-    Raises:
-        CaptureError: there is no GPU.
-        ArgumentError: another error mode.
+    Raises CaptureError if there is no GPU, and ArgumentError for another error mode.
     """
 
     name = "native"
@@ -91,7 +87,7 @@ class NativeBackend(Backend):
         generators = generators_of(callables, self.device.type)
         recorder = partial(CudaRecorder, pool, generators, self._error_mode)
         # The stream here too, since a failed rank runs other hooks before its state is restored.
-        with stream_kept(), forks_checked(), told_of_capture():
+        with stream_kept(), told_of_capture():
             graphs = capture_modules(
                 self.name,
                 recorder,

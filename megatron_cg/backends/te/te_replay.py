@@ -35,37 +35,28 @@ _OWN_ARGUMENTS = 3
 
 
 def replay_function(graph: Any) -> ReplayFunction:
-    """How autograd sees the replays of ``graph``.
+    """How autograd sees the replays of a graph from ``make_graphed_callables``.
 
-    Args:
-        graph: the result of ``make_graphed_callables`` for one sample.
-
-    Raises:
-        UpstreamChangedError: a closure variable is missing.
+    Raises UpstreamChangedError if a closure variable is missing.
     """
     called = graph.forward if isinstance(graph, nn.Module) else graph
     applied = _cell(_cell(called, "graphed").cell_contents, "Graphed")
     function = applied.cell_contents
     clones = _cell(function.backward, "returned_param_grad_clone_slots")
+    none = (False,) * len(clones.cell_contents)
+
+    def borrow() -> Callable[[], None]:  # Called in each backward pass, so it only sets a variable.
+        own, clones.cell_contents = clones.cell_contents, none
+        return partial(setattr, clones, "cell_contents", own)
+
     incoming = _cell(function.backward, "static_grad_outputs").cell_contents
     return ReplayFunction(
         function,
         _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
         replace=lambda replacement: set_cell(applied, replacement),
-        borrow=_borrowing(clones),
+        borrow=borrow,
         needs=tuple(static is not None for static in incoming),
     )
-
-
-def _borrowing(clones: CellType) -> Callable[[], Callable[[], None]]:
-    """Make ``borrow``. Each graph calls it in each backward pass, so it only sets a variable."""
-    none = (False,) * len(clones.cell_contents)
-
-    def borrow() -> Callable[[], None]:
-        own, clones.cell_contents = clones.cell_contents, none
-        return partial(setattr, clones, "cell_contents", own)
-
-    return borrow
 
 
 def _cell(function: Any, name: str) -> CellType:

@@ -65,43 +65,6 @@ def test_a_draw_from_another_generator_is_named_with_its_place(cuda: CudaDouble)
     assert cuda.underway is None and set(cuda.users.values()) == {0}
 
 
-@pytest.mark.parametrize("safe", [False, True])
-def test_a_fork_of_a_tracker_that_is_not_graph_safe_is_refused_by_name(
-    cuda: CudaDouble, safe: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core.tensor_parallel import random
-
-    states = {
-        "drawn": torch.Generator() if safe else torch.get_rng_state(),
-        "not drawn": torch.get_rng_state(),
-    }
-    forked: list[str] = []
-
-    class Tracker:
-        states_ = states
-
-        def fork(self, name: str = "model-parallel-rng") -> Any:
-            forked.append(name)
-            return nullcontext()
-
-    tracker = Tracker()
-    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
-
-    class Forking(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with tracker.fork("drawn"):
-                return super().forward(x)
-
-    if safe:
-        capture(Forking(4, 4))
-        assert set(forked) == {"drawn"} and states["drawn"] in cuda.graphs[1].registered
-    else:
-        with pytest.raises(CaptureError, match=r"the state 'drawn' .*use_cudagraphable_rng=True"):
-            capture(Forking(4, 4))
-        assert not forked
-    assert "fork" not in vars(tracker)
-
-
 class Fp8(nn.Linear):
     """TE's name for weights that are quantized themselves."""
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.native import native_backend
 from tests.unit.backends.cuda_double import (
     OnCpu,
     cuda_double,
@@ -19,15 +18,13 @@ from tests.unit.counted import expect
 
 @pytest.mark.parametrize("fast_path", [False, True])
 def test_a_model_under_megatron_fsdp_trains_the_same_numbers(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch, fast_path: bool
+    one_rank: None, fast_path: bool
 ) -> None:
     from megatron.core import parallel_state
 
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
-    # Under the fakes of the CPU, states of Megatron's tracker are tensors.
-    monkeypatch.setattr(native_backend, "forks_checked", nullcontext)
     losses: dict[bool, list[Any]] = {}
     for graphs in (False, True):
         with cuda_double(fakes=False) as cuda:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ from packaging.version import Version
 from torch.distributed import distributed_c10d
 
 from megatron_cg.arguments.schema import GraphArguments
-from megatron_cg.backends.native import native_backend
 from megatron_cg.capture.session import close_all_sessions, open_sessions
 from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError, UpstreamChangedError
 from megatron_cg.integrations.megatron import helper as module
@@ -117,8 +116,6 @@ def test_the_native_backend_asks_nothing_of_te(
     # As megatron-core 0.19.2 reports a TE that is not there.
     monkeypatch.setattr("megatron.core.utils._te_version", Version(te or "0.0.0"))
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", te is not None)
-    # Under the fakes of the CPU, states of Megatron's tracker are tensors.
-    monkeypatch.setattr(native_backend, "forks_checked", nullcontext)
     asked = [one.is_te_min_version for one in (cuda_graphs, transformer_layer)]
     with cuda_double(fakes=False) as cuda:
         made = partial(
