@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_cg.backends.tape.tape_host import Host
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.memory.storage import StorageReference
 
@@ -67,8 +66,8 @@ class Pool:
         self._own: dict[int, torch.UntypedStorage] = {}
         self._outside: dict[int, _Outside] = {}
         self._borrowed: set[int] = set()
-        self.host = Host()
-        """The host tensors of the capture."""
+        self.host: dict[int, torch.UntypedStorage] = {}
+        """Tensors of the capture that would be on the host; see ``backends/host_reads.py``."""
 
     def owns(self, key: int) -> bool:
         """Return whether the storage was made by a tape of this pool."""

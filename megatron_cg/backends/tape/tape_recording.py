@@ -139,18 +139,14 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
 
     At the end, memory outside the pool that the block wrote is restored, since the capture of a
     CUDA graph runs no kernel. Raises HostSyncError inside the block if the host reads a device
-    tensor or copies a host tensor to the device; see ``tape_host.py``.
+    tensor or copies a host tensor to the device.
     """
     tape = Tape(pool, label)
-    reads = HostReads(module, label)
+    reads = HostReads(module, label, pool.host)
     recorder = _Recorder(tape, reads)
     _here.tapes.append(tape)
     try:
-        with (
-            reads.waits_refused(),
-            pool.host.watched(reads.error, reads.upload_error),
-            recorder,
-        ):
+        with reads.refused(), recorder:
             yield tape
     finally:
         _here.tapes.pop()
@@ -164,7 +160,6 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
         self._reads = reads
-        self._host = tape.pool.host
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(
@@ -180,9 +175,9 @@ class _Recorder(TorchDispatchMode):
         self._check_dense(func, tensors)
         collective = func.namespace == "c10d"
         writes = tensors if collective else written(func, args, kwargs)
-        if self._is_of_host(func, tensors, writes):
+        if self._reads.is_of_host(func, tensors, writes):
             result = func(*args, **kwargs)
-            self._host.add(_leaves(result))
+            self._reads.add(_leaves(result))
             return result
         self._reads.check(func, args, kwargs)
         # Slots first: the call may resize or set its arguments.
@@ -211,30 +206,11 @@ class _Recorder(TorchDispatchMode):
                     "outside of the captured module, or leave the module out."
                 )
 
-    def _is_of_host(
-        self,
-        func: torch._ops.OpOverload,
-        tensors: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-    ) -> bool:
-        """Whether a call is work of the host, which no graph contains.
-
-        Raises HostSyncError if it would copy between the host and the device.
-        """
-        # torch.tensor(...) ends with lift_fresh, on data of the host.
-        if func is torch.ops.aten.lift_fresh.default or (self._host.makes and not tensors):
-            return True
-        here = sum(map(self._host.has, tensors))
-        if 0 < here < len(tensors) and not self._host.can_be_read_by(func, tensors, writes):
-            reads = any(map(self._host.has, writes))
-            raise (self._reads.error if reads else self._reads.upload_error)(str(func))
-        return 0 < here == len(tensors)
-
     def _slot_for(self, func: torch._ops.OpOverload) -> Callable[[Any], Any]:
         def slot_for(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            if self._host.has(value):
+            if self._reads.has(value):
                 # A constant: the kernel keeps its current value, and nothing else owns it.
                 value = value.clone()
                 self._tape.pool.adopt(value)
