@@ -30,7 +30,14 @@ from megatron_cg.replay.unit import Unit
 _REASON = (
     "A graph holds kernels and no host code: what reads or waits for the GPU (.item(), .cpu(), a "
     "condition on a tensor, printing one) cannot be in it, nor can a copy from memory that is not "
-    "pinned or a kernel that is compiled or loaded at its first call"
+    "pinned or a kernel that is compiled or loaded at its first call."
+)
+_NOT_REGISTERED = "CUDA generator not in capture mode"
+"""torch's error for a draw from a generator that is not registered with the graph."""
+_OF_GENERATOR = (
+    "It draws from a torch.Generator that the graph does not know. Keep it as an attribute of a "
+    "captured module, or as a state of Megatron's RNG tracker, or draw from the device's own "
+    "generator. Or:"
 )
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 """torch's error for that: samples are leaves."""
@@ -66,8 +73,9 @@ def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError
         return CaptureError(
             f"Capture of {where} failed ({type(first).__name__}: {text}). {_AS_BEFORE}"
         )
+    reason = _OF_GENERATOR if _NOT_REGISTERED in text else _REASON
     return CaptureError(
-        f"CUDA cannot capture {where} ({type(first).__name__}: {text}). {_REASON}. "
+        f"CUDA cannot capture {where} ({type(first).__name__}: {text}). {reason} "
         f"{unit.leave_out(module)} {_AS_BEFORE}"
     )
 

@@ -14,14 +14,12 @@ Note [Tensors without an owner]
 Note [Registered generators]
     A graph is given, at each replay, the seed and offset of every generator that is registered with
     it. Torch registers the device's own generator (``CUDAGraph.capture_begin``). A draw from
-    another one that is not registered is an error in the capture: torch 2.11, "Attempt to increase
-    offset for a CUDA generator not in capture mode".
+    another one that is not registered is an error in the capture; see ``capture/refusals.py``.
 """
 
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -31,8 +29,6 @@ from torch import nn
 
 from megatron_cg.backends.cuda_cleanup import leave_pool, waited_for
 from megatron_cg.backends.driver.recorder import Recorded, Tensors
-from megatron_cg.backends.places import place_of
-from megatron_cg.errors import CaptureError
 from megatron_cg.upstream.patch import garbage_collection_kept
 from megatron_cg.upstream.symbols import Symbol
 
@@ -42,7 +38,6 @@ _STORAGE = Symbol(
     "a storage that does not own its memory",
 )
 RELIES_ON = (_STORAGE,)
-_NOT_REGISTERED = "CUDA generator not in capture mode"
 
 
 class CudaRecording:
@@ -87,22 +82,13 @@ class CudaRecorder:
 
     @contextmanager
     def recording(self, module: nn.Module, label: str) -> Iterator[CudaRecording]:
-        """Capture what runs in the block.
-
-        Raises CaptureError if it draws from a generator that is not registered.
-        """
+        """Capture what runs in the block."""
         made = CudaRecording(self)
         self._open.append(made)
         for generator in self._generators:
             made.graph.register_generator_state(generator)
-        try:
-            with self._captured(made.graph):
-                yield made
-        except RuntimeError as error:
-            refused = _of_generator(error, module, label)
-            if refused is None:
-                raise
-            raise refused from error
+        with self._captured(made.graph):
+            yield made
 
     def release(self, results: Tensors) -> Tensors:
         """Replace tensors in the pool by ones that do not own their memory; others stay."""
@@ -160,21 +146,6 @@ class CudaRecorder:
                 capture_error_mode=self._error_mode,
             ):
                 yield
-
-
-def _of_generator(error: RuntimeError, module: nn.Module, label: str) -> CaptureError | None:
-    """An error that names the draw from an unregistered generator; None for other errors."""
-    first: BaseException | None = error
-    while first is not None and _NOT_REGISTERED not in str(first):
-        first = first.__cause__ or first.__context__
-    if first is None:
-        return None
-    place = place_of(reversed(list(traceback.walk_tb(first.__traceback__))), module)
-    return CaptureError(
-        f"{place or type(module).__name__} (captured as {label}) draws from a torch.Generator that "
-        "the graph does not know. Keep it as an attribute of a captured module, or as a state of "
-        "Megatron's RNG tracker, or draw from the device's own generator."
-    )
 
 
 def _without_owner(tensor: torch.Tensor) -> torch.Tensor:

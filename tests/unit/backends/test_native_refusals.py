@@ -16,7 +16,6 @@ from megatron_cg.backends.native.native_backend import NativeBackend, refuse
 from megatron_cg.backends.rng_tracker import generators_of
 from megatron_cg.errors import ArgumentError, CaptureError
 from tests.unit.backends.cuda_double import (
-    WARMUPS,
     Calling,
     CudaDouble,
     OnCpu,
@@ -50,19 +49,6 @@ def test_generators_of_modules_and_trackers_are_registered_before_the_capture(
     assert own in forward.registered and own in backward.registered
     assert torch.equal(own.get_state(), before)
     assert generators_of([module], "cuda") == []
-
-
-def test_a_draw_from_another_generator_is_named_with_its_place(cuda: CudaDouble) -> None:
-    def draw() -> None:
-        raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
-
-    with pytest.raises(
-        CaptureError,
-        match=r"0 \(Calling\), .*test_native_refusals.py.*captured as forward of callable 0.*"
-        r"a torch.Generator that the graph does not know",
-    ):
-        capture(nn.Sequential(Calling(draw, WARMUPS + 1)))
-    assert cuda.underway is None and set(cuda.users.values()) == {0}
 
 
 class Fp8(nn.Linear):

@@ -32,6 +32,10 @@ def as_item(_tensor: torch.Tensor) -> None:
     refuse()
 
 
+def as_draw(_tensor: torch.Tensor) -> None:
+    draw()
+
+
 def raise_lookup(_tensor: torch.Tensor) -> None:
     lookup()
 
@@ -52,6 +56,8 @@ def of_torch(name: str, kind: type[Exception], text: str) -> Callable[[], None]:
 
 
 refuse = of_torch("refuse", torch.AcceleratorError, UNSUPPORTED)
+NOT_REGISTERED = "Attempt to increase offset for a CUDA generator not in capture mode."
+draw = of_torch("draw", RuntimeError, NOT_REGISTERED)
 lookup = of_torch("lookup", LookupError, "no such key")
 
 
@@ -127,6 +133,7 @@ def at(function: Callable[..., Any]) -> str:
 
 INSIDE = "self_attention.core_attention (Reads)"
 FORWARD = f"CUDA cannot capture the forward pass of layer 1, in {INSIDE}, {at(as_item)}`refuse()`"
+DRAWS = f"CUDA cannot capture the forward pass of layer 1, in {INSIDE}, {at(as_draw)}`draw()`"
 BACKWARD = f"CUDA cannot capture the backward pass of layer 1, in {at(as_item)}`refuse()` (Accel"
 ALONE = "Type --cuda-graph-modules mlp, without attn; or, for this layer alone"
 OTHER = f"Capture of the forward pass of layer 1, in {INSIDE}, {at(raise_lookup)}"
@@ -141,12 +148,13 @@ WAITS = f"{at(really_read)}`tensor.sum().item()` waits"
     [
         ("forward", as_item, FORWARD, ALONE),
         ("handled", as_item, FORWARD, "(AcceleratorError: CUDA error: operation not permitted"),
+        ("forward", as_draw, DRAWS, "a torch.Generator that the graph does not know. Keep it"),
         ("backward", as_item, BACKWARD, "Type --cuda-graph-impl none, without attn and mlp"),
         ("forward", raise_lookup, OTHER, "(LookupError: no such key)"),
         ("forward", really_read, ON_TAPE.format(INSIDE, "forward"), WAITS),
         ("backward", really_read, ON_TAPE.format("the backward pass", "backward"), WAITS),
     ],
-    ids=("forward", "handled", "backward", "another error", "tape forward", "tape backward"),
+    ids="forward handled draws backward another_error tape tape_backward".split(),
 )
 def test_module_line_and_what_to_type_are_named(
     way: str, read: Any, begin: str, words: str, one_rank: None, as_cuda_ends_captures: None
