@@ -135,7 +135,7 @@ INSIDE = "self_attention.core_attention (Reads)"
 FORWARD = f"CUDA cannot capture the forward pass of layer 1, in {INSIDE}, {at(as_item)}`refuse()`"
 DRAWS = f"CUDA cannot capture the forward pass of layer 1, in {INSIDE}, {at(as_draw)}`draw()`"
 BACKWARD = f"CUDA cannot capture the backward pass of layer 1, in {at(as_item)}`refuse()` (Accel"
-ALONE = "Type --cuda-graph-modules mlp, without attn; or, for this layer alone"
+ALONE = "Leave the scope that holds the Reads out of --cuda-graph-modules attn mlp; or, for this"
 OTHER = f"Capture of the forward pass of layer 1, in {INSIDE}, {at(raise_lookup)}"
 ON_TAPE = (
     "aten._local_scalar_dense.default in {0} (captured as {1} of layer 1 (TransformerLayer)) at"
@@ -149,7 +149,7 @@ WAITS = f"{at(really_read)}`tensor.sum().item()` waits"
         ("forward", as_item, FORWARD, ALONE),
         ("handled", as_item, FORWARD, "(AcceleratorError: CUDA error: operation not permitted"),
         ("forward", as_draw, DRAWS, "a torch.Generator that the graph does not know. Keep it"),
-        ("backward", as_item, BACKWARD, "Type --cuda-graph-impl none, without attn and mlp"),
+        ("backward", as_item, BACKWARD, "Leave the scope out of --cuda-graph-modules attn mlp"),
         ("forward", raise_lookup, OTHER, "(LookupError: no such key)"),
         ("forward", really_read, ON_TAPE.format(INSIDE, "forward"), WAITS),
         ("backward", really_read, ON_TAPE.format("the backward pass", "backward"), WAITS),
