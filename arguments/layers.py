@@ -1,7 +1,7 @@
 """``--cg-layers``: which scopes are captured on which decoder layer. Pure functions.
 
 Grammar: ``SCOPE:RANGE[,RANGE...]`` where RANGE is ``N``, ``N-M`` or ``N-``, indices from 0, both
-ends included. A scope may be named more than once; its ranges must not overlap.
+ends included. A scope may be named more than once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ class LayerRange:
             return str(self.first)
         return f"{self.first}-{'' if self.last is None else self.last}"
 
-    def overlaps(self, other: LayerRange) -> bool:
-        """Whether any layer is in both ranges."""
-        return self.first in other or other.first in self
-
 
 @dataclass(frozen=True)
 class LayerSelection:
@@ -48,8 +44,7 @@ class LayerSelection:
     def parse(cls, tokens: Sequence[str]) -> LayerSelection:
         """Parse the values of ``--cg-layers``; no values select every scope on every layer.
 
-        Raises ConfigurationError with every malformed token, unknown scope, and reversed or
-        overlapping range at once.
+        Raises ConfigurationError with every malformed token and unknown scope at once.
         """
         selection, broken = read_tokens(tokens)
         if broken:
@@ -167,9 +162,6 @@ def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation,
             layers = _read_range(text)
             if isinstance(layers, str):
                 broken.append(_bad(token, layers))
-            elif clash := next((other for other in ranges if layers.overlaps(other)), None):
-                why = f"ranges {clash} and {layers} of {scope} overlap: which one is meant?"
-                broken.append(_bad(token, why))
             else:
                 ranges.append(layers)
     ranges_of = tuple((scope, tuple(ranges)) for scope, ranges in selected.items() if ranges)
@@ -182,9 +174,7 @@ def _read_range(text: str) -> LayerRange | str:
     if match is None:
         return f"'{text}' is not a layer index N, a range N-M or an open range N-"
     first = int(match["first"])
-    if match["dash"] is None:
-        return LayerRange(first, first)
-    last = int(match["last"]) if match["last"] else None
+    last = int(match["last"]) if match["last"] else None if match["dash"] else first
     if last is not None and last < first:
         return f"range {text} is reversed: it ends before it begins, write {last}-{first}"
     return LayerRange(first, last)

@@ -111,13 +111,6 @@ RULES = (
         f"drop --use-transformer-engine-op-fuser, {_OR_TE}",
     ),
     _rule(
-        "grouped-gemm-delayed-gradients",
-        lambda c: c.has_torch_experts and c.run.delay_wgrad_compute,
-        "--cg-grouped-gemm torch with --delay-wgrad-compute",
-        "torch's grouped GEMM computes weight gradients at once",
-        f"drop --delay-wgrad-compute, {_OR_TE}",
-    ),
-    _rule(
         "experts-delayed-gradients",
         _delays_gradients,
         "--overlap-dispatch-backward-with-experts-wgrad with {where}",

@@ -139,14 +139,6 @@ RULES = (
         "type --pipeline-model-parallel-size 1, and shard over data or expert parallel ranks",
     ),
     Rule(
-        "hybrid-context-parallel",
-        lambda c: c.run.hybrid_context_parallel,
-        "--hybrid-context-parallel",
-        "sequences of several lengths are spread over changing groups of ranks, and a graph keeps "
-        "the shapes and groups it was captured with",
-        "drop --hybrid-context-parallel",
-    ),
-    Rule(
         "fp16",
         lambda c: c.run.fp16,
         "--fp16 with --use-megatron-fsdp",

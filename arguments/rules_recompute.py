@@ -141,14 +141,6 @@ _SELECTIVE = (
         _REPEATED_DRAW,
         "type --hidden-dropout 0, or leave mlp and moe out of --recompute-modules",
     ),
-    Rule(
-        "jitter-in-recomputed-moe",
-        lambda c: c.run.moe_input_jitter_eps is not None and _recomputes_in_graph(c, "moe", "moe"),
-        "--moe-input-jitter-eps {run.moe_input_jitter_eps} in a MoE layer that is captured and "
-        "recomputed",
-        _REPEATED_DRAW,
-        "drop --moe-input-jitter-eps, or leave moe out of --recompute-modules",
-    ),
 )
 
 _OFFLOADING = (

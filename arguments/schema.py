@@ -228,7 +228,6 @@ class RunArguments:
     overlap_dispatch_backward_with_experts_wgrad: bool = _setting(
         False, "weight gradients of experts while tokens' gradients are exchanged"
     )
-    hybrid_context_parallel: bool = _setting(False, "sequences of several lengths over ranks")
 
     mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
     mtp_use_repeated_layer: bool = _setting(False, "one prediction layer is run at every depth")

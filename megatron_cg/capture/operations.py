@@ -23,7 +23,7 @@ from megatron_cg.backends.aten import tensors_in, written
 from megatron_cg.backends.places import place_of
 from megatron_cg.capture.python_state import is_known
 from megatron_cg.memory.storage import StorageReference
-from megatron_cg.upstream.patch import nothing_frozen
+from megatron_cg.upstream.patch import instances, nothing_frozen
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,9 @@ def _copy_back(saved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             memory.copy_(before)
 
 
+_CONTAINERS = (list, tuple, dict, set)
+
+
 def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     """What holds a tensor on one of these storages, in words; None if no Python object does.
 
@@ -168,26 +171,30 @@ def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     if not keys:
         return None
     with nothing_frozen():
-        every = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-        tensors = [tensor for tensor in every if key_of(tensor) in keys]
-        for tensor in tensors:
-            for holder in gc.get_referrers(tensor):
-                if holder is not tensors and _counts(holder):
-                    is_cell = isinstance(holder, CellType)
-                    return "a variable of a function" if is_cell else f"a {type(holder).__name__}"
+        # Each look at all objects takes some 50 ms, so there are few.
+        tensors = [one for one in instances(torch.Tensor) if key_of(one) in keys]
+        holders = [
+            one
+            for one in gc.get_referrers(*tensors)
+            if one is not tensors and not isinstance(one, FrameType) and not is_known(one)
+        ]
+        excused = _held_by_frames_or_known([one for one in holders if isinstance(one, _CONTAINERS)])
+    for holder in holders:
+        if id(holder) not in excused:
+            is_cell = isinstance(holder, CellType)
+            return "a variable of a function" if is_cell else f"a {type(holder).__name__}"
     return None
 
 
-def _counts(holder: Any) -> bool:
-    if isinstance(holder, FrameType) or is_known(holder):
-        return False
-    if not isinstance(holder, list | tuple | dict | set):
-        return True
-    owners = gc.get_referrers(holder)
-    of_frame = any(isinstance(owner, FrameType) for owner in owners)
-    return not of_frame and not any(
-        is_known(owner) for owner in owners if getattr(owner, "__dict__", None) is holder
-    )
+def _held_by_frames_or_known(containers: Sequence[Any]) -> set[int]:
+    """Ids of what a frame holds, or what is the ``__dict__`` of an object of a known package."""
+    excused: set[int] = set()
+    for owner in gc.get_referrers(*containers):
+        if isinstance(owner, FrameType):
+            excused.update(map(id, gc.get_referents(owner)))
+        elif is_known(owner):
+            excused.add(id(getattr(owner, "__dict__", None)))
+    return excused
 
 
 def key_of(tensor: torch.Tensor) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.upstream.patch import nothing_frozen
+from megatron_cg.upstream.patch import instances, nothing_frozen
 
 
 class Unsharded(Sharding):
@@ -50,10 +49,9 @@ class Unsharded(Sharding):
     @cached_property
     def _in_wrappers(self) -> frozenset[int]:
         """The ids of the parameters of all DistributedDataParallel, which hold nodes in C++."""
-        kind = DistributedDataParallel
         with nothing_frozen():
-            wrappers: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), kind)]
-        return frozenset(id(p) for one in wrappers for p in one.parameters())
+            wrappers = instances(DistributedDataParallel)
+        return frozenset(id(p) for wrapper in wrappers for p in wrapper.parameters())
 
 
 _USERS = sys.getrefcount(object()) + 1

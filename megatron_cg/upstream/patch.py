@@ -308,13 +308,24 @@ def garbage_collection_kept() -> Iterator[None]:
 
 @contextmanager
 def nothing_frozen() -> Iterator[None]:
-    """In the block, the garbage collector lists what a script has frozen too (``gc.freeze``)."""
+    """In the block, the garbage collector lists what a script has frozen too (``gc.freeze``).
+
+    Garbage is collected before, where that visits no frozen object, and not frozen with the others.
+    """
     if not gc.get_freeze_count():
         yield
         return
+    gc.collect()
     gc.unfreeze()
     try:
         yield
     finally:
-        gc.collect()
         gc.freeze()
+
+
+def instances(kind: type) -> list[Any]:
+    """All objects of a class that the garbage collector knows; call it in ``nothing_frozen``."""
+    objects = gc.get_objects()
+    # Objects are many, their classes few.
+    kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}
+    return [each for each in objects if type(each) in kinds]

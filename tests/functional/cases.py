@@ -21,6 +21,7 @@ TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 PEERS = (*TORCH_GEMM, "--cg-moe-exchange", "peer")
 """For the graph run alone: tokens go to the memory of other GPUs directly."""
 MOE_ACT = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act")
+META = ("--init-model-with-meta-device",)
 OVERLAP = ("--moe-shared-expert-overlap", "--moe-shared-expert-gate")
 CAPACITY = ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")
 NATIVE = ("--cg-backend", "native")
@@ -28,6 +29,15 @@ VERIFIED = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
 LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
 """As without Apex: its norm and Megatron's fused softmax are packages that need not be there."""
 EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+ZERO2 = ("--data-parallel-sharding-strategy", "optim_grads")
+ZERO1 = ("--data-parallel-sharding-strategy", "optim")
+FINE = ("--megatron-fsdp-enable-fine-grained-param-gather",)
+HSDP = ("--num-distributed-optimizer-instances", "2")
+CHECKPOINT = ("--save-interval", "6", "--save", "{directory}/{run}/checkpoints")
+EXPERTS, MLP = ("attn", "moe"), ("attn", "mlp")
+ONE_EACH = ("--expert-tensor-parallel-size", "1")
+SAVES = "--save-activations-interval"
+"""Steps whose activations are saved run eagerly."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +65,26 @@ def batch(size: int) -> tuple[str, ...]:
     return ("--global-batch-size", str(size))
 
 
+Row = tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+"""Name, preset, scopes, Megatron's flags, and this package's flags of the run with graphs."""
+
+
+def _cases(prefix: str, *rows: Row) -> list[Case]:
+    return [
+        Case(f"{prefix}{name}", preset, scopes, (*batch(8), *flags), graph_flags=ours)
+        for name, preset, scopes, flags, ours in rows
+    ]
+
+
 def _grid() -> list[Case]:
-    """Every scope list of the support table, under every kind of parallelism in it."""
-    scopes = {"attn": ("attn",), "router": ("moe_router",), "preprocess": PREPROCESS}
-    layouts = {
+    """Scopes of the support table under every kind of parallelism in it."""
+    scopes = {"attn": ("attn",), "preprocess": PREPROCESS}
+    split = (*TENSOR_PARALLEL, *EP2, "--expert-tensor-parallel-size", "2")
+    layouts: dict[str, tuple[tuple[str, ...], int]] = {
         "dp2": (batch(8), 2),
         "tp2": ((*batch(4), *TENSOR_PARALLEL), 2),
-        "ep2": ((*batch(8), "--expert-model-parallel-size", "2"), 2),
-        "ep2-etp2": (
-            (
-                *batch(8),
-                *TENSOR_PARALLEL,
-                *("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "2"),
-            ),
-            4,
-        ),
+        "ep2": ((*batch(8), *EP2), 2),
+        "ep2-etp2": ((*batch(8), *split), 4),
     }
     return [
         Case(f"{name}-{layout}", MOE, chosen, flags, gpus)
@@ -78,79 +93,50 @@ def _grid() -> list[Case]:
     ]
 
 
-EXPERTS = ("attn", "moe")
-
-
 def _dropless() -> list[Case]:
     """Graphs that hold whole MoE layers without drop and pad."""
-    one = ("--expert-tensor-parallel-size", "1")
-    rows = (
-        ("ep1", MOE, EXPERTS, ()),
-        ("ep1-tp2", MOE, EXPERTS, (*TENSOR_PARALLEL, *one)),
+
+    def row(
+        name: str,
+        *flags: str,
+        preset: str = MOE,
+        scopes: tuple[str, ...] = EXPERTS,
+        ours: tuple[str, ...] = (),
+    ) -> Row:
+        return name, preset, scopes, flags, (*TORCH_GEMM, *ours)
+
+    return _cases(
+        "dropless-",
+        row("ep1"),
+        row("ep1-tp2", *TENSOR_PARALLEL, *ONE_EACH),
         # The input gradient of fc1 sums 2,048 terms to a narrow output, which cuBLAS may split.
-        ("ep1-mixtral", MIXTRAL, EXPERTS, TORCH_GEMM),
-        ("ep1-zero2", MOE, EXPERTS, ("--data-parallel-sharding-strategy", "optim_grads")),
-        ("ep2", MOE, EXPERTS, EP2),
-        ("ep2-tp2", MOE, EXPERTS, (*EP2, *TENSOR_PARALLEL, *one)),
-        ("ep2-mixtral", MIXTRAL, EXPERTS, (*EP2, *TORCH_GEMM)),
-        ("ep2-whole-layer", MOE, (), EP2),
-        ("ep2-recompute", MOE, EXPERTS, (*EP2, *MOE_ACT)),
-        ("ep2-dropout", MOE, EXPERTS, (*EP2, *DROPOUT)),
-        ("ep2-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED)),
-        ("ep2-permute-fusion", MOE, EXPERTS, (*EP2, "--moe-permute-fusion")),
-        ("ep2-shared-experts", MLA, EXPERTS, EP2),
-        ("ep2-routing-replay", MOE, EXPERTS, (*EP2, "--moe-enable-routing-replay")),
-        ("ep2-inference-rng", MOE, EXPERTS, (*EP2, *DROPOUT, "--inference-rng-tracker")),
+        row("ep1-mixtral", *TORCH_GEMM, preset=MIXTRAL),
+        row("ep1-zero2", *ZERO2),
+        row("ep1-hybrid-sharding", *HSDP),
+        row("ep2", *EP2),
+        row("ep2-tp2", *EP2, *TENSOR_PARALLEL, *ONE_EACH),
+        row("ep2-mixtral", *EP2, *TORCH_GEMM, preset=MIXTRAL),
+        row("ep2-whole-layer", *EP2, scopes=()),
+        row("ep2-recompute", *EP2, *MOE_ACT),
+        row("ep2-dropout", *EP2, *DROPOUT),
+        row("ep2-evaluation", *EP2, *EVALUATED),
+        row("ep2-permute-fusion", *EP2, "--moe-permute-fusion"),
+        row("ep2-shared-experts", *EP2, preset=MLA),
+        row("ep2-routing-replay", *EP2, "--moe-enable-routing-replay"),
         # In a graph as many rows as 192 of each expert, eagerly 96: grouped_mm takes other tiles.
-        ("ep2-few-rows", MOE, EXPERTS, (*EP2, "--seq-length", "192")),
-        ("router-ep2", MOE, PREPROCESS, EP2),
+        row("ep2-few-rows", *EP2, "--seq-length", "192"),
+        row("ep2-fine-grained-gathering", *EP2, *FINE),
+        row("ep2-context-parallel", *EP2, "--context-parallel-size", "2"),
+        row("ep2-checkpoint", *EP2, *CHECKPOINT),
+        row("ep2-verified", *EP2, ours=VERIFIED),
+        row("ep2-native", *EP2, ours=NATIVE),
+        row("ep2-no-fast-path", *EP2, ours=("--cg-no-fsdp-fast-path",)),
+        row("ep2-layers", *EP2, ours=("--cg-layers", "attn:0-1", "moe:1-")),
+        # As many rows as any routing sends to one of two ranks: no step is repeated.
+        row("ep2-rows", *EP2, ours=("--cg-moe-rows", "2")),
+        row("ep2-rows-evaluation", *EP2, *EVALUATED, ours=("--cg-moe-rows", "2")),
+        row("router-ep2", *EP2, scopes=PREPROCESS),
     )
-    return [
-        Case(f"dropless-{name}", preset, scopes, (*batch(8), *flags), graph_flags=TORCH_GEMM)
-        for name, preset, scopes, flags in rows
-    ]
-
-
-def _peers() -> list[Case]:
-    """Graphs that exchange tokens by peer memory."""
-    rows = (
-        ("ep2", MOE, EXPERTS, ()),
-        ("ep2-tp2", MOE, EXPERTS, (*TENSOR_PARALLEL, "--expert-tensor-parallel-size", "1")),
-        ("whole-layer", MOE, (), ()),
-        ("mixtral", MIXTRAL, EXPERTS, TORCH_GEMM),
-        ("recompute", MOE, EXPERTS, MOE_ACT),
-        ("evaluation", MOE, EXPERTS, EVALUATED),
-        ("shared-experts", MLA, EXPERTS, ()),
-        ("overlapped", MLA, EXPERTS, OVERLAP),
-    )
-    made = [
-        Case(f"peers-{name}", preset, scopes, (*batch(8), *EP2, *flags), graph_flags=PEERS)
-        for name, preset, scopes, flags in rows
-    ]
-    native = Case("peers-native", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=(*PEERS, *NATIVE))
-    realistic = [
-        replace(case, name=f"peers-{case.name.removeprefix('dropless-')}", graph_flags=PEERS)
-        for case in _realistic()
-    ]
-    return [*made, native, *realistic]
-
-
-def _overlapped() -> list[Case]:
-    """A shared expert that runs beside the exchange of tokens, on a stream of its own."""
-    rows = (
-        ("router", ROUTER, EP2, ()),
-        ("preprocess", PREPROCESS, EP2, VERIFIED),
-        ("preprocess-tp2", PREPROCESS, TENSOR_PARALLEL, ()),
-        ("preprocess-native", PREPROCESS, EP2, NATIVE),
-        ("capacity", EXPERTS, (*EP2, *CAPACITY), ()),
-        ("dropless-ep1", EXPERTS, (), TORCH_GEMM),
-        ("dropless-ep2", EXPERTS, EP2, TORCH_GEMM),
-        ("dropless-whole-layer", (), EP2, TORCH_GEMM),
-    )
-    return [
-        Case(f"overlapped-{name}", MLA, scopes, (*batch(8), *OVERLAP, *flags), graph_flags=ours)
-        for name, scopes, flags, ours in rows
-    ]
 
 
 def _realistic() -> list[Case]:
@@ -167,196 +153,211 @@ def _realistic() -> list[Case]:
     )
     return [
         Case(
-            f"dropless-realistic-{name}",
+            f"{kind}-realistic-{name}",
             preset,
             EXPERTS,
             (*batch(4), *EP2, "--num-layers", "2", *flags, *TORCH_GEMM),
-            steps=12,
+            graph_flags=ours,
         )
+        for kind, ours in (("dropless", ()), ("peers", PEERS))
         for name, preset, flags in shapes
     ]
+
+
+def _capacity_and_fp8() -> list[Case]:
+    """Experts that drop and pad, and FP8. Torch's grouped GEMM takes no FP8 and no fp32."""
+    weights = ("--fp8-param-gather", "--keep-fp8-transpose-cache")
+    recipes = (
+        ("delayed", "hybrid", ()),
+        ("delayed", "hybrid", weights),
+        ("tensorwise", "hybrid", ()),
+        ("tensorwise", "hybrid", weights),
+        ("blockwise", "e4m3", ()),
+    )
+    return _cases(
+        "",
+        ("capacity", MOE, EXPERTS, CAPACITY, ()),
+        ("capacity-torch-gemm", MOE, EXPERTS, CAPACITY, TORCH_GEMM),
+        ("capacity-whole-layer", MOE, (), (*EP2, *CAPACITY), ()),
+        ("fp8", MOE, ROUTER, FP8, ()),
+        ("fp8-capacity", MOE, EXPERTS, (*CAPACITY, *FP8), ()),
+        ("fp8-capacity-weights", MOE, EXPERTS, (*CAPACITY, *FP8, *weights), ()),
+        *(
+            (
+                f"fp8-{recipe}{'-weights' if more else ''}",
+                DENSE,
+                MLP,
+                ("--fp8-format", fp8_format, "--fp8-recipe", recipe, *more),
+                (),
+            )
+            for recipe, fp8_format, more in recipes
+        ),
+    )
 
 
 CASES = [
     *_grid(),
     *_dropless(),
-    *_overlapped(),
     *_realistic(),
-    *_peers(),
-    Case("dropless-same-gemm", MOE, EXPERTS, (*batch(8), *EP2, *TORCH_GEMM)),
-    Case("router-dp2-together", MOE, ROUTER, batch(8)),
-    *(
-        Case(
-            f"capacity{name}",
-            MOE,
-            EXPERTS,
-            (*batch(8), *CAPACITY),
-            graph_flags=flags,
-        )
-        for name, flags in (("", ()), ("-torch-gemm", TORCH_GEMM))
+    *_capacity_and_fp8(),
+    # A shared expert that runs beside the exchange of tokens, on a stream of its own.
+    *_cases(
+        "overlapped-",
+        ("router", MLA, ROUTER, (*OVERLAP, *EP2), ()),
+        ("preprocess", MLA, PREPROCESS, (*OVERLAP, *EP2), VERIFIED),
+        ("preprocess-native", MLA, PREPROCESS, (*OVERLAP, *EP2), NATIVE),
+        ("capacity", MLA, EXPERTS, (*OVERLAP, *EP2, *CAPACITY), ()),
+        ("dropless-ep2", MLA, EXPERTS, (*OVERLAP, *EP2), TORCH_GEMM),
     ),
-    Case("dense", DENSE, ("attn", "mlp"), batch(8)),
-    Case("whole-layer", DENSE, (), batch(8)),
-    Case("one-microbatch", DENSE, ("attn", "mlp"), batch(4)),
-    Case("four-microbatches", DENSE, ("attn", "mlp"), batch(16)),
-    Case(
-        "hybrid-sharding",
-        MOE,
-        ("attn",),
-        (*batch(8), "--num-distributed-optimizer-instances", "2"),
+    # Graphs that exchange tokens by peer memory.
+    *_cases(
+        "peers-",
+        ("ep2", MOE, EXPERTS, EP2, PEERS),
+        ("ep2-tp2", MOE, EXPERTS, (*EP2, *TENSOR_PARALLEL, *ONE_EACH), PEERS),
+        ("mixtral", MIXTRAL, EXPERTS, (*EP2, *TORCH_GEMM), PEERS),
+        ("evaluation", MOE, EXPERTS, (*EP2, *EVALUATED), PEERS),
+        ("overlapped", MLA, EXPERTS, (*EP2, *OVERLAP), PEERS),
+        ("native", MOE, EXPERTS, EP2, (*PEERS, *NATIVE)),
     ),
-    Case("fp32", DENSE, ("attn", "mlp"), batch(8), bf16=False),
-    Case("fp32-moe", MOE, PREPROCESS, batch(8), bf16=False),
-    Case("fp8", MOE, ROUTER, (*batch(8), *FP8)),
-    Case("fp8-fp32", DENSE, ("attn", "mlp"), (*batch(8), *FP8), bf16=False),
-    *(
-        Case(
-            f"fp8-{recipe}{'-weights' if weights else ''}",
-            DENSE,
-            ("attn", "mlp"),
-            (
-                *batch(8),
-                *("--fp8-format", fp8_format, "--fp8-recipe", recipe),
-                *(("--fp8-param-gather", "--keep-fp8-transpose-cache") if weights else ()),
-            ),
-        )
-        for recipe, fp8_format, weights in (
-            ("delayed", "hybrid", False),
-            ("delayed", "hybrid", True),
-            ("tensorwise", "hybrid", False),
-            ("tensorwise", "hybrid", True),
-            ("blockwise", "e4m3", False),
-        )
+    # Captured by torch alone; Megatron's local layers have no kernel of Transformer Engine's.
+    *_cases(
+        "native-",
+        ("dense", DENSE, MLP, DROPOUT, NATIVE),
+        ("moe", MOE, PREPROCESS, (), NATIVE),
+        ("ep2", MOE, PREPROCESS, EP2, NATIVE),
+        ("tp2", DENSE, MLP, TENSOR_PARALLEL, NATIVE),
+        ("local-dense", DENSE, MLP, (*LOCAL, *DROPOUT), NATIVE),
     ),
-    Case("zero2", MOE, ROUTER, (*batch(8), "--data-parallel-sharding-strategy", "optim_grads")),
-    Case(
-        "zero1", DENSE, ("attn", "mlp"), (*batch(8), "--data-parallel-sharding-strategy", "optim")
+    # Whole layers that recompute themselves in their graphs.
+    *_cases(
+        "full-recompute-",
+        ("whole-layer", DENSE, (), UNIFORM, ()),
+        ("block", DENSE, MLP, (*FULL, "block", "--recompute-num-layers", "2"), ()),
+        ("tp2", DENSE, (), (*UNIFORM, *TENSOR_PARALLEL), ()),
+        ("evaluation", DENSE, (), (*UNIFORM, *EVALUATED), ()),
+        ("dropless-ep2", MOE, EXPERTS, (*UNIFORM, *EP2), TORCH_GEMM),
+        ("native", DENSE, (), UNIFORM, NATIVE),
     ),
-    Case(
-        "evaluation",
-        MOE,
-        ROUTER,
-        (*batch(8), *EVALUATED),
-    ),
-    Case(
-        "evaluation-tp2",
-        MOE,
-        ROUTER,
+    *_cases(
+        "",
+        ("dropless-same-gemm", MOE, EXPERTS, (*EP2, *TORCH_GEMM), ()),
+        ("dense", DENSE, MLP, (), ()),
+        ("whole-layer", DENSE, (), (), ()),
+        ("four-microbatches", DENSE, MLP, batch(16), ()),
+        ("hybrid-sharding", MOE, ("attn",), HSDP, ()),
+        ("zero2", MOE, ROUTER, ZERO2, ()),
+        ("zero1", DENSE, MLP, ZERO1, ()),
+        ("evaluation", MOE, ROUTER, EVALUATED, ()),
+        ("recompute", MOE, ("moe_router",), RECOMPUTE, ()),
+        ("recompute-in-graph", DENSE, MLP, RECOMPUTE, ()),
+        ("dropout", DENSE, MLP, DROPOUT, ()),
+        ("inference-rng", DENSE, MLP, (*DROPOUT, "--inference-rng-tracker"), ()),
+        ("routing-replay", MOE, ROUTER, ("--moe-enable-routing-replay",), ()),
+        ("fine-grained-gathering", DENSE, MLP, FINE, ()),
+        ("verified-dropout", DENSE, MLP, DROPOUT, VERIFIED),
+        ("verified-moe-fp8", MOE, ROUTER, FP8, VERIFIED),
+        ("context-parallel", DENSE, MLP, ("--context-parallel-size", "2"), ()),
+        ("no-warmup", DENSE, MLP, (), ("--cuda-graph-warmup-steps", "0")),
+        ("no-fast-path", MOE, ROUTER, (), ("--cg-no-fsdp-fast-path",)),
+        ("layers", MOE, ROUTER, (), ("--cg-layers", "attn:0-1", "moe_router:1-")),
+        ("layers-between", MOE, ROUTER, (), ("--cg-layers", "attn:0,2", "moe_router:0,2")),
+        ("checkpoint", MOE, ROUTER, CHECKPOINT, ()),
+        ("latent-attention", MLA, PREPROCESS, (), ()),
         (
-            *batch(4),
-            *TENSOR_PARALLEL,
-            *EVALUATED,
+            "delayed-gradients",
+            MOE,
+            PREPROCESS,
+            (*EP2, "--overlap-dispatch-backward-with-experts-wgrad"),
+            (),
+        ),
+        *(
+            (
+                f"saved-passes{name}",
+                MOE,
+                scopes,
+                (*EP2, SAVES, "5", "--save-dgrads-interval", "5", *CHECKPOINT),
+                ours,
+            )
+            for name, scopes, ours in (
+                ("", ROUTER, ()),
+                ("-dropless", EXPERTS, (*TORCH_GEMM, "--cg-moe-rows", "2")),
+            )
         ),
     ),
     Case("ramp-up", MOE, ROUTER, (*batch(16), "--rampup-batch-size", "8", "8", "48")),
-    Case("recompute", MOE, ("moe_router",), (*batch(8), *RECOMPUTE)),
-    Case("recompute-in-graph", DENSE, ("attn", "mlp"), (*batch(8), *RECOMPUTE)),
-    Case("recompute-fp8", MOE, ("moe_router",), (*batch(8), *RECOMPUTE, *FP8)),
-    # Whole layers that recompute themselves in their graphs.
-    *(
-        replace(case, name=f"full-recompute-{case.name}", flags=(*batch(8), *case.flags))
-        for case in (
-            Case("whole-layer", DENSE, (), UNIFORM),
-            Case("block", DENSE, ("attn", "mlp"), (*FULL, "block", "--recompute-num-layers", "2")),
-            Case("chunks", DENSE, (), (*FULL, "uniform", "--recompute-num-layers", "2")),
-            Case("tp2", DENSE, (), (*UNIFORM, *TENSOR_PARALLEL)),
-            Case("evaluation", DENSE, (), (*UNIFORM, *EVALUATED)),
-            Case(
-                "zero2", DENSE, (), (*UNIFORM, "--data-parallel-sharding-strategy", "optim_grads")
-            ),
-            Case("dropless-ep2", MOE, EXPERTS, (*UNIFORM, *EP2), graph_flags=TORCH_GEMM),
-            Case("capacity", MOE, EXPERTS, (*UNIFORM, *CAPACITY)),
-            Case("native", DENSE, (), UNIFORM, graph_flags=NATIVE),
-            Case("verified", DENSE, (), UNIFORM, graph_flags=VERIFIED),
-        )
-    ),
-    Case("dropout", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
-    Case(
-        "inference-rng",
-        DENSE,
-        ("attn", "mlp"),
-        (*batch(8), *DROPOUT, "--inference-rng-tracker"),
-    ),
-    Case("routing-replay", MOE, ROUTER, (*batch(8), "--moe-enable-routing-replay")),
-    Case("dropout-router", MOE, ROUTER, (*batch(8), *DROPOUT)),
-    Case("dropout-fp8", MOE, ROUTER, (*batch(8), *DROPOUT, *FP8)),
-    Case("dropout-recompute", MOE, ("moe_router",), (*batch(8), *DROPOUT, *RECOMPUTE)),
-    Case(
-        "learning-rate",
-        MOE,
-        ROUTER,
-        (
-            *batch(8),
-            *("--lr", "1e-3", "--min-lr", "1e-5"),
-            *("--lr-decay-style", "cosine", "--lr-warmup-iters", "5"),
-        ),
-    ),
+    Case("fp32", DENSE, MLP, batch(8), bf16=False),
+    Case("fp32-capacity", MOE, EXPERTS, (*batch(8), *CAPACITY), bf16=False),
+    Case("fp8-fp32-router", MOE, ROUTER, (*batch(8), *FP8), bf16=False),
     Case(
         "expandable-segments",
         DENSE,
-        ("attn", "mlp"),
+        MLP,
         (*batch(4), *TENSOR_PARALLEL),
         env=(EXPANDABLE, ("NCCL_GRAPH_REGISTER", "0")),
     ),
     Case(
-        "fine-grained-gathering",
-        DENSE,
-        ("attn", "mlp"),
-        (*batch(8), "--megatron-fsdp-enable-fine-grained-param-gather"),
-    ),
-    *(
-        Case(f"verified-{name}", preset, scopes, (*batch(8), *flags), graph_flags=VERIFIED)
-        for name, preset, scopes, flags in (
-            ("dropout", DENSE, ("attn", "mlp"), DROPOUT),
-            ("moe-fp8", MOE, ROUTER, FP8),
-        )
-    ),
-    Case("context-parallel", DENSE, ("attn", "mlp"), (*batch(4), "--context-parallel-size", "2")),
-    Case(
-        "no-warmup",
-        DENSE,
-        ("attn", "mlp"),
-        batch(8),
-        graph_flags=("--cuda-graph-warmup-steps", "0"),
-    ),
-    Case("no-fast-path", MOE, ROUTER, batch(8), graph_flags=("--cg-no-fsdp-fast-path",)),
-    Case("layers", MOE, ROUTER, batch(8), graph_flags=("--cg-layers", "attn:0-1", "moe_router:1-")),
-    *(
-        Case(
-            f"layers-without-graphs-{name}",
-            MOE,
-            ROUTER,
-            batch(8),
-            graph_flags=("--cg-layers", f"attn:{layers}", f"moe_router:{layers}"),
-        )
-        for name, layers in (("around", "1"), ("between", "0,2"))
-    ),
-    Case(
-        "checkpoint",
-        MOE,
-        ROUTER,
-        (*batch(8), *("--save-interval", "6", "--save", "{directory}/{run}/checkpoints")),
-    ),
-    # Captured by torch alone; Megatron's local layers have no kernel of Transformer Engine's.
-    *(
-        Case(f"native-{name}", preset, scopes, (*batch(8), *flags), graph_flags=NATIVE)
-        for name, preset, scopes, flags in (
-            ("dense", DENSE, ("attn", "mlp"), DROPOUT),
-            ("whole-layer", DENSE, (), ()),
-            ("moe", MOE, PREPROCESS, ()),
-            ("ep2", MOE, PREPROCESS, EP2),
-            ("evaluation", MOE, ROUTER, EVALUATED),
-            ("local-dense", DENSE, ("attn", "mlp"), (*LOCAL, *DROPOUT)),
-        )
-    ),
-    Case("native-tp2", DENSE, ("attn", "mlp"), (*batch(4), *TENSOR_PARALLEL), graph_flags=NATIVE),
-    Case("latent-attention", MLA, PREPROCESS, batch(8)),
-    Case(
         "cutlass",
         MOE,
         PREPROCESS,
-        (*batch(8), "--expert-model-parallel-size", "2"),
+        (*batch(8), *EP2),
         env=(("NVTE_USE_CUTLASS_GROUPED_GEMM", "1"),),
     ),
     Case("mamba", "mamba-hybrid-tiny", ("mamba", "attn"), batch(8), needs="mamba_ssm"),
 ]
+
+
+def _with_settings() -> list[Case]:
+    """Other cases once more, each with settings of Megatron's or torch's that no case has.
+
+    On the meta device Megatron-FSDP (0.19.2) makes no model whose shared experts have a gate.
+    """
+    families = (
+        *("dense", "attn-tp2", "preprocess-ep2", "latent-attention", "capacity", "dropless-ep2"),
+        *("peers-ep2", "dropless-ep2-rows", "full-recompute-dropless-ep2", "hybrid-sharding"),
+        *("fp8-delayed-weights", "native-local-dense", "mamba"),
+    )
+    both = ("dense", "dropless-ep2")
+    streams = ("attn-tp2", "dropless-ep2", "native-tp2")
+    moments = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+    gradients = (
+        *("--megatron-fsdp-main-grads-dtype", "bf16"),
+        *("--megatron-fsdp-grad-comm-dtype", "bf16"),
+    )
+    profiled = (  # From before the capture until after some replays.
+        *("--profile", "--use-pytorch-profiler", "--record-memory-history"),
+        *("--profile-step-start", "2", "--profile-step-end", "8"),
+        *("--tensorboard-dir", "{directory}/{run}/tensorboard"),
+        *("--memory-snapshot-path", "{directory}/{run}/snapshot.pickle"),
+    )
+    recomputed = ("--recompute-modules", "moe_act", "layernorm", "mla_up_proj")
+    reuse = ("PYTORCH_CUDA_ALLOC_CONF", "graph_capture_record_stream_reuse:True")
+    rows: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[tuple[str, str], ...]], ...] = (
+        ("meta", families, META, ()),
+        ("moments", both, ("--use-precision-aware-optimizer", *moments), ()),
+        ("bf16-gradients", both, gradients, ()),
+        ("profiled", both, profiled, ()),
+        ("emptied", ("dropless-ep2-evaluation",), ("--empty-unused-memory-level", "2"), ()),
+        (
+            "recomputed",
+            ("latent-attention", "dropless-ep2-shared-experts", "overlapped-capacity"),
+            ("--recompute-granularity", "selective", *recomputed),
+            (),
+        ),
+        ("streams", streams, (), (reuse,)),
+        ("held", streams, (), (("TORCH_NCCL_AVOID_RECORD_STREAMS", "1"),)),
+        ("registered", both, ("--use-nccl-ub", "--fsdp-manual-registration"), ()),
+    )
+    known = {case.name: case for case in CASES}
+    return [
+        replace(
+            known[name],
+            name=f"{prefix}-{name}",
+            flags=(*known[name].flags, *flags),
+            env=(*known[name].env, *env),
+        )
+        for prefix, names, flags, env in rows
+        for name in names
+    ]
+
+
+FEATURES = _with_settings()

@@ -10,6 +10,7 @@ from tests.functional.cases import (
     EP2,
     EXPANDABLE,
     EXPERTS,
+    META,
     MOE,
     PEERS,
     ROUTER,
@@ -19,7 +20,6 @@ from tests.functional.cases import (
     batch,
 )
 
-META = ("--init-model-with-meta-device",)
 SAVED = ("--save", "{directory}/{run}/checkpoints")
 LIFE = {
     "dense": Case("dense", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
@@ -32,9 +32,6 @@ LIFE = {
         EXPERTS,
         (*batch(8), *EP2),
         graph_flags=(*PEERS, "--cg-moe-rows", "1"),
-    ),
-    "bounded": Case(
-        "bounded", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=(*TORCH_GEMM, "--cg-moe-rows", "1")
     ),
     "bounded-meta": Case(
         "bounded-meta",
@@ -53,7 +50,6 @@ LIFE = {
     "tensor-parallel": Case(
         "tensor-parallel", DENSE, ("attn", "mlp"), (*batch(4), *TENSOR_PARALLEL)
     ),
-    "saved": Case("saved", MOE, ROUTER, (*batch(8), *SAVED, "--save-interval", "6")),
     "saved-dropout": Case(
         "saved-dropout",
         DENSE,
@@ -74,13 +70,6 @@ LIFE = {
         ROUTER,
         (*batch(8), *SAVED, "--save-interval", "100", "--exit-signal-handler"),
         env=(("MEGATRON_CG_SCENARIO", "signal@7"),),
-    ),
-    "average": Case(
-        "average",
-        DENSE,
-        ("attn", "mlp"),
-        batch(8),
-        env=(("MEGATRON_CG_SCENARIO", "average@3"),),
     ),
     "destroy": Case(
         "destroy",

@@ -20,6 +20,11 @@ EXPERTS = ("attn", "moe")
 SCOPES = (("attn",), PREPROCESS, ("moe_router",))
 EAGER, ENABLED, API, NATIVE = "eager", "enable", "api", "native"
 GROUPED = {"moe_grouped_gemm": True}
+_HEAD = 64 if torch.cuda.is_available() else 8
+LATENT = dict.fromkeys(
+    ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), _HEAD
+)
+"""Sizes of multi-latent attention."""
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -38,8 +43,6 @@ class Group:
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of TransformerConfig; sizes of parallelism are among them."""
-    preset: str = ""
-    """The model has the preset's architecture, with small sizes; without one, a small MoE model."""
     scopes: tuple[tuple[str, ...], ...] = SCOPES
     dtypes: tuple[str, ...] = TYPES
     drivers: tuple[str, ...] = DRIVERS
@@ -47,8 +50,6 @@ class Group:
     """The layers are those of Megatron's local spec instead of Transformer Engine's."""
     moe_rows: float | None = None
     """As ``--cg-moe-rows``; steps that exceed it are repeated."""
-    needs: str = ""
-    """A module without which the group cannot run."""
 
     def runs(self) -> list[Run]:
         """Each type eagerly, and with every scope list and driver."""
@@ -90,12 +91,6 @@ GROUPS = {
             scopes=(PREPROCESS,),
         ),
         Group("native", drivers=(NATIVE,)),
-        Group(
-            "native-tp2",
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            drivers=(NATIVE,),
-            dtypes=("bf16",),
-        ),
         Group("native-local", {"moe_grouped_gemm": False}, drivers=(NATIVE,), local=True),
         Group("dropless", GROUPED, scopes=(EXPERTS,), dtypes=("bf16",)),
         Group(
@@ -111,31 +106,18 @@ GROUPS = {
             dtypes=("bf16",),
         ),
         Group(
-            "dropless-mtp-repeated",
-            {
-                **GROUPED,
-                "expert_model_parallel_size": 2,
-                "mtp_num_layers": 2,
-                "mtp_use_repeated_layer": True,
-            },
-            scopes=(EXPERTS,),
-            dtypes=("bf16",),
-            drivers=(API,),
-        ),
-        Group(
             "dropless-rows",
             {**GROUPED, "expert_model_parallel_size": 2},
             scopes=(EXPERTS,),
             dtypes=("bf16",),
             moe_rows=1.0,
         ),
-        *(
-            Group(name, preset=name, scopes=(scopes,), dtypes=("bf16",), drivers=(API,), needs=need)
-            for name, scopes, need in (
-                ("qwen3-moe-tiny", PREPROCESS, ""),
-                ("deepseek-v3-tiny", PREPROCESS, ""),
-                ("mamba-hybrid-tiny", ("mamba", "attn"), "mamba_ssm"),
-            )
+        Group(
+            "latent-attention",
+            {"multi_latent_attention": True, "rope_type": "rope", **LATENT},
+            scopes=(PREPROCESS,),
+            dtypes=("bf16",),
+            drivers=(API,),
         ),
     )
 }

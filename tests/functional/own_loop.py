@@ -41,7 +41,6 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.moe import row_bound
-from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.cpu.fakes import replaced
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from tests.functional.loops import (
@@ -76,44 +75,14 @@ MOE: dict[str, Any] = {
     "gated_linear_unit": True,
     "activation_func": torch.nn.functional.silu,
 }
-_RENAMED = {"num-experts": "num_moe_experts"}
-_SMALL: dict[str, Any] = {"hidden-size": 32, "ffn-hidden-size": 32, "moe-ffn-hidden-size": 32}
-_SMALL |= {"num-attention-heads": 4, "num-query-groups": 2, "kv-channels": 8}
-_SMALL |= {"q-lora-rank": 16, "kv-lora-rank": 16, "qk-head-dim": 8, "qk-pos-emb-head-dim": 8}
-_SMALL |= {"v-head-dim": 8, "moe-shared-expert-intermediate-size": 32, "num-experts": 8}
-
-
-def preset_config(name: str) -> dict[str, Any]:
-    """Fields of the config that a preset's flags set; the sizes are smaller on the CPU."""
-    flags: dict[str, Any] = dict(load_preset(name).flags)
-    if not GPU:
-        flags |= {flag: size for flag, size in _SMALL.items() if flag in flags}
-    fields = set(MLATransformerConfig.__dataclass_fields__)
-    named = {_RENAMED.get(flag, flag.replace("-", "_")): value for flag, value in flags.items()}
-    found = {field: value for field, value in named.items() if field in fields}
-    if "moe_layer_freq" in found:
-        found["moe_layer_freq"] = _layers(found["moe_layer_freq"])
-    if "hybrid_layer_pattern" in named:
-        found["num_layers"] = len(named["hybrid_layer_pattern"])
-        found |= {"is_hybrid_model": True, "use_mamba_mem_eff_path": False}
-    return found | {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-
-
-def _layers(frequency: Any) -> Any:
-    """A ``moe-layer-freq`` such as ``([0]*1+[1]*2)`` as Megatron's parser reads it."""
-    from megatron.training.arguments import moe_freq_type
-
-    return moe_freq_type(frequency)
 
 
 def make_config(group: Group, run: Run) -> TransformerConfig:
     """Megatron's config of the model that a run trains."""
-    shape = preset_config(group.preset) if group.preset else dict(MOE)
-    kind = MLATransformerConfig if shape.get("multi_latent_attention") else TransformerConfig
+    shape = dict(MOE)
+    latent = group.config.get("multi_latent_attention")
+    kind = MLATransformerConfig if latent else TransformerConfig
     dtype = torch.bfloat16 if run.dtype == "bf16" else torch.float32
-    expert = {}
-    if shape.get("num_moe_experts"):
-        expert = {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": GPU}
     graphs = run.driver != EAGER
     shape |= {
         "attention_dropout": 0.0,
@@ -131,7 +100,8 @@ def make_config(group: Group, run: Run) -> TransformerConfig:
         "cuda_graph_impl": "transformer_engine" if graphs else "none",
         "cuda_graph_modules": list(run.scopes),
         "cuda_graph_warmup_steps": WARMUP,
-        **expert,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": GPU,
         **group.config,
     }
     config = kind(**shape)
@@ -141,19 +111,6 @@ def make_config(group: Group, run: Run) -> TransformerConfig:
 
 def make_model(group: Group, config: TransformerConfig) -> torch.nn.Module:
     """The model without wrappers, from megatron-core's own specs."""
-    flags = load_preset(group.preset).flags if group.preset else {}
-    if "hybrid-layer-pattern" in flags:
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        hybrid: torch.nn.Module = HybridModel(
-            config,
-            hybrid_stack_spec,
-            VOCABULARY,
-            SEQUENCE,
-            hybrid_layer_pattern=str(flags["hybrid-layer-pattern"]),
-        )
-        return hybrid
     by_te = GPU and not group.local
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=by_te)
     if config.moe_grouped_gemm and not GPU:

@@ -13,7 +13,7 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.functional.tampering import captures, copies, environment, life, packs, replay, routings
+from tests.functional.tampering import captures, environment, life, packs, replay, routings
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 VARIABLES = ("MEGATRON_CG_MUTATE", "MEGATRON_CG_SCENARIO")
@@ -39,9 +39,7 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "signal": lambda step: life.signal_at(int(step)),
     "destroy": lambda step: life.destroy_groups_at(int(step)),
     "collect": lambda _: environment.collect_garbage_in_capture(),
-    "busy": lambda _: environment.keep_another_stream_busy(),
     "fault": replay.fault,
-    "average": lambda step: copies.average_from(int(step)),
     "route": routings.route,
     "pack": lambda _: packs.pack(),
     "earlier-error": lambda _: environment.fail_earlier(),

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_cg.tools.align.compare import Outcome
-from tests.functional.cases import CASES, Case
-from tests.functional.feature_cases import FEATURES, SAVES
+from tests.functional.cases import CASES, FEATURES, SAVES, Case
 
 
 @pytest.mark.parametrize("case", [*CASES, *FEATURES], ids=lambda case: case.name)

@@ -6,7 +6,6 @@ One set of two processes trains each group of ``loops.py``, and each of its runs
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
 import subprocess
@@ -89,8 +88,6 @@ def test_losses_and_gradient_norms_are_equal_to_eager(
     group: Group, run: Run, results: Callable[[Group], list[Results]]
 ) -> None:
     skip_without(GPUS)
-    if group.needs and importlib.util.find_spec(group.needs) is None:
-        pytest.skip(f"needs {group.needs}")
     for found in results(group):
         check(group, found[Run(run.dtype).name], found[run.name], STEPS)
 

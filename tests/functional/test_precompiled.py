@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.functional.conftest import skip_without
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,12 +17,11 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("model", ["llama", "sharded", "experts"])
-def test_loaded_code_in_graphs_trains_the_eager_numbers(model: str, tmp_path: Path) -> None:
+def test_loaded_code_in_graphs_trains_the_eager_numbers(tmp_path: Path) -> None:
     skip_without(2)
-    words = ["precompile", f"{SCRIPT}:{model}", "--world-size", "2", "--out", str(tmp_path)]
+    words = ["precompile", f"{SCRIPT}:llama", "--world-size", "2", "--out", str(tmp_path)]
     start("compile", *words, "--deterministic", CUDA_VISIBLE_DEVICES="")
-    words = ["--standalone", "--nproc-per-node", "2", "-m", SCRIPT, model, str(tmp_path)]
+    words = ["--standalone", "--nproc-per-node", "2", "-m", SCRIPT, str(tmp_path)]
     ended = start("train", *words)
     assert "values, bitwise equal" in ended.stdout
     for how in ("graphs", "compiled"):

@@ -13,7 +13,9 @@ from tests.functional.cases import (
     CAPACITY,
     DENSE,
     EXPERTS,
+    HSDP,
     MOE,
+    ONE_EACH,
     PREPROCESS,
     TENSOR_PARALLEL,
     TORCH_GEMM,
@@ -25,18 +27,15 @@ from tests.functional.test_failures import STAGES, assert_left_eager
 
 SCRIPT = Path(__file__).with_name("tampered.py")
 EP = "--expert-model-parallel-size"
-ONE_EACH = ("--expert-tensor-parallel-size", "1")
-HYBRID = ("--num-distributed-optimizer-instances", "2")
-"""Weights are sharded over half of the ranks, and both halves hold them."""
-FULLY = (*HYBRID, "--outer-dp-sharding-strategy", "optim")
-"""And the optimizer's state is sharded over all ranks."""
+FULLY = (*HSDP, "--outer-dp-sharding-strategy", "optim")
+"""The optimizer's state is sharded over all ranks, weights over half of them."""
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ep4": (4, (*batch(16), EP, "4")),
     "ep8": (8, (*batch(32), EP, "8")),
     "tp2-ep4": (8, (*batch(16), *TENSOR_PARALLEL, EP, "4", *ONE_EACH)),
     "tp2-fsdp4": (8, (*batch(16), *TENSOR_PARALLEL, *ONE_EACH)),
     "cp2-fsdp4": (8, (*batch(16), "--context-parallel-size", "2")),
-    "hsdp": (8, (*batch(32), *HYBRID)),
+    "hsdp": (8, (*batch(32), *HSDP)),
     "hfsdp": (8, (*batch(32), *FULLY)),
 }
 """How many ranks, and Megatron's flags."""
@@ -53,10 +52,8 @@ def _cases() -> list[Case]:
             dense = flags if ONE_EACH[0] not in flags else flags[: -len(ONE_EACH)]
             found.append(Case(f"{name}-dense", DENSE, ("attn", "mlp"), dense, gpus))
         found.append(Case(f"{name}-router", MOE, PREPROCESS, flags, gpus))
-        case = Case(f"{name}-experts", MOE, EXPERTS, flags, gpus, graph_flags=TORCH_GEMM)
-        if name in SAME_GEMM:
-            case = replace(case, flags=(*flags, *TORCH_GEMM), graph_flags=())
-        found.append(case)
+        both = (*flags, *TORCH_GEMM) if name in SAME_GEMM else flags
+        found.append(Case(f"{name}-experts", MOE, EXPERTS, both, gpus, graph_flags=TORCH_GEMM))
     split = (*TENSOR_PARALLEL, EP, "2", "--expert-tensor-parallel-size", "2")
     return [*found, Case("ep2-etp2-capacity", MOE, EXPERTS, (*batch(4), *split, *CAPACITY), 4)]
 

@@ -11,8 +11,6 @@ import torch
 from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import before_capture, wrap
 
-_BUSY_CYCLES = 50_000_000  # some 30 ms of a GPU
-
 
 def collect_garbage_in_capture() -> None:
     """While a graph is captured, free tensors that another stream used, by garbage collection."""
@@ -44,27 +42,6 @@ def collect_garbage_in_capture() -> None:
 
     before_capture(litter)
     wrap(TransformerLayer, "_te_cuda_graph_capture", collecting)
-
-
-def keep_another_stream_busy() -> None:
-    """Whenever a graph's capture begins, another stream has work that is still running."""
-    streams: list[torch.cuda.Stream] = []
-    begun = 0
-
-    def busy(old: Callable[..., Any]) -> Callable[..., Any]:
-        def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal begun
-            if not streams:
-                streams.append(torch.cuda.Stream())
-            with torch.cuda.stream(streams[0]):
-                torch.cuda._sleep(_BUSY_CYCLES)
-            begun += 1
-            note("begun", begun)
-            return old(self, *args, **kwargs)
-
-        return capture_begin
-
-    wrap(torch.cuda.CUDAGraph, "capture_begin", busy)
 
 
 def fail_earlier() -> None:

@@ -64,10 +64,6 @@ def shorter_sequences(model: nn.Module) -> None:
     vars(gpt)["forward"] = forward
 
 
-def part_in_evaluation(model: nn.Module) -> None:
-    first_layer(model).self_attention.eval()
-
-
 def hook_inside(model: nn.Module) -> None:
     """Doubles what attention adds to the residual stream."""
 
@@ -93,16 +89,6 @@ def parameter_replaced(model: nn.Module) -> None:
     layer.register_forward_hook(after, prepend=True)
 
 
-def other_strides(model: nn.Module) -> None:
-    """The first layer's input keeps its values and is laid out by batch and not by sequence."""
-
-    def before(_layer: Any, args: Any, kwargs: Any) -> Any:
-        states = kwargs["hidden_states"].transpose(0, 1).contiguous().transpose(0, 1)
-        return args, {**kwargs, "hidden_states": states}
-
-    first_layer(model).register_forward_pre_hook(before, with_kwargs=True)
-
-
 def table_copied(model: nn.Module) -> None:
     """The first layer is handed another tensor with the rotary table's values."""
 
@@ -110,21 +96,6 @@ def table_copied(model: nn.Module) -> None:
         return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"].clone()}
 
     first_layer(model).register_forward_pre_hook(before, with_kwargs=True)
-
-
-def under_autocast(model: nn.Module) -> None:
-    """The first layer runs under ``torch.autocast``."""
-    layer, entered = first_layer(model), []
-
-    def before(*_args: Any) -> None:
-        entered.append(torch.autocast("cuda", dtype=torch.bfloat16))
-        entered[-1].__enter__()
-
-    def after(*_args: Any) -> None:
-        entered.pop().__exit__(None, None, None)
-
-    layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(after, prepend=True)
 
 
 def wrong_bit(layer: str) -> None:
@@ -204,11 +175,8 @@ def buffers_moved_in_backward(model: nn.Module) -> None:
 
 FAULTS: dict[str, Callable[[nn.Module], None]] = {
     "shape": shorter_sequences,
-    "training": part_in_evaluation,
     "hooks": hook_inside,
-    "stride": other_strides,
     "static input": table_copied,
-    "autocast": under_autocast,
     "parameter": parameter_replaced,
     "address": buffers_moved,
     "address-in-backward": buffers_moved_in_backward,

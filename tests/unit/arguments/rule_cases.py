@@ -26,6 +26,20 @@ class Case:
         return f"{self.rule}: {' '.join([*words, *self.layers])}"
 
 
+def case(
+    rule: str,
+    *bases: dict[str, Any],
+    layers: tuple[str, ...] = (),
+    graph: dict[str, Any] | None = None,
+    variables: dict[str, str] | None = None,
+    versions: dict[str, str | None] | None = None,
+    **change: Any,
+) -> Case:
+    """A case whose change is that of all ``bases``, and ``change``."""
+    settings = {name: value for base in (*bases, change) for name, value in base.items()}
+    return Case(rule, settings, layers, graph or {}, variables or {}, versions or {})
+
+
 DROP_AND_PAD: dict[str, Any] = {
     "moe_expert_capacity_factor": 1.0,
     "moe_pad_expert_input_to_capacity": True,
@@ -50,284 +64,246 @@ _PEERS: dict[str, Any] = {**_TORCH, "cg_moe_exchange": "peer"}
 _NATIVE: dict[str, Any] = {"cg_backend": "native"}
 
 FSDP = (
-    Case("implementation", {"cuda_graph_impl": "local"}),
-    Case("double-buffer", {"fsdp_double_buffer": False}),
-    Case("persistent-fallback", {"fsdp_db_use_persist_buf_on_alloc_fail": False}),
-    Case("gradient-accumulation-fusion", {**_FUSED, "data_parallel_sharding_strategy": "optim"}),
-    Case(
-        "gradient-accumulation-fusion",
-        {**_FUSED, "mtp_use_repeated_layer": True, "mtp_num_layers": 2},
-    ),
-    Case("gradient-accumulation-fusion", {**_FUSED, "gradient_ranks": 1}),
-    Case("gradient-accumulation-fusion", {**_FUSED, "megatron_fsdp_main_grads_dtype": "fp32"}),
-    Case("gradient-accumulation-fusion", {**_FUSED, "megatron_fsdp_grad_comm_dtype": "fp32"}),
-    Case("gradient-accumulation-fusion", {**_FUSED, "transformer_impl": "local"}),
-    Case("gradient-accumulation-fusion", {**_FUSED, "use_transformer_engine_op_fuser": True}),
-    Case("expert-parallel-overlap", {"overlap_moe_expert_parallel_comm": True}),
-    Case("delayed-weight-gradients", {"delay_wgrad_compute": True}),
-    Case("optimizer-graph", {"optimizer_cuda_graph": True}),
-    Case("pipeline-parallel", {"pipeline_model_parallel_size": 2}),
+    case("implementation", cuda_graph_impl="local"),
+    case("double-buffer", fsdp_double_buffer=False),
+    case("persistent-fallback", fsdp_db_use_persist_buf_on_alloc_fail=False),
+    case("gradient-accumulation-fusion", _FUSED, data_parallel_sharding_strategy="optim"),
+    case("gradient-accumulation-fusion", _FUSED, mtp_use_repeated_layer=True, mtp_num_layers=2),
+    case("gradient-accumulation-fusion", _FUSED, gradient_ranks=1),
+    case("gradient-accumulation-fusion", _FUSED, megatron_fsdp_main_grads_dtype="fp32"),
+    case("gradient-accumulation-fusion", _FUSED, megatron_fsdp_grad_comm_dtype="fp32"),
+    case("gradient-accumulation-fusion", _FUSED, transformer_impl="local"),
+    case("gradient-accumulation-fusion", _FUSED, use_transformer_engine_op_fuser=True),
+    case("expert-parallel-overlap", overlap_moe_expert_parallel_comm=True),
+    case("delayed-weight-gradients", delay_wgrad_compute=True),
+    case("optimizer-graph", optimizer_cuda_graph=True),
+    case("pipeline-parallel", pipeline_model_parallel_size=2),
 )
 
 SCOPES = (
-    Case("moe-and-router", {**DROP_AND_PAD, "cuda_graph_modules": ("moe", "moe_router")}),
-    Case("preprocess-without-router", {"cuda_graph_modules": ("attn", "moe_preprocess")}),
-    Case("moe-without-experts", {"num_experts": None}),
-    Case("moe-without-drop-and-pad", {"cuda_graph_modules": ("attn", "moe")}),
-    Case(
+    case("moe-and-router", DROP_AND_PAD, cuda_graph_modules=("moe", "moe_router")),
+    case("preprocess-without-router", cuda_graph_modules=("attn", "moe_preprocess")),
+    case("moe-without-experts", num_experts=None),
+    case("moe-without-drop-and-pad", cuda_graph_modules=("attn", "moe")),
+    case(
         "moe-without-drop-and-pad",
-        {"cuda_graph_modules": ("attn", "moe"), "moe_expert_capacity_factor": 1.0},
+        cuda_graph_modules=("attn", "moe"),
+        moe_expert_capacity_factor=1.0,
     ),
-    Case("preprocess-synchronizes", {**_ROUTER, "moe_expert_capacity_factor": 1.0}),
-    Case("preprocess-synchronizes", {**_ROUTER, "moe_router_padding_for_fp8": True}),
-    Case("scope-selects-nothing", {"cuda_graph_modules": ("attn", "mlp")}),
-    Case(
-        "scope-selects-nothing",
-        {"cuda_graph_modules": ("attn", "mlp"), "moe_layer_freq": (1, 1, 1, 1)},
-    ),
+    case("preprocess-synchronizes", _ROUTER, moe_expert_capacity_factor=1.0),
+    case("preprocess-synchronizes", _ROUTER, moe_router_padding_for_fp8=True),
+    case("scope-selects-nothing", cuda_graph_modules=("attn", "mlp")),
+    case("scope-selects-nothing", cuda_graph_modules=("attn", "mlp"), moe_layer_freq=(1, 1, 1, 1)),
 )
 
 SCOPES_BEYOND_MEGATRON = (
-    Case("preprocess-synchronizes", {**_ROUTER, "moe_router_padding_for_quantization": True}),
-    Case("scope-selects-nothing", {"cuda_graph_modules": ("attn", "mamba")}),
-    Case("scope-selects-nothing", {**_ATTENTION_AND_ROUTER, "hybrid_layer_pattern": "E|E/**"}),
-    Case("scope-selects-nothing", {"moe_layer_freq": (0, 0, 1, 1)}, layers=("moe_router:0-1",)),
-    Case("whole-moe-layer", {"cuda_graph_modules": ()}),
-    Case(
+    case("preprocess-synchronizes", _ROUTER, moe_router_padding_for_quantization=True),
+    case("scope-selects-nothing", cuda_graph_modules=("attn", "mamba")),
+    case("scope-selects-nothing", _ATTENTION_AND_ROUTER, hybrid_layer_pattern="E|E/**"),
+    case("scope-selects-nothing", layers=("moe_router:0-1",), moe_layer_freq=(0, 0, 1, 1)),
+    case("whole-moe-layer", cuda_graph_modules=()),
+    case(
         "whole-moe-layer",
-        {"cuda_graph_modules": (), "moe_layer_freq": (0, 1, 1, 1)},
         layers=("layer:0,2-",),
+        cuda_graph_modules=(),
+        moe_layer_freq=(0, 1, 1, 1),
     ),
-    Case("cg-layers", layers=("attn",)),
-    Case("cg-layers", layers=("moe_router:2-9",)),
+    case("cg-layers", layers=("attn",)),
+    case("cg-layers", layers=("moe_router:2-9",)),
 )
 
 LAYERS = (
-    Case("sinkhorn-router", {"moe_router_load_balancing_type": ("sinkhorn",)}),
-    Case(
+    case("sinkhorn-router", moe_router_load_balancing_type=("sinkhorn",)),
+    case(
         "dispatcher-reads-counts",
-        {
-            **DROP_AND_PAD,
-            "cuda_graph_modules": ("attn", "moe"),
-            "moe_token_dispatcher_type": "allgather",
-        },
+        DROP_AND_PAD,
+        cuda_graph_modules=("attn", "moe"),
+        moe_token_dispatcher_type="allgather",
     ),
-    Case(
+    case(
         "dispatcher-reads-counts",
-        {**DROP_AND_PAD, "cuda_graph_modules": (), "moe_token_dispatcher_type": "allgather"},
+        DROP_AND_PAD,
+        cuda_graph_modules=(),
+        moe_token_dispatcher_type="allgather",
     ),
-    Case("routing-trace", {"moe_routing_trace_path": "traces"}),
-    Case(
-        "routing-trace",
-        {**DROP_AND_PAD, "cuda_graph_modules": (), "moe_routing_trace_path": "traces"},
-    ),
-    Case("largest-attention-logits", {"qk_clip": True}),
-    Case("largest-attention-logits", {"log_max_attention_logit": True}),
+    case("routing-trace", moe_routing_trace_path="traces"),
+    case("routing-trace", DROP_AND_PAD, cuda_graph_modules=(), moe_routing_trace_path="traces"),
+    case("largest-attention-logits", qk_clip=True),
+    case("largest-attention-logits", log_max_attention_logit=True),
 )
 
 EXPERTS = (
-    Case("grouped-gemm-without-experts", {**_GROUPED, "moe_grouped_gemm": False}, graph=_TORCH),
-    Case(
+    case("grouped-gemm-without-experts", _GROUPED, graph=_TORCH, moe_grouped_gemm=False),
+    case(
         "grouped-gemm-without-experts",
-        {**_GROUPED, "num_experts": None, "cuda_graph_modules": ("attn",)},
+        _GROUPED,
         graph=_TORCH,
+        num_experts=None,
+        cuda_graph_modules=("attn",),
     ),
-    Case("grouped-gemm-dtype", {**_GROUPED, "bf16": False}, graph=_TORCH),
-    Case("grouped-gemm-low-precision", {**_GROUPED, "fp8": "hybrid"}, graph=_TORCH),
-    Case("grouped-gemm-low-precision", {**_GROUPED, "fp4": "e2m1"}, graph=_TORCH),
-    Case("grouped-gemm-bias", {**_GROUPED, "add_bias_linear": True}, graph=_TORCH),
-    Case(
-        "grouped-gemm-op-fuser", {**_GROUPED, "use_transformer_engine_op_fuser": True}, graph=_TORCH
-    ),
-    Case("experts-dispatcher", {**_DROPLESS, "moe_token_dispatcher_type": "flex"}, graph=_TORCH),
-    Case("experts-tensor-parallel", {**_DROPLESS, "expert_tensor_parallel_size": 2}, graph=_TORCH),
-    Case(
+    case("grouped-gemm-dtype", _GROUPED, graph=_TORCH, bf16=False),
+    case("grouped-gemm-low-precision", _GROUPED, graph=_TORCH, fp8="hybrid"),
+    case("grouped-gemm-low-precision", _GROUPED, graph=_TORCH, fp4="e2m1"),
+    case("grouped-gemm-bias", _GROUPED, graph=_TORCH, add_bias_linear=True),
+    case("grouped-gemm-op-fuser", _GROUPED, graph=_TORCH, use_transformer_engine_op_fuser=True),
+    case("experts-dispatcher", _DROPLESS, graph=_TORCH, moe_token_dispatcher_type="flex"),
+    case("experts-tensor-parallel", _DROPLESS, graph=_TORCH, expert_tensor_parallel_size=2),
+    case(
         "experts-tensor-parallel",
-        {**_GROUPED, "cuda_graph_modules": (), "expert_tensor_parallel_size": 2},
+        _GROUPED,
         graph=_TORCH,
+        cuda_graph_modules=(),
+        expert_tensor_parallel_size=2,
     ),
-    Case("experts-uneven", {**_DROPLESS, "moe_expert_capacity_factor": 1.0}, graph=_TORCH),
-    Case("experts-uneven", {**_DROPLESS, "moe_router_padding_for_fp8": True}, graph=_TORCH),
-    Case(
-        "experts-uneven", {**_DROPLESS, "moe_router_padding_for_quantization": True}, graph=_TORCH
-    ),
-    Case(
+    case("experts-uneven", _DROPLESS, graph=_TORCH, moe_expert_capacity_factor=1.0),
+    case("experts-uneven", _DROPLESS, graph=_TORCH, moe_router_padding_for_fp8=True),
+    case("experts-uneven", _DROPLESS, graph=_TORCH, moe_router_padding_for_quantization=True),
+    case(
         "experts-router",
-        {**_DROPLESS, "moe_router_load_balancing_type": ("aux_loss", "quantile_balancing")},
+        _DROPLESS,
         graph=_TORCH,
+        moe_router_load_balancing_type=("aux_loss", "quantile_balancing"),
     ),
-    Case("grouped-gemm-delayed-gradients", {**_GROUPED, "delay_wgrad_compute": True}, graph=_TORCH),
-    Case(
+    case(
         "experts-delayed-gradients",
-        {**_GROUPED, "overlap_dispatch_backward_with_experts_wgrad": True},
+        _GROUPED,
         graph=_TORCH,
+        overlap_dispatch_backward_with_experts_wgrad=True,
     ),
-    Case(
+    case(
         "experts-delayed-gradients",
-        {
-            **DROP_AND_PAD,
-            "cuda_graph_modules": ("attn", "moe"),
-            "overlap_dispatch_backward_with_experts_wgrad": True,
-        },
+        DROP_AND_PAD,
+        cuda_graph_modules=("attn", "moe"),
+        overlap_dispatch_backward_with_experts_wgrad=True,
     ),
 )
 
 ROWS = (
-    Case("rows-below-average", _BOUNDED, graph={**_TORCH, "cg_moe_rows": 0.9}),
-    Case("rows-below-average", _BOUNDED, graph={**_TORCH, "cg_moe_rows": float("nan")}),
-    Case(
+    case("rows-below-average", _BOUNDED, graph={**_TORCH, "cg_moe_rows": 0.9}),
+    case("rows-below-average", _BOUNDED, graph={**_TORCH, "cg_moe_rows": float("nan")}),
+    case("rows-without-experts", _BOUNDED, graph=_ROWS, cuda_graph_modules=("attn", "moe_router")),
+    case(
         "rows-without-experts",
-        {**_BOUNDED, "cuda_graph_modules": ("attn", "moe_router")},
-        graph=_ROWS,
-    ),
-    Case(
-        "rows-without-experts",
-        {**_BOUNDED, "cuda_graph_modules": ("attn", "moe_router")},
+        _BOUNDED,
         graph={**_ROWS, "cg_grouped_gemm": "te"},
+        cuda_graph_modules=("attn", "moe_router"),
     ),
-    Case("rows-without-experts", {**_BOUNDED, **DROP_AND_PAD}, graph=_ROWS),
-    Case(
-        "rows-without-expert-parallel", {**_DROPLESS, "expert_model_parallel_size": 1}, graph=_ROWS
-    ),
+    case("rows-without-experts", _BOUNDED, DROP_AND_PAD, graph=_ROWS),
+    case("rows-without-expert-parallel", _DROPLESS, graph=_ROWS, expert_model_parallel_size=1),
 )
 
 PEERS = (
-    Case(
+    case(
         "exchange-without-experts",
-        {**_BOUNDED, "cuda_graph_modules": ("attn", "moe_router")},
+        _BOUNDED,
         graph=_PEERS,
+        cuda_graph_modules=("attn", "moe_router"),
     ),
-    Case("exchange-without-experts", _BOUNDED, graph={**_PEERS, "cg_grouped_gemm": "te"}),
-    Case("exchange-without-experts", {**_BOUNDED, **DROP_AND_PAD}, graph=_PEERS),
-    Case(
-        "exchange-without-expert-parallel",
-        {**_DROPLESS, "expert_model_parallel_size": 1},
-        graph=_PEERS,
-    ),
+    case("exchange-without-experts", _BOUNDED, graph={**_PEERS, "cg_grouped_gemm": "te"}),
+    case("exchange-without-experts", _BOUNDED, DROP_AND_PAD, graph=_PEERS),
+    case("exchange-without-expert-parallel", _DROPLESS, graph=_PEERS, expert_model_parallel_size=1),
 )
 
 RECOMPUTE = (
-    Case("full-recompute-of-parts", {**_FULL, "cuda_graph_modules": ("attn",)}),
-    Case(
-        "full-recompute-of-parts",
-        {**_FULL, "num_experts": 8, "cuda_graph_modules": ("attn", "moe_router")},
+    case("full-recompute-of-parts", _FULL, cuda_graph_modules=("attn",)),
+    case(
+        "full-recompute-of-parts", _FULL, num_experts=8, cuda_graph_modules=("attn", "moe_router")
     ),
-    Case(
+    case(
         "full-recompute-of-parts",
-        {
-            **_FULL,
-            **DROP_AND_PAD,
-            "num_experts": 8,
-            "cuda_graph_modules": ("attn", "moe"),
-            "moe_layer_freq": 2,
-        },
+        _FULL,
+        DROP_AND_PAD,
+        num_experts=8,
+        cuda_graph_modules=("attn", "moe"),
+        moe_layer_freq=2,
     ),
-    Case("full-recompute-of-parts", _FULL, layers=("attn:0-1",)),
-    Case("full-recompute-of-parts", {**_FULL, "custom_layers": True}),
-    Case("dropout-in-full-recompute", {**_FULL, "attention_dropout": 0.1}),
-    Case("dropout-in-full-recompute", {**_FULL, "hidden_dropout": 0.1}),
-    Case("jitter-in-full-recompute", {**_FULL, "moe_input_jitter_eps": 0.01}),
-    Case("low-precision-full-recompute", {**_FULL, "fp8": "hybrid"}),
-    Case("low-precision-full-recompute", {**_FULL, "fp4": "e2m1"}),
-    Case(
+    case("full-recompute-of-parts", _FULL, layers=("attn:0-1",)),
+    case("full-recompute-of-parts", _FULL, custom_layers=True),
+    case("dropout-in-full-recompute", _FULL, attention_dropout=0.1),
+    case("dropout-in-full-recompute", _FULL, hidden_dropout=0.1),
+    case("jitter-in-full-recompute", _FULL, moe_input_jitter_eps=0.01),
+    case("low-precision-full-recompute", _FULL, fp8="hybrid"),
+    case("low-precision-full-recompute", _FULL, fp4="e2m1"),
+    case(
         "full-recompute-of-parts",
-        {**_FULL, "num_experts": 8, "moe_layer_freq": (0, 0, 0, 1), "mtp_num_layers": 1},
+        _FULL,
         layers=("attn:0-2",),
+        num_experts=8,
+        moe_layer_freq=(0, 0, 0, 1),
+        mtp_num_layers=1,
     ),
-    Case("hybrid-full-recompute", {**_FULL, "hybrid_layer_pattern": "*-*-"}),
-    Case(
+    case("hybrid-full-recompute", _FULL, hybrid_layer_pattern="*-*-"),
+    case(
         "repeated-prediction-full-recompute",
-        {
-            **_FULL,
-            "recompute_method": "uniform",
-            "mtp_use_repeated_layer": True,
-            "mtp_num_layers": 2,
-        },
+        _FULL,
+        recompute_method="uniform",
+        mtp_use_repeated_layer=True,
+        mtp_num_layers=2,
     ),
-    Case("distributed-full-recompute", {**_FULL, "distribute_saved_activations": True}),
-    Case("moe-recompute-around-router", {**_SELECTIVE, "recompute_modules": ("moe",)}),
-    Case("dropout-in-recomputed-attention", _SELECTIVE),
-    Case(
+    case("distributed-full-recompute", _FULL, distribute_saved_activations=True),
+    case("moe-recompute-around-router", _SELECTIVE, recompute_modules=("moe",)),
+    case("dropout-in-recomputed-attention", _SELECTIVE),
+    case(
         "dropout-in-recomputed-mlp",
-        {
-            **_SELECTIVE,
-            "cuda_graph_modules": ("mlp",),
-            "recompute_modules": ("mlp",),
-            "num_experts": None,
-        },
+        _SELECTIVE,
+        cuda_graph_modules=("mlp",),
+        recompute_modules=("mlp",),
+        num_experts=None,
     ),
-    Case(
+    case(
         "dropout-in-recomputed-mlp",
-        {
-            **_SELECTIVE,
-            **DROP_AND_PAD,
-            "cuda_graph_modules": ("moe",),
-            "recompute_modules": ("moe",),
-        },
+        _SELECTIVE,
+        DROP_AND_PAD,
+        cuda_graph_modules=("moe",),
+        recompute_modules=("moe",),
     ),
-    Case(
-        "jitter-in-recomputed-moe",
-        {
-            **_SELECTIVE,
-            **DROP_AND_PAD,
-            "cuda_graph_modules": ("moe",),
-            "recompute_modules": ("moe",),
-            "hidden_dropout": 0.0,
-            "moe_input_jitter_eps": 0.01,
-        },
-    ),
-    Case("cpu-offloading", {"cpu_offloading": True}),
+    case("cpu-offloading", cpu_offloading=True),
 )
 
 NUMERICS = (
-    Case("activation-offloading", {"fine_grained_activation_offloading": True}),
-    Case("fp16", {"bf16": False, "fp16": True}),
-    Case("fp8-primary-weights", {"fp8": "hybrid", "fp8_param_gather": True}),
-    Case(
+    case("activation-offloading", fine_grained_activation_offloading=True),
+    case("fp16", bf16=False, fp16=True),
+    case("fp8-primary-weights", fp8="hybrid", fp8_param_gather=True),
+    case(
         "fp8-primary-weights-recipe",
-        {
-            "fp8": "e4m3",
-            "fp8_recipe": "blockwise",
-            "fp8_param_gather": True,
-            "keep_fp8_transpose_cache": True,
-        },
+        fp8="e4m3",
+        fp8_recipe="blockwise",
+        fp8_param_gather=True,
+        keep_fp8_transpose_cache=True,
     ),
-    Case("packed-sequences", {**_ATTENTION_AND_ROUTER, "sft": True}),
-    Case("packed-sequences", {**_ATTENTION_AND_ROUTER, "rl_use_sequence_packing": True}),
-    Case("packed-sequences", {**_ATTENTION_AND_ROUTER, "dataloader_inter_document_masking": True}),
-    Case("packed-sequences", {"cuda_graph_modules": (), "sft": True, "num_experts": None}),
-    Case(
+    case("packed-sequences", _ATTENTION_AND_ROUTER, sft=True),
+    case("packed-sequences", _ATTENTION_AND_ROUTER, rl_use_sequence_packing=True),
+    case("packed-sequences", _ATTENTION_AND_ROUTER, dataloader_inter_document_masking=True),
+    case("packed-sequences", cuda_graph_modules=(), sft=True, num_experts=None),
+    case(
         "packed-mamba",
-        {
-            "cuda_graph_modules": ("mamba",),
-            "sft": True,
-            "hybrid_layer_pattern": "M*",
-            "num_experts": None,
-        },
+        cuda_graph_modules=("mamba",),
+        sft=True,
+        hybrid_layer_pattern="M*",
+        num_experts=None,
     ),
-    Case(
-        "packed-microbatches",
-        {"cuda_graph_modules": ("moe_router",), "sft": True, "micro_batch_size": 2},
-    ),
-    Case(
+    case("packed-microbatches", cuda_graph_modules=("moe_router",), sft=True, micro_batch_size=2),
+    case(
         "pack-sequences-hybrid",
-        {"cuda_graph_modules": ("attn",), "hybrid_layer_pattern": "M*-", "num_experts": None},
         graph={"cg_pack_sequences": 8},
+        cuda_graph_modules=("attn",),
+        hybrid_layer_pattern="M*-",
+        num_experts=None,
     ),
-    Case("pack-sequences-least", graph={"cg_pack_sequences": 0}),
-    Case(
+    case("pack-sequences-least", graph={"cg_pack_sequences": 0}),
+    case(
         "pack-sequences-context-parallel",
-        {**_ATTENTION_AND_ROUTER, "context_parallel_size": 2},
+        _ATTENTION_AND_ROUTER,
         graph={"cg_pack_sequences": 8},
+        context_parallel_size=2,
     ),
-    Case("hybrid-context-parallel", {"hybrid_context_parallel": True}),
 )
 
 BACKEND = (
-    Case("flags-without-graphs", {"cuda_graph_impl": "none"}, layers=("attn:0",)),
-    Case("native-backend-fp8", {"fp8": "hybrid"}, graph=_NATIVE),
-    Case("native-backend-fp8", {"fp4": "e2m1"}, graph=_NATIVE),
-    Case(
+    case("flags-without-graphs", layers=("attn:0",), cuda_graph_impl="none"),
+    case("native-backend-fp8", graph=_NATIVE, fp8="hybrid"),
+    case("native-backend-fp8", graph=_NATIVE, fp4="e2m1"),
+    case(
         "expandable-segments",
         graph=_NATIVE,
         variables={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
@@ -335,18 +311,18 @@ BACKEND = (
 )
 
 ENVIRONMENT = (
-    Case("transformer-engine-version", versions={"transformer-engine": "2.18.0"}),
-    Case("transformer-engine-version", versions={"transformer-engine": None}),
-    Case("megatron-core-version", versions={"megatron-core": "0.18.2"}),
-    Case("expandable-segments", variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-    Case(
+    case("transformer-engine-version", versions={"transformer-engine": "2.18.0"}),
+    case("transformer-engine-version", versions={"transformer-engine": None}),
+    case("megatron-core-version", versions={"megatron-core": "0.18.2"}),
+    case("expandable-segments", variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    case(
         "expandable-segments",
         variables={
             "PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments: True",
             "NCCL_GRAPH_REGISTER": "1",
         },
     ),
-    Case("max-connections", variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    case("max-connections", variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
 )
 
 MEGATRON_AGREES = (*SCOPES, *RECOMPUTE)

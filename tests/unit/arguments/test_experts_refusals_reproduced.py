@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from megatron_cg.backends.tape.tape_recording import recording
 from megatron_cg.errors import HostSyncError
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.upstream.megatron import capturing_flag
-from tests.unit.te_sources import source_of_te
 
 TOKENS, HIDDEN, EXPERTS = 6, 4, 4
 
@@ -133,26 +131,3 @@ def test_several_ranks_of_an_expert_exchange_rows_by_numbers_on_the_host(
 ) -> None:
     """Megatron reads how many; this package's dispatcher takes the rows of its own rank alone."""
     run_processes(partial(dispatch, ranks_of_an_expert))
-
-
-@pytest.mark.refuses("grouped-gemm-op-fuser")
-def test_fused_experts_do_not_call_the_grouped_gemm_that_is_replaced() -> None:
-    from megatron.core.transformer.moe.experts import TEGroupedMLP
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    class Fused(TEGroupedMLP):  # type: ignore[misc]
-        """With ``--use-transformer-engine-op-fuser``; calling its linear layers fails."""
-
-        def __init__(self) -> None:
-            torch.nn.Module.__init__(self)
-            self.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-            self._with_fused_impl = True
-            self._fused_ops = (lambda rows, *_: rows + 1,)
-            self.linear_fc1, self.linear_fc2 = None, SimpleNamespace(use_bias=False)
-
-    rows, counts = torch.ones(TOKENS, HIDDEN), torch.tensor([TOKENS])
-    found, bias = Fused()(rows, counts, torch.ones(TOKENS))
-    assert torch.equal(found, rows + 1) and bias is None
-    sources = source_of_te()
-    named = [file for file in sources.rglob("*.py") if "_GroupedLinear" in file.read_text()]
-    assert named == [sources / "module" / "grouped_linear.py"]

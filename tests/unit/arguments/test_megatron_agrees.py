@@ -23,7 +23,6 @@ _SAME_NAME = (
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_token_dispatcher_type",
-    "moe_input_jitter_eps",
     "recompute_granularity",
     "attention_dropout",
     "hidden_dropout",

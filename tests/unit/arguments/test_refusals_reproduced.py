@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_memory import FreedStorageError
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-from tests.unit.arguments.good_configuration import GOOD_ARGV
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
 
@@ -117,48 +115,6 @@ def test_overlap_with_expert_parallelism_takes_no_layerwise_graphs(
         parallel_state.destroy_model_parallel()
 
 
-MODEL = (
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --train-iters 3 --lr 1e-3 --min-lr 0 --ckpt-format fsdp_dtensor"
-).split()
-
-
-@pytest.mark.refuses("hybrid-context-parallel", "max-connections", "expandable-segments")
-@pytest.mark.parametrize(
-    ("words", "environment", "error"),
-    [
-        ((), {}, None),
-        (("--hybrid-context-parallel",), {}, "not supported with Megatron FSDP"),
-        ((), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "requires CUDA_DEVICE_MAX_CONNECTIONS > 1"),
-        ((), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "NCCL_GRAPH_REGISTER=0"),
-    ],
-    ids=["nothing wrong", "hybrid context parallel", "one connection", "expandable segments"],
-)
-def test_megatron_ends_before_it_builds_a_model(
-    words: tuple[str, ...],
-    environment: dict[str, str],
-    error: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from megatron.training import arguments
-
-    from megatron_cg.tools.cpu.fakes import cpu_fakes
-
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **environment}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *GOOD_ARGV, *MODEL, *words])
-    hopper = SimpleNamespace(major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: hopper)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    args = arguments.parse_args()
-    args.enable_cuda_graph = False  # An older name, which that check still reads.
-    ends = nullcontext() if error is None else pytest.raises(AssertionError, match=error)
-    with cpu_fakes(), ends:
-        arguments.validate_args(args)
-
-
 @pytest.mark.refuses("implementation")
 def test_local_graphs_refuse_the_hooks_of_megatron_fsdp(dense_model: Any) -> None:
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
@@ -246,20 +202,6 @@ def test_a_replay_leaves_no_largest_logits(
         assert largest() == 0.0
         if kept:
             expect(session.counters, replayed=2, mismatched=0)
-
-
-@pytest.mark.refuses("largest-attention-logits")
-def test_largest_logits_of_a_bf16_model_are_not_found_under_megatron_fsdp(
-    largest_logits: None, one_rank: None
-) -> None:
-    """Megatron looks for the layers below two wrappers, and there are three. It runs no graph."""
-    from megatron.core.optimizer.qk_clip import clip_qk
-
-    shape = CpuModelConfig(layers=1, bf16=True, graph_modules=("attn",))
-    with trainer_of(shape, graphs=False) as trainer:
-        trainer.step()
-        with pytest.raises(AttributeError, match="'Float16Module' object has no attribute 'deco"):
-            clip_qk([trainer.model], log_max_only=True)
 
 
 def grouped(dtype: torch.dtype, **options: Any) -> torch.Tensor:

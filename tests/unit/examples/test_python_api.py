@@ -85,65 +85,53 @@ def test_a_model_that_cannot_be_graphed_is_refused_for_every_reason(model: Any) 
         GraphedLayers(torch.nn.Linear(1, 1), None, **sizes, backend=TapeBackend())
 
 
-def test_steps_after_closing_are_eager_though_nothing_was_captured(one_rank: None) -> None:
+@pytest.fixture
+def trainer(one_rank: None) -> Iterator[Any]:
+    """A trainer of one layer, and the number of microbatches that Megatron's loops have."""
     from megatron.core import num_microbatches_calculator as calculator
 
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     calculator.init_num_microbatches_calculator(0, None, 2, 2, 1)
-    trainer = Trainer(TrainingPlan(model=CpuModelConfig(layers=1)))
-    trainer.model.config.cuda_graph_warmup_steps = 1
-    sizes: dict[str, Any] = {"seq_length": 16, "micro_batch_size": 2}
-    try:
-        with (
-            megatron_cg.GraphedLayers(
-                trainer.model, trainer._optimizer, **sizes, backend="tape"
-            ) as graphs,
-            graphs.step(),
-        ):
+    made = Trainer(TrainingPlan(model=CpuModelConfig(layers=1)))
+    made.model.config.cuda_graph_warmup_steps = 1
+    yield made
+    calculator.unset_num_microbatches_calculator()
+
+
+def graphed(trainer: Any, **options: Any) -> megatron_cg.GraphedLayers:
+    sizes: dict[str, Any] = {"seq_length": 16, "micro_batch_size": 2, "backend": "tape"}
+    return megatron_cg.GraphedLayers(trainer.model, trainer._optimizer, **sizes, **options)
+
+
+def test_steps_after_closing_are_eager_though_nothing_was_captured(trainer: Any) -> None:
+    with graphed(trainer) as graphs, graphs.step():
+        trainer.step()
+    for _ in range(2):
+        with graphs.step():
             trainer.step()
-        for _ in range(2):
-            with graphs.step():
-                trainer.step()
-        assert graphs.counters.captured == 0
-    finally:
-        calculator.unset_num_microbatches_calculator()
+    assert graphs.counters.captured == 0
 
 
 def test_close_undoes_what_the_helper_changed_also_after_a_failed_start(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.core import num_microbatches_calculator as calculator
-
     from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
     from megatron_cg.integrations.megatron import loop as api
     from megatron_cg.memory.release import _KEEPS
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     def failing(*_given: Any) -> None:
         raise MemoryError
 
-    calculator.init_num_microbatches_calculator(0, None, 2, 2, 1)
-    trainer = Trainer(TrainingPlan(model=CpuModelConfig(layers=1)))
     fsdp: Any = find_megatron_fsdp(trainer.model)
     config = fsdp.param_and_grad_buffer.ddp_config
     setattr(config, _KEEPS, True)  # as for a run with cuda_graph_impl on a GPU
     before = dict(vars(config))
-    given: dict[str, Any] = {"seq_length": 16, "micro_batch_size": 2, "backend": "tape"}
-    try:
-        with megatron_cg.GraphedLayers(trainer.model, trainer._optimizer, **given, fast_path=False):
-            assert vars(config) != before
-        assert vars(config) == before
-        for fast_path in (False, True):
-            with megatron_cg.GraphedLayers(
-                trainer.model, trainer._optimizer, **given, fast_path=fast_path
-            ) as graphs:
-                assert graphs._helper.given.cg_no_fsdp_fast_path is not fast_path
-        monkeypatch.setattr(api, "graphs_close_in_time", failing)
-        with pytest.raises(MemoryError):
-            megatron_cg.GraphedLayers(trainer.model, trainer._optimizer, **given)
-        assert vars(config) == before
-    finally:
-        calculator.unset_num_microbatches_calculator()
+    with graphed(trainer, fast_path=False):
+        assert vars(config) != before
+    assert vars(config) == before
+    monkeypatch.setattr(api, "graphs_close_in_time", failing)
+    with pytest.raises(MemoryError):
+        graphed(trainer)
+    assert vars(config) == before

@@ -84,9 +84,3 @@ def test_it_trains_the_same_numbers_without_megatron_core(
     assert "losses of 4 steps and all parameter shards: bitwise equal" in text, text
     # 2 graphs; 2 layers x 2 steps x 2 microbatches.
     assert "'captured': 2, 'replayed': 8, 'eager': 0, 'mismatched': 0" in text
-
-
-@pytest.mark.parametrize("package", ["megatron", "megatron_fsdp"])
-def test_what_is_blocked_cannot_be_imported(package: str, tmp_path: Path) -> None:
-    ended = python(tmp_path, "-c", f"import {package}")
-    assert f"blocked: {package}" in ended.stderr

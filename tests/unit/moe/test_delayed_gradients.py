@@ -134,7 +134,7 @@ def test_beside_graphs_of_routers_gradients_are_those_of_eager() -> None:
     assert DelayedLinear.computed == 2 * GEMMS * STEPS
 
 
-@pytest.mark.refuses("grouped-gemm-delayed-gradients", "experts-delayed-gradients")
+@pytest.mark.refuses("experts-delayed-gradients")
 def test_a_replay_reads_a_gradient_that_was_freed(replays_alone: None) -> None:
     """Of experts in a graph: it computed and stored it outside of what autograd returns."""
     with pytest.raises(FreedStorageError):

@@ -9,30 +9,165 @@ What is known of CUDA and its caching allocator, and used here:
 * a storage belongs to the stream that was current when it was allocated, and once it is released
   its memory may be given out again on that stream at once. Only a wait of that stream, or
   ``record_stream``, orders what another stream still does with it before that.
+
+A read of a value on the host also waits. That is not used: such reads often happen to be there (a
+loss is logged), and no order should depend on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from tests.unit.ordering.clocks import HOST, Clock, Clocks
-from tests.unit.ordering.memory import Access, Allocator, Piece, Storage
 from tests.unit.ordering.trace import (
     Allocate,
     Await,
     AwaitStream,
     Entry,
     HostAwaits,
-    HostReads,
     Keep,
     Launch,
     Record,
     Release,
     Site,
     Span,
+    Trace,
     ordered_at,
 )
+
+Actor = int
+"""A stream, or the host: it does its operations in order, and counts them."""
+Clock = Mapping[Actor, int]
+HOST: Actor = -1
+
+
+class _Clocks:
+    """Vector clocks: for every actor, how much of each other is over before its next operation.
+
+    L. Lamport, 1978; F. Mattern and C. Fidge, 1988.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[Actor, dict[Actor, int]] = {}
+        self._launched: dict[Actor, dict[Actor, int]] = {}
+
+    def tick(self, actor: Actor) -> int:
+        """``actor`` does an operation; returns its number."""
+        clock = self.now(actor)
+        clock[actor] = clock.get(actor, 0) + 1
+        self._launched[actor] = dict(clock)
+        return clock[actor]
+
+    def join(self, actor: Actor, clock: Clock) -> None:
+        """``actor`` continues only after all that ``clock`` knows."""
+        own = self.now(actor)
+        for other, number in clock.items():
+            own[other] = max(number, own.get(other, 0))
+
+    def now(self, actor: Actor) -> dict[Actor, int]:
+        """The clock of ``actor``."""
+        return self._now.setdefault(actor, {})
+
+    def knows(self, actor: Actor, other: Actor, number: int) -> bool:
+        """Whether the next operation of ``actor`` comes after that one of ``other``."""
+        return self.now(actor).get(other, 0) >= number
+
+    def knew(self, actor: Actor, other: Actor, number: int) -> bool:
+        """Whether the last operation of ``actor`` came after that one of ``other``."""
+        return self._launched.get(actor, {}).get(other, 0) >= number
+
+
+class Access(NamedTuple):
+    """One use of memory: by which stream, the number of its operation there, and what it was."""
+
+    stream: Actor
+    number: int
+    by: Launch | Allocate
+
+
+@dataclass
+class Piece:
+    """Bytes with one history."""
+
+    start: int
+    stop: int
+    write: Access | None = None
+    reads: dict[Actor, Access] = field(default_factory=dict)
+    """The last read of each stream since ``write``."""
+
+    def part(self, start: int, stop: int) -> Piece:
+        """The history of some of these bytes, which continues separately."""
+        return Piece(start, stop, self.write, dict(self.reads))
+
+
+class Storage:
+    """The history of one storage.
+
+    Args:
+        write: the allocation, if it was seen.
+        reads: what may still use its memory.
+    """
+
+    def __init__(self, write: Access | None = None, reads: dict[Actor, Access] | None = None):
+        self._fresh = Piece(0, 0, write, reads or {})
+        self._pieces: list[Piece] = []
+
+    def pieces(self, span: Span) -> list[Piece]:
+        """The pieces of exactly these bytes, cut where needed."""
+        before, inside, after = [], [], []
+        at = span.start
+        for piece in self._pieces:
+            if piece.stop <= span.start:
+                before.append(piece)
+            elif piece.start >= span.stop:
+                after.append(piece)
+            else:
+                if piece.start < span.start:
+                    before.append(piece.part(piece.start, span.start))
+                start, stop = max(piece.start, span.start), min(piece.stop, span.stop)
+                if at < start:
+                    inside.append(self._fresh.part(at, start))
+                inside.append(piece.part(start, stop))
+                at = stop
+                if piece.stop > span.stop:
+                    after.append(piece.part(span.stop, piece.stop))
+        if at < span.stop:
+            inside.append(self._fresh.part(at, span.stop))
+        self._pieces = [*before, *inside, *after]
+        return inside
+
+    def last_uses(self) -> Iterator[Access]:
+        """All uses that a new owner of this memory has to wait for."""
+        for piece in (self._fresh, *self._pieces):
+            if piece.write is not None:
+                yield piece.write
+            yield from piece.reads.values()
+
+
+class _Allocator:
+    """Memory that was given back, by the stream that it belongs to.
+
+    Which block a storage gets depends on sizes and on what came before. So the worst is assumed: a
+    new storage may get any memory that was given back on its stream.
+    """
+
+    def __init__(self) -> None:
+        self._given_back: dict[Actor, list[Access]] = {}
+
+    def give_back(self, stream: Actor, uses: Iterator[Access]) -> None:
+        """Memory of ``stream`` that ``uses`` may still be busy with."""
+        latest: dict[Actor, Access] = {}
+        for use in (*self._given_back.get(stream, ()), *uses):
+            if use.stream not in latest or latest[use.stream].number < use.number:
+                latest[use.stream] = use
+        self._given_back[stream] = list(latest.values())
+
+    def give_out(self, stream: Actor, is_over: Callable[[Access], bool]) -> dict[Actor, Access]:
+        """What may still use memory that is given out now; what is over is forgotten."""
+        busy = [use for use in self._given_back.get(stream, ()) if not is_over(use)]
+        self._given_back[stream] = busy
+        return {use.stream: use for use in busy}
 
 
 @dataclass(frozen=True)
@@ -45,61 +180,56 @@ class Race:
     writes: bool
     """Whether ``second`` writes them; else ``first`` does."""
 
+    def described(self, trace: Trace) -> str:
+        """Both operations, their streams and places, and the memory's name."""
+        does = "writes" if self.writes else "reads"
+        memory = trace.storages.get(self.span.storage, "memory of its own")
+        second, first = (
+            f"{'an allocation for ' if isinstance(by, Allocate) else ''}{by.name} at {by.site} on "
+            f"{trace.streams[by.stream]}"
+            for by in (self.second, self.first)
+        )
+        return (
+            f"{second} {does} bytes {self.span.start} to {self.span.stop} of {memory} without "
+            f"waiting for {first}"
+        )
 
-def races(
-    entries: Iterable[Entry],
-    *,
-    without: Collection[Site] = (),
-    reads_order: bool = False,
-) -> list[Race]:
-    """Check a trace.
 
-    Args:
-        entries: in the order of the host.
-        without: waits, records and ``record_stream``s at these places are taken as absent.
-        reads_order: whether a read of a value on the host counts as a wait. Such reads often happen
-            to be there (a loss is logged), and no order should depend on them.
-    """
-    check = _Check(reads_order)
-    left_out = frozenset(without)
+def races(entries: Iterable[Entry], *, without: Collection[Site] = ()) -> list[Race]:
+    """Check entries in the order of the host; those at the places ``without`` are left out."""
+    check, left_out = _Check(), frozenset(without)
     for entry in entries:
-        if not left_out or ordered_at(entry) not in left_out:
+        if ordered_at(entry) not in left_out:
             check.take(entry)
     return check.found
 
 
 class _Check:
-    def __init__(self, reads_order: bool) -> None:
+    def __init__(self) -> None:
         self.found: list[Race] = []
-        self._reads_order = reads_order
-        self._clocks = Clocks()
+        self._clocks = _Clocks()
         self._events: dict[int, Clock] = {}
         self._storages: dict[int, Storage] = {}
         self._owners: dict[int, int] = {}
         self._kept: dict[int, set[int]] = {}
-        self._allocator = Allocator()
+        self._allocator = _Allocator()
         self._streams: set[int] = set()
 
-    def take(self, entry: Entry) -> None:  # noqa: PLR0912 - one case an entry
+    def take(self, entry: Entry) -> None:
         match entry:
             case Launch():
                 self._launch(entry)
             case Record(event, stream):
-                self._events[event] = self._now(stream)
+                self._events[event] = self._over(stream)
             case Await(stream, event):
                 self._clocks.join(stream, self._events.get(event, {}))
             case AwaitStream(stream, other):
-                self._clocks.join(stream, self._now(other))
-            case HostReads(stream):
-                if self._reads_order:
-                    self._clocks.join(HOST, self._now(stream))
-            case HostAwaits(None, None):
-                for stream in self._streams:
-                    self._clocks.join(HOST, self._now(stream))
-            case HostAwaits(None, stream) if stream is not None:
-                self._clocks.join(HOST, self._now(stream))
-            case HostAwaits(event):
-                self._clocks.join(HOST, self._events.get(event or 0, {}))
+                self._clocks.join(stream, self._over(other))
+            case HostAwaits(event, stream) if event is not None:
+                self._clocks.join(HOST, self._events.get(event, {}))
+            case HostAwaits(_, stream):
+                for awaited in self._streams if stream is None else {stream}:
+                    self._clocks.join(HOST, self._over(awaited))
             case Allocate():
                 self._allocate(entry)
             case Release(storage):
@@ -107,10 +237,10 @@ class _Check:
             case Keep(storage, stream):
                 self._kept.setdefault(storage, set()).add(stream)
 
-    def _now(self, stream: int) -> Clock:
+    def _over(self, stream: int) -> Clock:
         """What is over after all that is on ``stream``."""
         self._clocks.join(stream, self._clocks.now(HOST))
-        return self._clocks.now(stream)
+        return dict(self._clocks.now(stream))
 
     def _launch(self, entry: Launch) -> None:
         self._streams.add(entry.stream)
@@ -122,9 +252,8 @@ class _Check:
                 piece.reads[entry.stream] = access
         for span in entry.writes:
             for piece in self._pieces(span):
-                self._after(piece.write, access, piece, span, writes=True)
-                for read in piece.reads.values():
-                    self._after(read, access, piece, span, writes=True)
+                for earlier in (piece.write, *piece.reads.values()):
+                    self._after(earlier, access, piece, span, writes=True)
                 piece.write, piece.reads = access, {}
 
     def _pieces(self, span: Span) -> list[Piece]:
@@ -146,7 +275,7 @@ class _Check:
             stream, lambda use: self._clocks.knew(stream, use.stream, use.number)
         )
         # Every use has to come after what its stream has done so far.
-        made = Access(stream, self._clocks.count(stream), entry)
+        made = Access(stream, self._clocks.now(stream).get(stream, 0), entry)
         self._storages[entry.storage] = Storage(made, busy)
         self._owners[entry.storage] = stream
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import linecache
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-from tests.unit.ordering.doubles.device import modelled_device
-from tests.unit.ordering.doubles.notes import Notes
-from tests.unit.ordering.trace import Trace
+from tests.unit.fastpath.test_fast_path import BorrowingTape
+from tests.unit.ordering.check import Race, races
+from tests.unit.ordering.operations import modelled_device
+from tests.unit.ordering.trace import Site, Trace, ordered_at
 from tests.unit.trainers import trainer_of
 
 LAYERS = 3
@@ -28,12 +32,11 @@ class Run:
     """What is trained, and how.
 
     ``graphs`` are scopes as in Megatron's ``cuda_graph_modules``, None is no graphs; ``only`` are
-    the layers that get them. ``fast`` is the fast path, with graphs or without. ``changed`` is
-    called with the trainer and what is traced, before the first step that is traced.
+    the layers that get them. ``fast`` is the fast path, with graphs or without.
     """
 
     graphs: tuple[str, ...] | None = None
-    fast: bool = False
+    fast: bool = True
     shape: Mapping[str, Any] = field(default_factory=dict)
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     only: tuple[int, ...] | None = None
@@ -42,74 +45,19 @@ class Run:
     backend: Callable[[], Any] = TapeBackend
     before: Callable[[Any], object] | None = None
     """Called with the trainer before its first step."""
-    around: Callable[[Any, Notes], Any] | None = None
+    around: Callable[[Any, Trace], Any] | None = None
     """A context that the traced steps run in."""
 
 
-def traced(run: Run) -> Trace:
-    """Train a few steps, and return the trace of the last ones, on this rank.
-
-    Steps before the fast path is put in or graphs are captured, and the capture itself, are not
-    traced. All work of theirs is over when the trace begins.
-    """
-    from megatron_cg.fastpath import install
-
-    with ExitStack() as stack:
-        notes = stack.enter_context(modelled_device())
-        small = {"hidden_size": 16, "ffn_hidden_size": 16, "sequence_length": 4}
-        modules = {} if run.graphs is None else {"graph_modules": run.graphs}
-        shape = CpuModelConfig(
-            **{"layers": LAYERS, **small, **modules, **run.shape}, fsdp_options=run.fsdp
-        )
-        graphs = run.graphs is not None
-        made = trainer_of(shape, graphs=graphs, microbatches=run.microbatches)
-        trainer = stack.enter_context(made)
-        if run.before is not None:
-            run.before(trainer)
-        trainer.step()
-        if graphs:
-            trainer.capture(run.backend(), only=run.only, fast_path=run.fast)
-        elif run.fast:
-            stack.callback(install(trainer.model.module).close)
-        name_memory(notes, trainer)
-        if run.around is not None:
-            stack.enter_context(run.around(trainer, notes))
-        with notes.tracing():
-            for _ in range(STEPS):
-                trainer.step()
-                if run.evaluates:
-                    evaluate(trainer)
-        name_memory(notes, trainer)
-        return notes.trace
-
-
-def traced_grouped_gemms(way: str) -> Trace:
-    """The trace of experts whose weights autograd does not see; ``way`` as in ``test_detached``."""
-    from megatron_cg import fastpath as fast
-    from tests.unit.fastpath import test_detached
-
-    with modelled_device() as notes, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "install", partial(_traced_from_here, fast.install, notes))
-        test_detached.fit(way, fast=True)
-        return notes.trace
-
-
-def _traced_from_here(install: Callable[[Any], Any], notes: Notes, model: Any) -> Any:
-    path = install(model)
-    notes.on = True
-    return path
-
-
-def evaluate(trainer: Any) -> None:
-    """One forward pass without gradients."""
-    trainer.model.eval()
-    with torch.no_grad():
-        trainer._forward()
-    trainer.model.train()
+def _hooked(trainer: Any) -> None:
+    """Give weights a user hook: their gradients are left to Megatron-FSDP."""
+    for name, parameter in trainer.model.module.raw_param.items():
+        if name.endswith("mlp.linear_fc2.weight"):
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
 
 
 @contextmanager
-def on_another_stream(name: str, trainer: Any, notes: Notes) -> Iterator[None]:
+def _on_another_stream(name: str, trainer: Any, trace: Trace) -> Iterator[None]:
     """Let the gradients of weights called ``name`` be computed and hooked on another stream.
 
     Autograd runs a node on the stream of its forward pass, here that of a branch of its own. The
@@ -137,7 +85,7 @@ def on_another_stream(name: str, trainer: Any, notes: Notes) -> Iterator[None]:
         if more or not names[id(parameter)].endswith(name):
             own(parameters)
             return
-        with notes.paused():
+        with trace.switched(on=False):
             parameter.grad = parameter.grad.clone()
         with torch.cuda.stream(side):
             parameter.grad.mul_(1)
@@ -151,18 +99,149 @@ def on_another_stream(name: str, trainer: Any, notes: Notes) -> Iterator[None]:
         yield
 
 
-def name_memory(notes: Notes, trainer: Any) -> None:
+DENSE = ("attn", "mlp")
+EXPERTS: dict[str, Any] = {
+    "graphs": ("attn", "moe_router"),
+    "shape": {"experts": 4, "topk": 2},
+}
+_UNPOOLED = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
+_SHORT = {"suggested_communication_unit_size": 1000}
+"""Parameters; fewer than a layer has, so that reductions are waited for early."""
+_OUTER = {"num_distributed_optimizer_instances": 2}
+_OUTER_SHARDS = {**_OUTER, "outer_dp_sharding_strategy": "optim"}
+
+
+def _sharded(strategy: str) -> dict[str, Any]:
+    return {"data_parallel_sharding_strategy": strategy}
+
+
+KNOWN_RACE = "Megatron-FSDP's own bookkeeping with double buffers"
+RUNS: dict[int, dict[str, Run]] = {
+    1: {"one rank": Run(DENSE, evaluates=True), "one rank, experts": Run(**EXPERTS)},
+    2: {
+        KNOWN_RACE: Run(fast=False),
+        "graphs without the fast path, ZeRO-2": Run(
+            DENSE, fast=False, fsdp=_sharded("optim_grads")
+        ),
+        "dense": Run(DENSE, evaluates=True),
+        "attention, three microbatches": Run(("attn",), microbatches=3),
+        "experts": Run(**EXPERTS, evaluates=True),
+        "first and last layer": Run(DENSE, only=(0, 2), evaluates=True),
+        "borrowed memory": Run(DENSE, backend=BorrowingTape),
+        "short queue, one microbatch": Run(DENSE, fsdp=_SHORT, microbatches=1),
+        "ZeRO-2": Run(DENSE, fsdp=_sharded("optim_grads")),
+        "ZeRO-1": Run(DENSE, fsdp=_sharded("optim")),
+        "no shards": Run(DENSE, fsdp=_sharded("no_shard")),
+        "no graphs, gradients in fp32": Run(
+            evaluates=True, fsdp={"megatron_fsdp_main_grads_dtype": torch.float32}
+        ),
+        "no graphs, no double buffers": Run(fsdp=_UNPOOLED, evaluates=True),
+        "a hook of the user's": Run(before=_hooked),
+        **{
+            f"the {which} gradient from another stream": Run(
+                around=partial(_on_another_stream, weight)
+            )
+            for which, weight in (
+                ("first", "mlp.linear_fc2.weight"),
+                ("second", "mlp.linear_fc1.weight"),
+                ("last", "input_layernorm.weight"),
+            )
+        },
+    },
+    4: {
+        "outer groups": Run(DENSE, fsdp=_OUTER),
+        "outer groups, shards": Run(DENSE, fsdp=_OUTER_SHARDS),
+    },
+}
+"""By the number of ranks. With double buffers, unless the name says otherwise."""
+
+
+def traced(run: Run) -> Trace:
+    """Train a few steps, and return the trace of the last ones, on this rank.
+
+    Steps before the fast path is put in or graphs are captured, and the capture itself, are not
+    traced. All work of theirs is over when the trace begins.
+    """
+    from megatron_cg.fastpath import install
+
+    with ExitStack() as stack:
+        trace = stack.enter_context(modelled_device())
+        small = {"hidden_size": 16, "ffn_hidden_size": 16, "sequence_length": 4}
+        modules = {} if run.graphs is None else {"graph_modules": run.graphs}
+        shape = CpuModelConfig(
+            **{"layers": LAYERS, **small, **modules, **run.shape}, fsdp_options=run.fsdp
+        )
+        graphs = run.graphs is not None
+        trainer = stack.enter_context(
+            trainer_of(shape, graphs=graphs, microbatches=run.microbatches)
+        )
+        if run.before is not None:
+            run.before(trainer)
+        trainer.step()
+        if graphs:
+            trainer.capture(run.backend(), only=run.only, fast_path=run.fast)
+        elif run.fast:
+            stack.callback(install(trainer.model.module).close)
+        _name_memory(trace, trainer)
+        if run.around is not None:
+            stack.enter_context(run.around(trainer, trace))
+        with trace.switched(on=True):
+            for _ in range(STEPS):
+                trainer.step()
+                if run.evaluates:
+                    trainer.model.eval()
+                    with torch.no_grad():
+                        trainer._forward()
+                    trainer.model.train()
+        _name_memory(trace, trainer)
+        return trace
+
+
+def _name_memory(trace: Trace, trainer: Any) -> None:
     """Say which storages are Megatron-FSDP's buffers."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as upstream
 
     for (name, _dtype), tensor in upstream.get_global_memory_buffer().buffer.items():
-        notes.name(tensor, f"Megatron-FSDP's buffer {name}")
+        trace.name(tensor, f"Megatron-FSDP's buffer {name}")
     for number, group in enumerate(trainer.model.module.param_and_grad_buffer.parameter_groups):
         for kind in ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer"):
             buffer = getattr(group, kind)
             if buffer is None:
                 continue
             if buffer.data is not None:
-                notes.name(buffer.data, f"the {kind} of bucket {number}")
+                trace.name(buffer.data, f"the {kind} of bucket {number}")
             for key, bucket in getattr(buffer.temporary_bucket_allocator, "buckets", {}).items():
-                notes.name(bucket.data, f"the unsharded {kind} of bucket {key}")
+                trace.name(bucket.data, f"the unsharded {kind} of bucket {key}")
+
+
+def check_all(folder: Path, places: frozenset[Site]) -> None:
+    """Check every run for this number of ranks; on one rank also without each wait in turn.
+
+    Writes ``<rank> of <ranks>.json``.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    results: dict[str, Any] = {}
+    missed: dict[Site, str] = {}
+    for name, run in RUNS[ranks].items():
+        trace = traced(run)
+        there = races(trace.entries)
+        results[name] = {
+            "races": list(dict.fromkeys(race.described(trace) for race in there)),
+            "kinds": sorted({_kind(trace, race) for race in there}),
+            "entries": len(trace.entries),
+        }
+        met = {site for entry in trace.entries if (site := ordered_at(entry)) in places}
+        for place in met - missed.keys() if not there and rank == 0 else ():
+            if without := races(trace.entries, without=[place]):
+                missed[place] = without[0].described(trace)
+    report = {"results": results, "missed": [[*place, text] for place, text in missed.items()]}
+    (folder / f"{rank} of {ranks}.json").write_text(json.dumps(report))
+
+
+def _kind(trace: Trace, race: Race) -> str:
+    """A race without its bytes: the lines of the two operations, and the memory."""
+    lines = [
+        linecache.getline(by.site.file, by.site.line).strip() if by.site else ""
+        for by in (race.second, race.first)
+    ]
+    return " | ".join([*lines, trace.storages.get(race.span.storage, "other memory")])

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import NamedTuple
 
-from tests.unit.ordering.clocks import Actor
+import torch
+
+import megatron_cg
+
+_PACKAGE = Path(megatron_cg.__file__).parent
+_NOT_CALLERS = (
+    str(Path(torch.__file__).parent),
+    *(str(Path(__file__).with_name(name)) for name in ("trace.py", "streams.py", "operations.py")),
+    str(_PACKAGE / "tools" / "cpu" / "fakes.py"),
+    str(_PACKAGE / "backends" / "tape"),
+    "<",
+)
+ORDERING = frozenset(
+    {"wait_stream", "wait_event", "record_event", "record", "wait", "synchronize", "record_stream"}
+)
+"""Methods of streams, events, tensors and works that order something."""
 
 
 class Site(NamedTuple):
-    """Where a call stands: a file, relative to its package's parent, and a place in it."""
+    """Where a call stands."""
 
     file: str
     line: int
@@ -17,6 +41,40 @@ class Site(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+
+def caller() -> Site | None:
+    """The innermost call that is none of torch's, of a tape's or of the doubles' of CUDA."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not _is_passed_over(frame.f_code.co_filename):
+            return _site(frame.f_code, frame.f_lasti)
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _is_passed_over(file: str) -> bool:
+    return file.startswith(_NOT_CALLERS) or file.endswith("/contextlib.py")
+
+
+@cache
+def _site(code: CodeType, instruction: int) -> Site:
+    line, _, column, _ = list(code.co_positions())[instruction // 2]
+    return Site(str(Path(code.co_filename).resolve()), line or 0, column or 0)
+
+
+def ordering_places(file: Path) -> Iterator[tuple[Site, str]]:
+    """Where a source file names one of :data:`ORDERING`, with the text of the call.
+
+    All methods with these names are found, also of other objects, and names passed as arguments.
+    """
+    tree = ast.parse(file.read_text())
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ORDERING:
+            place = calls.get(id(node), node)
+            yield Site(str(file.resolve()), place.lineno, place.col_offset), ast.unparse(place)
 
 
 class Span(NamedTuple):
@@ -31,7 +89,7 @@ class Span(NamedTuple):
 class Launch:
     """A kernel or a collective, put at the end of a stream."""
 
-    stream: Actor
+    stream: int
     name: str
     reads: tuple[Span, ...]
     writes: tuple[Span, ...]
@@ -43,7 +101,7 @@ class Record:
     """From now on ``event`` represents all that was put on ``stream`` until now."""
 
     event: int
-    stream: Actor
+    stream: int
     site: Site | None = None
 
 
@@ -51,7 +109,7 @@ class Record:
 class Await:
     """What is put on ``stream`` from now on waits for ``event``."""
 
-    stream: Actor
+    stream: int
     event: int
     site: Site | None = None
 
@@ -60,8 +118,8 @@ class Await:
 class AwaitStream:
     """What is put on ``stream`` from now on waits for all that was put on ``other``."""
 
-    stream: Actor
-    other: Actor
+    stream: int
+    other: int
     site: Site | None = None
 
 
@@ -70,15 +128,7 @@ class HostAwaits:
     """The host waits for an event, for a stream, or, where neither is given, for the device."""
 
     event: int | None = None
-    stream: Actor | None = None
-    site: Site | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HostReads:
-    """The host waits for ``stream`` since it reads a value."""
-
-    stream: Actor
+    stream: int | None = None
     site: Site | None = None
 
 
@@ -87,8 +137,8 @@ class Allocate:
     """A storage gets memory of the caching allocator, that of ``stream``."""
 
     storage: int
-    stream: Actor
-    name: str = "an allocation"
+    stream: int
+    name: str
     site: Site | None = None
 
 
@@ -104,29 +154,11 @@ class Keep:
     """``record_stream``: the memory is not given out again while ``stream`` may use it."""
 
     storage: int
-    stream: Actor
+    stream: int
     site: Site | None = None
 
 
-Entry = Launch | Record | Await | AwaitStream | HostAwaits | HostReads | Allocate | Release | Keep
-
-
-@dataclass
-class Trace:
-    """Entries in order, and the names of streams and storages."""
-
-    entries: list[Entry] = field(default_factory=list)
-    streams: dict[Actor, str] = field(default_factory=dict)
-    storages: dict[int, str] = field(default_factory=dict)
-
-    def waits(self) -> dict[Site, int]:
-        """How often each place in the code ordered something."""
-        found: dict[Site, int] = {}
-        for entry in self.entries:
-            site = ordered_at(entry)
-            if site is not None:
-                found[site] = found.get(site, 0) + 1
-        return found
+Entry = Launch | Record | Await | AwaitStream | HostAwaits | Allocate | Release | Keep
 
 
 def ordered_at(entry: Entry) -> Site | None:
@@ -134,3 +166,66 @@ def ordered_at(entry: Entry) -> Site | None:
     if isinstance(entry, Record | Await | AwaitStream | HostAwaits | Keep):
         return entry.site
     return None
+
+
+@dataclass
+class Trace:
+    """Entries in order, the names of streams and storages, and the numbers of live storages.
+
+    Entries are taken while it is ``on``.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    streams: dict[int, str] = field(default_factory=dict)
+    storages: dict[int, str] = field(default_factory=dict)
+    on: bool = False
+    _numbers: Iterator[int] = field(default_factory=count)
+    _known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
+    """By the address of torch's object, which another storage may get once it is gone."""
+
+    def add(self, entry: Entry) -> None:
+        """Record the entry, if the trace is on."""
+        if self.on:
+            self.entries.append(entry)
+
+    @contextmanager
+    def switched(self, *, on: bool) -> Iterator[None]:
+        """The trace is on or off in the block."""
+        before, self.on = self.on, on
+        try:
+            yield
+        finally:
+            self.on = before
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage has a number."""
+        return storage._cdata in self._known
+
+    def number_of(self, storage: torch.UntypedStorage) -> int:
+        """The storage's number, for as long as it exists; its end is recorded."""
+        key = storage._cdata
+        if key in self._known:
+            return self._known[key][0]
+        number = next(self._numbers)
+
+        def gone(_reference: object) -> None:
+            self._known.pop(key, None)
+            self.add(Release(number))
+
+        self._known[key] = number, weakref.ref(storage, gone)
+        return number
+
+    def span_of(self, tensor: torch.Tensor) -> Span | None:
+        """The bytes from the first to the last one that ``tensor`` uses, or None where none."""
+        if not tensor.is_cpu or tensor.numel() == 0:
+            return None
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = sum((size - 1) * step for size, step in steps)
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        number = self.number_of(tensor.untyped_storage())
+        return Span(number, start, start + (reach + 1) * tensor.itemsize)
+
+    def name(self, tensor: torch.Tensor, text: str) -> None:
+        """Name the storage of ``tensor``; the first name stays."""
+        if tensor.device.type == "cpu":
+            self.storages.setdefault(self.number_of(tensor.untyped_storage()), text)

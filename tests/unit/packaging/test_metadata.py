@@ -93,18 +93,3 @@ def test_the_newest_torch_is_one_that_the_tape_has_run_and_no_default() -> None:
     (version,) = [clause.version for clause in torch.specifier]
     assert Version(version).release[:2] in _SEEN_ON_TAPE["torch"]
     assert not bounds("torch").specifier.contains(version)
-
-
-def test_tests_have_every_dependency_installed() -> None:
-    here = {name_of(item) for file in ("runtime.txt", "upstream.txt") for item in pinned(file)}
-    assert {name_of(item) for item in NEEDED} <= here
-
-
-@pytest.mark.parametrize("extra", ["docs", "report"])
-def test_an_extra_is_what_the_tests_install(extra: str) -> None:
-    here = {name_of(item): item for file in ("dev.txt", "docs.txt") for item in pinned(file)}
-    assert all(here[name_of(item)].specifier == item.specifier for item in EXTRAS[extra])
-
-
-def test_the_newest_release_of_te_is_not_taken_unseen() -> None:
-    assert not bounds("transformer-engine").specifier.contains(Version("2.21"))

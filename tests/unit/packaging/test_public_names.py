@@ -33,12 +33,6 @@ def test_the_names_are_listed_and_there() -> None:
     assert megatron_cg.graph_units is graph_units
 
 
-def test_a_star_import_gives_all_of_them() -> None:
-    found: dict[str, object] = {}
-    exec("from megatron_cg import *", found)
-    assert set(found) >= NAMES
-
-
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'GraphedLayer'"):
         megatron_cg.GraphedLayer  # noqa: B018

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 
 from megatron_cg import __main__ as launcher
-from megatron_cg.arguments import megatron
 from megatron_cg.arguments.rules_environment import unseen_versions
 from megatron_cg.arguments.schema import Environment
-from tests.unit.arguments.good_configuration import GOOD_ARGV, megatron_parser, parse
+from tests.unit.arguments.good_configuration import megatron_parser
 
 INSTALLED = {
     "megatron-core": "0.20.0",
@@ -21,31 +19,15 @@ INSTALLED = {
 }
 
 
-@pytest.fixture
-def newer(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Megatron, which asks for versions too, is to be imported with those that are there.
-    megatron_parser()
-    for module in ("upstream.symbols", "arguments.schema"):
-        monkeypatch.setattr(f"megatron_cg.{module}.installed_version", INSTALLED.get)
-
-
-@pytest.mark.usefixtures("newer")
-def test_a_run_on_newer_versions_is_told_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        megatron.validate(parse(*GOOD_ARGV), Environment.read())
-    lines = [record.getMessage() for record in caplog.records]
-    for name, seen in (("megatron-core 0.20.0", "0.19.2"), ("transformer-engine 2.21.0", "2.20.2")):
-        (line,) = [line for line in lines if name in line]
-        assert "was never run with this package" in line and seen in line
-        assert "megatron-cg align" in line
-
-
-@pytest.mark.usefixtures("newer")
 def test_a_symbol_that_is_gone_ends_the_launcher_with_package_version_symbol_and_what_to_type(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from megatron.training import arguments
 
+    # Megatron, which asks for versions too, is to be imported with those that are there.
+    megatron_parser()
+    for module in ("upstream.symbols", "arguments.schema"):
+        monkeypatch.setattr(f"megatron_cg.{module}.installed_version", INSTALLED.get)
     monkeypatch.delattr(arguments, "add_megatron_arguments")
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError('the script was run')")

@@ -74,8 +74,6 @@ def play() -> dict[str, Any]:
         "table": run("recapture", table_changes, ranks=(1,)),
         "error": run("error", buffers_move),
         "backward": run("eager", buffers_move_in_forward),
-        "single, at home": run("eager", plan=without_double_buffers),
-        "single, elsewhere": run("eager", Placement.elsewhere, plan=without_double_buffers),
         "single, elsewhere in backward": run(
             "eager", Placement.elsewhere_in_backward, plan=without_double_buffers
         ),
@@ -150,11 +148,6 @@ class Placement:
     def free(self, bucket_id: int) -> None:
         """As ``TemporaryBucketAllocator.free``, but the memory stays alive."""
         self._in_use.pop(bucket_id, None)
-
-    @staticmethod
-    def elsewhere(trainer: Any) -> None:
-        """From now on each unshard is elsewhere."""
-        trainer.placement.moved = True
 
     @staticmethod
     def elsewhere_in_backward(trainer: Any) -> None:
@@ -247,24 +240,6 @@ def test_a_buffer_that_moves_between_forward_and_backward_ends_the_run(
     for rank in ranks:
         text = rank["backward"]["error"]
         assert "in the backward pass" in text and "cannot run eagerly" in text, text
-
-
-def test_without_double_buffers_replays_go_on_while_nothing_moves(
-    ranks: list[dict[str, Any]],
-) -> None:
-    for rank in ranks:
-        assert rank["single, at home"]["numbers"] == rank["nothing"]["numbers"]
-        assert rank["single, at home"]["graphs"]["replayed"] == LAYERS * AFTER
-
-
-def test_without_double_buffers_what_moved_before_its_forward_runs_eagerly(
-    ranks: list[dict[str, Any]],
-) -> None:
-    for rank in ranks:
-        moved = rank["single, elsewhere"]
-        assert not moved["error"] and moved["numbers"] == rank["nothing"]["numbers"]
-        assert moved["graphs"]["replayed"] == 0
-        assert moved["graphs"]["mismatched"] == LAYERS * AFTER
 
 
 @pytest.mark.refuses("double-buffer", "persistent-fallback")

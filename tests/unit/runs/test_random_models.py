@@ -23,9 +23,7 @@ def test_seeds_draw_everything_that_can_be_drawn() -> None:
     assert len({one.model.graph_modules for one in drawn}) == 10
 
 
-@pytest.mark.parametrize("seed", [5, 6])
+@pytest.mark.parametrize("seed", range(20))
 def test_its_runs_are_equal(seed: int) -> None:
-    """Whole layers with experts of two ranks, and one of two layers of a dense model."""
     equal, line = tried(seed)
     assert equal, line
-    assert int(line.split()[-2]) > 5

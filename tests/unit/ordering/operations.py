@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends import aten
-from megatron_cg.backends.host_reads import _reads as _reads_on_host
 from megatron_cg.backends.tape import tape_memory
 from megatron_cg.backends.tape.tape_memory import Pool
 from megatron_cg.backends.tape.tape_recording import Tape
 from megatron_cg.tools.cpu.fakes import replaced
-from tests.unit.ordering.doubles.collectives import Collectives, tensors_in
-from tests.unit.ordering.doubles.notes import Notes
-from tests.unit.ordering.doubles.streams import Streams
-from tests.unit.ordering.sites import caller
-from tests.unit.ordering.trace import Allocate, HostReads, Launch, Release, Span
+from tests.unit.ordering.streams import Device, tensors_in
+from tests.unit.ordering.trace import Allocate, Launch, Release, Span, Trace, caller
 
 _NO_KERNEL = frozenset({"aten::set_", "aten::set_data", "aten::detach_"})
 """Operations that are declared as writes, but change only a tensor's view of memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
+class _Facts(NamedTuple):
     """What an operation's schema says. A look at the schema itself costs more than a small kernel.
 
     ``has_no_kernel``: it makes views of its arguments, or is one of :data:`_NO_KERNEL`.
@@ -67,9 +61,9 @@ def _has_distributed(types: tuple[type, ...]) -> bool:
 class Operations(TorchDispatchMode):
     """Records each ATen call, with the bytes that it reads and writes."""
 
-    def __init__(self, notes: Notes, streams: Streams, collectives: Collectives) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._notes, self._streams, self._collectives = notes, streams, collectives
+        self._trace, self._device = device.trace, device
         self._replay = ""
 
     @classmethod
@@ -87,57 +81,52 @@ class Operations(TorchDispatchMode):
         if _has_distributed(types):
             return NotImplemented  # Its work is in operations on local tensors.
         facts = _facts_of(func)
-        if not self._notes.on or facts.has_no_kernel:
+        if not self._trace.on or facts.has_no_kernel:
             return func(*args, **kwargs)
         if facts.is_collective:
-            read, written = self._collectives.uses(func, args)
-            self._collectives.launch(func.name(), self._spans(read), self._spans(written))
+            self._device.launch(func, args)
             return func(*args, **kwargs)
         given = tensors_in([args, *kwargs.values()] if kwargs else args)
         known = {tensor.untyped_storage()._cdata for tensor in given}
-        reads_on_host = _reads_on_host(func, args, kwargs)
         writes = self._spans(aten.written(func, args, kwargs)) if facts.writes else []
         reads = [span for span in self._spans(given) if span not in writes]
         result = func(*args, **kwargs)
         for value in tensors_in([result]):
             if value.untyped_storage()._cdata not in known:
                 writes += self._allocated(value, f"{self._replay}{facts.text}")
-        if writes or reads_on_host:
-            stream = self._streams.current.cuda_stream
-            launch = Launch(stream, f"{self._replay}{facts.text}", (*reads,), (*writes,), caller())
-            self._notes.add(launch)
-            if reads_on_host:
-                self._notes.add(HostReads(stream, caller()))
+        if writes or reads:
+            stream, name = self._device.current.cuda_stream, f"{self._replay}{facts.text}"
+            self._trace.add(Launch(stream, name, (*reads,), (*writes,), caller()))
         return result
 
     def _spans(self, tensors: list[torch.Tensor]) -> list[Span]:
-        return [span for tensor in tensors if (span := self._notes.span_of(tensor)) is not None]
+        return [span for tensor in tensors if (span := self._trace.span_of(tensor)) is not None]
 
     def _allocated(self, tensor: torch.Tensor, made_by: str) -> list[Span]:
-        is_new = not self._notes.knows(tensor.untyped_storage())
+        is_new = not self._trace.knows(tensor.untyped_storage())
         spans = self._spans([tensor])
         if is_new and spans:
-            stream = self._streams.current.cuda_stream
-            self._notes.add(Allocate(spans[0].storage, stream, made_by, caller()))
+            stream = self._device.current.cuda_stream
+            self._trace.add(Allocate(spans[0].storage, stream, made_by, caller()))
         return spans
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
         """A storage was resized: its memory was released, and new memory was allocated."""
         if storage.nbytes() == before:
             return
-        number = self._notes.number_of(storage)
+        number = self._trace.number_of(storage)
         if before:
-            self._notes.add(Release(number))
+            self._trace.add(Release(number))
         if storage.nbytes():
-            stream = self._streams.current.cuda_stream
-            self._notes.add(Allocate(number, stream, "UntypedStorage.resize_", caller()))
+            stream = self._device.current.cuda_stream
+            self._trace.add(Allocate(number, stream, "UntypedStorage.resize_", caller()))
 
     @contextmanager
     def replaying(self, label: str) -> Iterator[None]:
         """Operations in the block are those of a graph."""
         before, self._replay = self._replay, f"the replay of the {label}: "
         try:
-            with self._collectives.on_current_stream():
+            with self._device.on_current_stream():
                 yield
         finally:
             self._replay = before
@@ -154,8 +143,15 @@ def _unseen(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 @contextmanager
-def modelled_operations(operations: Operations) -> Iterator[None]:
-    """Let ``operations`` see every call, resize and replay of this thread."""
+def modelled_device() -> Iterator[Trace]:
+    """Record what runs in the block, inside ``cpu_fakes``, while the trace is on.
+
+    The device orders nothing by itself. Everything runs at once and in the order of the host, so no
+    number changes.
+    """
+    trace = Trace()
+    device = Device(trace)
+    operations = Operations(device)
     resize, replay = torch.UntypedStorage.resize_, Tape.replay
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -169,9 +165,10 @@ def modelled_operations(operations: Operations) -> Iterator[None]:
             replay(tape)
 
     with ExitStack() as stack:
+        stack.enter_context(device.modelled())
         for module, name in ((Pool, "tensor"), (tape_memory, "window")):
             stack.enter_context(replaced(module, name, _unseen(getattr(module, name))))
         stack.enter_context(replaced(torch.UntypedStorage, "resize_", resize_))
         stack.enter_context(replaced(Tape, "replay", replayed))
         stack.enter_context(operations)
-        yield
+        yield trace
