@@ -412,7 +412,7 @@ def _choices(editor: _Editor, gpus: Gpus, *, asked: bool) -> Iterator[Choice | N
 def _against_whole(run: Any, args: Any, gpus: Gpus) -> str:
     """Why graphs cannot hold whole MoE layers, or are not likely to pay; empty if they are."""
     ranks = args.expert_model_parallel_size
-    tokens = args.micro_batch_size * args.seq_length * ranks * args.moe_router_topk
+    tokens = (args.micro_batch_size or 1) * (args.seq_length or 0) * ranks * args.moe_router_topk
     wide = 2 * (args.moe_ffn_hidden_size or args.ffn_hidden_size or 0)
     reasons = {
         "torch's grouped GEMM needs --bf16": not run.bf16,

@@ -13,7 +13,8 @@ from typing import Any
 from megatron_cg.arguments import RunArguments
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.layout import available_scopes, decoder_symbols
-from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments, prediction_is_repeated
+from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
+from megatron_cg.tools.plan.settings import Settings
 
 _OF_SYMBOL = {
     **dict.fromkeys("*GD", ("attention",)),
@@ -70,80 +71,76 @@ class Layer:
         return tuple(part for part in self.parts if part not in self.captured)
 
 
-@dataclass(frozen=True)
 class Shape:
-    """Sizes of a run that parts are made of: elements of one microbatch on one rank."""
+    """Sizes of one microbatch on one rank.
 
-    args: Any
-    graph: GraphArguments
-    run: RunArguments
+    Attributes:
+        width: bytes of an activation's element.
+        tensor: tensor-parallel ranks.
+        tokens: tokens in what tensor parallelism splits.
+        hidden: bytes of the hidden states between layers.
+        norm: bytes of a norm's output that the layer after it saves.
+    """
 
-    @property
-    def width(self) -> int:
-        """Bytes of an activation's element."""
-        return 2 if self.run.bf16 or self.run.fp16 else 4
-
-    @property
-    def tensor(self) -> int:
-        """Tensor-parallel ranks."""
-        return int(self.args.tensor_model_parallel_size)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a microbatch on one rank, in what tensor parallelism splits."""
+    def __init__(self, settings: Settings) -> None:
+        self.args, self.run, self.graph = settings.args, settings.run, settings.graph
         args = self.args
-        return int(args.micro_batch_size * args.seq_length // args.context_parallel_size)
-
-    @property
-    def hidden(self) -> int:
-        """Bytes of the hidden states between layers."""
-        split = self.tensor if self.args.sequence_parallel else 1
-        return int(self.tokens * self.args.hidden_size * self.width // split)
+        self.width = 2 if self.run.bf16 or self.run.fp16 else 4
+        self.tensor = int(args.tensor_model_parallel_size)
+        tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+        self.tokens = int(tokens)
+        split = self.tensor if args.sequence_parallel else 1
+        self.hidden = int(self.tokens * args.hidden_size * self.width // split)
+        self.norm = 0 if self.recomputes("layernorm") else self.hidden
 
     def recomputes(self, module: str) -> bool:
         """Whether selective recompute frees what this module saves."""
         run = self.run
         return run.recompute_granularity == "selective" and module in run.recompute_modules
 
-    @property
-    def norm(self) -> int:
-        """Bytes of a norm's output that the layer after it saves."""
-        return 0 if self.recomputes("layernorm") else self.hidden
 
-
-def layers_of(settings: Any) -> tuple[Layer, ...]:
+def layers_of(settings: Settings) -> tuple[Layer, ...]:
     """All layers of the model: the decoder's by number, then those of multi-token prediction."""
-    args, run, graph = settings.args, settings.run, settings.graph
-    shape = Shape(args, graph, run)
-    kinds = _kinds(args, run)
-    selection = LayerSelection.parse(graph.cg_layers)
+    run, shape = settings.run, Shape(settings)
+    selection = LayerSelection.parse(settings.graph.cg_layers)
+    kinds = _kinds(settings.args, run)
     parts = {kind: tuple(_parts(shape, kind)) for kind in dict.fromkeys(kinds)}
     found = []
     for number, kind in enumerate(kinds):
         scopes = selection.scopes(number, len(kinds), run.cuda_graph_modules)
         found.append(_captured(f"{number}", kind, parts[kind], scopes, run))
-    for number in range(run.mtp_num_layers or 0):
-        # Each has a projection of its own before a layer like the decoder's last.
-        hidden = args.hidden_size
-        size = 2 * hidden * hidden // shape.tensor
-        joined = Part("projection", None, size, 0, 2 * hidden**2, 3 * shape.hidden, used=size)
-        layer = _captured(f"MTP {number}", kinds[-1], parts[kinds[-1]], run.scope_names, run)
-        if prediction_is_repeated(run):
-            reason = f"it runs {run.mtp_num_layers} times before its first backward pass"
-            eager = tuple((part.name, reason) for part in layer.parts)
+    return (*found, *_predictions(shape, kinds[-1]))
+
+
+def _predictions(shape: Shape, last: tuple[str, ...]) -> Iterator[Layer]:
+    """Layers of multi-token prediction: a projection, and a layer like the decoder's last."""
+    args, run = shape.args, shape.run
+    kind, why = last, ""
+    if run.hybrid_layer_pattern is not None:
+        symbols = run.hybrid_layer_pattern.partition("/")[2].partition("/")[0]
+        kind = tuple(name for symbol in symbols for name in _OF_SYMBOL.get(symbol, ()))
+        why = "Megatron captures no MTP layer of a hybrid model"
+    count = args.mtp_num_layers or 0
+    if prediction_is_repeated(run):
+        why, count = f"it runs {count} times before its first backward pass", 1
+    size = 2 * args.hidden_size**2 // shape.tensor
+    joined = Part("projection", None, size, 0, 2 * args.hidden_size**2, 3 * shape.hidden)
+    for number in range(count):
+        parts = tuple(_parts(shape, kind))
+        layer = _captured(f"MTP {number}", kind, parts, run.scope_names, run)
+        if why:
+            eager = tuple((part.name, why) for part in parts)
             layer = replace(layer, scopes=(), captured=(), eager=eager)
-        found.append(replace(layer, parts=(*layer.parts, joined)))
-        if prediction_is_repeated(run):
-            break
-    return tuple(found)
+        yield replace(layer, parts=(*parts, joined))
 
 
 def _kinds(args: Any, run: RunArguments) -> list[tuple[str, ...]]:
     if run.hybrid_layer_pattern is not None:
         return [_OF_SYMBOL.get(s, ("MLP",)) for s in decoder_symbols(run.hybrid_layer_pattern)]
-    available = available_scopes(run) or [frozenset({"mlp"})] * args.num_layers
+    # A layer spec is taken to change no kind of a layer.
+    available = available_scopes(replace(run, custom_layers=False, num_layers=args.num_layers))
     attention = "latent attention" if args.multi_latent_attention else "attention"
-    return [(attention, "MoE" if "moe" in has else "MLP") for has in available]
+    return [(attention, "MoE" if "moe" in has else "MLP") for has in available or ()]
 
 
 def _captured(
@@ -159,12 +156,9 @@ def _captured(
     whole = WHOLE_LAYER in scopes
     captured = tuple(p for p in parts if whole or p.scope in scopes | inside)
     eager = tuple((part.name, _reason(part, run)) for part in parts if part not in captured)
-    used = tuple(s for s in active if captured and (whole or _exists(s, parts)))
+    exist = {part.scope for part in parts}
+    used = tuple(scope for scope in active if captured and (whole or scope in exist))
     return Layer(name, " + ".join(kind), parts, used, captured, eager)
-
-
-def _exists(scope: str, parts: Sequence[Part]) -> bool:
-    return any(part.scope == scope for part in parts)
 
 
 def _reason(part: Part, run: RunArguments) -> str:
@@ -210,7 +204,7 @@ def _attention(shape: Shape) -> Iterator[Part]:
     rows = 2 * queries + 2 * keys + gate + (queries + keys) * bool(args.qk_layernorm)
     saved = shape.norm + shape.tokens * rows * shape.width // shape.tensor
     saved += shape.tokens * args.num_attention_heads * 4 // shape.tensor
-    saved += _dropout(shape, args.hidden_dropout)
+    saved += shape.hidden * bool(args.hidden_dropout)
     weights = size // shape.tensor
     yield Part("attention", "attn", weights, 0, size, saved, used=weights)
 
@@ -258,7 +252,7 @@ def _mlp(shape: Shape) -> Iterator[Part]:
     size += args.hidden_size
     if shape.recomputes("mlp"):
         saved = 0
-    saved += shape.norm + _dropout(shape, args.hidden_dropout)
+    saved += shape.norm + shape.hidden * bool(args.hidden_dropout)
     weights = size // shape.tensor
     yield Part("MLP", "mlp", weights, 0, size, saved, used=weights)
 
@@ -271,10 +265,6 @@ def _feed_forward(shape: Shape, wide: int) -> tuple[int, int]:
     rows = (inputs + 1) * wide
     size = args.hidden_size * wide * (inputs + 1) + biases
     return size, shape.tokens * rows * shape.width // shape.tensor
-
-
-def _dropout(shape: Shape, rate: float) -> int:
-    return shape.hidden if rate else 0
 
 
 def _moe(shape: Shape) -> Iterator[Part]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cg.tools.plan.layers import Layer, Part, Shape, layers_of
-from megatron_cg.tools.plan.settings import VOCABULARY
+from megatron_cg.tools.plan.settings import VOCABULARY, Settings
 
 MIB = 2**20
 _MISCELLANEOUS = 136 * MIB
@@ -74,10 +74,10 @@ class Memory:
         return self.reserved + self.outside + self.graphs.get("peer memory", 0)
 
 
-def memory_of(settings: Any, layers: Sequence[Layer] | None = None) -> Memory:
+def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memory:
     """The memory of the run in ``settings``, which Megatron's rules have accepted."""
     layers = layers_of(settings) if layers is None else layers
-    shape = Shape(settings.args, settings.graph, settings.run)
+    shape = Shape(settings)
     ends = _ends(shape)
     parts = [part for layer in layers for part in layer.parts]
     weights = sum(part.weights for part in parts) + ends.weights
@@ -96,6 +96,7 @@ def memory_of(settings: Any, layers: Sequence[Layer] | None = None) -> Memory:
         # A step that is repeated runs eagerly, beside the graphs' pool.
         kept += sum(_activations(shape, layer) for layer in layers)
     logits = shape.tokens * _vocabulary(shape.args) // shape.tensor * (shape.width + 4)
+    logits *= 1 + (settings.args.mtp_num_layers or 0)
     outside = _CONTEXT + (_EXPERT_GROUPS if settings.args.expert_model_parallel_size > 1 else 0)
     gradients = terms["gradients"]
     bf16 = _gradient_width(shape) == 2

@@ -78,7 +78,7 @@ def similar_runs(settings: Settings, layers: Sequence[Layer], count: int = 2) ->
     does. So runs are compared by the work of one layer: tokens of a microbatch on one GPU, times
     the parameters on it that one token uses.
     """
-    shape = Shape(settings.args, settings.graph, settings.run)
+    shape = Shape(settings)
     decoder = [layer for layer in layers if not layer.name.startswith("MTP")]
     used = sum(part.used for layer in decoder for part in layer.parts)
     work = shape.tokens * used / max(1, len(decoder))

@@ -38,20 +38,11 @@ VOCABULARY = 131_072
 """If only the tokenizer knows it."""
 _TE = "transformer-engine"
 _HOPPER = (9, 0)
-_OF_TE = {
-    "megatron.core.transformer.moe.moe_utils": (
-        "fused_permute",
-        "fused_permute_with_probs",
-        "fused_sort_chunks_by_index",
-        "fused_sort_chunks_by_index_with_probs",
-        "fused_unpermute",
-    ),
-    "megatron.core.models.common.embeddings.rope_utils": (
-        "fused_apply_rotary_pos_emb",
-        "fused_apply_rotary_pos_emb_thd",
-    ),
-}
-"""Functions of TE that Megatron's rules ask for; they are None where TE is not installed."""
+_OF_TE = (
+    "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.models.common.embeddings.rope_utils",
+)
+"""Modules with fused functions of TE that Megatron's rules ask for; None where it is missing."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +84,8 @@ class Reader:
         Raises LaunchLineError in the caller's terms.
         """
         words = line.words
-        if any("$" in word for word in words):
-            unknown = next(word for word in words if "$" in word)
-            hint = f". {unknown} is a variable: give the line as the shell expands it"
-        else:
-            hint = ""
+        variables = [word for word in words if "$" in word]
+        hint = f". {variables[0]}: give the line as the shell expands it" if variables else ""
         try:
             args, unknown_words = self._parser.parse_known_args(words)
         except LaunchLineError as error:
@@ -139,6 +127,9 @@ def _limits(args: Any) -> Iterator[str]:
     """What the formulas do not know."""
     if args.fp8 or args.fp4:
         yield "memory is counted as for BF16: no run in FP8 or FP4 was recorded"
+    layers = args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json
+    if layers or (args.spec and not args.hybrid_layer_pattern):
+        yield "a layer spec decides the layers; they are counted as those of the other flags"
     if args.padded_vocab_size is None and args.vocab_size is None:
         yield f"the tokenizer's vocabulary is counted as {VOCABULARY:,}; --vocab-size says it"
 
@@ -193,14 +184,28 @@ def _without_experts(args: Any, graph: GraphArguments) -> Any:
 
 
 def _check_sizes(args: Any) -> None:
-    """What Megatron checks when it makes process groups."""
-    experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    experts *= args.pipeline_model_parallel_size
-    if args.world_size % experts:
-        raise ValueError(
-            f"{args.world_size} GPUs are not divisible by --expert-model-parallel-size x "
-            f"--expert-tensor-parallel-size x --pipeline-model-parallel-size ({experts})"
-        )
+    """What Megatron finds only when it makes process groups and the model."""
+    ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    ranks *= args.pipeline_model_parallel_size
+    frequency, experts = args.moe_layer_freq, args.num_experts or 0
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    wrong = {
+        f"{args.world_size} GPUs are not divisible by --expert-model-parallel-size x "
+        f"--expert-tensor-parallel-size x --pipeline-model-parallel-size ({ranks})": (
+            args.world_size % ranks
+        ),
+        f"--moe-layer-freq has not one entry for each of {args.num_layers} layers": (
+            experts and isinstance(frequency, list) and len(frequency) != args.num_layers
+        ),
+        f"--moe-router-topk {args.moe_router_topk} of --num-experts {experts}": (
+            experts and args.moe_router_topk > experts
+        ),
+        f"--num-attention-heads {args.num_attention_heads} is not divisible by "
+        f"--num-query-groups {groups}": args.num_attention_heads % groups,
+    }
+    for text, broken in wrong.items():
+        if broken:
+            raise ValueError(text)
 
 
 @contextmanager
@@ -217,17 +222,14 @@ def _hopper(variables: Mapping[str, str]) -> Iterator[None]:
         undo.callback(os.environ.update, before)
         undo.callback(os.environ.clear)
         os.environ.update(variables)
-        answers: dict[str, Any] = {
-            "get_device_capability": lambda *_a: _HOPPER,
-            "get_device_properties": lambda *_a: gpu,
-        }
-        for name, answer in answers.items():
-            undo.callback(set_attribute(torch.cuda, name, answer))
+        undo.callback(set_attribute(torch.cuda, "get_device_capability", lambda *_a: _HOPPER))
+        undo.callback(set_attribute(torch.cuda, "get_device_properties", lambda *_a: gpu))
         if utils.get_te_version() == Version("0.0.0"):
             undo.callback(set_attribute(utils, "_te_version", Version(TE_VERSION)))
         for module in map(importlib.import_module, _OF_TE):
-            for name in _OF_TE[module.__name__]:
-                if getattr(module, name, ...) is None:
+            missing = [name for name, value in vars(module).items() if value is None]
+            for name in missing:
+                if name.startswith("fused_"):
                     undo.callback(set_attribute(module, name, _in_the_run))
         undo.callback(allow_full_recompute())
         yield

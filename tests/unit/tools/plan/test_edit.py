@@ -131,6 +131,10 @@ REFUSED = {
     "--fp16": ("fp16", "type --bf16 instead"),
     "--num-attention-heads 7": ("megatron", "num_attention_heads"),
     "--global-batch-size 3": ("megatron", "(3) must be divisible by"),
+    "--num-query-groups 3": ("megatron", "--num-query-groups 3"),
+    "--num-experts 4 --moe-router-topk 8 --moe-grouped-gemm": ("megatron", "--moe-router-topk 8"),
+    "--num-experts 4 --moe-layer-freq [1]*3 --moe-grouped-gemm": ("megatron", "each of 8 layers"),
+    "--num-experts 9 --expert-model-parallel-size 3": ("megatron", "2 GPUs are not divisible"),
     "--tensor-model-parallel-size 4": ("megatron", "world size (2) is not divisible"),
 }
 
@@ -218,7 +222,11 @@ def test_layers_of_prediction_have_names_of_their_own(plan: Plan) -> None:
     assert [layer.name for layer in found.best.layers][-3:] == ["7", "MTP 0", "MTP 1"]
     assert "0-7, MTP 0, MTP 1 (attention + MLP)" in text_of(found)
     once = plan(preset("llama", "--mtp-num-layers 2 --mtp-use-repeated-layer"))
-    assert once.accepted and not once.best.layers[-1].captured
+    hybrid = plan(preset("mamba-hybrid").replace("M-M-MM*-", "M-M-MM*-/*-/*-"))
+    for found, names in ((once, ["7", "MTP 0"]), (hybrid, ["MTP 0", "MTP 1"])):
+        assert found.accepted and [layer.name for layer in found.best.layers[-2:]] == names
+        assert not found.best.layers[-1].captured
+        assert {part for part, _ in found.best.layers[-1].eager} == {"attention", "MLP"}
 
 
 def test_the_command_prints_and_writes_the_plan(

@@ -49,7 +49,7 @@ EXPECTED = {
     "Qwen3 235B-A22B, pipeline, DeepEP": Expected(
         256, 235.1, "moe_router moe_preprocess", 94, "", f"{PIPELINE} --delay-wgrad-compute"
     ),
-    "DeepSeek-V3, FSDP, HybridEP": Expected(1024, 682.6, "attn", 44, "--cg-layers"),
+    "DeepSeek-V3, FSDP, HybridEP": Expected(1024, 682.6, "attn mlp moe_router", 62, memory=139),
     "GPT-OSS 20B, FP8": Expected(8, 20.9, "attn moe_router", 24),
     "GPT-OSS 120B, BF16": Expected(64, 116.8, "attn moe_router", 36, "", PIPELINE),
     "Nemotron hybrid, FSDP": Expected(
