@@ -47,7 +47,6 @@ class UpstreamChangedError(MegatronCGError):
     """A symbol of Megatron, Megatron-FSDP or TE that we rely on is missing or different."""
 
     def __init__(self, package: str, version: str, symbol: str, expected: str) -> None:
-        self.package, self.version, self.symbol = package, version, symbol
         super().__init__(
             f"{package} {version}: {symbol} is not what megatron_cg relies on ({expected}). "
             "Type megatron-cg doctor: it says which versions are installed, which of them were "
@@ -72,13 +71,13 @@ class CaptureError(MegatronCGError):
 
 
 _READ = (
-    "waits for the device and reads its memory on the host; a CUDA graph holds no host code",
-    "leave this module out of --cuda-graph-modules, or keep the value in a tensor",
+    "waits for the device and reads its memory on the host; a CUDA graph holds no host code. "
+    "Leave this module out of --cuda-graph-modules, or keep the value in a tensor"
 )
 _UPLOAD = (
-    "copies it to the device and waits for that, which CUDA refuses during a capture",
-    "make the tensor before capture, as a buffer, or on the device by a kernel, as torch.full and "
-    "torch.arange with device= do; or leave this module out of --cuda-graph-modules",
+    "copies it to the device and waits for that, which CUDA refuses during a capture. Make the "
+    "tensor before capture, as a buffer, or on the device by a kernel, as torch.full and "
+    "torch.arange with device= do; or leave this module out of --cuda-graph-modules"
 )
 
 
@@ -91,14 +90,7 @@ class HostSyncError(CaptureError):
     """
 
     def __init__(self, where: str, *, upload: bool = False) -> None:
-        self.where = where
-        self._why, self._instead = _UPLOAD if upload else _READ
-        super().__init__(f"{where} {self._why}. {self._instead[0].upper()}{self._instead[1:]}.")
-
-    @property
-    def violation(self) -> Violation:
-        """The error as a broken rule, for a plan that finds it before a run."""
-        return Violation("host-read", self.where, f"it {self._why}", self._instead)
+        super().__init__(f"{where} {_UPLOAD if upload else _READ}.")
 
 
 class EarlierWorkError(CaptureError):

@@ -161,39 +161,22 @@ def first_difference(one: Code, other: Code, rank: int, other_rank: int) -> str 
                 _, place = mine or theirs
                 texts = [line[0] if line else "nothing" for line in (mine, theirs)]
                 return (
-                    f"{part} code of {place} has `{texts[0]}` on rank {rank} and `{texts[1]}` on "
-                    f"rank {other_rank}"
+                    f"{part} code has `{texts[0]}` on rank {rank} and `{texts[1]}` on rank "
+                    f"{other_rank}, at {place}"
                 )
     return None
 
 
 def place_of(node: torch.fx.Node) -> str:
-    """The innermost module of a node, with its class, and the last line of source.
+    """The line of source that a node comes from: the innermost one outside of torch.
 
-    Operations inside of an autograd.Function do not know their module: it is then that of the
-    operation before it.
+    Operations inside of an autograd.Function may not know it: it is then that of the operation
+    before.
     """
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    frames = [line for line in frames if line.startswith("File ")]
-    source = ""
-    if frames:
-        file, line, function = (part.strip() for part in frames[-1].split(",", 2))
-        name = file.removeprefix('File "').removesuffix('"').rpartition("/")[2]
-        source = f"{name}:{line.removeprefix('line ')} {function}"
-    return ", ".join(filter(None, (_module(node), source))) or node.name
-
-
-def _module(node: torch.fx.Node) -> str:
-    """``mlp.linear_fc1 (Linear)`` for ``L['self']._modules['mlp']._modules['linear_fc1']``."""
-    at = node
-    while at.op != "root":
-        stack = at.meta.get("nn_module_stack") or at.meta.get("fwd_nn_module_stack")
-        if stack:
-            path, kind = list(stack.values())[-1]
-            name = getattr(kind, "__name__", str(kind).rpartition(".")[2])
-            for noise in ("L['self']", "L['fn']", "_modules[", "_orig_mod", "'", '"', "]", "["):
-                path = path.replace(noise, "")
-            inner = ".".join(filter(None, path.split(".")))
-            return f"{inner} ({name})" if inner else name
-        at = at.prev
-    return ""
+    while node.op != "root":
+        lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+        frames = [line for line in lines if line.startswith("File ")]
+        if frames:
+            return next((f for f in reversed(frames) if "/torch/" not in f), frames[-1])
+        node = node.prev
+    return "unknown source"

@@ -195,7 +195,10 @@ def load(
         own = error
     refusal = _decided(_Stage.DECODED, own, votes, f"{on_refusal} {held}")
     if refusal is None:
-        own = _compared(name, region, compiled)
+        try:
+            _require_same_as_eager(name, region, compiled)
+        except Exception as error:
+            own = error
         refusal = _decided(_Stage.COMPARED, own, votes, f"{on_refusal} {held}")
     if refusal is None:
         return Precompiled(compiled, region, name)
@@ -223,18 +226,13 @@ def _decoded(name: str, stored: artifact.Stored, region: Region) -> Any:
     return compiled
 
 
-def _compared(name: str, region: Region, compiled: Callable[..., Any]) -> Exception | None:
-    """Why this rank refuses the code after one step of it, if it does."""
-    try:
-        different = first_difference(region, compiled)
-    except Exception as error:
-        return error
-    if different is None:
-        return None
-    return ArtifactRefusedError(
-        f"{name} does not compute what eager computes: {different}. Save again; if that does not "
-        "help, please report it with this line"
-    )
+def _require_same_as_eager(name: str, region: Region, compiled: Callable[..., Any]) -> None:
+    different = first_difference(region, compiled)
+    if different is not None:
+        raise ArtifactRefusedError(
+            f"{name} does not compute what eager computes: {different}. Save again; if that does "
+            "not help, please report it with this line"
+        )
 
 
 def _decided(

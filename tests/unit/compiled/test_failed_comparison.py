@@ -10,41 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatron_cg.compiled import load as load_module
 from megatron_cg.compiled.load import load
-from megatron_cg.compiled.region import Region
 from megatron_cg.compiled.save import save
 from megatron_cg.consensus import process_exit
 from megatron_cg.consensus.decision import AgreementError
 from megatron_cg.consensus.exchange import Agreement
+from tests.unit.compiled.regions import gathered_columns
 from tests.unit.ranks import on_ranks
-
-
-class Row(nn.Module):
-    """A linear layer whose results are added over a tensor-parallel group."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.linear, self.group = nn.Linear(8, 8, bias=False), group
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from megatron.core.tensor_parallel import mappings
-
-        y = self.linear(x)
-        out: torch.Tensor = mappings.reduce_from_tensor_model_parallel_region(y, group=self.group)
-        return out
-
-
-def row(device: str = "meta") -> Region:
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
-    group = parallel_state.get_tensor_model_parallel_group()
-    with torch.device(device):
-        return Region(Row(group), (torch.randn(3, 8, requires_grad=True),), {}, {"tp": group})
 
 
 def fails(_region: object, _compiled: object) -> None:
@@ -53,13 +27,13 @@ def fails(_region: object, _compiled: object) -> None:
 
 def load_on_a_rank(folder: Path, failing: tuple[int, ...]) -> str:
     """Ranks in ``failing`` fail before the first collective of the comparison."""
-    region = row("cpu")
+    region = gathered_columns("cpu")
     if dist.get_rank() in failing:
         load_module.first_difference = fails  # type: ignore[assignment]
     load_module.FAILED_ALONE = timedelta(seconds=3)
     votes = Agreement(timedelta(seconds=60))
     try:
-        return str(load(folder, "row", region, votes, on_refusal="eager"))
+        return str(load(folder, "columns", region, votes, on_refusal="eager"))
     except AgreementError as error:
         atexit.unregister(process_exit._leave)
         return f"{error}; after {type(error.__cause__).__name__}"
@@ -70,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("artifact")
     torch.use_deterministic_algorithms(True)  # As on the ranks.
     try:
-        save(row, folder, name="row", world_size=2, capability=None)
+        save(gathered_columns, folder, name="columns", world_size=2, capability=None)
     finally:
         torch.use_deterministic_algorithms(False)
     return folder

@@ -50,7 +50,7 @@ def test_a_layer_without_any_of_it_is_compiled(options: dict[str, Any], tmp_path
     ("options", "texts"),
     [
         ({"hidden_dropout": 0.1}, (RANDOM, "fused_bias_dropout.py")),
-        ({"attention_dropout": 0.1}, (RANDOM, "attention_dropout (Dropout)")),
+        ({"attention_dropout": 0.1}, (RANDOM, "dot_product_attention.py")),
         (MOE, ("cannot be traced", "in _maybe_dtoh_and_synchronize")),
         (MOE | STATIC | AUX_LOSS, ("cannot be traced", "moe_utils.py")),
         (SELECTIVE | {"recompute_modules": ["core_attn"]}, ("cannot be traced", "rng_states")),
