@@ -118,7 +118,7 @@ def test_a_host_read_that_no_rule_knows_is_named_by_module_and_line(
     assert outcome.comparison.status == "failed"
     assert f"CaptureError: CUDA cannot capture the {place} pass of layer 1, {where}" in reason
     assert f"{source.name}:{number} in " in reason and f"`{statement}`" in reason
-    assert "Type --cuda-graph-" in reason
+    assert "out of --cuda-graph-modules" in reason
 
 
 @pytest.mark.kills

@@ -31,7 +31,7 @@ from megatron_cg.capture.static_inputs import positional_names
 from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
-from megatron_cg.replay.plain import contents, same_value
+from megatron_cg.replay.plain import same_value
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 """Types that compare by value and cannot change in place."""
@@ -56,7 +56,7 @@ _ABSENT = _Mark("not given")
 
 
 class _Expanded(_Mark):
-    """An input of the graph that is expanded in some dimensions; see the note above."""
+    """An input of the graph that is expanded in some dimensions; see Note [Expanded tensors]."""
 
     def __init__(self, tensor: torch.Tensor, dims: Sequence[int]) -> None:
         super().__init__(f"a tensor of shape {tuple(tensor.shape)}, expanded")
@@ -77,27 +77,6 @@ class _Expanded(_Mark):
     def expand(self, tensor: torch.Tensor) -> torch.Tensor:
         """The reverse of :meth:`reduce`."""
         return tensor.expand(self._shape)
-
-
-class _Attributed(_Mark):
-    """An input of the graph with a class or Python attributes of its own, which units may use."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._kind, self._attributes = type(tensor), dict(vars(tensor))
-        names = ", ".join(map(str, self._attributes)) or "no attributes"
-        super().__init__(f"a {self._kind.__name__} with {names}")
-        self._contents = contents(self._attributes)
-
-    def is_like(self, value: Any) -> bool:
-        """Whether ``value`` is a tensor of the same class with the same attributes."""
-        return type(value) is self._kind and contents(vars(value)) == self._contents
-
-    def give(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` with that class and these attributes."""
-        if type(tensor) is not self._kind:
-            tensor = tensor.as_subclass(self._kind)
-        vars(tensor).update(self._attributes)
-        return tensor
 
 
 class _Again(_Mark):
@@ -138,35 +117,34 @@ class CallForm:
             tuple(_marked(n, value, seen) for n, value in zip(positions, args, strict=True)),
             {name: _marked(name, value, seen) for name, value in kwargs.items()},
             positions,
-            {one.name: one.default for one in parameters if one.default is not one.empty},
+            {p.name: p.default for p in parameters if p.default is not p.empty},
         )
-
-    @property
-    def signature(self) -> Any:
-        """Equal for calls of one form."""
-        leaves = self._leaves(self.args, self.kwargs)
-        return [(n, str(v) if isinstance(v, _Mark) else contents(v)) for n, v, _ in leaves]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The name of the tensor that a graph gets by position; empty if there is none."""
+        inputs = [name for name, mark in self._marks if mark is _TENSOR or _is_expanded(mark)]
+        return tuple(inputs[:1])
+
+    @cached_property
+    def _marks(self) -> list[tuple[str, Any]]:
         given = [*zip(self.positions, self.args, strict=True), *self.kwargs.items()]
-        leaves = chain.from_iterable(_inside(name, old, old) for name, old in given)
-        return next(((name,) for name, old, _ in leaves if _is_input(old)), ())
+        leaves = chain.from_iterable(_inside(name, mark, mark) for name, mark in given)
+        return [(name, mark) for name, mark, _ in leaves]
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], Mismatch | None]:
         """A call's first tensor, the others by name, and the first mismatch with this form."""
         if len(args) != len(self.args):
-            found = Mismatch(
+            mismatch = Mismatch(
                 "structure",
                 "the number of positional arguments",
                 str(len(self.args)),
                 str(len(args)),
                 "The unit is called in another way than at capture.",
             )
-            return (), {}, found
+            return (), {}, mismatch
         tensors: dict[str, torch.Tensor] = {}
         for name, expected, actual in self._leaves(args, kwargs):
             if isinstance(expected, _Again):
@@ -176,8 +154,6 @@ class CallForm:
                 return (), {}, _mismatch(name, expected, actual)
             if expected is _TENSOR:
                 tensors[name] = actual
-            elif isinstance(expected, _Attributed):
-                tensors[name] = actual.as_subclass(torch.Tensor)
             elif isinstance(expected, _Expanded):
                 tensors[name] = expected.reduce(actual)
         if (twice := _given_twice(tensors)) is not None:
@@ -191,8 +167,8 @@ class CallForm:
         tensors = {**kwargs, **dict(zip(self.names, args, strict=True))}
         positional = zip(self.positions, self.args, strict=True)
         return (
-            tuple(_filled(name, old, tensors) for name, old in positional),
-            {name: _filled(name, old, tensors) for name, old in self.kwargs.items()},
+            tuple(_filled(name, mark, tensors) for name, mark in positional),
+            {name: _filled(name, mark, tensors) for name, mark in self.kwargs.items()},
         )
 
     def by_name(
@@ -200,59 +176,62 @@ class CallForm:
     ) -> dict[str, torch.Tensor]:
         """The tensors of :meth:`split` under their names, but for those that are expanded."""
         named = {**dict(zip(self.names, args, strict=True)), **kwargs}
-        return {name: one for name, one in named.items() if name not in self._expanded}
+        for name in self._expanded:
+            named.pop(name, None)
+        return named
+
+    @cached_property
+    def _expanded(self) -> list[str]:
+        return [name for name, mark in self._marks if _is_expanded(mark)]
 
     def problems(self) -> list[str]:
         """Why no graph can take this form, in words; empty if one can."""
-        found = [
+        problems = [
             f"argument {name} is {_in_words(value)}"
-            for name, value, _ in self._leaves(self.args, self.kwargs)
+            for name, value in self._marks
             if not isinstance(value, (_Mark, *_CONSTANTS))
         ]
         if not self.names:
-            found.append("no argument is a tensor")
-        return found
+            problems.append("no argument is a tensor")
+        return problems
 
     def _leaves(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[str, Any, Any]]:
         """Name, expected and actual value of all that a call of this number of arguments gives."""
         entries = list(zip(self.positions, self.args, args, strict=True))
-        for name, old in self.kwargs.items():
-            entries.append((name, old, kwargs[name] if name in kwargs else self._left_out(name)))
+        for name, mark in self.kwargs.items():
+            entries.append((name, mark, kwargs[name] if name in kwargs else self._left_out(name)))
         # In the call's order, which is that of all ranks: a set's is not.
         new = [name for name in kwargs if name not in self.kwargs]
         entries += [(name, self._left_out(name), kwargs[name]) for name in new]
-        for name, old, value in entries:
-            if type(old) in _CONTAINERS:
-                yield from _inside(name, old, value)
+        for name, mark, value in entries:
+            if type(mark) in _CONTAINERS:
+                yield from _inside(name, mark, value)
             else:
-                yield name, old, value
-
-    @cached_property
-    def _expanded(self) -> frozenset[str]:
-        given = [*zip(self.positions, self.args, strict=True), *self.kwargs.items()]
-        leaves = chain.from_iterable(_inside(name, old, old) for name, old in given)
-        return frozenset(name for name, old, _ in leaves if isinstance(old, _Expanded))
+                yield name, mark, value
 
     def _left_out(self, name: str) -> Any:
         return self.defaults.get(name, _ABSENT)
 
 
+def expanded_dims(tensor: torch.Tensor) -> list[int]:
+    """The dimensions whose elements share memory."""
+    pairs = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
+    return [dim for dim, (stride, size) in pairs if stride == 0 and size > 1]
+
+
 def _marked(name: str, value: Any, seen: dict[int, str]) -> Any:
     if type(value) is dict:
-        return {key: _marked(f"{name}[{key!r}]", one, seen) for key, one in value.items()}
+        return {key: _marked(f"{name}[{key!r}]", inner, seen) for key, inner in value.items()}
     if type(value) in _CONTAINERS:
-        return type(value)(_marked(f"{name}[{n}]", one, seen) for n, one in enumerate(value))
+        return type(value)(_marked(f"{name}[{n}]", inner, seen) for n, inner in enumerate(value))
     if id(value) in seen:
         return _Again(seen[id(value)])
     if isinstance(value, torch.Tensor) and value.requires_grad:
         seen[id(value)] = name
-    if not isinstance(value, torch.Tensor) or not is_dense(value):
+    if not _is_plain_tensor(value):
         return value
-    if type(value) is not nn.Parameter and (type(value) is not torch.Tensor or vars(value)):
-        is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        return value if is_wrapper else _Attributed(value)
     dims = [] if value.requires_grad else expanded_dims(value)
     return _Expanded(value, dims) if dims else _TENSOR
 
@@ -269,28 +248,24 @@ def _given_twice(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    """Whether a value is a tensor that is its values in memory and no more: of no subclass."""
-    plain = type(value) in (torch.Tensor, nn.Parameter)
-    return plain and is_dense(value)
+    """Whether a tensor is its values in memory and no more: no subclass, no Python attributes."""
+    if type(value) is nn.Parameter:
+        return is_dense(value)
+    return type(value) is torch.Tensor and not vars(value) and is_dense(value)
+
+
+def _is_expanded(mark: Any) -> bool:
+    return isinstance(mark, _Expanded)
 
 
 def _in_words(value: Any) -> str:
-    if not isinstance(value, torch.Tensor) or is_dense(value):
+    if not isinstance(value, torch.Tensor) or _is_plain_tensor(value):
         return described(value)
     if is_dense(value):
-        return f"a {type(value).__name__}, a subclass of torch.Tensor whose methods no graph runs"
+        names = ", ".join(vars(value)) or "no attributes"
+        return f"a {type(value).__name__} with {names}, and no graph has its class or attributes"
     kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
     return f"a {kind} tensor and not dense"
-
-
-def expanded_dims(tensor: torch.Tensor) -> list[int]:
-    """The dimensions whose elements share memory."""
-    pairs = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
-    return [dim for dim, (stride, size) in pairs if stride == 0 and size > 1]
-
-
-def _is_input(mark: Any) -> bool:
-    return mark is _TENSOR or isinstance(mark, _Expanded | _Attributed)
 
 
 def _inside(name: str, expected: Any, actual: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -299,40 +274,35 @@ def _inside(name: str, expected: Any, actual: Any) -> Iterator[tuple[str, Any, A
     if kind not in _CONTAINERS or type(actual) is not kind or len(actual) != len(expected):
         yield name, expected, actual
     elif kind is not dict:
-        for index, (old, value) in enumerate(zip(expected, actual, strict=True)):
-            yield from _inside(f"{name}[{index}]", old, value)
+        for index, (mark, value) in enumerate(zip(expected, actual, strict=True)):
+            yield from _inside(f"{name}[{index}]", mark, value)
     elif list(expected) != list(actual):
         yield name, expected, actual
     else:
-        for key, old in expected.items():
-            yield from _inside(f"{name}[{key!r}]", old, actual[key])
+        for key, mark in expected.items():
+            yield from _inside(f"{name}[{key!r}]", mark, actual[key])
 
 
-def _filled(name: str, expected: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _filled(name: str, mark: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """An argument of this form, with its tensors by name."""
-    if type(expected) is dict:
-        return {key: _filled(f"{name}[{key!r}]", old, tensors) for key, old in expected.items()}
-    if type(expected) in _CONTAINERS:
-        inner = (_filled(f"{name}[{n}]", old, tensors) for n, old in enumerate(expected))
-        return type(expected)(inner)
-    if isinstance(expected, _Expanded):
-        return expected.expand(tensors[name])
-    if isinstance(expected, _Again):
-        return tensors[expected.name]
-    if isinstance(expected, _Attributed):
-        return expected.give(tensors[name])
-    return tensors[name] if _is_input(expected) else expected
+    if type(mark) is dict:
+        return {key: _filled(f"{name}[{key!r}]", inner, tensors) for key, inner in mark.items()}
+    if type(mark) in _CONTAINERS:
+        return type(mark)(_filled(f"{name}[{n}]", inner, tensors) for n, inner in enumerate(mark))
+    if isinstance(mark, _Expanded):
+        return mark.expand(tensors[name])
+    if isinstance(mark, _Again):
+        return tensors[mark.name]
+    return tensors[name] if mark is _TENSOR else mark
 
 
 def _same(expected: Any, actual: Any) -> bool:
     if expected is actual:  # An observed call is compared with itself.
         return True
+    if isinstance(expected, _Expanded):
+        return expected.is_like(actual)
     if isinstance(expected, _Mark) or isinstance(actual, torch.Tensor):
-        if isinstance(expected, _Expanded | _Attributed):
-            return expected.is_like(actual)
-        if expected is not _TENSOR or not _is_plain_tensor(actual):
-            return False
-        return type(actual) is nn.Parameter or not vars(actual)
+        return expected is _TENSOR and _is_plain_tensor(actual)
     # Only containers that differ are compared as a whole. 1 == True, but a module may treat them
     # differently.
     same_type = type(expected) is type(actual) and type(expected) not in _CONTAINERS

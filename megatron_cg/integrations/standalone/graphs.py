@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -16,7 +17,6 @@ from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import Violation
 from megatron_cg.fsdp.find_sharding import find_sharding
-from megatron_cg.fsdp.unsharded import Unsharded
 from megatron_cg.integrations.call_arguments import (
     BackendName,
     OnFailure,
@@ -30,8 +30,7 @@ from megatron_cg.integrations.call_arguments import (
 )
 from megatron_cg.integrations.megatron.teardown import graphs_close_in_time
 from megatron_cg.integrations.standalone.attachment import Attachment
-from megatron_cg.integrations.standalone.autocast import AutocastState
-from megatron_cg.integrations.standalone.observe import Observer, Seen
+from megatron_cg.integrations.standalone.observe import Observer
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
@@ -213,14 +212,8 @@ class GraphedUnits:
 
     def _capture(self) -> Session:
         seen = self._observer.in_order()
-        gathers = not isinstance(self._sharding, Unsharded)
-        check_seen(
-            self._units, seen, self._observer.summed(), self._observer.written(), gathers=gathers
-        )
-        backward = _autocast_in_backward(list(seen.values()))
-        attachments = [
-            Attachment(name, self._units[name], call, backward) for name, call in seen.items()
-        ]
+        check_seen(self._units, seen, self._observer)
+        attachments = [Attachment(name, self._units[name], call) for name, call in seen.items()]
         session = Session(
             self._model,
             [attachment.unit() for attachment in attachments],
@@ -233,7 +226,8 @@ class GraphedUnits:
             sharding=self._sharding,
         )
         with session.capturing(), ExitStack() as stack:
-            stack.enter_context(backward.entered(has_cache=False))
+            device = next(iter(seen.values())).autocast.device_type
+            stack.enter_context(torch.autocast(device, enabled=False))
             for attachment in attachments:
                 stack.enter_context(attachment.taking_tensors())
             graphs = session.capture(
@@ -250,9 +244,3 @@ class GraphedUnits:
             for layer, graph in zip((self._units[name] for name in seen), graphs, strict=True):
                 layer.cuda_graphs = [graph]
         return session
-
-
-def _autocast_in_backward(seen: Sequence[Seen]) -> AutocastState:
-    """The autocast around all backward passes; if none was seen, what is around this call."""
-    known = [call.autocast_in_backward for call in seen if call.autocast_in_backward is not None]
-    return known[0] if known else AutocastState.now(seen[0].autocast.device_type)

@@ -1,7 +1,7 @@
 """What a unit's pass returns and sets, as the tensors of a graph, and the reverse.
 
-A graph returns tensors and nothing else. A unit may return them in tuples, lists, dicts, named
-tuples and dataclasses, beside None, numbers and strings, which are constants. And it may set
+A graph returns tensors and nothing else. A unit may return them in tuples, lists, dicts, and named
+tuples, beside None, numbers and strings, which are constants. And it may set
 tensors as attributes of its modules, as MoE layers hand over their auxiliary loss: these become
 outputs of the graph too, and each replay sets them again.
 
@@ -13,7 +13,6 @@ Note [The same tensor]
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -185,21 +184,6 @@ def refuse_filled(name: str, before: Sequence[tuple[Any, Any]], leave_out: str) 
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with each leaf changed; dataclasses and torch's registered types are containers."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | _Output | _Argument):
-        if _is_registered(value):
-            leaves, spec = tree_flatten(value)
-            return tree_unflatten([_mapped(change, one) for one in leaves], spec)
-        made = object.__new__(type(value))
-        for one in dataclasses.fields(value):
-            inner = _mapped(change, getattr(value, one.name))
-            object.__setattr__(made, one.name, inner)
-        return made
+    """``value`` with each leaf changed; torch's registered types are containers."""
     leaves, spec = tree_flatten(value)
-    if spec.is_leaf():
-        return change(value)
-    return tree_unflatten([_mapped(change, one) for one in leaves], spec)
-
-
-def _is_registered(value: Any) -> bool:
-    return not tree_flatten(value)[1].is_leaf()
+    return tree_unflatten([change(leaf) for leaf in leaves], spec)

@@ -56,6 +56,8 @@ class Sums:
         self._calls: list[_Call] = []
         self.found: dict[str, str] = {}
         """By unit: what is summed across its border, in words."""
+        self.under_autocast = False
+        """Whether a backward pass ran under ``torch.autocast``."""
 
     def observe_step(self) -> Undo:
         """Look at every backward pass until the returned function is called."""
@@ -70,19 +72,20 @@ class Sums:
 
     def begun(self, unit: str, inputs: Mapping[str, torch.Tensor]) -> None:
         """A forward pass of ``unit`` begins."""
-        edges = {name: _edge(one) for name, one in inputs.items() if one.requires_grad}
+        edges = {name: _edge(given) for name, given in inputs.items() if given.requires_grad}
         self._calls.append(_Call(unit, _NUMBER.find()(), edges))
 
     def ended(self, unit: str, outputs: Sequence[torch.Tensor]) -> None:
         """It has returned or set these tensors."""
-        call = next((one for one in reversed(self._calls) if one.unit == unit), None)
+        call = next((call for call in reversed(self._calls) if call.unit == unit), None)
         if call is not None and not call.outputs:
-            call.outputs = [_edge(one) for one in outputs if one.requires_grad]
+            call.outputs = [_edge(output) for output in outputs if output.requires_grad]
             call.last = _NUMBER.find()()
 
     def _look(self, roots: Any) -> None:
         if not self._calls:
             return
+        self.under_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         roots = [roots] if isinstance(roots, torch.Tensor) else roots
         users = _users([root for root in map(_root, roots) if root is not None])
         for call in self._calls:

@@ -6,7 +6,7 @@ Relied on: ``fuse_wgrad_accumulation`` of TE 2.20.2's modules.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,8 +17,7 @@ from megatron_cg.arguments.rules_environment import expandable_segments
 from megatron_cg.arguments.schema import VARIABLES, Environment, GraphArguments, RunArguments
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.integrations.standalone.observe import Seen, overlaps
-from megatron_cg.memory.storage import is_dense
+from megatron_cg.integrations.standalone.observe import Observer, Seen, overlaps
 
 UnitName = str | nn.Module | type[nn.Module]
 
@@ -53,39 +52,10 @@ def find_units(
 
 
 def check_seen(
-    found: Mapping[str, nn.Module],
-    seen: Mapping[str, Seen],
-    summed: Mapping[str, str],
-    written: Collection[str],
-    *,
-    gathers: bool,
+    units: Mapping[str, nn.Module], seen: Mapping[str, Seen], observer: Observer
 ) -> None:
-    """Raise ConfigurationError if the observed calls of a unit cannot be captured.
-
-    ``summed`` says what ``sums.py`` has found, by unit. ``written`` are the units whose callers
-    write into a returned view of an argument. ``gathers`` says whether weights are gathered for
-    each pass.
-    """
-    broken = [
-        Violation(
-            "unit-view-written",
-            f"unit {name} returns its argument, or a view of it, and its caller writes into that",
-            "a replay returns a copy, so the argument itself would not change",
-            "write into a clone, or take the unit out of units",
-        )
-        for name in written
-    ]
-    broken += [
-        Violation(
-            "unit-shared-gradients",
-            f"unit {name}: {what}",
-            "autograd sums the gradients of all uses one by one, and a graph those of its own uses "
-            "first, so the last bits would differ",
-            "use it once in the unit (x = x.view_as(x) as the first line of forward), or take the "
-            "unit out of units",
-        )
-        for name, what in summed.items()
-    ]
+    """Raise ConfigurationError if the observed calls of a unit cannot be captured."""
+    broken = [*_wrong_around(observer), *_wrong_calls(seen)]
     broken += [
         Violation(
             "unit-not-called",
@@ -93,58 +63,62 @@ def check_seen(
             "it was not called with model.train() and gradients on in the step before capture",
             "take it out of units",
         )
-        for name in found
+        for name in units
         if name not in seen
     ]
-    broken += [
-        Violation(
-            "unit-arguments",
-            f"unit {name}: {problem}",
-            "a graph takes dense tensors, also in tuples, lists and dicts; other arguments must be "
-            "None, numbers, strings, dtypes or shapes",
-            "call the model with use_cache=False"
-            if problem.startswith("argument past_key_value")
-            else "pass the tensors themselves, of a sparse one its indices and values, or take the "
-            "unit out of units",
-        )
-        for name, call in seen.items()
-        for problem in [*call.form.problems(), *_overlapping(call)]
-    ]
-    broken += [
-        Violation(
-            "unit-recomputed",
-            f"unit {name} was called {call.recompute}",
-            "activation checkpointing around the unit calls it again in the backward pass and "
-            "hooks what it saves for that; a replay saves nothing",
-            "leave the unit out of units, or put the checkpoint inside the unit",
-        )
-        for name, call in seen.items()
-        if call.recompute is not None
-    ]
-    broken += [
-        Violation(
-            "unit-kept-casts",
-            f"unit {name} and its backward pass run under one torch.autocast, which keeps casts of "
-            "its weights, while its weights are gathered for each pass",
-            "a later microbatch of eager training would use the casts of an earlier one",
-            "enter torch.autocast with cache_enabled=False, or around the forward pass alone",
-        )
-        for name, call in seen.items()
-        if gathers and call.keeps_casts
-    ]
-    around = {name: call.autocast_in_backward for name, call in seen.items()}
-    if len({str(state) for state in around.values() if state is not None}) > 1:
-        dtypes = ", ".join(f"{name} {state}" for name, state in around.items() if state)
-        broken.append(
-            Violation(
-                "unit-autocast",
-                f"backward passes of units run under different torch.autocast: {dtypes}",
-                "all of them are captured together, under one",
-                "call backward() outside of torch.autocast, or leave some units out",
-            )
-        )
     if broken:
         raise ConfigurationError(broken)
+
+
+def _wrong_around(observer: Observer) -> Iterator[Violation]:
+    """What the code around units does that no replay of them allows."""
+    for name in observer.written:
+        yield Violation(
+            "unit-view-written",
+            f"unit {name} returns its argument, or a view of it, and its caller writes into that",
+            "a replay returns a copy, so the argument itself would not change",
+            "write into a clone, or take the unit out of units",
+        )
+    for name, what in observer.sums.found.items():
+        yield Violation(
+            "unit-shared-gradients",
+            f"unit {name}: {what}",
+            "autograd sums the gradients of all uses one by one, and a graph those of its own uses "
+            "first, so the last bits would differ",
+            "use it once in the unit (x = x.view_as(x) as the first line of forward), or take the "
+            "unit out of units",
+        )
+    if observer.sums.under_autocast:
+        yield Violation(
+            "unit-autocast",
+            "a backward pass ran under torch.autocast",
+            "graphs of backward passes are captured outside of it",
+            "call backward() outside of torch.autocast, as torch recommends",
+        )
+
+
+def _wrong_calls(seen: Mapping[str, Seen]) -> Iterator[Violation]:
+    """What no graph can take, of the calls themselves."""
+    for name, call in seen.items():
+        for problem in [*call.form.problems(), *_overlapping(call)]:
+            yield Violation(
+                "unit-arguments",
+                f"unit {name}: {problem}",
+                "a graph takes dense tensors, also in tuples, lists and dicts; other arguments "
+                "must be None, numbers, strings, dtypes or shapes",
+                "call the model with use_cache=False"
+                if problem.startswith("argument past_key_value")
+                else "pass plain tensors, of a sparse one its indices and values, or take the unit "
+                "out of units",
+            )
+        if call.recompute is not None:
+            yield Violation(
+                "unit-recomputed",
+                f"unit {name} was called {call.recompute}",
+                "activation checkpointing around the unit calls it again in the backward pass and "
+                "hooks what it saves for that; a replay saves nothing",
+                "leave the unit out of units, or put the checkpoint inside the unit",
+            )
 
 
 def _means(item: UnitName, name: str, module: nn.Module) -> bool:
@@ -199,15 +173,6 @@ def _unit_violations(
                 "in its buffer; a replay runs no Python",
                 "fuse_wgrad_accumulation=False",
             )
-        for key, value in {**below._parameters, **below._buffers}.items():
-            if value is not None and not is_dense(value):
-                label = ".".join(part for part in (name, child, key) if part)
-                yield Violation(
-                    "unit-not-dense",
-                    f"{label} is a {value.layout} tensor and not dense",
-                    "a graph knows memory by its address, and such a tensor has none",
-                    "keep its indices and values, or take the unit out of units",
-                )
         limited = isinstance(below, nn.Embedding | nn.EmbeddingBag) and below.max_norm is not None
         if limited and below.weight.requires_grad:
             yield Violation(

@@ -139,11 +139,6 @@ RESULTS = {
     "NamedTuple": result(
         lambda u, x, y: Pair(y, y.mean()), lambda run, u, out: out.main, lambda out: out.more
     ),
-    "dataclass": result(
-        lambda u, x, y: Record(y, (y.mean(), 1)),
-        lambda run, u, out: out.main,
-        lambda out: out.more[0] * out.more[1],
-    ),
     "unused result": result(lambda u, x, y: (y, y * 2)),
     "metric returned": result(
         lambda u, x, y: [y, y.detach().mean(), y.argmax(-1)],

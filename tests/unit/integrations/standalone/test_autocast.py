@@ -17,7 +17,7 @@ from tests.unit.counted import expect
 
 WIDTH, UNITS, WARMUP, STEPS = 8, 2, 2, 5
 PLACES = ("around the step", "inside the step", "forward", "backward")
-"""Where a training loop enters autocast; the first two are around both passes."""
+"""Where a training loop enters autocast; all but the third are around backward passes."""
 
 
 def autocast(dtype: torch.dtype | None = torch.bfloat16) -> AbstractContextManager[Any]:
@@ -94,8 +94,8 @@ class Training:
     def at(self, place: str) -> AbstractContextManager[Any]:
         return autocast() if place in self.places else nullcontext()
 
-    def run(self, graphs: Any, *, only_forward: int = 0) -> Iterator[torch.Tensor]:
-        """Losses and weights; the first steps may do no backward pass."""
+    def run(self, graphs: Any) -> Iterator[torch.Tensor]:
+        """Losses and weights."""
         for number in range(STEPS):
             self.optimizer.zero_grad()
             torch.manual_seed(number)
@@ -105,10 +105,9 @@ class Training:
                     for layer in self.layers:
                         x = layer(x)
                 loss = x.float().square().mean()
-                if number >= only_forward:
-                    with self.at("backward"):
-                        loss.backward()
-                    self.optimizer.step()
+                with self.at("backward"):
+                    loss.backward()
+                self.optimizer.step()
             yield loss.detach()
         yield from (parameter.detach().clone() for parameter in self.layers.parameters())
 
@@ -121,25 +120,25 @@ def same(eager: Iterable[torch.Tensor], graphed: Iterable[torch.Tensor]) -> bool
 
 
 @pytest.mark.parametrize("verify_interval", [0, 1])
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_is_captured_under_its_own_autocast(
-    kind: type[Unit], place: str, verify_interval: int
+def test_a_forward_pass_is_captured_under_its_own_autocast(
+    kind: type[Unit], verify_interval: int
 ) -> None:
-    graphed = Training(kind, place)
+    graphed = Training(kind, "forward")
     with graphed.graphs(verify_interval=verify_interval) as graphs:
         found = list(graphed.run(graphs))
         expect(graphs.counters, replayed=(STEPS - WARMUP) * UNITS, mismatched=0)
-    assert same(Training(kind, place).run(None), found)
+    assert same(Training(kind, "forward").run(None), found)
 
 
-@pytest.mark.parametrize("place", [PLACES[0], "forward"])
-def test_without_a_backward_pass_before_the_capture_it_is_as_the_step(place: str) -> None:
-    graphed = Training(Island, place)
-    with graphed.graphs() as graphs:
-        found = list(graphed.run(graphs, only_forward=WARMUP))
-        expect(graphs.counters, replayed=(STEPS - WARMUP) * UNITS, mismatched=0)
-    assert same(Training(Island, place).run(None, only_forward=WARMUP), found)
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "forward"])
+def test_a_backward_pass_under_autocast_is_refused(place: str) -> None:
+    training = Training(Unit, place)
+    with (
+        training.graphs() as graphs,
+        pytest.raises(ConfigurationError, match=r"unit-autocast\].*outside of torch.autocast"),
+    ):
+        list(training.run(graphs))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -186,30 +185,6 @@ def test_units_may_run_under_different_autocast() -> None:
     assert same(*losses)
 
 
-def test_backward_passes_under_different_autocast_are_refused() -> None:
-    layers = nn.ModuleList(Unit() for _ in range(UNITS))
-    with graph_units(layers, "*", backend="tape", warmup_steps=1) as graphs:
-        with graphs.step():
-            for layer, dtype in zip(layers, (None, torch.bfloat16), strict=True):
-                loss = layer(torch.ones(4, WIDTH)).square().mean()
-                with autocast(dtype):
-                    loss.backward()
-        words = r"backward passes .* different torch.autocast: 0 off, 1 torch.bfloat16.*outside of"
-        with pytest.raises(ConfigurationError, match=words), graphs.step():
-            raise AssertionError("not reached")
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_verification_needs_no_step_around_it(place: str) -> None:
-    training = Training(Twice, place)
-    with training.graphs() as graphs:
-        list(training.run(graphs))
-        graph: Any = training.layers[0].cuda_graphs
-        x = torch.randn(4, WIDTH)
-        with training.at(PLACES[0]):
-            assert graph[0]._verify([x], {}) is None
-
-
 class Sharing(Training):
     """Two units with one weight, or one unit that is called twice."""
 
@@ -238,7 +213,7 @@ def test_a_cast_that_two_calls_share_is_refused(twice: bool) -> None:
         list(training.run(graphs))
 
 
-@pytest.mark.parametrize("places", [(), ("forward",), ("inside the step",)])
+@pytest.mark.parametrize("places", [(), ("forward",)])
 @pytest.mark.parametrize("twice", [False, True])
 def test_weights_may_be_shared_without_shared_casts(twice: bool, places: tuple[str, ...]) -> None:
     graphed = Sharing(*places, twice=twice, cache=False)

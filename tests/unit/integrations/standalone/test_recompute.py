@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg import GraphedUnits, graph_units
-from megatron_cg.errors import CaptureError, ConfigurationError
-from megatron_cg.integrations.standalone import attachment
+from megatron_cg.errors import ConfigurationError
 from tests.unit.counted import expect
 
 WIDTH, STEPS, CAPTURED = 4, 5, 2
@@ -118,50 +117,3 @@ def test_checkpointing_that_begins_after_the_capture_runs_eagerly(how: str) -> N
     assert graphed.graphs is not None
     replayed = 2 * (STEPS - CAPTURED - 1)
     expect(graphed.graphs.counters, replayed=replayed, eager=2 * 2, mismatched=2 * 2)
-
-
-def test_without_the_check_of_a_replay_gradients_would_be_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(attachment, "not_recomputed", lambda: None)
-    try:
-        pair = trained_with_checkpoints_later("not reentrant")
-    except Exception:
-        return
-    assert not equal(*pair)
-
-
-def test_a_checkpoint_inside_a_unit_is_captured() -> None:
-    eager, graphed = Run(), Run()
-    for run in (eager, graphed):
-        for layer in run.network.layers:
-            linear: Any = layer.get_submodule("0")
-            inner = linear.forward
-            linear.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
-    with graphed.with_graphs() as graphs:
-        for run in (eager, graphed):
-            for number in range(STEPS):
-                run.step(number)
-        expect(graphs.counters, replayed=2 * (STEPS - CAPTURED), eager=0)
-    assert equal(eager, graphed)
-
-
-@pytest.mark.parametrize("how", CHECKPOINTS)
-def test_a_checkpoint_inside_a_unit_that_draws_is_refused(how: str) -> None:
-    run = Run()
-    for layer in run.network.layers:
-        linear: Any = layer.get_submodule("0")
-        inner = linear.forward
-
-        def dropped(x: torch.Tensor, inner: Any = inner) -> torch.Tensor:
-            return nn.functional.dropout(inner(x), 0.5)
-
-        linear.forward = lambda x, dropped=dropped: CHECKPOINTS[how](dropped, x)
-    with run.with_graphs():
-        for number in range(CAPTURED):
-            run.step(number)
-        state = torch.get_rng_state()
-        with pytest.raises(CaptureError, match=r"layers\.1 recomputes .* draws random numbers"):
-            run.step(CAPTURED)
-        assert torch.equal(torch.get_rng_state(), state)
-    assert not hasattr(torch.set_rng_state, "__wrapped__")

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from megatron_cg import graph_units
-from megatron_cg.errors import ConfigurationError
 from tests.unit.counted import expect
 
 ROWS, WIDTH, STEPS, WARMUP, PASSES = 4, 6, 4, 2, 3
@@ -62,32 +60,3 @@ def losses(*, graphed: bool) -> Iterator[torch.Tensor]:
 
 def test_an_input_that_comes_back_is_read_before_it_is_overwritten() -> None:
     assert list(losses(graphed=False)) == list(losses(graphed=True))
-
-
-class Passing(nn.Module):
-    """Returns its second argument, or a view of it, beside what it computes."""
-
-    def __init__(self, *, view: bool) -> None:
-        super().__init__()
-        self.linear, self.view = nn.Linear(WIDTH, WIDTH), view
-
-    def forward(self, x: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.linear(x), kept[:1] if self.view else kept
-
-
-@pytest.mark.parametrize("view", [True, False])
-def test_a_returned_view_of_an_argument_into_which_the_caller_writes_is_refused(
-    view: bool,
-) -> None:
-    unit: Any = Passing(view=view)
-    with (
-        graph_units(nn.Sequential(unit), "0", backend="tape", warmup_steps=WARMUP) as graphs,
-        pytest.raises(ConfigurationError) as error,
-    ):
-        for _ in range(WARMUP + 1):
-            with graphs.step():
-                y, kept = unit(torch.ones(ROWS, WIDTH), torch.zeros(ROWS, WIDTH))
-                y.sum().backward()
-                kept.add_(1)
-    (found,) = error.value.violations
-    assert found.rule == "unit-view-written" and found.found.startswith("unit 0 returns")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -193,11 +192,6 @@ def test_fsdp2_units_are_named_in_the_module_around_all_that_is_sharded(
         assert list(graphs._units) == [f"{prefix}encoder.0", f"{prefix}decoder.0"]
 
 
-def test_capture_needs_a_step_to_look_at(one_rank: None) -> None:
-    with pytest.raises(ValueError, match="warmup_steps=0"):
-        Run().with_graphs(warmup_steps=0)
-
-
 @pytest.mark.parametrize("compiled", ["unit", "in place", "model"])
 def test_a_unit_that_torch_compiles_is_refused(compiled: str) -> None:
     """Nothing is compiled here: Dynamo waits for the first call."""
@@ -214,25 +208,3 @@ def test_a_unit_that_torch_compiles_is_refused(compiled: str) -> None:
     what = "the model" if compiled == "model" else "0"
     assert found.rule == "compiled-unit"
     assert found.found == f"unit 0: {what} is compiled by torch.compile"
-
-
-def test_modules_inside_a_unit_may_be_compiled() -> None:
-    unit: Any = nn.Sequential(nn.Linear(2, 2))
-    unit[0].compile()
-    assert list(find_units(Unsharded(nn.Sequential(unit)), ["*"], "tape")) == ["0"]
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_casts_that_outlive_gathered_weights_are_refused(cached: bool, one_rank: None) -> None:
-    """Without the cache of autocast, each pass casts its own weights."""
-    model: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    sharded(model[0], model)
-    autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=cached)
-    refused = pytest.raises(ConfigurationError) if cached else nullcontext()
-    with graph_units(model, ["0"], backend="tape", warmup_steps=1) as graphs, refused as error:
-        for _ in range(2):
-            with graphs.step(), autocast:
-                model(torch.ones(3, 2)).sum().backward()
-        assert graphs.counters.replayed == 1
-    rules = [found.rule for found in error.value.violations] if error is not None else []
-    assert rules == ["unit-kept-casts"] * cached

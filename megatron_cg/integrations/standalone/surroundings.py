@@ -1,4 +1,11 @@
-"""Whether a unit's call is one that activation checkpointing makes, or that others' hooks surround.
+"""What surrounds a unit's call: autocast, and activation checkpointing.
+
+Note [Casts that autocast caches]
+    With its cache, autocast casts a weight once in a forward pass, so gradients of all its uses are
+    summed in the lower precision. A unit is captured with the cache that it was seen with, since
+    without one they would be summed in the weight's own. No pass may find the casts of another: a
+    graph would read them at the address that they had at capture. So a cast that two calls of units
+    share is refused, and so is a backward pass under autocast, which keeps casts until its end.
 
 Note [Checkpointing around a unit]
     Activation checkpointing around a unit calls it again in the backward pass. The form without
@@ -11,8 +18,11 @@ Note [Checkpointing around a unit]
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+import torch
 
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.upstream.backward_pass import in_backward_pass
@@ -26,10 +36,34 @@ _HOOKS = Symbol(
 RELIES_ON = (_HOOKS,)
 
 
+@dataclass(frozen=True)
+class AutocastState:
+    """``torch.autocast`` of one device type."""
+
+    device_type: str
+    dtype: torch.dtype | None
+    """None if it is off."""
+    has_cache: bool
+
+    @classmethod
+    def now(cls, device_type: str) -> AutocastState:
+        """The state of this thread."""
+        enabled = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if enabled else None
+        return cls(device_type, dtype, torch.is_autocast_cache_enabled())
+
+    def entered(self) -> torch.autocast:
+        """A context in which the state holds."""
+        enabled = self.dtype is not None
+        return torch.autocast(
+            self.device_type, self.dtype, enabled=enabled, cache_enabled=self.has_cache
+        )
+
+
 @cache  # Each replay asks, and a lookup takes longer than the call.
 def _hooks() -> Callable[[bool], Any]:
-    found: Callable[[bool], Any] = _HOOKS.find()
-    return found
+    hooks: Callable[[bool], Any] = _HOOKS.find()
+    return hooks
 
 
 def recompute_around() -> str | None:
@@ -42,15 +76,15 @@ def recompute_around() -> str | None:
 
 
 def not_recomputed() -> Mismatch | None:
-    """A mismatch if the call made now must not be a replay; see the note above."""
-    found = recompute_around()
-    if found is None:
+    """A mismatch if the call made now must not be a replay."""
+    shown = recompute_around()
+    if shown is None:
         return None
     return Mismatch(
         "recompute",
         "the place of its call",
         "outside of backward passes and of saved-tensor hooks",
-        found,
+        shown,
         "Activation checkpointing around a unit does so, and a replay saves no tensors for it. "
         "Leave the unit out of units, or put the checkpoint inside the unit.",
     )
