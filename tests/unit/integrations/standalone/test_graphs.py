@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import (
     CaptureError,
