@@ -18,7 +18,7 @@ FAST := arguments integrations/standalone/test_call.py \
 	$(patsubst %,tools/align/test_%.py,command compare data) \
 	tools/bench/test_lines.py \
 	fastpath/test_bucketing.py \
-	tools/plan \
+	tools/plan/test_launch_line.py \
 	$(patsubst %,telemetry/test_%.py,log)
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)

@@ -1,5 +1,6 @@
-"""Shows what a run would capture and what that would cost, on any machine.
+"""Turns a launch line into one that trains with graphs, without a GPU; no model is built.
 
-``request.py`` reads a preset or a command line. ``process.py`` makes the plan in a separate process
-(``worker.py``). ``tables.py`` prints the plan.
+``launch_line.py`` reads and writes lines, and ``settings.py`` reads their flags. ``edit.py``
+changes lines until they are accepted and fit, by what ``layers.py`` and ``memory.py`` know of the
+model. ``report.py`` prints.
 """

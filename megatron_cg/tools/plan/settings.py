@@ -130,6 +130,8 @@ def _limits(args: Any) -> Iterator[str]:
     layers = args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json
     if layers or (args.spec and not args.hybrid_layer_pattern):
         yield "a layer spec decides the layers; they are counted as those of the other flags"
+    if args.experimental_attention_variant:
+        yield f"{args.experimental_attention_variant} is counted as plain attention"
     if args.padded_vocab_size is None and args.vocab_size is None:
         yield f"the tokenizer's vocabulary is counted as {VOCABULARY:,}; --vocab-size says it"
 
