@@ -45,6 +45,7 @@ from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
+from megatron_cg.ranges import in_range
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
@@ -182,6 +183,7 @@ class Session:
             emit(CaptureEnded(self.counters))
             failed.pop_all()
 
+    @in_range("capture")
     def capture(
         self,
         callables: Sequence[nn.Module],

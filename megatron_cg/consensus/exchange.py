@@ -38,6 +38,7 @@ from megatron_cg.consensus.decision import (
 )
 from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.errors import CaptureError, PhaseError
+from megatron_cg.ranges import in_range
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others' votes, as long as NCCL's default. Capture of a large model
@@ -378,6 +379,7 @@ class Agreement:
         assert work is not None
         return work, rows.view(group.size(), -1)
 
+    @in_range("vote")
     def _finish(self, pending: _Pending, timeout: timedelta | None = None) -> Decision:
         work, rows = pending
         with self._naming_lost_ranks():

@@ -72,6 +72,7 @@ from megatron_cg.fastpath.buckets import (
 )
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
+from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over_cell, run_before
 
 WAITING_BYTES = 64 << 20
@@ -138,6 +139,7 @@ class GradientBucketing:
         for weight in together.weights:
             self._detached.pop(id(weight), None)
 
+    @in_range("bucket gradients")
     def take_detached(
         self,
         together: Together,
@@ -193,6 +195,7 @@ class GradientBucketing:
                 "more than once. Start again from the last checkpoint."
             )
 
+    @in_range("bucket gradients")
     def __call__(self, parameters: list[nn.Parameter]) -> None:
         """Take these parameters' gradients, at once or when their bucket is complete."""
         for parameter in parameters:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from megatron_cg.fastpath.local_tensors import APPLIER, Launch, Shorter, are_plain
 from megatron_cg.fastpath.part import NotApplicableError
+from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
 
@@ -164,6 +165,7 @@ class LocalClip(Shorter):
         self._optimizer = optimizer
         self._counts: list[bool] = []
 
+    @in_range("clip gradients")
     def __call__(self, clip_grad: float) -> Any:
         """Scale the gradients down if their norm is above ``clip_grad``; returns the norm."""
         if self.differs or _unusual(self._optimizer) or not clip_grad > 0.0:

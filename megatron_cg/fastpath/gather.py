@@ -55,6 +55,7 @@ from torch import nn
 
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
+from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over, run_before
 
 Key = tuple[int, bool]
@@ -212,6 +213,7 @@ class Gathers:
             and len({group_of[bucket] for bucket, _ in absent}) == len(absent)
         )
 
+    @in_range("gather weights")
     def _gather(self, buckets: Sequence[Key], since: Any = None) -> None:
         """Gather buckets, after the event ``since`` or after all work launched so far."""
         current = torch.cuda.current_stream()

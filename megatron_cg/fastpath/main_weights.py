@@ -30,6 +30,7 @@ import torch
 from megatron_cg.fastpath.part import NotApplicableError, float8_test
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.memory.scratch import IdlePool
+from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over, run_before, set_attribute
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class _GradientTable:
         self.borrowed = False
         """Whether copies may be in memory that the next replay writes to."""
 
+    @in_range("main gradients")
     def __call__(self) -> None:
         decoupled = self._store.use_decoupled_grad
         if not self._kinds or any(buffer.data is not data for buffer, data in self._read_from):

@@ -35,6 +35,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.consensus import exchange as agreement
+from megatron_cg.ranges import in_range
 from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.upstream.patch import put_over
@@ -81,6 +82,7 @@ class EagerPasses:
         self._turn(f"eager passes, since {why}", "eager", replays=False)
         self._mismatches.counters.eager += 1
 
+    @in_range("eager pass")
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a prepared pass, which is a call of ``function``."""
         outputs = function(*args, **kwargs)

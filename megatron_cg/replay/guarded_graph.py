@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from megatron_cg.ranges import named_range
 from megatron_cg.replay.depends_on import DependsOn
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
@@ -66,7 +67,8 @@ class GuardedGraph:
             return self.eager_passes.run(self._eager, self._unit.layer, args, kwargs)
         counters = self._mismatches.counters
         began = time.perf_counter_ns()
-        mismatch = self._guard.broken(args, kwargs) or self._refuted
+        with named_range("guard"):
+            mismatch = self._guard.broken(args, kwargs) or self._refuted
         counters.guard_ns += time.perf_counter_ns() - began
         given = args, kwargs
         if self._returns_inputs and mismatch is None:
@@ -74,7 +76,8 @@ class GuardedGraph:
         if mismatch is None and (self._mismatches.verifies or not self._replayed):
             counters.verified += self._mismatches.verifies
             self._mismatches.issue_held()
-            mismatch = self._verify(*given)
+            with named_range("verification"):
+                mismatch = self._verify(*given)
             if not self._numbers_hold(mismatch):
                 mismatch = None
             self._refuted = mismatch
@@ -83,7 +86,8 @@ class GuardedGraph:
             return self.eager_passes.run(self._eager, self._unit.layer, args, kwargs)
         is_first, self._replayed = not self._replayed, True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
-        outputs = self.graph(*given[0], **given[1])
+        with named_range("replay"):
+            outputs = self.graph(*given[0], **given[1])
         if is_first:
             self._returns_inputs = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
         has_backward = self._in_flight.begin(
