@@ -5,7 +5,7 @@ The native backend runs on the double of ``torch.cuda``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import nn
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.driver.graphed import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.backends.tape.tape_recording import is_recording
 from megatron_cg.errors import CaptureError, HookError
 from tests.unit.backends.blocks import MASK, Scale, capture, make_blocks, train
 from tests.unit.backends.cuda_double import OnCpu, cuda_double
@@ -45,28 +44,6 @@ def test_a_buffer_that_requires_a_gradient_is_refused(backend: Backend) -> None:
     module.register_buffer("extra", torch.ones(4, requires_grad=True))
     with pytest.raises(HookError, match="buffer that requires a gradient"):
         small(backend, module)
-
-
-def test_capture_time_hooks_run_around_every_pass_in_the_order_of_the_schedule(
-    backend: Backend,
-) -> None:
-    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
-    calls: list[tuple[str, nn.Module, bool]] = []
-
-    def hook(key: str) -> Callable[[nn.Module], None]:
-        return lambda module: calls.append((key, module, is_recording()))
-
-    small(
-        backend,
-        one,
-        two,
-        hooks=[{k: {7: hook(k)} for k in KEYS} for _ in range(2)],
-        num_warmup_iters=1,
-    )
-    forward, backward = KEYS[:2], KEYS[2:]
-    once = [(k, m, False) for m in (one, two) for k in forward]
-    once += [(k, m, False) for m in (two, one) for k in backward]
-    assert calls == once * 2
 
 
 @pytest.mark.parametrize("retain", [True, False])

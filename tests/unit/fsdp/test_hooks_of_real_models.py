@@ -53,16 +53,6 @@ def record_of(unit: nn.Module, role: FsdpRole) -> HookRecord:
     return next(record for record in module_hooks(unit) if classify(record) is role)
 
 
-def test_every_hook_of_a_unit_has_a_role(unit: nn.Module) -> None:
-    roles = [(record.kind, classify(record)) for record in module_hooks(unit)]
-    assert roles == [
-        (HookKind.FORWARD_PRE, FsdpRole.UNSHARD),
-        (HookKind.FORWARD_PRE, FsdpRole.WRAPS_POST_BACKWARD),
-        (HookKind.FORWARD, FsdpRole.RESHARD),
-        (HookKind.FORWARD, FsdpRole.WRAPS_PRE_BACKWARD),
-    ]
-
-
 def test_a_tag_that_a_newer_megatron_sets_is_used(unit: nn.Module) -> None:
     calls: list[nn.Module] = []
     record = record_of(unit, FsdpRole.WRAPS_POST_BACKWARD)
