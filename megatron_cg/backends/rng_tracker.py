@@ -47,8 +47,8 @@ def generators_of(callables: Iterable[nn.Module], device_type: str) -> list[torc
     tracker = megatron_tracker()
     states = [*rng_states().values(), *(tracker.states_.values() if tracker is not None else ())]
     states += [value for root in callables for m in root.modules() for value in vars(m).values()]
-    found = {id(value): value for value in states if isinstance(value, torch.Generator)}
-    return [generator for generator in found.values() if generator.device.type == device_type]
+    generators = {id(value): value for value in states if isinstance(value, torch.Generator)}
+    return [generator for generator in generators.values() if generator.device.type == device_type]
 
 
 @contextmanager

@@ -140,14 +140,14 @@ class HookOrder:
             raise
         self._position += 1
 
-    def _other_order(self, found: str) -> UpstreamChangedError:
+    def _other_order(self, actual: str) -> UpstreamChangedError:
         layer, key = self._entries[self._position] if not self.finished else (0, "")
         expected = f"{key} of callable {layer}" if key else "no more hooks"
         return changed(
             "transformer-engine",
             "transformer_engine.pytorch.graph:_make_graphed_callables",
             f"at call {self._position + 1} of capture-time hooks, of {len(self._entries)}: "
-            f"{expected}, where {found} came",
+            f"{expected}, where {actual} came",
         )
 
     def _out_of_step(self) -> OutOfStepError:

@@ -354,10 +354,8 @@ class Observer:
                     "Register it on the modules that need it, or remove it before the capture.",
                 )
 
-    def _error(self, found: str, instead: str) -> CaptureError:
-        return CaptureError(
-            f"{self._unit.name} {found}. {instead} Or: {self._unit.leave_out(None)}"
-        )
+    def _error(self, fact: str, instead: str) -> CaptureError:
+        return CaptureError(f"{self._unit.name} {fact}. {instead} Or: {self._unit.leave_out(None)}")
 
 
 def is_strange(unit: Unit) -> bool:

@@ -279,11 +279,11 @@ class PythonState:
 
 
 @contextmanager
-def tensor_hooks_observed(found: Callable[[Change], None]) -> Iterator[None]:
+def tensor_hooks_observed(notice: Callable[[Change], None]) -> Iterator[None]:
     """Observe the hooks on tensors that are registered in the block, whenever they are called.
 
     Their operations on gradients are in the graph like all others. But a replay runs no Python, so
-    what else they do would be lost. ``found`` gets each change of Python state that one of them
+    what else they do would be lost. ``notice`` gets each change of Python state that one of them
     makes. It is undone.
     """
     original = torch.Tensor.register_hook
@@ -299,7 +299,7 @@ def tensor_hooks_observed(found: Callable[[Change], None]) -> Iterator[None]:
             finally:
                 state.end()
                 for change in state.changes():
-                    found(change)
+                    notice(change)
                 state.restorer()()
 
         return original(tensor, called)  # type: ignore[no-untyped-call]

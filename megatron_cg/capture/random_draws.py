@@ -127,19 +127,19 @@ def _sets_a_seed(unit: Unit, name: str) -> CaptureError:
 
 def _python_generators(unit: Unit) -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
     """Name, reader and writer of the states of Python's and NumPy's generators."""
-    found: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
+    generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
         ("Python's random", random.getstate, random.setstate)
     ]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        found.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
+        generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
     for path, module in unit.layer.named_modules():
         for name, value in vars(module).items():
             label = f"{path}.{name}" if path else name
             if isinstance(value, random.Random):
-                found.append((label, value.getstate, value.setstate))
+                generators.append((label, value.getstate, value.setstate))
             elif numpy is not None and isinstance(value, numpy.random.Generator):
                 bits = value.bit_generator
                 write = partial(setattr, bits, "state")
-                found.append((label, partial(getattr, bits, "state"), write))
-    return found
+                generators.append((label, partial(getattr, bits, "state"), write))
+    return generators

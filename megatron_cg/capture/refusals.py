@@ -83,11 +83,11 @@ def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError
 def chain(error: BaseException) -> Iterator[BaseException]:
     """``error``, its cause or context, and so on back to the first error."""
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or found.__context__
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def clear_frames(error: BaseException) -> None:

@@ -25,14 +25,14 @@ def find_sharding(model: nn.Module) -> Sharding:
     """
     fsdp = find_megatron_fsdp(model)
     ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    found: list[Sharding] = [] if fsdp is None else [MegatronFsdp(fsdp)]
+    shardings: list[Sharding] = [] if fsdp is None else [MegatronFsdp(fsdp)]
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        found.append(FullyShard(model))
+        shardings.append(FullyShard(model))
     if any(map(is_sharded, model.modules())):
-        found.append(MegatronFsdpV2(model))
-    found += map(Unsharded, ddp)
-    if len(found) > 1:
-        names = " and ".join(sharding.name for sharding in found)
+        shardings.append(MegatronFsdpV2(model))
+    shardings += map(Unsharded, ddp)
+    if len(shardings) > 1:
+        names = " and ".join(sharding.name for sharding in shardings)
         raise HookError(
             f"{type(model).__name__} is wrapped by {names}, and each of them handles parameters in "
             "its own way. Wrap it in one way, or give graph_units the part that is."
@@ -50,4 +50,4 @@ def find_sharding(model: nn.Module) -> Sharding:
                 "replaces these, and gradients would be lost. Wrap it by "
                 "torch.nn.parallel.DistributedDataParallel or by Megatron-FSDP."
             )
-    return found[0] if found else Unsharded(model)
+    return shardings[0] if shardings else Unsharded(model)

@@ -65,7 +65,7 @@ def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
     Megatron-FSDP.
     """
     own = type(fsdp).__module__
-    found = []
+    reasons = []
     for symbol in symbols:
         module = symbol.path.partition(":")[0]
         other = any(
@@ -73,5 +73,5 @@ def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
             for _, place in _PLACES
         )
         if module in sys.modules and not other:
-            found.append(symbol.unknown_body())
-    return [why for why in found if why is not None]
+            reasons.append(symbol.unknown_body())
+    return [why for why in reasons if why is not None]

@@ -126,18 +126,18 @@ def watched_tensors(
     move, or None for a parameter that need not be watched.
     """
     names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
-    found: list[Watched] = []
+    watched: list[Watched] = []
     for module in graphed:
         prefix = names[id(module)]
         for name, parameter in module.named_parameters(recurse=False):
             words = described(parameter, f"parameter {prefix}{name}")
             if words is not None:
-                found.append(Watched(parameter, *words))
-        found += [
+                watched.append(Watched(parameter, *words))
+        watched += [
             Watched(buffer, f"buffer {prefix}{name}", REPLACED)
             for name, buffer in module.named_buffers(recurse=False)
         ]
-    return found
+    return watched
 
 
 class PerModule(Sharding):

@@ -69,5 +69,5 @@ class ParameterHookSnapshot(_Registries):
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        found = (getattr(p, name, None) for p in parameters for name in _PARAMETER_REGISTRIES)
-        super().__init__(registry for registry in found if registry)
+        registries = (getattr(p, name, None) for p in parameters for name in _PARAMETER_REGISTRIES)
+        super().__init__(registry for registry in registries if registry)

@@ -94,12 +94,12 @@ class _Chunk:
         """Cut a tensor that was made like the template into the pieces."""
         if len(self.places) == 1:
             return (memory,)
-        found: list[torch.Tensor] = []
+        pieces: list[torch.Tensor] = []
         for part in self.parts:
             rows = memory[part.start : part.stop].view(-1, *part.tail)
             # To autograd they are independent tensors, like pieces that are allocated alone.
-            found += rows.unsafe_split_with_sizes(part.rows)
-        return found
+            pieces += rows.unsafe_split_with_sizes(part.rows)
+        return pieces
 
 
 @dataclass
@@ -162,13 +162,13 @@ class IdlePool:
             with self._allocating():
                 inside = self._new_all(plan.borrowed)
         self._given[caller] = held + [StorageReference(t.untyped_storage()) for t in inside]
-        found: list[torch.Tensor] = [*like]
+        tensors: list[torch.Tensor] = [*like]
         for chunk, memory in zip(plan.borrowed, inside, strict=True):
             for place, piece in zip(chunk.places, chunk.cut(memory), strict=True):
-                found[place] = piece
+                tensors[place] = piece
         for chunk, memory in zip(plan.ordinary, self._new_all(plan.ordinary), strict=True):
-            found[chunk.places[0]] = memory
-        return found
+            tensors[chunk.places[0]] = memory
+        return tensors
 
     def _planned(self, like: Sequence[torch.Tensor], dtype: torch.dtype) -> _Plan:
         """Allocate each piece that has a block, to see what the pool gives without growing."""
@@ -255,18 +255,18 @@ def side_by_side(blocks: list[int], sizes: Sequence[int]) -> list[list[int]]:
     Returns:
         Indices into ``sizes``, one list per chunk. A piece without a block is in no list.
     """
-    found: list[list[int]] = []
+    chunks: list[list[int]] = []
     rest = 0
     for place, nbytes in enumerate(sizes):
         block = take(blocks, nbytes)
         if block is None:
             continue
-        if found and block == rest:
-            found[-1].append(place)
+        if chunks and block == rest:
+            chunks[-1].append(place)
         else:
-            found.append([place])
+            chunks.append([place])
         rest = block - _rounded(nbytes)
-    return found
+    return chunks
 
 
 def take(blocks: list[int], nbytes: int) -> int | None:

@@ -275,14 +275,14 @@ def modes_of(device_type: str, numerics: Any, read: Callable[[], Any]) -> Callab
 
 def entries_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
     """The modules, parameters and buffers of ``graphed``, inside the graph of ``layer``."""
-    found: list[Entry] = []
+    entries: list[Entry] = []
     inside = {id(module) for module in graphed}
     for path, owner in layer.named_modules():
         prefix = f"{path}." if path else ""
         if id(owner) in inside or owner is layer:
             mode = f"the mode of a {type(owner).__name__}"
-            found.append(Entry(vars(owner), "training", "training", mode))
-        found += [
+            entries.append(Entry(vars(owner), "training", "training", mode))
+        entries += [
             Entry(owner._modules, name, "module", f"module {prefix}{name}")
             for name, child in owner._modules.items()
             if id(child) in inside
@@ -290,11 +290,11 @@ def entries_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
         if id(owner) not in inside:
             continue
         for clause, held in (("parameter", owner._parameters), ("buffer", owner._buffers)):
-            found += [Entry(held, name, clause, f"{clause} {prefix}{name}") for name in held]
+            entries += [Entry(held, name, clause, f"{clause} {prefix}{name}") for name in held]
         if owner is not layer:  # the replay replaces the layer's own forward
-            found.append(Entry(vars(owner), "forward", "forward", f"forward of {path}"))
+            entries.append(Entry(vars(owner), "forward", "forward", f"forward of {path}"))
     # A compiled module has its mode, as all else, in the module below it.
-    return [e for e in found if e.clause != "training" or "training" in e.holder]
+    return [e for e in entries if e.clause != "training" or "training" in e.holder]
 
 
 def key_sets_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[KeySet]:

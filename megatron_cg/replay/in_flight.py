@@ -70,8 +70,8 @@ class _Replay:
 
 @cache  # Each replay asks.
 def _users() -> Callable[[int], int]:
-    found: Callable[[int], int] = _USERS.find()
-    return found
+    count: Callable[[int], int] = _USERS.find()
+    return count
 
 
 class InFlight:

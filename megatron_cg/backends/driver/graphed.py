@@ -42,11 +42,11 @@ class _Replay(torch.autograd.Function):
         for static in (s for s, g in pairs if g is None):
             static.zero_()
         backward.replay()
-        found = _reached(recorded, grads)
-        clones = len(found) if recorded.gradients_borrowed else recorded.user_args
+        gradients = _reached(recorded, grads)
+        clones = len(gradients) if recorded.gradients_borrowed else recorded.user_args
         returned = tuple(
             None if grad is None else grad.clone() if index >= clones else grad.detach()
-            for index, grad in enumerate(found)
+            for index, grad in enumerate(gradients)
         )
         backward.finished(recorded.grad_inputs[recorded.user_args : clones])
         return (None, *returned)

@@ -106,16 +106,16 @@ class TransformerEngineBackend(Backend):
 
     def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
         """Scales and amax histories of delayed scaling, which graphs read and write in place."""
-        found: list[Entry] = []
+        entries: list[Entry] = []
         for module in _with_delayed_scaling(modules):
             for key in ("scaling_fwd", "scaling_bwd"):
                 what = f"{key} of a {type(module).__name__}"
-                found.append(Entry(module.fp8_meta, key, "fp8 state", what))
-                found += [
+                entries.append(Entry(module.fp8_meta, key, "fp8 state", what))
+                entries += [
                     Entry(vars(module.fp8_meta[key]), name, "fp8 state", f"{name} of {what}")
                     for name in ("scale", "amax_history")
                 ]
-        return found
+        return entries
 
     @contextmanager
     def without_updates(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ def _class_calls_kept(classes: set[type]) -> Iterator[None]:
 def _fp8_kept(callables: Sequence[nn.Module]) -> Iterator[None]:
     """Restore scales and amax histories of delayed scaling in all TE modules of the callables."""
     modules = (module for root in callables for module in root.modules())
-    saved = [(found, found.get_fp8_meta_tensors()) for found in _with_delayed_scaling(modules)]
+    saved = [(module, module.get_fp8_meta_tensors()) for module in _with_delayed_scaling(modules)]
     try:
         yield
     finally:

@@ -83,9 +83,9 @@ class Inputs:
         """The first input that is not as it was at capture."""
         given = [name for name, value in kwargs.items() if value is not None]
         if given != self._given or len(args) != self._positional:
-            found = self._structure(args, kwargs)
-            if found is not None:
-                return found
+            mismatch = self._structure(args, kwargs)
+            if mismatch is not None:
+                return mismatch
             self._given = given
         flat = self._flat(args, kwargs)
         for tensor, spec, captured in zip(flat, self._specs, self._captured, strict=True):
@@ -97,9 +97,9 @@ class Inputs:
                 tensor.device,
                 tensor.requires_grad,
             ):
-                found = _other_kind(tensor, spec)
-                if found is not None:
-                    return found
+                mismatch = _other_kind(tensor, spec)
+                if mismatch is not None:
+                    return mismatch
         for number, address in self._borrowed:
             if flat[number].data_ptr() != address:
                 return Mismatch(
