@@ -42,18 +42,34 @@ def read(recorder: Recorder, tmp_path: Path) -> dict[str, Any]:
     return read_run(tmp_path)[0]
 
 
+class Failing(TapeBackend):
+    def capture(self, *args: Any, **options: Any) -> Any:
+        raise CaptureError("on purpose")
+
+
 def test_a_capture_is_recorded_and_said_in_one_line(
-    trainer: Any, recorder: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trainer: Any,
+    recorder: Recorder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    with pytest.raises(CaptureError, match="on purpose"):
+        trainer.capture(Failing())
+    before = {"allocated_bytes": 100 * MIB, "reserved_bytes": 200 * MIB}
+    after = {"allocated_bytes": 412 * MIB, "reserved_bytes": 196 * MIB}
+    points = [before, after]
+    monkeypatch.setattr(reporting, "memory", lambda: points.pop(0))
     for number in range(3):
         if number == 1:
             trainer.capture(TapeBackend())
         loss, norm = trainer.step()
         recorder.add_step({"lm loss": loss}, norm, False, 0.0)
     data = read(recorder, tmp_path)
-    (entry,) = data["captures"]
+    failed, entry = data["captures"]
+    assert failed["error"] == "CaptureError: on purpose" and failed["graphs"] == 0
     assert (entry["after_step"], entry["layers"], entry["graphs"]) == (1, 2, 2)
-    assert entry["error"] is None and entry["memory"] == {"before": None, "after": None}
+    assert entry["error"] is None and entry["memory"] == {"before": before, "after": after}
     assert entry["seconds"]["capture"] > entry["seconds"]["vote"] == 0
     assert [row["graphed"] for row in entry["coverage"]] == [["attn"], ["attn"]]
     rows = data["intervals"]
@@ -61,19 +77,7 @@ def test_a_capture_is_recorded_and_said_in_one_line(
     assert [row["counters"]["captured"] for row in rows] == [0, 2, 2]
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "megatron_cg:" in line)
     assert line.startswith("megatron_cg: graphs captured: 2, of 2 layers, in ")
-
-
-def test_a_failed_capture_is_recorded(trainer: Any, recorder: Recorder, tmp_path: Path) -> None:
-    class Failing(TapeBackend):
-        def capture(self, *args: Any, **options: Any) -> Any:
-            raise CaptureError("on purpose")
-
-    with pytest.raises(CaptureError, match="on purpose"):
-        trainer.capture(Failing())
-    trainer.capture(TapeBackend())
-    failed, made = read(recorder, tmp_path)["captures"]
-    assert failed["error"] == "CaptureError: on purpose" and failed["graphs"] == 0
-    assert made["error"] is None and made["graphs"] == 2
+    assert line.endswith("; +312 MiB of GPU memory allocated, -4 MiB reserved")
 
 
 def test_graphs_stay_where_their_map_cannot_be_drawn(
@@ -112,16 +116,3 @@ def test_the_map_names_why_a_part_is_eager(trainer: Any) -> None:
         ([], {"layer": NOT_SELECTED}),
         (["layer"], {}),
     ]
-
-
-def test_the_line_tells_memory_as_it_changed(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    points = [
-        {"allocated_bytes": 100 * MIB, "reserved_bytes": 200 * MIB},
-        {"allocated_bytes": 412 * MIB, "reserved_bytes": 196 * MIB},
-    ]
-    monkeypatch.setattr(reporting, "memory", lambda: points.pop(0))
-    trainer.capture(TapeBackend())
-    told = "; +312 MiB of GPU memory allocated, -4 MiB reserved"
-    assert told in capsys.readouterr().out

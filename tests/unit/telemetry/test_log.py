@@ -37,30 +37,40 @@ class Writer:
 
 
 class Run:
-    """Megatron's module with its own functions replaced where they need a run."""
+    """Ten steps of Megatron's loop, with its own functions replaced where they need a run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatron.training import global_vars, training
 
+        def training_log(loss_dict: Any, iteration: int, is_first_iteration: bool = False) -> str:
+            return "report_memory_flag"
+
         self.module, self.printed = training, list[str]()
         self.tensorboard, self.wandb = Writer(), Writer()
-        args = argparse.Namespace(tensorboard_log_interval=2, log_interval=5)
+        self.answers: dict[str, Any] = {
+            "get_args": argparse.Namespace(tensorboard_log_interval=2, log_interval=5),
+            "get_tensorboard_writer": self.tensorboard,
+            "get_wandb_writer": self.wandb,
+        }
         monkeypatch.setattr(training, "print_rank_last", self.printed.append)
-        monkeypatch.setattr(training, "training_log", self.megatrons)
-        for name, value in (
-            ("get_args", args),
-            ("get_tensorboard_writer", self.tensorboard),
-            ("get_wandb_writer", self.wandb),
-        ):
-            monkeypatch.setattr(global_vars, name, lambda value=value: value)
+        monkeypatch.setattr(training, "training_log", training_log)
+        for name in self.answers:
+            monkeypatch.setattr(global_vars, name, lambda name=name: self.answers[name])
 
-    @staticmethod
-    def megatrons(loss_dict: Any, iteration: int, is_first_iteration: bool = False) -> str:
-        return "report_memory_flag"
-
-    def step(self, iteration: int) -> None:
-        result = self.module.training_log({}, iteration, is_first_iteration=iteration == 1)
-        assert result == "report_memory_flag"
+    def train(self, helper: Helper, captured_before: int | None = 4) -> None:
+        before = self.module.training_log
+        undo = follow_log([helper])
+        for iteration in range(1, 11):
+            if iteration == captured_before:
+                helper.counters.captured += 3
+            if helper.counters.captured:
+                helper.counters.count_replay(1, 2, 2**20)
+                helper.votes.waiting_ms += 0.5
+            result = self.module.training_log({}, iteration, is_first_iteration=iteration == 1)
+            assert result == "report_memory_flag"
+        undo()
+        undo()
+        assert self.module.training_log is before
 
 
 @pytest.fixture
@@ -69,19 +79,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_lines_tell_what_is_new_and_writers_all_at_megatrons_intervals(run: Run) -> None:
-    helper = Helper()
-    before = run.module.training_log
-    undo = follow_log([helper])
-    for iteration in range(1, 11):
-        if iteration == 4:
-            helper.counters.captured += 3
-        if iteration >= 4:
-            helper.counters.count_replay(1, 2, 2**20)
-            helper.votes.waiting_ms += 0.5
-        run.step(iteration)
-    undo()
-    undo()
-    assert run.module.training_log is before
+    run.train(Helper())
     assert run.printed == [
         " megatron_cg | captured: 3 | replayed: 2 | eager: 0 | mismatched: 0 | recaptured: 0 | "
         "verified: 0 | copied: 4 tensors, 2.0 MiB | votes (ms): 1.0 |",
@@ -89,46 +87,18 @@ def test_lines_tell_what_is_new_and_writers_all_at_megatrons_intervals(run: Run)
         "verified: 0 | copied: 10 tensors, 5.0 MiB | votes (ms): 2.5 |",
     ]
     assert run.tensorboard.scalars == run.wandb.scalars
-    replayed = [s for s in run.wandb.scalars if s[0] == "megatron_cg/replayed"]
-    assert replayed == [(replayed[0][0], count, step) for step, count in
-                        ((2, 0), (4, 1), (6, 3), (8, 5), (10, 7))]  # fmt: skip
-    assert {name for name, _, _ in run.wandb.scalars} == {
-        f"megatron_cg/{name}"
-        for name in (
-            *("captured", "replayed", "eager", "mismatched", "recaptured", "verified"),
-            *("inputs_copied", "bytes_copied", "waiting_ms"),
-        )
-    }
+    replayed = [(n, s) for name, n, s in run.wandb.scalars if name == "megatron_cg/replayed"]
+    assert replayed == [(0, 2), (1, 4), (3, 6), (5, 8), (7, 10)]
 
 
-def test_ranks_without_writers_and_runs_without_graphs_write_nothing(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.training import global_vars
-
-    for name in ("get_tensorboard_writer", "get_wandb_writer"):
-        monkeypatch.setattr(global_vars, name, lambda: None)
-    undo = follow_log([Helper()])
-    for iteration in range(1, 11):
-        run.step(iteration)
-    undo()
+def test_ranks_without_writers_and_runs_without_graphs_write_nothing(run: Run) -> None:
+    # Megatron divides by the interval of writers only where there is one.
+    run.answers["get_args"].tensorboard_log_interval = 0
+    run.answers |= {"get_tensorboard_writer": None, "get_wandb_writer": None}
+    run.train(Helper(), captured_before=None)
     assert run.printed == [] and run.tensorboard.scalars == []
-
-
-def test_without_a_writer_the_interval_of_writers_may_be_none(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.training import global_vars
-
-    # Megatron divides by it only where there is a writer.
-    args = argparse.Namespace(tensorboard_log_interval=0, log_interval=1)
-    for name, value in (("args", args), ("tensorboard_writer", None), ("wandb_writer", None)):
-        monkeypatch.setattr(global_vars, f"get_{name}", lambda value=value: value)
-    undo = follow_log([helper := Helper()])
-    helper.counters.captured += 3
-    run.step(1)
-    undo()
-    assert len(run.printed) == 1
+    run.train(Helper())
+    assert len(run.printed) == 2 and run.tensorboard.scalars == []
 
 
 def test_another_signature_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +107,10 @@ def test_another_signature_is_refused_by_name(run: Run, monkeypatch: pytest.Monk
         follow_log(())
 
 
-def test_a_second_capture_and_its_session_are_in_the_totals() -> None:
+def test_all_sessions_are_in_the_totals_and_repeats_once_there_are_any() -> None:
     one, two = Counters(captured=3, replayed=9), Counters(captured=3, recaptured=1)
-    votes = AgreementTime(votes=2, waiting_ms=1.5)
-    now = totals([(one, votes), (two, AgreementTime())])
+    now = totals([(one, AgreementTime(2, 1.5)), (two, AgreementTime())])
     assert (now["captured"], now["recaptured"], now["waiting_ms"]) == (6, 1, 1.5)
-    assert "captured: 6 | replayed: 9" in log_line({}, now)
-    assert "captured: 0 | replayed: 0" in log_line(now, now)
+    assert "captured: 6 | replayed: 9" in log_line({}, now) and "repeated" not in now
+    repeated = totals([(Counters(repeated=2), AgreementTime())])
+    assert "verified: 0 | repeated: 2 | copied" in log_line(now, repeated)

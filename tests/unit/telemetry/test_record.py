@@ -105,15 +105,14 @@ def test_the_flag_records_an_eager_run_too(
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     words = ["--use-megatron-fsdp", "--cg-report", str(tmp_path), "--log-interval", "3"]
     arguments.validate_args(parser.parse_args(words), {})
-    training.train(None, model, nothing)
+    undo = install_recorder(tmp_path / "record")
+    training.train(None, [*model, torch.nn.Linear(2, 2)], nothing)
+    undo()
     data = read(tmp_path)
     assert data["finished"] and [row["step"] for row in data["intervals"]] == [3, 5]
+    # Only a comparison needs them; the chunks of a model are kept apart.
     assert data["parameters"] == {}
-
-
-def test_chunks_of_a_model_are_kept_apart(recorded: Any, tmp_path: Path) -> None:
-    recorded.train(None, [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], nothing)
-    assert set(read(tmp_path)["parameters"]) == {
+    assert set(read(tmp_path / "record")["parameters"]) == {
         f"{chunk}:parameter:{name}" for chunk in (0, 1) for name in ("weight", "bias")
     }
 
@@ -125,14 +124,11 @@ def test_a_run_that_exits_is_recorded_whole_and_one_that_fails_says_so(
         recorded.train(None, model, sys.exit)
     data = read(tmp_path)
     assert data["finished"] and data["error"] is None and len(data["parameters"]) == 2
-
-
-def test_a_run_that_fails_says_so(
-    recorded: Any, model: list[torch.nn.Module], tmp_path: Path
-) -> None:
+    undo = install_recorder(tmp_path / "failed")
     with pytest.raises(ZeroDivisionError):
         recorded.train(None, model, lambda number: 1 // (1 - number))
-    data = read(tmp_path)
+    undo()
+    data = read(tmp_path / "failed")
     assert not data["finished"] and data["error"].startswith("ZeroDivisionError: ")
     assert len(data["steps"]) == 2 and data["parameters"] == {}
 
@@ -171,31 +167,25 @@ def test_a_record_that_cannot_be_written_ends_no_run_and_is_told_once(
 
 
 @pytest.mark.parametrize("name", ["train", "train_step", "evaluate"])
-def test_another_signature_is_refused_by_name(
+def test_another_signature_or_result_is_refused_by_name(
     name: str, training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def train_step(forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any) -> Any:
+        return {}, 0
+
     with monkeypatch.context() as patch:
         patch.setattr(training, name, lambda config: None)
         before = training.train, training.train_step, training.evaluate
         with pytest.raises(UpstreamChangedError, match=rf"megatron-core .*training:{name} is not"):
             install_recorder(tmp_path)
         assert (training.train, training.train_step, training.evaluate) == before
-    install_recorder(tmp_path)()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_another_result_of_a_step_is_refused(
-    training: Any, model: list[torch.nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train_step(forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any) -> Any:
-        return {}, 0
-
-    with monkeypatch.context() as patch:
+        patch.undo()
         patch.setattr(training, "train_step", train_step)
         undo = install_recorder(tmp_path)
         with pytest.raises(UpstreamChangedError, match="returns eight values"):
-            training.train(None, model, nothing)
+            training.train_step(None, None, None, None)
         undo()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_losses_of_an_evaluation_are_those_of_the_step_before_it(
