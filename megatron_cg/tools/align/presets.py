@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.nearest import did_you_mean
 
+_FOLDER = Path(__file__).parents[2] / "arguments" / "presets"
 Flag = bool | int | float | str | list[int | float | str]
 
 
@@ -61,8 +62,7 @@ class Preset:
 
 def preset_names() -> list[str]:
     """Every preset's name, sorted."""
-    folder = resources.files("megatron_cg.arguments") / "presets"
-    return sorted(p.name[: -len(".yaml")] for p in folder.iterdir() if p.name.endswith(".yaml"))
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def load_preset(name: str) -> Preset:
@@ -73,8 +73,7 @@ def load_preset(name: str) -> Preset:
         names = preset_names()
         hint = did_you_mean(name, names)
         raise PresetError(f"there is no preset {name!r}{hint}; there are {', '.join(names)}.")
-    file = resources.files("megatron_cg.arguments") / "presets" / f"{name}.yaml"
-    data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    data = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     tape = data.pop("tape", None)
     if tape is not None:
         tape["scopes"] = tuple(tape.get("scopes", ("attn",)))

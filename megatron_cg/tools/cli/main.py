@@ -136,7 +136,8 @@ def _told(error: BaseException) -> tuple[str, int]:
         text = f"the module {error.name} is missing, as after an installation with --no-deps"
         return f"{text}: python -m pip install megatron-cg", USAGE_ERROR
     traceback.print_exception(error)
-    return "this is a defect of megatron-cg: please report it with the lines above", DEFECT
+    text = "this was not foreseen. If the lines above end in megatron_cg, please report them"
+    return text, DEFECT
 
 
 def _discard_output() -> None:

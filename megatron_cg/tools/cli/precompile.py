@@ -1,9 +1,8 @@
 """Compile a layer once, without a GPU and without weights, for all ranks of a run.
 
-BUILD is FILE.py:FUNCTION or MODULE:FUNCTION. The function makes the process groups, builds the
-module on the meta device, and returns a megatron_cg.compiled.region.Region. It is called once for
-each traced rank. Exit code 0: written; 2: the layer cannot be compiled, with the module and what to
-do.
+The function makes the process groups, builds the module on the meta device, and returns a
+megatron_cg.compiled.region.Region. It is called once for each traced rank. Exit code 0: written; 2:
+the layer cannot be compiled, with the module and what to do.
 """
 
 from __future__ import annotations
@@ -12,20 +11,22 @@ import argparse
 import importlib
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.cli.options import positive
 
+_CACHES_OFF = ("TORCHINDUCTOR_AUTOGRAD_CACHE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES")
+"""Variables with which torch can save no code; it reads them when it is imported. A run may have
+them, as those of ``megatron-cg align`` do. What is traced has a new cache anyway."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     add = parser.add_argument
-    add("build", metavar="BUILD", help="FILE.py:FUNCTION or MODULE:FUNCTION")
+    add("build", metavar="FILE.py:FUNCTION", help="what builds the layer")
     add("--out", type=Path, metavar="DIR", required=True, help="where to write the artifact")
     add(
         "--world-size",
@@ -56,16 +57,11 @@ def capability(text: str) -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-_CACHES_OFF = ("TORCHINDUCTOR_AUTOGRAD_CACHE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES")
-"""Variables with which torch can save no code; it reads them when it is imported. A run may have
-them, as those of ``megatron-cg align`` do. What is traced has a new cache anyway."""
-
-
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Trace, write and report; returns the exit code."""
     if "torch" not in sys.modules:
-        for name in _CACHES_OFF:
-            os.environ.pop(name, None)
+        for variable in _CACHES_OFF:
+            os.environ.pop(variable, None)
     if extra:
         raise MegatronCGError(
             f"nothing is passed on to {args.build}: leave out {' '.join(extra)} after --"
@@ -93,47 +89,26 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
 
 
 def builder(text: str) -> Callable[[], Any]:
-    """The function that ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION`` names; it makes a region.
+    """The function that ``FILE.py:FUNCTION`` names; it makes a region.
 
-    A file is imported as a module of its own name, since code that is loaded looks for it there,
-    and a module is also looked for in the working directory, as by ``python -m``.
-    Raises MegatronCGError if there is none.
+    The file is imported as a module of its own name, since code that is loaded looks for it there.
+    Raises MegatronCGError if there is no such file or function.
     """
-    module_name, colon, function_name = text.rpartition(":")
-    if not colon:
-        raise MegatronCGError(f"{text} names no function: type FILE.py:FUNCTION or MODULE:FUNCTION")
-    folder = Path()
-    if module_name.endswith(".py"):
-        file = Path(module_name)
-        if not file.is_file():
-            raise MegatronCGError(f"there is no file {file}")
-        folder, module_name = file.parent, file.stem
-    sys.path.insert(0, str(folder.resolve()))
-    with _of_the_user(f"{module_name} cannot be imported:"):
-        function = getattr(importlib.import_module(module_name), function_name, None)
+    file, _, name = text.rpartition(":")
+    if not Path(file).is_file():
+        raise MegatronCGError(f"{text} names no file and function: type FILE.py:FUNCTION")
+    sys.path.insert(0, str(Path(file).parent.resolve()))
+    function = getattr(importlib.import_module(Path(file).stem), name, None)
     if not callable(function):
-        raise MegatronCGError(f"{module_name} has no function {function_name}")
+        raise MegatronCGError(f"{file} has no function {name}")
 
     def build() -> Any:
         from megatron_cg.compiled.region import Region
 
-        with _of_the_user(f"{text} raised"):
-            region = function()
+        region = function()
         if not isinstance(region, Region):
             kind = type(region).__name__
             raise MegatronCGError(f"{text} returned {kind}, not a {Region.__module__}.Region")
         return region
 
     return build
-
-
-@contextmanager
-def _of_the_user(what: str) -> Iterator[None]:
-    """Print an error of code that is not ours, and raise a MegatronCGError that begins ``what``."""
-    try:
-        yield
-    except MegatronCGError:
-        raise
-    except Exception as error:
-        traceback.print_exception(error)
-        raise MegatronCGError(f"{what} {type(error).__name__}: {error}") from error
