@@ -152,11 +152,9 @@ def edit(given: LaunchLine, reader: Reader, room: int, gpus: int | None = None) 
     args.pipeline_model_parallel_size = 1
     known = Gpus(gpus) if gpus else _gpus(given, args)
     editor = _Editor(reader, known.count, given)
-    editor.start()
-    asked = bool(given.values(_MODULES) or given.values("--cuda-graph-scope"))
-    asked = asked or editor.given_graphs
+    settings = editor.start()
     tried: list[Tried] = []
-    for choice in _choices(editor, known, asked=asked):
+    for choice in _choices(settings, known, given):
         tried.append(editor.attempt(choice))
         if tried[0].fits(room):
             break
@@ -197,8 +195,7 @@ def _told(best: Tried, first: Tried, room: int) -> Tried:
     else:
         problem = unfixed(first)[0]
         reason = f"{problem.found}: {problem.reason}"
-    reasons = dict.fromkeys((_MODULES, _GEMM, _EXCHANGE, _ROWS, _LAYERS), reason)
-    return replace(best, reasons={**best.reasons, **reasons})
+    return replace(best, reasons={**best.reasons, _MODULES: reason, _LAYERS: reason})
 
 
 def _gib(size: int) -> str:
@@ -237,14 +234,11 @@ class _Editor:
     gpus: int
     line: LaunchLine
     reasons: dict[str, str] = field(default_factory=dict)
-    given_graphs: bool = False
-    settings: Settings | None = None
 
-    def start(self) -> None:
-        """What every run with graphs needs, whatever it captures."""
+    def start(self) -> Settings:
+        """Add what every run with graphs needs; returns the settings before."""
         settings = self.reader.settings(self.line, self.gpus, megatron=False)
         run, args = settings.run, settings.args
-        self.given_graphs = run.wants_graphs and run.is_whole_layer
         if not self.line.starts_graphs:
             self.line = self.line.with_launcher()
             self.reasons["-m megatron_cg"] = "Megatron alone captures no layers under Megatron-FSDP"
@@ -254,7 +248,6 @@ class _Editor:
             self._do("add --data-parallel-sharding-strategy optim_grads_params", why)
             self._do("drop --use-torch-fsdp2", why)
         if run.cuda_graph_impl != "transformer_engine" or not run.wants_graphs:
-            self.given_graphs = False
             for name in _DEPRECATED[:2]:
                 self._do(f"drop {name}", "--cuda-graph-impl replaces it")
             self._do("add --cuda-graph-impl transformer_engine", "layerwise graphs")
@@ -273,7 +266,7 @@ class _Editor:
                 f"{_gib(size)} of masks"
             )
             self._do("add --no-create-attention-mask-in-dataloader", why)
-        self.settings = settings
+        return settings
 
     def attempt(self, choice: Choice | None) -> Tried:
         """The line with a choice (None: the scopes it has) and with all fixes that it needs."""
@@ -376,16 +369,16 @@ def _differing(old: LaunchLine, new: LaunchLine) -> list[str]:
 _WHY = {
     _GEMM: "counts of tokens stay on the GPU, so graphs can hold dropless experts",
     _EXCHANGE: "expert-parallel ranks of one host exchange tokens without padding",
-    _ROWS: "room for this many times the average rows, so that it fits",
+    _ROWS: "room for this many times the average rows, so that it fits; a step with more is "
+    "repeated eagerly, as happens often while a router learns to balance",
 }
 
 
-def _choices(editor: _Editor, gpus: Gpus, *, asked: bool) -> Iterator[Choice | None]:
+def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[Choice | None]:
     """Ways to capture, the best first; None stands for the scopes that the line has."""
-    settings = editor.settings
-    assert settings is not None
     run, args = settings.run, settings.args
-    if asked:
+    whole = run.cuda_graph_impl == "transformer_engine" and run.wants_graphs
+    if whole or given.values(_MODULES) or given.values("--cuda-graph-scope"):
         yield None
     available = available_scopes(run) or (frozenset({"attn", "moe" if run.is_moe else "mlp"}),)
     here = frozenset().union(*available)

@@ -207,7 +207,7 @@ def _memory(plan: Edited, memory: Memory) -> Iterator[str]:
 
 def _alternatives(plan: Edited) -> Iterator[str]:
     for tried in plan.tried:
-        if tried.memory is not None and tried is not plan.best and len(plan.tried) > 1:
+        if tried.memory is not None and tried.choice != plan.best.choice:
             word = "fits" if tried.fits(plan.room) else "does not fit"
             yield from _wrapped(f"{_choice(tried)}: {word}, {_gib(tried.memory.total)}", "  ")
     if plan.accepted or plan.eager is None:
