@@ -73,7 +73,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     tokens_per_expert: torch.Tensor | None
     _sent: Places
     _received: Places
-    """Of the current pass, with several expert-parallel ranks. One rank has sorted rows already."""
+    """Of the current pass; one rank alone has sorted rows already."""
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
         if is_capturing():

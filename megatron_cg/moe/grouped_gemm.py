@@ -94,9 +94,7 @@ def _distance(weights: Sequence[torch.Tensor]) -> int | None:
 def refuse_other(settings: Any, weight: torch.Tensor) -> None:
     """Raise ConfigurationError for a grouped GEMM of Transformer Engine that this one is not.
 
-    Args:
-        settings: Transformer Engine's ``non_tensor_args``.
-        weight: the first weight, ``[out, in]``.
+    ``settings`` are its ``non_tensor_args``, ``weight`` is the first one, ``[out, in]``.
     """
     remedy = "use Transformer Engine's: --cg-grouped-gemm te, or enable() without grouped_gemm"
     broken = [

@@ -82,8 +82,7 @@ def use_device_counts() -> Callable[[], None]:
 def bound_rows(bound: RowBound) -> Callable[[], None]:
     """Bound the rows of layers that dispatch by counts on the device and are built from now on.
 
-    Whoever calls it has the steps repeated that exceed the bound. Call :func:`use_device_counts`
-    first.
+    Whoever calls it, after :func:`use_device_counts`, has the steps repeated that exceed the bound.
     Returns the undo.
     """
 

@@ -12,13 +12,7 @@ Note [When the host knows]
     found after the last forward pass of a step. The host reads it after the last backward pass is
     queued, and does not wait for that pass.
 
-Note [Where the memory is]
-    Layers are made inside of ``torch.device("meta")`` with ``--init-model-with-meta-device``. The
-    bound's memory is none of the model's, so every tensor here names its device.
-
-Note [A multiple of 128]
-    A grouped GEMM computes 128 rows of an expert at a time, so a slot with some rows more takes
-    hardly more time.
+Every tensor here names its device: layers may be made inside of ``torch.device("meta")``.
 """
 
 from __future__ import annotations
@@ -29,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 MULTIPLE = 128
-"""See Note [A multiple of 128]."""
+"""Rows of an expert that a grouped GEMM computes at a time."""
 
 
 def clipped(counts: torch.Tensor, slot: int) -> torch.Tensor:

@@ -68,14 +68,8 @@ RELIES_ON = (
 def shared_experts_resume(layers: Iterable[Any]) -> Callable[[], None]:
     """Let the regions of ``layers`` end between two stages of an overlapped shared expert.
 
-    To be called before the first pass of a capture, and undone after the graphs are gone. Layers
-    without such a shared expert stay as they are.
-
-    Returns:
-        The undo.
-
-    Raises:
-        UpstreamChangedError: Megatron has no such states.
+    To be called before the first pass of a capture. Returns the undo, for after the graphs are
+    gone. Raises UpstreamChangedError if Megatron has no such states.
     """
     return all_of(undo for layer in layers for undo in _resumes(layer))
 

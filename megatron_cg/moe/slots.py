@@ -68,14 +68,8 @@ def find_places(counts: torch.Tensor, slot: int, rows: int) -> Places:
 def exchange(rows: torch.Tensor, here: Places, there: Places, transport: Transport) -> torch.Tensor:
     """Send packed rows to other ranks, with autograd. A collective call.
 
-    Args:
-        rows: ``[rows, ...]``, packed as ``here`` says.
-        here: places of the rows that this rank sends.
-        there: places of the rows that it receives.
-        transport: the way to the other ranks. All have slots of the same size.
-
-    Returns:
-        ``[rows, ...]``, packed as ``there`` says.
+    Takes ``[rows, ...]``, packed as ``here`` says, and returns those that this rank receives,
+    packed as ``there`` says. All ranks have slots of the same size.
     """
     apply: Any = _Exchange.apply
     result: torch.Tensor = apply(rows, *here, *there, transport)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -183,56 +180,11 @@ def test_what_a_checkpoint_replaced_is_read_anew() -> None:
     assert runs[0] == runs[1]
 
 
-def test_old_moments_are_not_kept_alive() -> None:
-    adam = adam_of(parameters("plain"))
-    step(adam, 1)
-    install_adam([adam])
-    for number in (2, 3):
-        step(adam, number)
-    saved = copy.deepcopy(adam.state_dict())
-    old = [weakref.ref(state["exp_avg"]) for state in adam.state.values()]
-    adam.load_state_dict(saved)
-    gc.collect()
-    assert len(old) == 6 and not any(moment() is not None for moment in old)
-
-
-def one_step_then_te_s(go_on: Callable[[Any], None]) -> None:
-    """With ours and without, the same comes of steps of which one is ours, and none from then."""
-    runs = []
-    for ours in (False, True):
-        adam = adam_of(parameters("DTensor"))
-        step(adam, 1)
-        if ours:
-            install_adam([adam])
-        for number in (2, 3):
-            step(adam, number)
-        go_on(adam)
-        if ours:
-            assert adam.step.__wrapped__.calls == 1
-        runs.append(values(adam))
-    assert runs[0] == runs[1]
-
-
 class Eager(MultiTensorApply):  # type: ignore[misc]
     """Does more than TE's: a learning rate that is doubled."""
 
     def __call__(self, kernel: Any, flag: Any, lists: Any, *numbers: Any) -> Any:
         return super().__call__(kernel, flag, lists, 2 * numbers[0], *numbers[1:])
-
-
-def without_chunk_size(*args: Any) -> Any:
-    return MultiTensorApply(65536)(*args)
-
-
-@pytest.mark.parametrize("applier", [Eager(65536), without_chunk_size])
-def test_another_applier_is_compared_anew(applier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def go_on(adam: Any) -> None:
-        with monkeypatch.context() as inner:
-            inner.setattr(fused_adam, "multi_tensor_applier", applier)
-            for number in (4, 5):
-                step(adam, number)
-
-    one_step_then_te_s(go_on)
 
 
 class Crossed(MultiTensorApply):  # type: ignore[misc]
@@ -311,17 +263,41 @@ def with_a_hook(adam: Any) -> None:
     adam.register_step_post_hook(lambda *_: None)
 
 
-CHANGES = (of_two_kinds, of_lower_precision, of_another_class, of_more_state, with_a_hook)
+def doubling(_adam: Any) -> None:
+    fused_adam.multi_tensor_applier = Eager(65536)
+
+
+def without_chunk_size(_adam: Any) -> None:
+    fused_adam.multi_tensor_applier = MultiTensorApply(65536).__call__
+
+
+CHANGES = (
+    *(of_two_kinds, of_lower_precision, of_another_class, of_more_state, with_a_hook),
+    *(doubling, without_chunk_size),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_unusual_is_te_s(change: Callable[[Any], None]) -> None:
-    def go_on(adam: Any) -> None:
+def test_what_is_unusual_is_te_s_and_compared_anew(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ours and without, the same comes of steps of which one is ours, and none from then."""
+    runs, own = [], fused_adam.multi_tensor_applier
+    for ours in (False, True):
+        monkeypatch.setattr(fused_adam, "multi_tensor_applier", own)
+        adam = adam_of(parameters("DTensor"))
+        step(adam, 1)
+        if ours:
+            install_adam([adam])
+        for number in (2, 3):
+            step(adam, number)
         torch.manual_seed(2)
         change(adam)
         adam.step()
-
-    one_step_then_te_s(go_on)
+        if ours:
+            assert adam.step.__wrapped__.calls == 1
+        runs.append(values(adam))
+    assert runs[0] == runs[1]
 
 
 def test_other_optimizers_are_left_alone() -> None:
