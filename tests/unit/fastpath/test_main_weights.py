@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_cg.fastpath.main_weights import (
     _GradientsOfKind,
@@ -126,6 +125,22 @@ def attached(store: Any, decoupled: bool) -> dict[str, Any]:
     return found
 
 
+def installed(store: Any) -> list[Any]:
+    """Model weights after each copy from main weights, also into and from other buffers."""
+    found = []
+    groups = [g for g in store.parameter_groups if g.main_weight_buffer and g.model_weight_buffer]
+    for number, moved in enumerate(("", "", "model_weight_buffer", "main_weight_buffer", "")):
+        for group in groups:
+            buffer = getattr(group, moved, None)
+            if buffer is not None:
+                left, buffer.data = buffer.data, buffer.data.clone()
+                left.zero_()
+            group.main_weight_buffer.data.normal_(generator=torch.Generator().manual_seed(number))
+        store.copy_main_weights_to_model_weights()
+        found.append([group.model_weight_buffer.data.double().sum().item() for group in groups])
+    return found
+
+
 def compare_attached() -> dict[str, Any]:
     from megatron.core import parallel_state
 
@@ -137,17 +152,21 @@ def compare_attached() -> dict[str, Any]:
         for decoupled in (False, True):
             fsdp: Any = build(CpuModelConfig(layers=1, hidden_size=16, **options)).module
             store = fsdp.param_and_grad_buffer
-            megatrons = attached(store, decoupled)
+            megatrons, weights = attached(store, decoupled), installed(store)
             empty = sum(gradient is None for gradient in megatrons.values())
             found: dict[str, Any] = {"number": len(megatrons), "empty": empty}
             found |= {"pieces": [], "equal": [], "restored": []}
             # Once with DTensors that Megatron-FSDP has made before, once without.
             for _ in range(2):
-                scratch = OneChunk()
-                undo = install_main_gradients(fsdp, scratch)  # type: ignore[arg-type]
-                found["equal"].append(attached(store, decoupled) == megatrons)
+                scratch: Any = OneChunk()
+                undo = [install_main_gradients(fsdp, scratch)]
+                if name != "no shards":
+                    undo.append(install_main_weights(fsdp))
+                same = attached(store, decoupled) == megatrons and installed(store) == weights
+                found["equal"].append(same)
                 found["pieces"].append(scratch.pieces)
-                undo()
+                for one in undo:
+                    one()
                 left = [vars(p).get("decoupled_grad") for _, p in store.optimizer_named_parameters]
                 found["restored"].append(decoupled or left == [None] * len(left))
                 store.dist_main_grad.clear()
@@ -167,60 +186,3 @@ def test_attached_gradients_are_those_of_megatron_fsdp() -> None:
             # Three calls; the first one of the second time is Megatron-FSDP's own.
             assert run["pieces"] == [3 * copied, 2 * copied], name
     assert empty_shards > 0
-
-
-SIZES = (2, 0, 3)
-
-
-class Buffer:
-    """One kind of weights of a bucket; counts how often a slice is cut."""
-
-    is_data_distributed = True
-
-    def __init__(self, params: list[Any], dtype: torch.dtype) -> None:
-        self.param_idx = {parameter: index for index, parameter in enumerate(params)}
-        self.data = torch.zeros(sum(SIZES), dtype=dtype)
-        self.cut = 0
-
-    def get_item(self, index: int, *, only_shard: bool) -> torch.Tensor:
-        assert only_shard
-        self.cut += 1
-        start = sum(SIZES[:index])
-        return self.data[start : start + SIZES[index]]
-
-
-@pytest.fixture
-def buffers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model of one bucket, with the table instead of Megatron-FSDP's copy."""
-    monkeypatch.setattr(
-        "megatron_cg.fastpath.main_weights.float8_test", lambda _fsdp: lambda _p: False
-    )
-    params: list[Any] = [nn.Parameter(torch.zeros(size)) for size in SIZES]
-    model, main = Buffer(params, torch.bfloat16), Buffer(params, torch.float32)
-    group = SimpleNamespace(params=params, model_weight_buffer=model, main_weight_buffer=main)
-    store = SimpleNamespace(
-        parameter_groups=[group], copy_main_weights_to_model_weights=lambda: None
-    )
-    install_main_weights(SimpleNamespace(param_and_grad_buffer=store))
-    return SimpleNamespace(copy=store.copy_main_weights_to_model_weights, model=model, main=main)
-
-
-@pytest.mark.parametrize("moved", ["model", "main"])
-def test_slices_are_cut_once_for_as_long_as_both_buffers_stay(buffers: Any, moved: str) -> None:
-    both = (buffers.model, buffers.main)
-
-    def copied(value: float) -> list[int]:
-        """The number of slices that were cut of each buffer for one copy."""
-        for buffer in both:
-            buffer.cut = 0
-        buffers.main.data.fill_(value)
-        buffers.copy()
-        assert buffers.model.data.tolist() == [value] * sum(SIZES)
-        return [buffer.cut for buffer in both]
-
-    assert copied(1.0) == [len(SIZES)] * 2
-    assert copied(2.0) == [0, 0]
-    buffer = getattr(buffers, moved)
-    buffer.data = buffer.data.clone()
-    assert copied(3.0) == [len(SIZES)] * 2
-    assert copied(4.0) == [0, 0]
