@@ -332,6 +332,16 @@ def test_parts_that_wait_alone_are_refused(first: str) -> None:
     assert not refused(case)
 
 
+def test_an_attached_weight_has_nothing_to_wait_for() -> None:
+    case = Case(4)
+    case.bucketing.attach(case.together)
+    case.comes_still = True
+    for weight, gradient in zip(case.weights, case.gradients, strict=True):
+        assert gradient is not None
+        case.hook(weight, gradient)
+    assert case.megatron.has(case.gradients)
+
+
 def test_a_part_that_comes_too_late_is_an_error() -> None:
     case = Case(5)
     case.take()

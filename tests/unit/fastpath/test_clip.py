@@ -263,6 +263,19 @@ def test_an_unusual_state_is_megatron_s(state: str) -> None:
     of_both(run, 1)
 
 
+def test_parameters_that_come_back_are_compared_anew() -> None:
+    def run(optimizer: Any) -> list[Any]:
+        some = optimizer.optimizer.param_groups[0]["params"]
+        found, old = [step(optimizer, number) for number in (1, 2)], list(some)
+        replaced(optimizer, None)
+        without_gradients(optimizer, None)
+        found.append(left_by_a_step(optimizer))
+        some[:] = old
+        return found + [step(optimizer, number) for number in (3, 4)]
+
+    of_both(run, 2)
+
+
 def test_what_is_no_number_is_compared_as_well() -> None:
     of_both(steps, 6, lambda _, some: some[4].detach()._local_tensor.fill_(float("nan")))
 
