@@ -48,19 +48,9 @@ _FIXES = {
     "fp8-primary-weights-recipe": "drop --fp8-param-gather; drop --keep-fp8-transpose-cache",
     "native-backend-fp8": "drop --cg-backend",
     "moe-without-drop-and-pad": f"add {_GEMM} torch",
-    "grouped-gemm-without-experts": f"drop {_GEMM}",
-    "grouped-gemm-dtype": f"drop {_GEMM}",
-    "grouped-gemm-low-precision": f"drop {_GEMM}",
-    "grouped-gemm-bias": f"drop {_GEMM}",
-    "grouped-gemm-op-fuser": f"drop {_GEMM}",
     "grouped-gemm-delayed-gradients": _NO_OVERLAP,
     "experts-delayed-gradients": "drop --overlap-dispatch-backward-with-experts-wgrad",
     "experts-tensor-parallel": "add --expert-tensor-parallel-size 1",
-    "exchange-without-experts": f"drop {_EXCHANGE}",
-    "exchange-without-expert-parallel": f"drop {_EXCHANGE}",
-    "rows-below-average": f"add {_ROWS} 1.25",
-    "rows-without-experts": f"drop {_ROWS}",
-    "rows-without-expert-parallel": f"drop {_ROWS}",
     "cg-layers": f"drop {_LAYERS}",
     "distributed-full-recompute": "drop --distribute-saved-activations",
     "full-recompute-of-parts": "selective",
@@ -75,7 +65,6 @@ _FIXES = {
     "dropout-in-recomputed-mlp": "instead mlp; instead moe",
     "cpu-offloading": "drop --cpu-offloading-num-layers",
     "activation-offloading": "drop --fine-grained-activation-offloading; drop --offload-modules",
-    "flags-without-graphs": "",
 }
 """By rule of this package: what to change. ``instead`` is about modules of selective recompute."""
 _MEGATRONS = (
@@ -89,6 +78,7 @@ _MEGATRONS = (
     (r"Delayed scaling does not support", "instead layernorm; instead moe_act"),
     (r"pipeline|interleaved schedule|virtual", _NO_PIPELINE),
     (r"overlap_moe_expert_parallel|delay_wgrad", _NO_OVERLAP),
+    (r"Meta device initialization", "drop --init-model-with-meta-device"),
     (r"apply_rope_fusion", "add --no-rope-fusion"),
     (r"recompute method is not yet supported", "drop --recompute-method"),
 )
@@ -293,6 +283,8 @@ class _Editor:
                 self._do(f"drop {name}", "the captured scopes hold no dropless experts")
         if choice.layers:
             self._do(" ".join(["add", _LAYERS, *choice.layers]), "as many layers as fit")
+        else:
+            self._do(f"drop {_LAYERS}", "the scopes are others than before")
 
     def fixed(self) -> Settings:
         """Fix what ``_FIXES`` can, until nothing changes; the settings of what came of it."""

@@ -57,9 +57,8 @@ class LaunchLine:
     @property
     def words(self) -> list[str]:
         """The script's arguments."""
-        return [
-            word for flag in self.flags for word in (flag.name, *flag.values) if word or flag.name
-        ]
+        words = [word for flag in self.flags for word in (flag.name, *flag.values)]
+        return words[1:] if words[:1] == [""] else words
 
     @property
     def variables(self) -> dict[str, str]:

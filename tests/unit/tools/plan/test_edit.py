@@ -78,6 +78,8 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
         ("--cuda-graph-modules attn moe_router moe_preprocess", "attn moe_router moe_preprocess"),
         ("--cuda-graph-modules attn moe moe_router", "attn moe"),
         ("--cuda-graph-modules moe", "moe"),
+        ("--cuda-graph-modules moe --cg-grouped-gemm torch --cg-moe-exchange peer", "attn moe"),
+        ("--cuda-graph-modules moe --cg-moe-rows 0.5", "attn moe"),
         ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", "attn moe"),
     ],
 )
