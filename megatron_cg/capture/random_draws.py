@@ -13,6 +13,7 @@ Note [Two graphs, two draws]
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import threading
@@ -56,7 +57,7 @@ def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
     if any(generator.initial_seed() != _MARK for generator in generators):
         raise _sets_a_seed(unit, "manual_seed of a torch.Generator")
     for (name, read, write), before in zip(python, states, strict=True):
-        if repr(read()) != repr(before):
+        if pickle.dumps(read()) != pickle.dumps(before):
             write(before)
             raise CaptureError(
                 f"{unit.name} draws from {name} in its forward pass. A replay runs no Python, so "
