@@ -159,23 +159,14 @@ class RunArguments:
     use_megatron_fsdp: bool = _setting(False, "Megatron-FSDP wraps the model")
     cuda_graph_impl: str = _setting("none", "which implementation of CUDA graphs")
     cuda_graph_modules: tuple[str, ...] = _setting((), "scopes by name; empty is the whole layer")
-
     optimizer_cuda_graph: bool = _setting(False, "the optimizer's step is a graph of its own")
-
     fsdp_double_buffer: bool = _setting(False, "unsharded parameters live in two fixed buffers")
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = _setting(
-        False, "units that do not fit the two buffers get buffers that stay"
-    )
-    data_parallel_sharding_strategy: str = _setting(
-        "optim_grads_params", "what ranks have a part of"
-    )
-    gradient_ranks: int | None = _setting(
-        None, "ranks over which gradients are sharded, the fewest of any weight; None if unknown"
-    )
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = _setting(False, "other buffers stay too")
+    data_parallel_sharding_strategy: str = _setting("optim_grads_params", "what is sharded")
+    gradient_ranks: int | None = _setting(None, "fewest ranks that share gradients, if known")
     megatron_fsdp_main_grads_dtype: str = _setting("auto", "dtype of reduced gradients")
     megatron_fsdp_grad_comm_dtype: str = _setting("auto", "dtype in which they are reduced")
     gradient_accumulation_fusion: bool = _setting(True, "weight gradients go into main_grad in TE")
-
     num_layers: int | None = _setting(None, "decoder layers, without multi-token prediction")
     hybrid_layer_pattern: str | None = _setting(None, "one letter a layer, of a hybrid model")
     custom_layers: bool = _setting(False, "a layer spec or heterogeneous config decides the layers")
@@ -187,33 +178,24 @@ class RunArguments:
     moe_token_dispatcher_type: str = _setting("allgather", "how tokens reach their experts")
     moe_router_padding_for_fp8: bool = _setting(False, "tokens of an expert padded for FP8")
     moe_router_padding_for_quantization: bool = _setting(False, "the same for FP8 and FP4")
-    moe_router_load_balancing_type: tuple[str, ...] = _setting(
-        ("aux_loss",), "how the router spreads tokens over experts"
-    )
+    moe_router_load_balancing_type: tuple[str, ...] = _setting(("aux_loss",), "kinds of balancing")
     moe_shared_expert_overlap: bool = _setting(False, "shared expert runs beside communication")
     moe_input_jitter_eps: float | None = _setting(None, "random noise on a MoE layer's input")
-
     expert_model_parallel_size: int = _setting(1, "ranks that share the experts")
     expert_tensor_parallel_size: int = _setting(1, "tensor-parallel ranks of an expert")
     add_bias_linear: bool = _setting(True, "linear layers have a bias")
     use_transformer_engine_op_fuser: bool = _setting(False, "TE fuses the experts' operations")
-
     qk_clip: bool = _setting(False, "the optimizer clips weights by the largest logits")
     log_max_attention_logit: bool = _setting(False, "the log has the largest logits")
-
     recompute_granularity: str | None = _setting(None, "None, selective or full")
     recompute_method: str | None = _setting(None, "None, uniform or block; of full")
     recompute_modules: tuple[str, ...] = _setting(("core_attn",), "what selective recomputes")
-    distribute_saved_activations: bool = _setting(
-        False, "tensor-parallel ranks share what full recompute keeps"
-    )
+    distribute_saved_activations: bool = _setting(False, "ranks share what full recompute keeps")
     attention_dropout: float = _setting(0.1, "dropout in attention")
     hidden_dropout: float = _setting(0.1, "dropout after attention and MLP")
     cpu_offloading: bool = _setting(False, "activations of whole layers go to the CPU")
     fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
-
     transformer_impl: str = _setting("transformer_engine", "whose modules layers are made of")
-
     bf16: bool = _setting(False, "parameters and activations are bfloat16")
     fp16: bool = _setting(False, "they are float16; without both they are float32")
     fp8: str | None = _setting(None, "FP8 format, if any")
@@ -221,23 +203,16 @@ class RunArguments:
     fp8_recipe: str = _setting("delayed", "how FP8 scales are found")
     fp8_param_gather: bool = _setting(False, "primary weights are FP8")
     keep_fp8_transpose_cache: bool = _setting(False, "transposes of FP8 weights stay allocated")
-
     pipeline_model_parallel_size: int = _setting(1, "pipeline stages")
     overlap_moe_expert_parallel_comm: bool = _setting(False, "1F1B overlap with expert parallel")
     delay_wgrad_compute: bool = _setting(False, "weight gradients after the layer's backward")
-    overlap_dispatch_backward_with_experts_wgrad: bool = _setting(
-        False, "weight gradients of experts while tokens' gradients are exchanged"
-    )
-
+    overlap_dispatch_backward_with_experts_wgrad: bool = _setting(False, "the same for experts")
     mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
     mtp_use_repeated_layer: bool = _setting(False, "one prediction layer is run at every depth")
-
     moe_routing_trace_path: str | None = _setting(None, "where choices of routers are written")
     sft: bool = _setting(False, "fine-tuning, on packed sequences")
     rl_use_sequence_packing: bool = _setting(False, "reinforcement learning on packed sequences")
-    dataloader_inter_document_masking: bool = _setting(
-        False, "attention does not look across documents, as in a pack"
-    )
+    dataloader_inter_document_masking: bool = _setting(False, "each document is a pack's sequence")
     micro_batch_size: int | None = _setting(None, "samples of a microbatch")
     context_parallel_size: int = _setting(1, "ranks that share each sequence")
     te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")

@@ -35,8 +35,7 @@ LONGEST = (
     "fastpath/test_fast_path.py",
     "examples/test_standalone_transformer.py",
     "examples/test_precompiled_layer.py",
-    "tools/align/test_schema.py",
-    "runs/test_some_layers.py",
+    "runs/test_random_models.py",
     "fastpath/test_gather.py",
 )
 """The files that take longest. They begin first, so that none is left to one worker at the end."""

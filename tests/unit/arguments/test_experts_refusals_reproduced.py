@@ -26,21 +26,6 @@ def captured() -> Iterator[None]:
         yield
 
 
-@pytest.mark.refuses("experts-dispatcher")
-def test_deepeps_rows_are_as_many_as_the_routing_says() -> None:
-    """Without permute fusion: Megatron selects what was received by a mask, and waits for it."""
-    from megatron.core.transformer.moe import token_dispatcher
-
-    manager: Any = object.__new__(token_dispatcher._DeepepManager)
-    manager.num_local_experts = EXPERTS
-    chosen = torch.zeros(TOKENS, 1, dtype=torch.int64)
-    chosen[1:] = -1
-    given = chosen, torch.ones(TOKENS, 1)
-    assert manager._indices_to_multihot(*given)[0].sum() == 1
-    with captured(), pytest.raises(HostSyncError, match=r"aten\.index\.Tensor"):
-        manager._indices_to_multihot(*given)
-
-
 @pytest.mark.refuses("experts-uneven")
 @pytest.mark.parametrize(
     ("factor", "rows"), [(None, [TOKENS, TOKENS]), (1.0, [TOKENS, TOKENS - 1])]

@@ -351,3 +351,33 @@ def test_capturing_fifty_times_leaves_nothing_behind(one_rank: None) -> None:
     early, late = in_use_after(cycle)
     assert early["tensors"] > 0 and early["bytes"] > 0
     assert early == late
+
+
+def test_a_gather_that_fails_at_capture_is_the_error_that_is_told(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=2), graphs=True))
+    losses = [trainer.step()[0]]
+    pipeline = trainer.model.module.all_gather_pipeline
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no buffer for bucket"):
+        patch.setattr(pipeline, "get_fsdp_buffer", no_buffer(pipeline))
+        trainer.capture(TapeBackend())
+    losses += [trainer.step()[0] for _ in range(2)]
+    assert len(set(losses)) == 3
+
+
+def no_buffer(pipeline: Any) -> Any:
+    """``get_fsdp_buffer`` that fails once, as a gather asks that has marked its bucket by then."""
+    own, failed = pipeline.get_fsdp_buffer, list[int]()
+
+    def get(bucket: int, bwd: bool = False) -> Any:
+        status = pipeline.bucket_status[pipeline.get_bucket_key(bucket, bwd)]
+        if status.name == "COMMUNICATING" and not failed:
+            failed.append(bucket)
+            raise MemoryError(f"no buffer for bucket {bucket}")
+        return own(bucket, bwd)
+
+    return get
