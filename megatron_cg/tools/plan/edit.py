@@ -140,7 +140,7 @@ def edit(given: LaunchLine, reader: Reader, room: int, gpus: int | None = None) 
     """
     args, _ = reader.parse(given)
     args.pipeline_model_parallel_size = 1
-    known = Gpus(gpus) if gpus else _gpus(given, args)
+    known = Gpus(gpus) if gpus else gpus_of(given, fewest_gpus(args))
     editor = _Editor(reader, known.count, given)
     settings = editor.start()
     tried: list[Tried] = []
@@ -162,20 +162,6 @@ def edit(given: LaunchLine, reader: Reader, room: int, gpus: int | None = None) 
 
 def _captured_parts(found: Tried) -> int:
     return sum(len(layer.captured) for layer in found.layers)
-
-
-def _gpus(line: LaunchLine, args: Any) -> Gpus:
-    """The line's GPUs; a guess is lowered until it divides the global batch."""
-    fewest = fewest_gpus(args)
-    found = gpus_of(line, fewest)
-    shares = args.tensor_model_parallel_size * args.context_parallel_size
-    batch = (args.global_batch_size or 0) // (args.micro_batch_size or 1)
-    count = found.count
-    while found.guess and count > fewest and batch % max(1, count // shares):
-        count -= fewest
-    return replace(
-        found, count=count, guess=found.guess.replace(f"{found.count} is", f"{count} is")
-    )
 
 
 def _told(best: Tried, first: Tried, room: int) -> Tried:
