@@ -30,7 +30,7 @@ KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_
 _LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
 _INTERNAL = frozenset(vars(nn.Module())) | {
     *("forward", "cuda_graphs", "cuda_graph_manual_hooks", "_should_call_te_cudagraph"),
-    *("__reduce_ex__", "_is_full_backward_hook"),
+    *("__deepcopy__", "__reduce_ex__", "_is_full_backward_hook"),
 }
 """Attributes of modules that have rows of their own, or that this package sets."""
 _BY_TEXT = {"getattr", "vars", "__dict__"}

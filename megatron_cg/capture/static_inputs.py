@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.copies import look_before
-from megatron_cg.upstream.patch import all_of
+from megatron_cg.upstream.patch import all_of, look_before
 
 
 class StaticInputs:

@@ -38,7 +38,7 @@ class StorageReference:
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise TypeError(
             "a reference to the memory of a CUDA graph, or of a tape, cannot be copied or pickled. "
-            "Copy the module: its copy has no graphs. Or close the graphs first."
+            "Copy the module before the capture, or close the graphs first."
         )
 
 

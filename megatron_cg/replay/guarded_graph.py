@@ -105,7 +105,7 @@ class GuardedGraph:
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise TypeError(
             f"the graph of {self._unit.name} cannot be copied or pickled: it reads and writes "
-            "fixed addresses. Copy the layer instead: its copy has no graph."
+            "fixed addresses. Copy the layer before the capture, or after close()."
         )
 
     def out_of_order(self) -> Mismatch | None:

@@ -10,6 +10,12 @@ Note [A stack at each location]
     last one there, it has no effect from then on, and its old value is restored when all changes
     after it are undone.
 
+Note [No copies]
+    What we attach to a module refers to that one module: a copy with a ``forward`` of ours would
+    run the original's graph. ``copy`` and ``pickle`` look up ``__deepcopy__`` and ``__reduce_ex__``
+    on the object itself, so entries in the object's own dictionary come first (CPython 3.12,
+    ``copy.py`` and ``_pickle.c``). While a module has changes of ours, both raise an error.
+
 Note [No frame of ours in between]
     Our functions run many times per microbatch, and a Python frame around each of them costs as
     much as some of them save. So we install a ``functools.partial`` without arguments, which
@@ -27,14 +33,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
-from megatron_cg.upstream.copies import ABSENT, leave_out
+from torch import nn
 
 logger = logging.getLogger(__name__)
 
 Undo = Callable[[], None]
+_ABSENT: Any = object()
+"""Stands for an attribute that an object's own dictionary does not have."""
+_COPIES = ("__deepcopy__", "__reduce_ex__")
 
 
 class _Location(NamedTuple):
@@ -45,9 +54,9 @@ class _Location(NamedTuple):
     key: tuple[int, str]
     """Identifies the location, as long as it exists."""
     get: Callable[[], Any]
-    """Returns the value there; ``ABSENT`` if there is none."""
+    """Returns the value there; ``_ABSENT`` if there is none."""
     put: Callable[[Any], None]
-    """Sets a value there; ``ABSENT`` removes the current value."""
+    """Sets a value there; ``_ABSENT`` removes the current value."""
 
 
 @dataclass(eq=False)
@@ -76,8 +85,7 @@ def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) ->
     """Set an attribute in ``owner``'s own dictionary; returns the undo, safe to call twice.
 
     The undo deletes an attribute that was only inherited before, so that nothing of ours remains.
-    A copy of a module that is made before the undo has the old value; see ``copies.py``. For
-    functions see :func:`put_over`.
+    A module cannot be copied until then, see Note [No copies]. For functions see :func:`put_over`.
 
     Args:
         owner: a module, class or object.
@@ -89,20 +97,17 @@ def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) ->
     kind = owner if isinstance(owner, type | ModuleType) else type(owner)
 
     def put(new: Any) -> None:
-        if new is not ABSENT:
+        if new is not _ABSENT:
             setattr(owner, name, new)
         elif name in vars(owner):
             delattr(owner, name)
 
     def get() -> Any:
-        return vars(owner).get(name, ABSENT)
+        return vars(owner).get(name, _ABSENT)
 
     location = _Location(f"{kind.__name__}.{name}", (id(owner), name), get, put)
-    before = get()
-    with ExitStack() as undo:
-        undo.callback(_change(location, value, shared))
-        undo.callback(leave_out(owner, name, before))
-        return undo.pop_all().close
+    undo = _change(location, value, shared)
+    return _both(undo, _forbid_copies(owner)) if isinstance(owner, nn.Module) else undo
 
 
 def set_cell(cell: CellType, value: Any) -> Undo:
@@ -185,8 +190,62 @@ def _both(first: Undo, second: Undo) -> Undo:
     return undo
 
 
+def look_before(module: nn.Module, hook: Callable[..., None]) -> Undo:
+    """Register a forward pre-hook that gets keyword arguments; returns the undo.
+
+    The module cannot be copied until then, see Note [No copies].
+    """
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    return _both(handle.remove, _forbid_copies(module))
+
+
+def look_after(module: nn.Module, hook: Callable[..., None]) -> Undo:
+    """Register a forward hook, as :func:`look_before`."""
+    return _both(module.register_forward_hook(hook).remove, _forbid_copies(module))
+
+
+class _NoCopies:
+    """In a module's dictionary in place of the methods that copy and pickle it."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind, self.changes = kind, 0
+
+    def __call__(self, _memo_or_protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"this {self._kind.__name__} has graphs, or will be captured, and cannot be copied or "
+            "pickled: the copy would run the graphs of the original. Copy it before, or after "
+            "close(), or copy its state_dict()"
+        )
+
+
+def _forbid_copies(module: nn.Module) -> Undo:
+    own = vars(module)
+    copies = own.get(_COPIES[0])
+    if not isinstance(copies, _NoCopies):
+        copies = _NoCopies(type(module))
+        own.update(dict.fromkeys(_COPIES, copies))
+    copies.changes += 1
+
+    def undo() -> None:
+        nonlocal copies
+        if copies is None:
+            return
+        copies.changes -= 1
+        for name in _COPIES if not copies.changes else ():
+            own.pop(name, None)
+        copies = None
+
+    return undo
+
+
 class _Over(partial[Any]):
-    """Calls a function that can be exchanged; see Note [No frame of ours in between].
+    """Calls a function that can be exchanged; see Note [No copies]
+    What we attach to a module refers to that one module: a copy with a ``forward`` of ours would
+    run the original's graph. ``copy`` and ``pickle`` look up ``__deepcopy__`` and ``__reduce_ex__``
+    on the object itself, so entries in the object's own dictionary come first (CPython 3.12,
+    ``copy.py`` and ``_pickle.c``). While a module has changes of ours, both raise an error.
+
+    Note [No frame of ours in between].
 
     As an attribute of a class it is a method of the class's objects.
     """
@@ -281,7 +340,7 @@ def undone_after(undo: Undo) -> Iterator[None]:
 
 def _described(value: Any) -> str:
     """A name for a value. Its contents are not shown: those of a tensor would wait for the GPU."""
-    if value is ABSENT:
+    if value is _ABSENT:
         return "nothing"
     if isinstance(value, bool | int | float | str | None):
         return repr(value)

@@ -22,7 +22,7 @@ from megatron_cg.integrations.standalone.call import CallForm, expanded_dims
 from megatron_cg.integrations.standalone.results import tensors_of
 from megatron_cg.integrations.standalone.sums import Sums
 from megatron_cg.integrations.standalone.surroundings import AutocastState, recompute_around
-from megatron_cg.upstream.copies import look_after, look_before
+from megatron_cg.upstream.patch import look_after, look_before
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,6 @@ _WAYS = {
     "trained in eval mode": lambda run, u: run.net.eval(),
     "train mode": lambda run, u: run.net.train(),
     "seed": lambda run, u: torch.manual_seed(run.s),
-    "deepcopy": lambda run, u: run.copied(),
     "state loaded": _loaded,
     "deterministic": lambda run, u: torch.use_deterministic_algorithms(True),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 import re
@@ -77,13 +76,6 @@ class Run:
     def rand(self, *shape: int) -> torch.Tensor:
         """Random numbers of the loop, which draw nothing from torch's own generator."""
         return torch.rand(shape, generator=self.values)
-
-    def copied(self) -> None:
-        """Train a copy of the model for one pass, and drop it."""
-        copied = copy.deepcopy(self.net)
-        self.terms = []
-        copied(self.rand(ROWS, W), self).sum().backward()
-        self.see("copy", [one.grad for one in copied.parameters()])
 
     def with_graphs(self) -> int:
         """Train with graphs; returns how many passes were replayed."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
+import pickle
 import sys
 import weakref
 from collections.abc import Callable
@@ -17,11 +19,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from megatron_cg.integrations.megatron.teardown import close_before_process_groups
+from megatron_cg.memory.storage import StorageReference
 from megatron_cg.upstream.patch import (
     applied,
     cells_of,
     garbage_collection_kept,
+    look_after,
+    look_before,
     put_over,
     put_over_cell,
     run_after,
@@ -91,25 +95,6 @@ def test_a_schedule_of_torchs_may_wrap_a_step_of_ours(caplog: pytest.LogCaptureF
     assert "SGD.step is left as it is" in warned(caplog)[0]
 
 
-def test_the_end_of_process_groups_that_somebody_wrapped_stays_wrapped(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from megatron_cg.integrations.megatron import teardown
-
-    events = Events()
-    group = torch.distributed.new_group(backend="gloo")
-    for module in (torch.distributed, torch.distributed.distributed_c10d):
-        monkeypatch.setattr(module, "destroy_process_group", module.destroy_process_group)
-    monkeypatch.setattr(teardown, "close_for_the_end", lambda: events.append("ours"))
-    undo = close_before_process_groups()
-    theirs = theirs_over(torch.distributed, "destroy_process_group", events)
-    undo()
-    assert torch.distributed.destroy_process_group is theirs
-    torch.distributed.destroy_process_group(group)
-    assert events == ["theirs"]
-    assert "torch.distributed.destroy_process_group is left" in warned(caplog)[0]
-
-
 def test_a_value_that_somebody_changed_stays(caplog: pytest.LogCaptureFixture) -> None:
     config = SimpleNamespace(mode="old")
     undo = set_attribute(config, "mode", "ours")
@@ -132,7 +117,7 @@ def test_what_somebody_took_away_is_not_put_back(caplog: pytest.LogCaptureFixtur
     assert "nothing was put there after 'ours'" in warned(caplog)[0]
 
 
-@pytest.mark.parametrize("order", permutations(range(3)), ids=str)
+@pytest.mark.parametrize("order", [*permutations(range(3))], ids=str)
 @pytest.mark.parametrize("theirs_after", [None, 0, 1, 2])
 def test_changes_of_ours_may_be_undone_in_any_order(
     order: tuple[int, ...], theirs_after: int | None, caplog: pytest.LogCaptureFixture
@@ -279,6 +264,54 @@ def test_a_unit_whose_forward_somebody_wrapped_is_closed(
     assert vars(layer)["forward"] is theirs and events == ["theirs"] * 2
     expect(graphs.counters, replayed=6)
     assert any("Block.forward is left as it is" in text for text in warned(caplog))
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "pickle by protocol 0": lambda value: pickle.loads(pickle.dumps(value, protocol=0)),
+}
+
+
+def generated() -> nn.Module:
+    """Of a class with a ``__deepcopy__`` of its own."""
+    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [*((partial(nn.Linear, 1, 1), way) for way in WAYS), (generated, "deepcopy")],
+)
+def test_a_module_with_changes_of_ours_is_not_copied(make: Callable[[], Any], way: str) -> None:
+    module = make()
+    own = dict(vars(module))
+    undos = [
+        set_attribute(module, "forward", lambda rows: rows),
+        look_before(module, lambda *_: None),
+        look_after(module, lambda *_: None),
+    ]
+    for undo in undos:
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled.*or after close\(\)"):
+            WAYS[way](module)
+        undo()
+        undo()
+    assert vars(module) == own and not module._forward_hooks
+    rows = torch.ones(1, 1)
+    assert torch.equal(WAYS[way](module)(rows), module(rows))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reference_to_memory_is_not_copied(way: str) -> None:
+    kept = torch.ones(8)
+    alive = StorageReference(kept.untyped_storage())
+    gone = StorageReference(torch.ones(8).untyped_storage())
+    assert gone.expired() and gone.storage() is None
+    storage = alive.storage()
+    assert not alive.expired() and storage is not None and storage.data_ptr() == kept.data_ptr()
+    for reference in (gone, alive):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled\. Copy the module"):
+            WAYS[way](reference)
 
 
 def test_changes_in_force_are_listed_by_location() -> None:
