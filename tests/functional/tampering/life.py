@@ -26,6 +26,9 @@ from tests.functional.tampering.places import (
     wrap,
 )
 
+AGREED = 3
+"""Steps after which all ranks have undone their votes for graphs that are gone: one to vote, one to
+collect the votes (``consensus/boundary.py``, Note [One step behind])."""
 LAST = 1
 """The rank to which things happen that happen to one only."""
 
@@ -91,8 +94,8 @@ def destroy_groups() -> None:
 def delete_after(step: int) -> None:
     """Delete the graphs after ``step`` training steps, and train on eagerly.
 
-    What is left is noted a step later: until then the ranks keep votes in place for a rank that
-    still has its graphs (``Session.close``).
+    What is left is noted :data:`AGREED` steps later: until then the ranks keep votes in place for a
+    rank that still has its graphs (``Session.close``).
     """
     made: list[Any] = []
     replayed = 0
@@ -102,7 +105,7 @@ def delete_after(step: int) -> None:
 
     def delete(now: int) -> None:
         nonlocal replayed
-        if not made or now not in (step + 1, step + 2):
+        if not made or now not in (step + 1, step + 1 + AGREED):
             return
         helper, hooks, before = made[0]
         if now == step + 1:
