@@ -42,7 +42,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import CaptureError
-from megatron_cg.replay.replay_function import ReplayFunction
+from megatron_cg.replay.unit import ReplayFunction
 
 _DATA: Any = torch.Tensor.data
 

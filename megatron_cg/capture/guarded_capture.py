@@ -44,8 +44,7 @@ from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.replay_function import ReplayFunction
-from megatron_cg.replay.unit import Unit
+from megatron_cg.replay.unit import ReplayFunction, Unit
 
 logger = logging.getLogger(__name__)
 

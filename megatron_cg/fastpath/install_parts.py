@@ -20,7 +20,7 @@ from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.fsdp_symbols import unknown_bodies
 from megatron_cg.memory.scratch import IdlePool
-from megatron_cg.replay.replay_function import ReplayFunction
+from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)

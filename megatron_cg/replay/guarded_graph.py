@@ -15,8 +15,7 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.replay_function import ReplayFunction
-from megatron_cg.replay.unit import Unit
+from megatron_cg.replay.unit import ReplayFunction, Unit
 from megatron_cg.replay.verify import Kept, verify
 from megatron_cg.upstream.patch import undone_after
 

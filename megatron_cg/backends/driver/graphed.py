@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.backends.driver.recorder import Recorded, Recording, Tensors
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.replay.replay_function import ReplayFunction
+from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import set_attribute
 
 

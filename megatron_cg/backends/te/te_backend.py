@@ -24,7 +24,7 @@ from megatron_cg.backends.te.te_if_loaded import (
 from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay.depends_on import Entry
-from megatron_cg.replay.replay_function import ReplayFunction
+from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute, undone_after
 from megatron_cg.upstream.symbols import Symbol
 

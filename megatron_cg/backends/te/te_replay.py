@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.replay.replay_function import ReplayFunction
+from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import cells_of, set_cell
 from megatron_cg.upstream.symbols import Symbol, changed
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.errors import CaptureError
-from megatron_cg.replay.replay_function import ReplayFunction
+from megatron_cg.replay.unit import ReplayFunction
 
 
 def accumulator(parameter: nn.Parameter) -> Any:
