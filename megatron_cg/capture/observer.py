@@ -73,7 +73,8 @@ class Observer:
         kwargs: Mapping[str, torch.Tensor],
         borrowed: Iterable[torch.Tensor],
     ) -> None:
-        self._unit, self._device_type = unit, args[0].device.type
+        self._unit, self._error = unit, unit.refused
+        self._device_type = args[0].device.type
         own = {id(tensor) for tensor in borrowed}
         labels = [f"number {index}" for index in range(len(args))]
         labels[: len(unit.inputs)] = unit.inputs[: len(args)]
@@ -353,9 +354,6 @@ class Observer:
                     f"(torch's {name}) would not be called",
                     "Register it on the modules that need it, or remove it before the capture.",
                 )
-
-    def _error(self, fact: str, instead: str) -> CaptureError:
-        return CaptureError(f"{self._unit.name} {fact}. {instead} Or: {self._unit.leave_out(None)}")
 
 
 def is_strange(unit: Unit) -> bool:

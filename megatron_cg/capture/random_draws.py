@@ -59,10 +59,10 @@ def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
     for (name, read, write), before in zip(python, states, strict=True):
         if pickle.dumps(read()) != pickle.dumps(before):
             write(before)
-            raise CaptureError(
-                f"{unit.name} draws from {name} in its forward pass. A replay runs no Python, so "
-                "what was drawn at capture would hold for all steps. Draw outside of the unit and "
-                f"pass the result as an argument. Or: {unit.leave_out(None)}"
+            raise unit.refused(
+                f"draws from {name} in its forward pass",
+                "A replay runs no Python, so what was drawn at capture would hold for all steps. "
+                "Draw outside of the unit and pass the result as an argument.",
             )
 
 
@@ -94,11 +94,11 @@ def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
             undo.callback(put_over(owner, "set_rng_state", around(owner.set_rng_state)))
         yield
     if any(drew):
-        raise CaptureError(
-            f"{unit.name} recomputes activations and draws random numbers in that "
-            "(torch.utils.checkpoint around a dropout). Its forward and its backward graph "
-            "would draw different ones, and gradients would be wrong. Set dropout to 0, take "
-            f"it out of what is recomputed, or drop the checkpoint. Or: {unit.leave_out(None)}"
+        raise unit.refused(
+            "recomputes activations and draws random numbers in that (torch.utils.checkpoint "
+            "around a dropout)",
+            "Its forward and its backward graph would draw different ones, and gradients would be "
+            "wrong. Set dropout to 0, take it out of what is recomputed, or drop the checkpoint.",
         )
 
 
@@ -119,10 +119,10 @@ def _refusing(original: Callable[..., Any], unit: Unit, name: str) -> Callable[.
 
 
 def _sets_a_seed(unit: Unit, name: str) -> CaptureError:
-    return CaptureError(
-        f"{unit.name} sets a seed in its forward pass ({name}). A replay draws from the state that "
-        "the generator then has, whatever seed was set. Set it outside of the unit, or keep a "
-        f"torch.Generator as an attribute and seed it once. Or: {unit.leave_out(None)}"
+    return unit.refused(
+        f"sets a seed in its forward pass ({name})",
+        "A replay draws from the state that the generator then has, whatever seed was set. Set it "
+        "outside of the unit, or keep a torch.Generator as an attribute and seed it once.",
     )
 
 

@@ -53,10 +53,10 @@ def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError
     """
     errors = list(chain(error))
     if any(_LEAF in str(one) for one in errors):
-        return CaptureError(
-            f"{unit.name} writes into an argument that needs a gradient, but a graph would write "
-            "into its own copy. Return the new values instead, or write into a clone. Or: "
-            f"{unit.leave_out(None)}"
+        return unit.refused(
+            "writes into an argument that needs a gradient, but a graph would write into its own "
+            "copy",
+            "Return the new values instead, or write into a clone.",
         )
     if isinstance(error, MegatronCGError) or not any(map(_is_refusal, errors)):
         return None

@@ -24,6 +24,7 @@ from torch import nn
 from megatron_cg.errors import HookError
 from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler, wrapped_handler
 from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe
+from megatron_cg.replay.unit import ManualHook
 
 CaptureTimeHook = Callable[[nn.Module], None]
 CaptureTimeHooks = dict[str, dict[int, CaptureTimeHook]]
@@ -37,7 +38,7 @@ class UnitHooks:
     """The result of phase 2 for one unit."""
 
     capture_time: CaptureTimeHooks
-    before_replay: tuple[tuple[Callable[..., None], tuple[nn.Module, ...]], ...] = ()
+    before_replay: tuple[ManualHook, ...] = ()
     """Unshard hooks of modules inside the graph, as (fn, its arguments). They run before each
     replay, because a replay runs no Python of these modules."""
 
@@ -57,7 +58,7 @@ def transform(
     """
     phases: CaptureTimeHooks = {key: {} for key in CAPTURE_TIME_KEYS}
     inside = set(graphed)
-    before_replay: list[tuple[Callable[..., None], tuple[nn.Module, ...]]] = []
+    before_replay: list[ManualHook] = []
     for module, records in {unit: unit_hooks, **inner_hooks}.items():
         target = None if module is unit else module
         for record in records:

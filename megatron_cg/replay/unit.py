@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron_cg.errors import CaptureError
 from megatron_cg.replay.depends_on import Entry
 
 ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
@@ -60,6 +61,10 @@ class Unit:
     leave_out: Callable[[nn.Module | None], str] = _leave_out_unit
     """Returns a sentence that says what to type to keep a module below the layer out of graphs. The
     module is None if it is unknown."""
+
+    def refused(self, fact: str, instead: str) -> CaptureError:
+        """The error that the unit does something, and what to do instead."""
+        return CaptureError(f"{self.name} {fact}. {instead} Or: {self.leave_out(None)}")
 
 
 @dataclass(frozen=True)
