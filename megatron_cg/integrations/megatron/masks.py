@@ -1,17 +1,14 @@
 """No attention mask for a layer that gets none, neither in its graph nor for a replay.
 
-``TransformerLayer.get_layer_static_inputs`` makes a causal mask beside the hidden states, and
-``GraphableMegatronModule.get_layer_static_inputs`` the hidden states alone. If the keyword is given
-as None, ``_get_te_cuda_graph_replay_args`` passes a mask of zeros.
-
 Note [A mask that nobody reads]
     With ``--no-create-attention-mask-in-dataloader`` a layer is called with None, because its
     attention is configured as causal. Megatron still captures it with a mask of (1, 1, s, s) bytes
-    for each layer and microbatch: 16 MiB each at a sequence length of 4,096 and 1 GiB at 32,768.
-    For every replay it makes another mask, all zeros, and TE copies it into the first one. TE's
-    causal attention reads neither. An attention that does read its mask sees the zeros as "mask
-    nothing" and silently trains something else than the eager layer. A graph that is captured
-    without the keyword computes what the eager layer computes for None.
+    for each layer: 16 MiB at a sequence length of 4,096 and 1 GiB at 32,768
+    (``TransformerLayer.get_layer_static_inputs``). For every replay it makes another mask, all
+    zeros (``_get_te_cuda_graph_replay_args``), and TE copies it into the first one. TE's causal
+    attention reads neither. An attention that does read its mask sees the zeros as "mask nothing"
+    and silently trains something else than the eager layer. A graph that is captured without the
+    keyword computes what the eager layer computes for None.
 
 Note [A wrong guess]
     If a mask is passed later, the guard sees an input that the graph does not have and runs that
@@ -25,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
@@ -34,10 +31,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.integrations.megatron.units import HIDDEN
 from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
 
-MASK, HIDDEN = "attention_mask", "hidden_states"
+MASK = "attention_mask"
 
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _SAMPLES = Symbol(
@@ -60,8 +58,6 @@ _ATTENTION = Symbol(
 _OF_TE = "megatron.core.extensions.transformer_engine"
 """The module of Megatron's class around Transformer Engine's attention."""
 RELIES_ON = (_SAMPLES, _REPLAY_ARGS, _ATTENTION)
-for _symbol in RELIES_ON:
-    _symbol.find()
 
 
 class ObservedInputs(StaticInputs):
@@ -95,24 +91,10 @@ class ObservedInputs(StaticInputs):
             (self._none if value is None else self._given).add((layer, name))
 
 
-class Observations(Protocol):
-    """What was observed of the inputs of layers."""
-
-    def is_never_given(self, layer: Any, name: str) -> bool:
-        """See :meth:`ObservedInputs.is_never_given`."""
-
-
-def without_unused_masks(layers: Sequence[nn.Module], inputs: Observations) -> Callable[[], None]:
+def without_unused_masks(layers: Sequence[nn.Module], inputs: ObservedInputs) -> Undo:
     """Capture layers without a mask that they never received, and replay with no made-up one.
 
     Call it before sample inputs are made, and undo it after the graphs are deleted.
-
-    Args:
-        layers: the captured layers.
-        inputs: what the layers were called with in the steps before.
-
-    Returns:
-        The undo.
     """
     return all_of(
         undo

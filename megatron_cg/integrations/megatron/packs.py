@@ -31,7 +31,6 @@ Note [Next tokens in a pack]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import signature
@@ -45,7 +44,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.integrations.megatron.masks import Observations
+from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import BOUNDARIES, PACK
 from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
@@ -132,13 +131,14 @@ def fix_packs(most: int) -> Undo:
             given.arguments[PACK] = _fixed(pack, tokens.numel(), most)
         return old(*given.args, **given.kwargs)
 
-    with ExitStack() as undo:
-        undo.callback(put_over(*_FORWARD.place(), forward))
+    def changes() -> Iterator[Undo]:
+        yield put_over(*_FORWARD.place(), forward)
         for symbol, ours in replaced:
-            undo.callback(put_over(*symbol.place(), partial(ours, symbol.find())))
+            yield put_over(*symbol.place(), partial(ours, symbol.find()))
         _asked_for.append(most)
-        undo.callback(_asked_for.remove, most)
-        return undo.pop_all().close
+        yield partial(_asked_for.remove, most)
+
+    return all_of(changes())
 
 
 def most_sequences() -> int | None:
@@ -146,18 +146,11 @@ def most_sequences() -> int | None:
     return _asked_for[-1] if _asked_for else None
 
 
-def packs_as_inputs(layers: Sequence[nn.Module], inputs: Observations) -> Undo:
+def packs_as_inputs(layers: Sequence[nn.Module], inputs: ObservedInputs) -> Undo:
     """Capture attention with the boundaries of packs as an input, where layers get packs.
 
     Call it before sample inputs are made, and undo it after the graphs are deleted. Without
     :func:`fix_packs` it changes nothing.
-
-    Args:
-        layers: the captured layers.
-        inputs: what the layers were called with in the steps before.
-
-    Returns:
-        The undo.
     """
     most = most_sequences()
     if most is None:
@@ -228,9 +221,9 @@ def _fixed(pack: Any, tokens: int, most: int) -> Any:
     fits = (
         pack.qkv_format == "thd"
         and pack.cu_seqlens_kv is starts
-        and all(one is None or one is starts for one in padded)
+        and all(given is None or given is starts for given in padded)
         and not pack.pad_between_seqs
-        and all(one is None for one in others)
+        and all(given is None for given in others)
         # Several samples in one pack: a MoE layer takes them apart again, and a replay would not.
         and (pack.tokens_per_sample or tokens) >= tokens
         and len(starts) <= most + 1

@@ -31,7 +31,7 @@ from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm, at_least, one_of, refuse
 from megatron_cg.integrations.megatron.teardown import close_for_the_end, graphs_close_in_time
-from megatron_cg.upstream.patch import Undo, put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -42,11 +42,6 @@ _PARSER = Symbol(
 )
 _RULES = Symbol(
     "megatron-core", "megatron.training.arguments:validate_args", "Megatron's own rules"
-)
-_YAML_RULES = Symbol(
-    "megatron-core",
-    "megatron.training.yaml_arguments:validate_yaml",
-    "Megatron's rules for --yaml-cfg",
 )
 _HELPER_OF_TRAIN = Symbol(
     "megatron-core",
@@ -64,15 +59,7 @@ _COMPILE = Symbol(
     "megatron.core.datasets.utils:compile_helpers",
     "what runs make for datasets",
 )
-RELIES_ON = (_PARSER, _RULES, _YAML_RULES, _HELPER_OF_TRAIN, _INIT, _COMPILE)
-YAML_VIOLATION = Violation(
-    "yaml-config",
-    "--yaml-cfg asks for layerwise graphs under Megatron-FSDP",
-    "the settings of a YAML file do not pass the rules that keep a replay correct, and no such run "
-    "starts: megatron-core 0.19.2 also wants account_for_embedding_in_pipeline_split in a section "
-    "of the file, and refuses it there",
-    "give the run's settings on the command line, or set cuda_graph_impl to none in the file",
-)
+RELIES_ON = (_PARSER, _RULES, _HELPER_OF_TRAIN, _INIT, _COMPILE)
 _RECOMPUTES = Violation(
     "full-recompute-without-fsdp",
     "recompute_granularity full, and graphs of a model that is not under Megatron-FSDP",
@@ -124,18 +111,18 @@ def enable(
     broken += () if pack_sequences is None else at_least("pack_sequences", pack_sequences, 1)
     refuse(broken or list(_wrong_for_gemm(moe_rows, moe_exchange, grouped_gemm)))
     with ExitStack() as undo:
-        if grouped_gemm == "torch":
-            undo.callback(_compute_experts_by_torch(moe_rows, moe_exchange))
-        if full_recompute:
-            undo.callback(_allow_full_recompute())
-        if pack_sequences is not None:
-            undo.callback(_fix_packs(pack_sequences))
+        given = GraphArguments(
+            cg_grouped_gemm=grouped_gemm,
+            cg_moe_rows=moe_rows,
+            cg_moe_exchange=moe_exchange,
+            cg_pack_sequences=pack_sequences,
+        )
+        undo.callback(_build_models_for(given, full_recompute=full_recompute))
         if _active is not None:
             _active.callback(undo.pop_all().close)
             return
         undo.callback(_extend_parser())
         undo.callback(_extend_validation())
-        undo.callback(_refuse_yaml_with_graphs())
         undo.callback(_allow_prebuilt_dataset_helpers())
         undo.callback(_help_models_under_fsdp())
         undo.callback(graphs_close_in_time())
@@ -181,84 +168,59 @@ def _extend_validation() -> Undo:
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         flags.validate(args)
         result = old(args, *rest, **kwargs)
-        wanted = flags.wants_graphs(args)
-        if wanted and recomputes_layers(args) and _active is not None:
-            _active.callback(_allow_full_recompute())
-        start(flags.read_graph(args), args, wants_graphs=wanted)
+        start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
         return result
 
     return put_over(*_RULES.place(), validate_args)
 
 
-def _refuse_yaml_with_graphs() -> Undo:
-    """Megatron does not validate ``--yaml-cfg`` with ``validate_args``, so our rules do not run."""
-    from megatron_cg.arguments.megatron import wants_graphs
-
-    old = _YAML_RULES.find()
-
-    @wraps(old)
-    def validate_yaml(*args: Any, **kwargs: Any) -> Any:
-        result = old(*args, **kwargs)
-        if wants_graphs(result):
-            raise ConfigurationError([YAML_VIOLATION])
-        return result
-
-    return put_over(*_YAML_RULES.place(), validate_yaml)
-
-
 def _wrong_for_gemm(rows: object, exchange: Exchange, grouped_gemm: str) -> Iterator[Violation]:
-    if rows is not None and (
-        not isinstance(rows, int | float) or isinstance(rows, bool) or not rows >= 1
-    ):
+    is_number = isinstance(rows, int | float) and not isinstance(rows, bool)
+    if rows is not None and not (is_number and rows >= 1):  # type: ignore[operator]
         reason = "it is a multiple of the rows that a rank receives on average, at least 1"
         yield Violation("argument", f"moe_rows={rows!r}", reason, "moe_rows=1.25")
-    elif rows is not None:
-        yield from _needs_torch(
-            "moe_rows", rows, grouped_gemm, "bounds the rows of experts that compute"
-        )
-    if exchange == "peer":
-        yield from _needs_torch(
-            "moe_exchange",
-            exchange,
-            grouped_gemm,
-            "is how graphs exchange the tokens of experts that compute",
-        )
+        return
+    wanted = {"moe_rows": rows, "moe_exchange": exchange if exchange == "peer" else None}
+    for name, value in wanted.items():
+        if value is not None and grouped_gemm != "torch":
+            yield Violation(
+                "argument",
+                f"{name}={value!r} with grouped_gemm={grouped_gemm!r}",
+                "graphs hold the experts only if torch's grouped GEMM computes them",
+                f"add grouped_gemm='torch', or leave {name} out",
+            )
 
 
-def _needs_torch(name: str, value: object, grouped_gemm: str, does: str) -> Iterator[Violation]:
-    if grouped_gemm != "torch":
-        yield Violation(
-            "argument",
-            f"{name}={value!r} with grouped_gemm={grouped_gemm!r}",
-            f"it {does} by torch's grouped GEMM",
-            f"add grouped_gemm='torch', or leave {name} out",
-        )
-
-
-def _compute_experts_by_torch(rows: float | None, exchange: Exchange) -> Undo:
-    """In models that are built from now on, as ``--cg-moe-rows`` and ``--cg-moe-exchange`` say."""
+def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
+    """Let models that are built from now on compute as these settings say; returns the undo."""
+    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+    from megatron_cg.integrations.megatron.packs import fix_packs
     from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.moe.install import bound_rows, exchange_by_peers, use_device_counts
     from megatron_cg.moe.row_bound import RowBound
 
-    with ExitStack() as undo:
-        undo.callback(use_device_counts())
-        if exchange == "peer":
-            undo.callback(exchange_by_peers())
-        if rows is not None:
-            undo.callback(bound_rows(RowBound(rows)))
-            undo.callback(repeat_steps())
-        return undo.pop_all().close
+    def changes() -> Iterator[Undo]:
+        if given.cg_grouped_gemm == "torch":
+            yield use_device_counts()
+            if given.cg_moe_exchange == "peer":
+                yield exchange_by_peers()
+            if given.cg_moe_rows is not None:
+                yield bound_rows(RowBound(given.cg_moe_rows))
+                yield repeat_steps()
+        if full_recompute:
+            yield allow_full_recompute()
+        if given.cg_pack_sequences is not None:
+            yield fix_packs(given.cg_pack_sequences)
+
+    return all_of(changes())
 
 
 def start(settings: Any, args: Any, wants_graphs: bool) -> None:
-    """After :func:`enable` and validation: install the recorder and our helper, if asked for."""
+    """After :func:`enable` and validation: do what the flags ask for."""
     if _active is None:
         return
-    if settings.cg_grouped_gemm == "torch":
-        _active.callback(_compute_experts_by_torch(settings.cg_moe_rows, settings.cg_moe_exchange))
-    if settings.cg_pack_sequences is not None:
-        _active.callback(_fix_packs(settings.cg_pack_sequences))
+    full_recompute = wants_graphs and recomputes_layers(args)
+    _active.callback(_build_models_for(settings, full_recompute=full_recompute))
     if settings.cg_record is not None:
         from megatron_cg.telemetry.record import install_recorder
 
@@ -279,12 +241,14 @@ def _follow_train(settings: GraphArguments) -> Undo:
     from megatron_cg.telemetry.step_log import follow_log
 
     of_train = partial(_HELPER_OF_TRAIN.find(), source=by_train_step)
-    with ExitStack() as undo:
-        _settings.append(settings)
-        undo.callback(_settings.remove, settings)
-        undo.callback(set_attribute(*_HELPER_OF_TRAIN.place(), of_train))
-        undo.callback(follow_log(helpers))
-        return undo.pop_all().close
+    _settings.append(settings)
+
+    def changes() -> Iterator[Undo]:
+        yield partial(_settings.remove, settings)
+        yield set_attribute(*_HELPER_OF_TRAIN.place(), of_train)
+        yield follow_log(helpers)
+
+    return all_of(changes())
 
 
 def _help_models_under_fsdp() -> Undo:
@@ -345,20 +309,8 @@ def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], sourc
     ours.undo.callback(helpers.remove, ours)
 
 
-def _fix_packs(most: int) -> Undo:
-    from megatron_cg.integrations.megatron.packs import fix_packs
-
-    return fix_packs(most)
-
-
-def _allow_full_recompute() -> Undo:
-    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-
-    return allow_full_recompute()
-
-
 def _allow_prebuilt_dataset_helpers() -> Undo:
-    """Let megatron-core run from a wheel, which has compiled dataset helpers but no Makefile."""
+    """Let megatron-core run from a wheel, which has compiled dataset helpers and no Makefile."""
     old = _COMPILE.find()
 
     @wraps(old)

@@ -1,10 +1,9 @@
 """Repeats a training step in which a rank had more rows for another than its graphs have room for.
 
-Megatron's ``train`` and most other loops on megatron-core get the function of a step's passes from
-``get_forward_backward_func``, which looks it up as a global of its module. Here this function runs
-the passes once by graphs. If the bound of ``--cg-moe-rows`` was exceeded on any rank, all ranks
-restore what the passes changed (``step_state.py``) and run them once more eagerly, where Megatron's
-dispatcher drops nothing. So the optimizer only sees gradients of a pass without a bound.
+Loops on megatron-core get the function of a step's passes from ``get_forward_backward_func``. Here
+this function runs the passes once by graphs. If the bound of ``--cg-moe-rows`` was exceeded on any
+rank, all ranks restore what the passes changed (``step_state.py``) and run them once more eagerly,
+where Megatron's dispatcher drops nothing.
 
 Note [What it costs]
     Without a repeat: one all-reduce of four bytes, copies of the model's small buffers, and a wait
@@ -29,8 +28,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,7 +44,7 @@ from megatron_cg.integrations.megatron.step_state import StepState
 from megatron_cg.integrations.megatron.steps import Steps
 from megatron_cg.moe.install import bound_of
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.upstream.patch import Undo, put_over, run_after, run_before
+from megatron_cg.upstream.patch import Undo, all_of, put_over, run_after, run_before
 from megatron_cg.upstream.symbols import Symbol
 
 _FORWARD, _DATA, _MODEL = "forward_step_func", "data_iterator", "model"
@@ -116,13 +115,14 @@ def repeat_if_bounded(
     if bound is None:
         return lambda: None
     repeater = _Repeater(model, optimizers, controller, steps, bound)
-    with ExitStack() as undo:
-        undo.callback(run_after(model[0], "zero_grad_buffer", repeater.begin))
-        for optimizer in optimizers:
-            undo.callback(run_before(optimizer, "step", repeater.check))
+
+    def changes() -> Iterator[Undo]:
+        yield run_after(model[0], "zero_grad_buffer", repeater.begin)
+        yield from (run_before(optimizer, "step", repeater.check) for optimizer in optimizers)
         _repeaters[fsdp] = repeater
-        undo.callback(_repeaters.pop, fsdp, None)
-        return undo.pop_all().close
+        yield partial(_repeaters.__delitem__, fsdp)
+
+    return all_of(changes())
 
 
 class _Repeater:

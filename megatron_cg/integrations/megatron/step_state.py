@@ -20,7 +20,8 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -60,51 +61,49 @@ class StepState:
         self._attention = [module for module in modules if hasattr(module, _LOGITS)]
         self._buffers = list({id(b): b for chunk in model for b in chunk.buffers()}.values())
         self._copies = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._saved: list[Callable[[], None]] = []
 
     def save(self) -> None:
         """Save everything, before the step begins."""
-        self._random = _random_states()
-        self._logits = [_Saved(getattr(module, _LOGITS)) for module in self._attention]
         _copy(self._copies, self._buffers)
-        tracker = metrics_tracker()
-        entries = tracker.metrics if tracker is not None else {}
-        self._metrics = {name: entry.values.clone() for name, entry in entries.items()}
-        self._sums = [
-            (sums, {key: _Saved(value) for key, value in sums.items()}) for sums in _sums()
+        self._saved = [
+            partial(_copy, self._buffers, self._copies),
+            _saved_random_states(),
+            _saved_metrics(),
+            *(_saved_values(vars(module), (_LOGITS,)) for module in self._attention),
+            *(_saved_values(sums, tuple(sums), others=False) for sums in _sums()),
         ]
-        self._machine = {key: _copied(value) for key, value in _checks_of_results().items()}
+        machine = _MACHINE.find()
+        if machine is not None:
+            self._saved.append(_saved_values(vars(machine), tuple(vars(machine))))
 
     def restore(self) -> None:
         """Put back what :meth:`save` saved; once for each call of it."""
-        _set_random_states(self._random)
-        for module, logits in zip(self._attention, self._logits, strict=True):
-            setattr(module, _LOGITS, logits.restored())
-        _copy(self._buffers, self._copies)
-        tracker = metrics_tracker()
-        for name, entry in list(tracker.metrics.items()) if tracker is not None else ():
-            if name in self._metrics:
-                entry.values.copy_(self._metrics[name])
-            else:
-                del tracker.metrics[name]
-        for sums, saved in self._sums:
-            sums.clear()
-            sums.update({key: value.restored() for key, value in saved.items()})
-        _checks_of_results().update(self._machine)
+        for restore in self._saved:
+            restore()
 
 
-class _Saved:
-    """A value, and for a tensor what it held."""
+def _saved_values(
+    holder: dict[str, Any], names: tuple[str, ...], *, others: bool = True
+) -> Callable[[], None]:
+    """Restores these values of ``holder``, tensors in place; without ``others`` it has no more."""
+    values = {name: (holder[name], _copied(holder[name])) for name in names}
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._held = value.clone() if isinstance(value, torch.Tensor) else None
+    def restore() -> None:
+        if not others:
+            holder.clear()
+        for name, (value, copied) in values.items():
+            if isinstance(value, torch.Tensor):
+                _copy([value], [copied])
+            holder[name] = value if isinstance(value, torch.Tensor) else copied
 
-    def restored(self) -> Any:
-        """The value itself, as it was."""
-        if self._held is not None:
-            with torch.no_grad():
-                self._value.copy_(self._held)
-        return self._value
+    return restore
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, dict | list) else value
 
 
 def _copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
@@ -113,44 +112,46 @@ def _copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
             torch._foreach_copy_(into, tensors)
 
 
+def _saved_metrics() -> Callable[[], None]:
+    tracker = metrics_tracker()
+    entries = tracker.metrics if tracker is not None else {}
+    saved = {name: entry.values.clone() for name, entry in entries.items()}
+
+    def restore() -> None:
+        tracker = metrics_tracker()
+        for name, entry in list(tracker.metrics.items()) if tracker is not None else ():
+            if name in saved:
+                entry.values.copy_(saved[name])
+            else:
+                del tracker.metrics[name]
+
+    return restore
+
+
 def _sums() -> list[dict[str, Any]]:
     helpers = (getattr(sys.modules.get(module), name, None) for module, name in _HELPERS.items())
     return [helper.tracker for helper in helpers if helper is not None]
 
 
-def _checks_of_results() -> dict[str, Any]:
-    machine = _MACHINE.find()
-    return vars(machine) if machine is not None else {}
-
-
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, dict | list) else value
-
-
-def _random_states() -> tuple[Any, ...]:
+def _saved_random_states() -> Callable[[], None]:
+    host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
+    python, arrays = random.getstate(), numpy.random.get_state()
     # A generator of Megatron's tracker may be in graphs, which keep it: its state is copied.
     tracked = {
         name: state.get_state() if isinstance(state, torch.Generator) else state
         for name, state in _RNG.find()().states_.items()
     }
-    return (
-        random.getstate(),
-        numpy.random.get_state(),
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state(),
-        tracked,
-    )
 
+    def restore() -> None:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+        torch.set_rng_state(host)
+        torch.cuda.set_rng_state(device)
+        states = _RNG.find()().states_
+        for name, state in tracked.items():
+            if isinstance(states[name], torch.Generator):
+                states[name].set_state(state)
+            else:
+                states[name] = state
 
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    python, arrays, host, device, tracked = states
-    random.setstate(python)
-    numpy.random.set_state(arrays)
-    torch.set_rng_state(host)
-    torch.cuda.set_rng_state(device)
-    current = _RNG.find()().states_
-    for name, state in tracked.items():
-        if isinstance(current[name], torch.Generator):
-            current[name].set_state(state)
-        else:
-            current[name] = state
+    return restore
