@@ -27,7 +27,6 @@ LONGEST = (
     "moe/test_repeats.py",
     "compiled/test_together.py",
     "integrations/standalone/test_sharded.py",
-    "integrations/standalone/test_megatron_fsdp_v2.py",
     "runs/test_life.py",
     "backends/tape/test_training.py",
     "fastpath/test_parts.py",

@@ -1,4 +1,4 @@
-"""A network under FSDP2 or DistributedDataParallel, trained eagerly and with graphs."""
+"""A network under FSDP2, Megatron-FSDP v2 or DistributedDataParallel, eagerly and with graphs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_fsdp import experimental as v2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -85,6 +86,37 @@ def under_fsdp2(
     return wrap
 
 
+OF_ONE_AXIS = v2.Placements(
+    ["shard"], parameter=[v2.Flat()], gradient=[v2.Flat()], optimizer=[v2.Flat()]
+)
+HYBRID = v2.Placements(
+    ["replicate", "shard"],
+    parameter=[v2.Replicate(), v2.Flat()],
+    gradient=[v2.Partial(dist.ReduceOp.AVG), v2.Flat()],
+    optimizer=[v2.Replicate(), v2.Flat()],
+)
+
+
+def under_v2(
+    *,
+    prepare: Callable[[Network], object] = lambda _network: None,
+    mesh: tuple[int, ...] = (2,),
+    root: bool = True,
+) -> Callable[[Network], Any]:
+    """v2's ``fully_shard`` on each layer and, unless ``root`` is False, on the whole."""
+
+    def wrap(network: Network) -> Any:
+        prepare(network)
+        names = ("replicate", "shard")[-len(mesh) :]
+        device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+        placements = HYBRID if len(mesh) > 1 else OF_ONE_AXIS
+        for part in (*network.layers, network) if root else network.layers:
+            v2.fully_shard(part, device_mesh, placements)
+        return network
+
+    return wrap
+
+
 def under_ddp(**options: Any) -> Callable[[Network], Any]:
     """``DistributedDataParallel`` with these options."""
     return lambda network: DistributedDataParallel(network, **options)
@@ -103,8 +135,6 @@ class Case:
     """A context for the passes of a microbatch; it is told whether the microbatch is the last."""
     detached: bool = False
     """Whether no input of a unit needs a gradient."""
-    adapt: Callable[[torch.optim.Optimizer], object] = lambda _optimizer: None
-    """What the sharding does to the optimizer."""
 
 
 class Run:
@@ -116,7 +146,8 @@ class Run:
         self.network.detached, self.rows = case.detached, 3
         self.model = case.wrap(self.network)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        case.adapt(self.optimizer)
+        if any(hasattr(layer, "_parameter_groups") for layer in self.network.layers):
+            v2.fully_shard_optimizer(self.optimizer)
         self.graphs: GraphedUnits | None = None
         self.losses: list[torch.Tensor] = []
 
