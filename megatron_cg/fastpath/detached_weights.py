@@ -98,7 +98,8 @@ def detach_in(module: Any, name: str, detached: DetachedWeights) -> Callable[[],
     Several models may do so. The returned function undoes it for one model.
     """
     function = getattr(module, name)
-    kinds = [one.kind for one in inspect.signature(function.forward).parameters.values()]
+    parameters = inspect.signature(function.forward).parameters.values()
+    kinds = [parameter.kind for parameter in parameters]
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
         expected = f"{_FORWARD.expected}, whose weights come last"
         raise changed(_FORWARD.distribution, _FORWARD.path, expected)

@@ -145,19 +145,19 @@ class Shorter:
 
         ``agrees`` looks at the result and the last launch, if all launches are as expected.
         """
-        facts, found = [launch.facts() for launch in expected], list[Launch]()
+        facts, upstreams = [launch.facts() for launch in expected], list[Launch]()
         owner = sys.modules[self._module]
-        with undone_after(put_over(owner, APPLIER, _noting(getattr(owner, APPLIER), found))):
+        with undone_after(put_over(owner, APPLIER, _noting(getattr(owner, APPLIER), upstreams))):
             result = self.original(*args)
-        are_same = facts == [launch.facts() for launch in found]
-        if not are_same or (found and not agrees(result, found[-1])):
+        are_same = facts == [launch.facts() for launch in upstreams]
+        if not are_same or (upstreams and not agrees(result, upstreams[-1])):
             self.differs = True
             logger.warning(
                 "FSDP fast path: %s, because what it hands to its kernels is not what was "
                 "expected.",
                 self._what,
             )
-        self._compared_with = objects if found else ()
+        self._compared_with = objects if upstreams else ()
         return result
 
 

@@ -164,7 +164,7 @@ class GroupedGemm(torch.autograd.Function):
         if ctx is not None:
             ctx.save_for_backward(rows, ends, *weights)
             ctx.shape = inp.shape
-            ctx.needed = inp.requires_grad, any(one.requires_grad for one in weights)
+            ctx.needed = inp.requires_grad, any(weight.requires_grad for weight in weights)
             ctx.unused = len(weights_and_biases) - experts
         return result.view(*inp.shape[:-1], result.shape[-1]), [None] * experts
 

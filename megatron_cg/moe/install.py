@@ -140,12 +140,12 @@ def bound_of(model: nn.Module) -> RowBound | None:
 def peer_memory_of(model: nn.Module) -> PeerMemory | None:
     """What the model's layers, all of one group, exchange tokens by; None if by collectives."""
     transports = (made.transport for made in _dispatchers(model))
-    return next((one for one in transports if isinstance(one, PeerMemory)), None)
+    return next((way for way in transports if isinstance(way, PeerMemory)), None)
 
 
 def _dispatchers(model: nn.Module) -> Iterator[dispatcher.DeviceDispatcher]:
     made = (getattr(module, "token_dispatcher", None) for module in model.modules())
-    return (one for one in made if isinstance(one, dispatcher.DeviceDispatcher))
+    return (ours for ours in made if isinstance(ours, dispatcher.DeviceDispatcher))
 
 
 def captures_experts(config: Any) -> bool:
@@ -153,7 +153,7 @@ def captures_experts(config: Any) -> bool:
     given = config.cuda_graph_scope
     if given is None:
         given = config.cuda_graph_modules
-    named = [getattr(one, "name", one) for one in given] if isinstance(given, list) else given
+    named = [getattr(scope, "name", scope) for scope in given] if isinstance(given, list) else given
     capacity = config.moe_expert_capacity_factor
     if config.cuda_graph_impl != "transformer_engine" or not config.num_moe_experts:
         return False

@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.errors import CaptureError
-from megatron_cg.moe.slots import Places
+from megatron_cg.moe.slots import Collective, Places
 from megatron_cg.upstream.symbols import Symbol, changed
 
 logger = logging.getLogger(__name__)
@@ -89,10 +89,8 @@ class _Slots(NamedTuple):
 class PeerMemory:
     """A :class:`~megatron_cg.moe.slots.Transport` by writes to the memory of other GPUs.
 
-    On the CPU, for the tape, an all-to-all takes the place of the writes.
-
-    Args:
-        group: expert-parallel ranks of one host, whose GPUs can access each other's memory.
+    ``group`` are expert-parallel ranks of one host, whose GPUs can access each other's memory. On
+    the CPU, for the tape, it is a :class:`~megatron_cg.moe.slots.Collective`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -146,7 +144,7 @@ class PeerMemory:
     def __call__(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
         """Raises CaptureError on all ranks if they cannot map each other's memory."""
         if not rows.is_cuda:
-            return self._by_collective(rows, here, there)
+            return Collective(self._group)(rows, here, there)
         from megatron_cg.moe.peer_kernel import write_rows
 
         flat = rows.contiguous().view(len(rows), -1)
@@ -158,13 +156,6 @@ class PeerMemory:
         slots.handle.barrier(timeout_ms=limit)
         received = slots.rows.view(flat.dtype).index_select(0, there.in_slots)
         return received.view(len(received), *rows.shape[1:])
-
-    def _by_collective(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
-        places = len(here.packed)
-        slots = rows.new_zeros((places + 1, *rows.shape[1:])).index_copy(0, here.in_slots, rows)
-        received = torch.zeros_like(slots)
-        dist.all_to_all_single(received[:places], slots[:places], group=self._group)
-        return received.index_select(0, there.in_slots)
 
     def _of(self, places: int, size: int) -> _Slots:
         """Slots of ``places`` rows in all, of ``size`` bytes each."""

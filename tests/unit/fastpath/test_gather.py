@@ -203,24 +203,18 @@ class Pipeline:
         self.events: list[Any] = []
         own: Any = object.__new__(upstream.AllGatherPipeline)
         self.own = own
+        buffer = SimpleNamespace(bucket_index=SimpleNamespace(size=1))
         own.buffer = SimpleNamespace(
             parameter_groups=[
                 SimpleNamespace(
-                    fsdp_unit_id=number - 1 if number else None,
-                    transpose_weight_buffer=None,
-                    model_weight_buffer=SimpleNamespace(
-                        bucket_index=SimpleNamespace(size=1),
-                        get_shard_from_local_buffer=lambda: self.weights[0],
-                    ),
+                    fsdp_unit_id=unit, transpose_weight_buffer=None, model_weight_buffer=buffer
                 )
-                for number in range(UNITS + 1)
+                for unit in (None, *range(UNITS))
             ],
             param_to_param_group={weight: i for i, weight in enumerate(self.weights)},
             bucket_to_bucket_group={i: [i] for i in range(UNITS + 1)},
             num_buckets=UNITS + 1,
-            ddp_config=SimpleNamespace(
-                fsdp_double_buffer=True, outer_dp_sharding_strategy="no_shard"
-            ),
+            ddp_config=SimpleNamespace(fsdp_double_buffer=True),
             double_buf_units=list(range(UNITS)),
         )
         own.bucket_status = {(i, False): self.status("EMPTY") for i in range(UNITS + 1)}
