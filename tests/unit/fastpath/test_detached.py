@@ -471,16 +471,11 @@ class Unit(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         way = self.way
-        for _ in range(2 if way == "dense again" else 1):
-            again = way == "dense again"
-            rows = checkpoint(self.dense, rows, use_reentrant=True) if again else self.dense(rows)
-            rows = rows.tanh()
+        rows = self.dense(rows).tanh()
         penalty = self.penalty() if way in ("used before", "renewed") else 0.0
         if way in CALLED_OFTEN:
             rows = self.called_often(rows)
         output = self.call(rows, way in ("again", "recompute"))
-        if self.refuses and way == "failed early":
-            output.register_hook(refuse)
         return output + (self.penalty() if way == "used beside" else penalty)
 
     def penalty(self) -> torch.Tensor:
@@ -492,7 +487,7 @@ class Unit(nn.Module):
 
     def called_often(self, rows: torch.Tensor) -> torch.Tensor:
         rows = self.call(rows, self.way == "again").tanh()
-        if self.refuses and self.way == "failed":
+        if self.refuses:
             rows.register_hook(refuse)
         if self.way == "recomputed between":
             rows = self.call(rows, True).tanh()
@@ -519,17 +514,13 @@ WAYS = {
     **dict.fromkeys(POOLED, "a usual pass"),
     "renewed": "weights get other accumulators, and are also used in another way",
     "penalty outside": "own hooks run before Megatron-FSDP's root hook begins the pass",
-    "hooked late": "a tensor hook is registered between forward and backward",
-    "by name": "backward(inputs=weights) asks for what autograd does not see",
     "failed": "a pass that failed left gradients to wait",
-    "failed early": "a pass that failed left buckets that are complete",
     "alone": "no other rank has a part of the experts' gradients, which are summed up",
     "again": "a bucket that is complete gets gradients once more in the same pass",
-    "dense again": "the dense part completes the bucket, and gets gradients once more",
     "recomputed between": "a call has a pass of its own, between two that have one together",
     "no gradient": "some weights get none",
 }
-LOUD = {"renewed", "hooked late", "by name", "failed", "failed early", "again"}
+LOUD = {"renewed", "failed", "again"}
 """Those that end in an error of the fast path's."""
 CALLED_OFTEN = {"twice", "failed", "again", "recomputed between"}
 OF_THEIR_OWN = {"alone", "again"}
@@ -566,16 +557,7 @@ def backward(way: str, model: Any, units: list[Unit], loss: torch.Tensor) -> Non
         weights = [w for unit in units for w in [*unit.grouped.parameters()][1::2]]
         model.all_gather_and_wait_parameters_ready(weights, prefetch=False)
         loss = loss + torch.stack([weight.sum() for weight in weights]).sum() * 0.3
-    hooks = []
-    for unit in units:
-        if way == "hooked late":
-            hooks.append(unit.grouped.get_parameter("weight1").register_hook(lambda g: g * 2))
-    if way == "by name":
-        loss.backward(inputs=list(model.param_and_grad_buffer.params))
-    else:
-        loss.backward()
-    for hook in hooks:
-        hook.remove()
+    loss.backward()
 
 
 def given_to(number: int) -> torch.Tensor:
@@ -588,7 +570,7 @@ def happens(way: str, model: Any, units: list[Unit], *, fast: bool) -> None:
     if way == "renewed" and fast:
         raw: Any = SimpleNamespace(parameters=lambda: model.param_and_grad_buffer.params)
         forget_accumulators([raw])
-    if way.startswith("failed"):
+    if way == "failed":
         units[0].refuses = True
         with pytest.raises(ValueError, match="refused"):
             model(given_to(0)).square().sum().backward()
