@@ -25,6 +25,10 @@ from megatron_cg.tools.align.compare import (
 
 OVERDUE = "did not end within --timeout"
 """How a run's log and the comparison describe a run that had to be stopped."""
+NO_DROPLESS = (
+    "--scopes moe captures dropless experts, and Megatron's own grouped GEMM reads their row "
+    "counts on the host: add --cg-grouped-gemm torch, or give --scopes attn moe_router."
+)
 _TAIL = 40
 _STOP_SECONDS = 20.0
 _NAMED = re.compile(

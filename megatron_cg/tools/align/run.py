@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_cg.tools.align import command
 from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.processes import (
+    NO_DROPLESS,
     LaunchError,
     Options,
     Run,
@@ -17,6 +18,7 @@ from megatron_cg.tools.align.processes import (
 )
 from megatron_cg.tools.align.token_data import TokenStream
 
+_WITH_EXPERTS_IN_GRAPHS = ("--cg-grouped-gemm", "--moe-expert-capacity-factor")
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
@@ -39,6 +41,9 @@ def check_gpus(plan: command.Plan, options: Options) -> None:
             f"--nproc {plan.nproc} needs as many GPUs, and {gpus} can be seen: give {smaller}"
             "--backend tape to compare on the CPU."
         )
+    flags = {word.partition("=")[0] for word in (*plan.model, *plan.extra, *plan.graph_extra)}
+    if "moe" in plan.scopes and flags.isdisjoint(_WITH_EXPERTS_IN_GRAPHS):
+        raise LaunchError(NO_DROPLESS)
     check_start(options, plan.nproc)
 
 

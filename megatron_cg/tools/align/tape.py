@@ -14,7 +14,13 @@ from pathlib import Path
 from megatron_cg.tools.align import command
 from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import Preset, TapeShape
-from megatron_cg.tools.align.processes import LaunchError, Options, Run, run_and_compare
+from megatron_cg.tools.align.processes import (
+    NO_DROPLESS,
+    LaunchError,
+    Options,
+    Run,
+    run_and_compare,
+)
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
@@ -57,10 +63,7 @@ def tape_plan(
             "--cg-grouped-gemm, or give another --preset."
         )
     if "moe" in scopes and not torch_gemm:
-        raise LaunchError(
-            "--scopes moe captures dropless experts, and Megatron's own grouped GEMM reads their "
-            "row counts on the host: add --cg-grouped-gemm torch, or give --scopes attn moe_router."
-        )
+        raise LaunchError(NO_DROPLESS)
     if warmup_steps >= steps:
         raise LaunchError(f"--steps {steps} leaves no step after --warmup-steps {warmup_steps}.")
     model = CpuModelConfig(

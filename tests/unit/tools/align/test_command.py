@@ -123,4 +123,9 @@ def test_too_few_gpus_and_a_missing_script_are_refused(
             run.check_gpus(there, options)
     monkeypatch.setattr(run, "gpu_count", lambda: 2)
     run.check_gpus(there, options)
+    experts = replace(there, scopes=("attn", "moe"))
+    with pytest.raises(LaunchError, match="add --cg-grouped-gemm torch"):
+        run.check_gpus(experts, options)
+    run.check_gpus(replace(experts, graph_extra=("--cg-grouped-gemm=torch",)), options)
+    run.check_gpus(replace(experts, model=("--moe-expert-capacity-factor", "1.0")), options)
     assert list(tmp_path.iterdir()) == []

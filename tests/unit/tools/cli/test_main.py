@@ -27,7 +27,6 @@ from megatron_cg.tools.cli.main import (
     ended_in_order,
     main,
 )
-from tests.unit.tools.report.made_up import make_record, write
 
 
 def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -135,19 +134,6 @@ def test_no_error_has_the_exit_code_of_a_difference(
     *before, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"megatron-cg align: {said}")
     assert bool(before) == (code == DEFECT)
-
-
-def test_a_report_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path: Path) -> None:
-    """The real command under a limit on file sizes, of which the system names no file."""
-    write(tmp_path, make_record(steps=3))
-    (tmp_path / "report.html").write_text("good")
-    command = f"ulimit -f 1; exec {sys.executable} -m megatron_cg.tools.cli.main report {tmp_path}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    (said,) = done.stderr.splitlines()
-    assert done.returncode == USAGE_ERROR
-    assert said == f"megatron-cg report: {tmp_path}/report.html: File too large"
-    assert (tmp_path / "report.html").read_text() == "good"
-    assert {path.name for path in tmp_path.iterdir()} == {"rank0.jsonl", "report.html"}
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["align", "--help"], []])
