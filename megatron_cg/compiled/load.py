@@ -168,11 +168,8 @@ def load(
 ) -> Precompiled | None:
     """Load an artifact on all ranks, or on none. All ranks call this together.
 
-    Nothing is decoded before the owner of the file, the checksum and the fingerprint were checked;
-    see Note [What is trusted].
-
     Args:
-        directory: where ``save`` wrote to.
+        directory: where ``save`` wrote to; see Note [What is trusted] in ``artifact.py``.
         name: of the artifact.
         region: the module on this rank's device, with real weights, real arguments of the shapes
             to come, and the process groups of the rank by role.

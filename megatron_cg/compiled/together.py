@@ -104,16 +104,9 @@ class CompiledRegions:
     def static_size(self, size: int, name: str = "tokens", *, multiple_of: int = 1) -> int:
         """The size to which all ranks pad, so that all compile for the same static shape.
 
-        All ranks call it together, before the compiled region. It only grows, so a region is
-        compiled again only when some rank needs more than any rank has needed before.
-
-        Args:
-            size: what this rank needs, from 0 on.
-            name: which size, if a program has several.
-            multiple_of: the result is a multiple of it, which saves compilations.
-
-        Returns:
-            The largest size that any rank has needed so far under this name, rounded up.
+        All ranks call it together, before the compiled region. It is the largest ``size`` that any
+        rank has needed so far under this ``name``, rounded up to ``multiple_of``. So a region is
+        compiled again only when some rank needs more than before.
 
         Raises:
             ValueError: a negative size, or a multiple below 1.

@@ -2,14 +2,9 @@
 
 Note [One step behind]
     Each rank posts its vote at the end of a step and collects all votes at the end of the next
-    step, so the exchange overlaps a whole step. All ranks collect the same rows, so all apply the
-    same decision before the step after that: a request of step n is done before step n + 2.
-
-Note [The vote under way]
-    When ranks apply a decision, they have already posted the vote of the step after the request.
-    Every rank has posted it, so every rank collects it, and ranks stay in step. Its requests are
-    about graphs that are being replaced: a request to recapture is dropped, a request to give up
-    still counts.
+    step, so the exchange overlaps a whole step. A request of step n is done before step n + 2, on
+    all ranks. The vote after it is under way by then, and all collect it too. It is about graphs
+    that are being replaced: a request to recapture is dropped, one to give up still counts.
 """
 
 from __future__ import annotations

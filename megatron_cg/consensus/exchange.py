@@ -87,9 +87,8 @@ class Agreement:
 
     Every rank must hold the same votes in the same order: gloo pairs exchanges by the order in
     which each rank issued them, including those still in flight. A capture has two votes,
-    :meth:`ready` before it and :meth:`confirm` at its end. A rank that fails in between calls
-    :meth:`report_failure`. When ranks give up a capture, they also call :meth:`together`.
-    :meth:`begin_capture` opens the next capture.
+    :meth:`ready` before it and :meth:`confirm` at its end; a rank that fails in between calls
+    :meth:`report_failure`. :meth:`begin_capture` opens the next capture.
 
     Args:
         timeout: how long a vote waits for a rank that does not arrive.
@@ -177,13 +176,10 @@ class Agreement:
     def collect(self, timeout: timedelta | None = None) -> Decision | None:
         """Wait for the posted vote and return its decision; None if no vote is posted.
 
-        Args:
-            timeout: for the last vote: the longest wait, instead of the vote's own timeout. gloo
-                cannot cancel an exchange, so a process that ends after this may wait for the rest
-                of the vote's own timeout.
+        ``timeout`` is given for the last vote: the longest wait, instead of the vote's own. gloo
+        cannot cancel an exchange, so a process that ends after this may wait for the rest of that.
 
-        Raises AgreementError and PhaseError as :meth:`agree`. After an AgreementError the vote is
-        no longer posted.
+        Raises AgreementError and PhaseError as :meth:`agree`.
         """
         _require_no_capture()
         pending, self._pending = self._pending, None
@@ -196,10 +192,7 @@ class Agreement:
     def gather(self, mine: Any) -> list[Any]:
         """The objects of all ranks, in rank order. Not a vote; all ranks call it after the same.
 
-        Args:
-            mine: can be pickled.
-
-        Raises AgreementError and PhaseError as :meth:`agree`.
+        Objects can be pickled. Raises AgreementError and PhaseError as :meth:`agree`.
         """
         _require_no_capture()
         group = self._require_sound()
@@ -226,10 +219,7 @@ class Agreement:
         return self._next is Kind.CAPTURE_START
 
     def ready(self, vote: Vote | None = None) -> None:
-        """Vote that this rank can begin to capture; returns when all ranks can.
-
-        Args:
-            vote: the static size and the graphs that this rank is about to capture.
+        """Vote that this rank can begin to capture ``vote.graphs``; returns when all ranks can.
 
         Raises:
             CaptureError: a rank failed or would capture something else; raised on all ranks.
@@ -243,13 +233,8 @@ class Agreement:
         """Vote that this rank's capture is complete; returns when all ranks' captures are.
 
         :meth:`ready` runs here if it was not called before. Exceptions are those of :meth:`ready`.
-
-        Args:
-            names: what this rank has seen, and others perhaps not.
-
-        Returns:
-            The names that any rank has given. Only if they differ is there an exchange after the
-            vote.
+        Returns the names that any rank has given. Only if ranks differ in them is there an exchange
+        after the vote.
         """
         if self._next is Kind.CAPTURE_START:
             self.ready()

@@ -3,9 +3,8 @@
 Note [Nothing at the end may wait]
     Such a process has work in flight that no other rank joins: an NCCL kernel or a vote. Much of
     the interpreter's shutdown waits for such work: CUDA when it frees memory or a stream, gloo when
-    it joins the threads of a group. The error is already printed, but the process does not end. The
-    launcher only sees processes end, so all ranks hang until some timeout. Therefore the process
-    exits earlier: it prints the error, writes the logs and tears nothing down.
+    it joins the threads of a group. The launcher only sees processes end, so all ranks would hang
+    until some timeout. So the process prints the error, writes the logs and tears nothing down.
 
 Note [Errors that a script may catch]
     After a failed vote no rank can go on. After a replay that is refused by an error, other ranks

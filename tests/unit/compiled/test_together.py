@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,24 +19,211 @@ from megatron_cg.consensus.decision import AgreementError, Decision, Level
 from megatron_cg.errors import PhaseError, UpstreamChangedError
 from megatron_cg.upstream.patch import applied
 from megatron_cg.upstream.symbols import Symbol
-from tests.unit.compiled.together_runs import (
-    MORE,
-    RANKS,
-    SLOW,
-    USUAL,
-    WIDTH,
+from tests.unit.ranks import on_ranks
+
+SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
+"""For a vote to which a rank does not come; for one to which all come, however slow the machine."""
+RANKS, WIDTH, USUAL, MORE = 4, 3, 8, 12
+SLOW = 2
+"""The rank whose batch is larger, or that does not come."""
+
+
+class Region:
+    """A compiled region; ``shapes`` are those that it was compiled for, ``?`` if dynamic."""
+
+    def __init__(self, **options: Any) -> None:
+        self.shapes: list[str] = []
+
+        def scale(batch: torch.Tensor) -> torch.Tensor:
+            return batch * 2 + batch.size(0)
+
+        self._code = scale.__code__
+        self._compiled = torch.compile(scale, backend=self._backend, **options)
+
+    def _backend(self, graph: Any, _inputs: Any) -> Any:
+        traced = [
+            node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")
+        ]
+        (batch,) = (one for one in traced if isinstance(one, torch.Tensor))
+        sizes = ["?" if isinstance(s, torch.SymInt) else str(s) for s in batch.shape]
+        self.shapes.append(" ".join(sizes))
+        return graph
+
+    def lose_code(self) -> None:
+        """As when garbage collection takes an object that the guards hold."""
+        torch._C._dynamo.eval_frame.reset_code(self._code)
+
+    def __call__(self, size: int) -> None:
+        batch = torch.ones(size, WIDTH)
+        assert torch.equal(self._compiled(batch), batch * 2 + size)
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The error's name and text; empty if there was none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextmanager
+def together_for_a_moment() -> Iterator[None]:
+    """The block, whose votes wait for a short time; the ranks have a long one to connect.
+
+    A rank that votes nothing would leave at once, maybe before others have connected to it.
+    """
+    connect = dist.new_group
+    with (
+        patch.object(dist, "new_group", lambda **how: connect(**how | {"timeout": LONG})),
+        compile_together(timeout=SHORT),
+    ):
+        dist.barrier()
+        yield
+
+
+def compiled_together() -> Region:
+    """A region that all ranks have compiled."""
+    region = Region()
+    with compile_together(timeout=LONG):
+        region(USUAL)
+    dist.barrier()
+    return region
+
+
+def batch_of(rank: int) -> int:
+    return MORE if rank == SLOW else USUAL
+
+
+def one_guard_fails(rank: int) -> Any:
+    region = Region()
+    with compile_together(timeout=LONG):
+        region(USUAL)
+        region(USUAL)
+        region(batch_of(rank))
+        region(USUAL)
+        region(batch_of(rank))
+    return region.shapes
+
+
+def static_sizes_agreed(rank: int) -> Any:
+    """Ranks 1 to 3 need more and more, each at the call of its number; at the last none does."""
+    region, returned = Region(dynamic=False), []
+    with compile_together(timeout=LONG) as votes:
+        for call in range(5):
+            needed = USUAL + call if rank == call else USUAL - rank
+            returned.append(votes.static_size(needed, multiple_of=2))
+            region(returned[-1])
+        returned.append(votes.static_size(3, "images"))
+    return region.shapes, returned
+
+
+def static_sizes_differ(rank: int) -> Any:
+    region = Region(dynamic=False)
+
+    def block() -> None:
+        with compile_together(timeout=LONG):
+            region(USUAL)
+            region(batch_of(rank))
+
+    return region.shapes, said(block)
+
+
+def another_region() -> Callable[[torch.Tensor], torch.Tensor]:
+    """With other code; :class:`Region` has the same code in all instances."""
+
+    def other(batch: torch.Tensor) -> torch.Tensor:
+        return batch + 1
+
+    return torch.compile(other, backend="eager")
+
+
+def code_is_gone_after_a_pass(rank: int) -> Any:
+    """Another region passes in between, so the last vote before was on that one."""
+    region, another = Region(), another_region()
+
+    def block() -> None:
+        with compile_together(timeout=LONG):
+            region(USUAL)
+            another(torch.ones(2))
+            another(torch.ones(2))
+            if rank == SLOW:
+                region.lose_code()
+            region(USUAL)
+
+    return said(block), region.shapes
+
+
+def different_regions(rank: int) -> Any:
+    region, another = Region(), another_region()
+
+    def block() -> None:
+        with compile_together(timeout=LONG):
+            if rank == SLOW:
+                another(torch.ones(2))
+            else:
+                region(USUAL)
+
+    return said(block)
+
+
+def one_does_not_come(rank: int) -> Any:
+    """The others' error can be caught where the region is called, and comes again at each call."""
+    region = compiled_together()
+    first: list[str] = []
+
+    def block() -> None:
+        with together_for_a_moment():
+            if rank != SLOW:
+                first.append(said(lambda: region(USUAL)))
+                region(USUAL)
+
+    return first, said(block)
+
+
+def one_does_not_come_and_none_compiles(rank: int) -> Any:
+    """Dynamo may not compile, so the hook's error has no place to be raised but the end."""
+    region = compiled_together()
+    after: list[str] = []
+
+    def block() -> None:
+        with together_for_a_moment():
+            if rank != SLOW:
+                with torch.compiler.set_stance("eager_on_recompile"):
+                    after.append(said(lambda: region(USUAL)))
+            dist.barrier()
+
+    return said(block), after
+
+
+def sizes_of_other_names(rank: int) -> Any:
+    def block() -> None:
+        with compile_together(timeout=LONG) as votes:
+            votes.static_size(USUAL, "images" if rank == SLOW else "tokens")
+
+    return said(block)
+
+
+SCENARIOS = (
+    one_guard_fails,
+    static_sizes_agreed,
+    static_sizes_differ,
     code_is_gone_after_a_pass,
-    compiled_before_on_some,
     different_regions,
     one_does_not_come,
     one_does_not_come_and_none_compiles,
-    one_guard_fails,
-    play,
     sizes_of_other_names,
-    static_sizes_agreed,
-    static_sizes_differ,
 )
-from tests.unit.ranks import on_ranks
+
+
+def play() -> dict[str, Any]:
+    """In one process: every scenario, and what came of it."""
+    found = {}
+    for scenario in SCENARIOS:
+        torch.compiler.reset()
+        dist.barrier()
+        found[scenario.__name__] = scenario(dist.get_rank())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +254,6 @@ def test_static_shapes_that_differ_are_refused_on_all_ranks(outcome: Any) -> Non
         assert error.startswith("StaticShapeError: ranks would compile scale, line ")
         expected = f"L['batch'] is ({USUAL}, {WIDTH}) on ranks 0, 1, 3, ({MORE}, {WIDTH}) on rank 2"
         assert expected in error and "static_size()" in error
-
-
-def test_a_rank_without_compiled_code_votes_too(outcome: Any) -> None:
-    for rank, shapes in enumerate(outcome(compiled_before_on_some)):
-        assert shapes == static(USUAL) * (1 if rank == SLOW else 2)
 
 
 def test_a_rank_whose_code_is_gone_votes_after_another_region_passed(outcome: Any) -> None:
