@@ -1,12 +1,10 @@
-"""Each thing that a step changes is restored, apart from all others."""
+"""What a step changes beside what ``tests/unit/moe/test_repeats.py`` trains with is restored."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -18,8 +16,6 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.current_max_attn_logits: torch.Tensor | None = None
-        self.register_buffer("sums", torch.ones(3))
-        self.register_buffer("counts", torch.ones(3, dtype=torch.int64))
 
 
 @pytest.fixture
@@ -37,7 +33,7 @@ def tracker() -> Iterator[Any]:
 
     tracker = get_cuda_rng_tracker()
     before = tracker.states_
-    tracker.states_ = {"bytes": torch.get_rng_state(), "generator": torch.Generator()}
+    tracker.states_ = {"generator": torch.Generator()}
     yield tracker
     tracker.states_ = before
 
@@ -63,51 +59,19 @@ def restored(state: Any, seen: Callable[[], Any], change: Callable[[], Any]) -> 
         assert seen() == before
 
 
-def test_random_states_of_the_host(state: Any) -> None:
-    draws = (random.random, numpy.random.rand, lambda: float(torch.rand(())))
-    seen = (
-        random.getstate,
-        lambda: repr(numpy.random.get_state()),
-        lambda: torch.get_rng_state().tolist(),
-    )
-    for draw, see in zip(draws, seen, strict=True):
-        restored(state, see, draw)
+def test_generators_stay_those_of_graphs(state: Any, tracker: Any, device: torch.Generator) -> None:
+    """Of the device, and of Megatron's tracker."""
+    of_graphs = tracker.states_["generator"]
+    for generator in (of_graphs, device):
 
+        def draw(generator: torch.Generator = generator) -> None:
+            torch.rand((), generator=generator)
 
-def test_random_states_of_the_device(state: Any, device: torch.Generator) -> None:
-    def draw() -> None:
-        torch.rand((), generator=device)
+        def seen(generator: torch.Generator = generator) -> Any:
+            return generator.get_state().tolist()
 
-    restored(state, lambda: device.get_state().tolist(), draw)
-
-
-def test_states_of_megatrons_tracker_that_it_replaces(state: Any, tracker: Any) -> None:
-    def draw() -> None:
-        torch.rand(())
-        tracker.states_["bytes"] = torch.get_rng_state()
-
-    def seen() -> Any:
-        return tracker.states_["bytes"].tolist()
-
-    restored(state, seen, draw)
-
-
-def test_generators_of_megatrons_tracker_stay_those_of_graphs(state: Any, tracker: Any) -> None:
-    generator = tracker.states_["generator"]
-
-    def draw() -> None:
-        torch.rand((), generator=generator)
-
-    restored(state, lambda: generator.get_state().tolist(), draw)
-    assert tracker.states_["generator"] is generator
-
-
-@pytest.mark.parametrize("name", ["sums", "counts"])
-def test_buffers_in_place(state: Any, name: str) -> None:
-    attention = state.model[0]
-    buffer = getattr(attention, name)
-    restored(state, buffer.tolist, lambda: buffer.add_(1))
-    assert getattr(attention, name) is buffer
+        restored(state, seen, draw)
+    assert tracker.states_["generator"] is of_graphs
 
 
 def test_the_largest_logits(state: Any) -> None:
@@ -181,29 +145,3 @@ def test_sums_of_losses_for_the_log(
     tracker["reduce_group"] = "a group"
     state.restore()
     assert tracker["reduce_group"] is None
-
-
-def test_checks_of_results(state: Any) -> None:
-    from megatron.core.rerun_state_machine import (
-        destroy_rerun_state_machine,
-        get_rerun_state_machine,
-    )
-
-    destroy_rerun_state_machine()
-    machine = get_rerun_state_machine()
-    values = iter((1.0, 2.0, 3.0, 4.0, 5.0))
-
-    def change() -> None:
-        machine.is_unexpectedly_large(torch.tensor(next(values)), 10, "loss")
-        machine.rerun_requested = not machine.rerun_requested
-
-    restored(
-        state,
-        lambda: (
-            dict(machine.large_value_counts),
-            dict(machine.max_values),
-            machine.rerun_requested,
-        ),
-        change,
-    )
-    destroy_rerun_state_machine()

@@ -14,11 +14,9 @@ from megatron_cg.integrations.standalone import GraphedUnits, graph_units
 
 WIDTH, BATCH = 8, 3
 
-Mask = torch.Tensor | tuple[torch.Tensor | None, ...] | None
-
 
 class Block(nn.Module):
-    """A unit with a parameter of its own, a flag, optional masks, and dropout."""
+    """A unit with a parameter of its own, a flag, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,10 +24,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.2)
 
-    def forward(self, x: torch.Tensor, double: bool = False, *, mask: Mask = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, double: bool = False) -> torch.Tensor:
         hidden = self.dropout(self.down(torch.tanh(self.up(x))))
-        for one in mask if isinstance(mask, tuple) else (mask,):
-            hidden = hidden if one is None else hidden * one
         out: torch.Tensor = x * self.scale + (2 if double else 1) * hidden
         return out
 
@@ -44,12 +40,11 @@ class Network(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
         self.order = [0, 1, 2]
         self.doubled = False
-        self.mask: Mask = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         for index in self.order:
-            x = self.layers[index](x, self.doubled, mask=self.mask)
+            x = self.layers[index](x, self.doubled)
         out: torch.Tensor = self.head(x)
         return out
 
@@ -75,7 +70,6 @@ class Run:
         self.optimizer = fully_shard_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.05))
         self.graphs: GraphedUnits | None = None
         self.steps = 0
-        self.autocast: torch.dtype | None = None
         torch.manual_seed(1)
 
     def with_graphs(self, units: Sequence[Any] = ("layers.*",), **options: Any) -> GraphedUnits:
@@ -97,9 +91,7 @@ class Run:
 
     def loss(self) -> torch.Tensor:
         x = torch.arange(float(BATCH * WIDTH)).reshape(BATCH, WIDTH).add(self.steps).sin()
-        with torch.autocast("cpu", dtype=self.autocast, enabled=self.autocast is not None):
-            outputs = self.model(x)
-        loss: torch.Tensor = outputs.float().square().sum()
+        loss: torch.Tensor = self.model(x).square().sum()
         return loss
 
     def weights(self) -> Iterator[torch.Tensor]:

@@ -1,9 +1,10 @@
-"""Units under autocast: each pass is captured under the one around it in eager training."""
+"""Units under autocast: a pass is captured under the one around it in eager training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,27 +12,29 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg import graph_units
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
 from tests.unit.counted import expect
+from tests.unit.integrations.standalone.plain import (
+    REPLAYED,
+    STEPS,
+    UNITS,
+    WARMUP,
+    Training,
+    Unit,
+    assert_as_eager,
+    in_turn,
+    same,
+    units,
+)
 
-WIDTH, UNITS, WARMUP, STEPS = 8, 2, 2, 5
-PLACES = ("around the step", "inside the step", "forward", "backward")
-"""Where a training loop enters autocast; all but the third are around backward passes."""
+PLACES = ("both passes", "forward", "backward")
+"""Where a training loop enters autocast."""
 
 
-def autocast(dtype: torch.dtype | None = torch.bfloat16) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype, enabled=dtype is not None)
-
-
-class Unit(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + torch.tanh(self.linear(x))
-        return out
+def autocast(
+    dtype: torch.dtype | None = torch.bfloat16, **options: Any
+) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype, enabled=dtype is not None, **options)
 
 
 class Island(Unit):
@@ -79,92 +82,63 @@ class Own(Unit):
         return x + torch.tanh(out)
 
 
-KINDS = (Unit, Island, Twice, Recomputes, Own)
+def under(place: str, cache: bool = True) -> Callable[[Training, torch.Tensor], torch.Tensor]:
+    """A microbatch with autocast in that place."""
 
+    def at(here: str) -> AbstractContextManager[Any]:
+        return autocast(cache_enabled=cache) if here == place else nullcontext()
 
-class Training:
-    """One model and its steps, with autocast in the named places."""
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        with at("both passes"):
+            with at("forward"):
+                y = in_turn(run.model, x)
+            loss = y.float().square().mean()
+            with at("backward"):
+                loss.backward()
+        return loss
 
-    def __init__(self, kind: Callable[[], nn.Module], *places: str) -> None:
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(kind() for _ in range(UNITS))
-        self.optimizer = torch.optim.SGD(self.layers.parameters(), lr=0.1)
-        self.places = places
-
-    def at(self, place: str) -> AbstractContextManager[Any]:
-        return autocast() if place in self.places else nullcontext()
-
-    def run(self, graphs: Any) -> Iterator[torch.Tensor]:
-        """Losses and weights."""
-        for number in range(STEPS):
-            self.optimizer.zero_grad()
-            torch.manual_seed(number)
-            with self.at(PLACES[0]), graphs.step() if graphs else nullcontext(), self.at(PLACES[1]):
-                x = torch.randn(4, WIDTH)
-                with self.at("forward"):
-                    for layer in self.layers:
-                        x = layer(x)
-                loss = x.float().square().mean()
-                with self.at("backward"):
-                    loss.backward()
-                self.optimizer.step()
-            yield loss.detach()
-        yield from (parameter.detach().clone() for parameter in self.layers.parameters())
-
-    def graphs(self, **options: Any) -> Any:
-        return graph_units(self.layers, "*", backend="tape", warmup_steps=WARMUP, **options)
-
-
-def same(eager: Iterable[torch.Tensor], graphed: Iterable[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(eager, graphed, strict=True))
+    return microbatch
 
 
 @pytest.mark.parametrize("verify_interval", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [Unit, Island, Twice, Recomputes, Own])
 def test_a_forward_pass_is_captured_under_its_own_autocast(
     kind: type[Unit], verify_interval: int
 ) -> None:
-    graphed = Training(kind, "forward")
-    with graphed.graphs(verify_interval=verify_interval) as graphs:
-        found = list(graphed.run(graphs))
-        expect(graphs.counters, replayed=(STEPS - WARMUP) * UNITS, mismatched=0)
-    assert same(Training(kind, "forward").run(None), found)
+    counts = {"replayed": REPLAYED, "mismatched": 0}
+    of_training = (partial(units, kind), under("forward"))
+    assert_as_eager(counts, *of_training, verify_interval=verify_interval)
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "forward"])
+@pytest.mark.parametrize("place", ["both passes", "backward"])
 def test_a_backward_pass_under_autocast_is_refused(place: str) -> None:
-    training = Training(Unit, place)
-    with (
-        training.graphs() as graphs,
-        pytest.raises(ConfigurationError, match=r"unit-autocast\].*outside of torch.autocast"),
-    ):
+    training = Training(units, under(place))
+    words = r"unit-autocast\].*outside of torch.autocast"
+    with training.graphs() as graphs, pytest.raises(ConfigurationError, match=words):
         list(training.run(graphs))
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_in_another_precision_is_no_step_of_these_graphs(place: str) -> None:
     """An eager pass follows a forward pass in another precision; none can follow a replay."""
-    eager, graphed = Training(Island), Training(Island)
+    eager, graphed = (Training(partial(units, Island), under("")) for _ in range(2))
     with graphed.graphs() as graphs:
-        list(graphed.run(graphs))
-        list(eager.run(None))
-        eager.places = graphed.places = (place,)
+        assert same(list(eager.run()), list(graphed.run(graphs)))
+        eager.microbatch = graphed.microbatch = under(place)
         if place == "backward":
             with pytest.raises(ReplayMismatchError, match="cpu in the backward pass was off"):
                 list(graphed.run(graphs))
             return
-        found = list(graphed.run(graphs))
+        assert same(list(eager.run()), list(graphed.run(graphs)))
         expect(graphs.counters, mismatched=STEPS * UNITS)
-    assert same(eager.run(None), found)
 
 
 class UnderItsOwn(Unit):
     """Enters autocast outside of the unit below it."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.dtype: torch.dtype | None = None
-        self.inner = Island()
+        self.dtype, self.inner = dtype, Island()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with autocast(self.dtype):
@@ -173,51 +147,30 @@ class UnderItsOwn(Unit):
 
 
 def test_units_may_run_under_different_autocast() -> None:
-    losses = []
-    for graphed in (False, True):
-        training: Any = Training(UnderItsOwn)
-        training.layers[1].dtype = torch.bfloat16
-        graphs = graph_units(training.layers, "*.inner", backend="tape") if graphed else None
-        losses.append(list(training.run(graphs)))
-        if graphs is not None:
-            graphs.close()
-            expect(graphs.counters, replayed=(STEPS - 3) * UNITS, mismatched=0)
-    assert same(*losses)
+    def make() -> nn.ModuleList:
+        return nn.ModuleList([UnderItsOwn(None), UnderItsOwn(torch.bfloat16)])
+
+    assert_as_eager({"replayed": REPLAYED, "mismatched": 0}, make, under(""), units="*.inner")
 
 
-class Sharing(Training):
+def sharing(twice: bool) -> nn.ModuleList:
     """Two units with one weight, or one unit that is called twice."""
-
-    def __init__(self, *places: str, twice: bool, cache: bool = True) -> None:
-        super().__init__(Unit, *places)
-        first, second = (vars(layer)["_modules"]["linear"] for layer in self.layers)
-        self.cache = cache
-        if not twice:
-            second.weight = first.weight
-        else:
-            self.layers = nn.ModuleList(list(self.layers)[:1] * 2)
-
-    def at(self, place: str) -> AbstractContextManager[Any]:
-        on = torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cache)
-        return on if place in self.places else nullcontext()
+    first, second = Unit(), Unit()
+    second.linear.weight = first.linear.weight
+    return nn.ModuleList([first, first if twice else second])
 
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_cast_that_two_calls_share_is_refused(twice: bool) -> None:
-    training = Sharing("forward", twice=twice)
+    training = Training(partial(sharing, twice), under("forward"))
     words = r"unit-shared-gradients\] unit [01]: a weight that .*cache_enabled=False"
-    with (
-        graph_units(training.layers, "*", backend="tape", warmup_steps=WARMUP) as graphs,
-        pytest.raises(ConfigurationError, match=words),
-    ):
+    with training.graphs() as graphs, pytest.raises(ConfigurationError, match=words):
         list(training.run(graphs))
 
 
-@pytest.mark.parametrize("places", [(), ("forward",)])
+@pytest.mark.parametrize("place", ["", "forward"])
 @pytest.mark.parametrize("twice", [False, True])
-def test_weights_may_be_shared_without_shared_casts(twice: bool, places: tuple[str, ...]) -> None:
-    graphed = Sharing(*places, twice=twice, cache=False)
-    with graphed.graphs() as graphs:
-        found = list(graphed.run(graphs))
-        assert graphs.counters.replayed > 0
-    assert same(Sharing(*places, twice=twice, cache=False).run(None), found)
+def test_weights_may_be_shared_without_shared_casts(twice: bool, place: str) -> None:
+    calls = (STEPS - WARMUP) * 2
+    counts = {"eager": calls // 2 if twice else 0, "replayed": calls // 2 if twice else calls}
+    assert_as_eager(counts, partial(sharing, twice), under(place, cache=False))

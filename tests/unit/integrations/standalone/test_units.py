@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from megatron_cg.fsdp.unsharded import Unsharded
 from megatron_cg.integrations.standalone import graph_units
 from megatron_cg.integrations.standalone.units import find_units
 from tests.unit.integrations.standalone.networks import Run
-from tests.unit.ranks import on_ranks
 
 pytest.importorskip("megatron_fsdp")
 
@@ -62,33 +60,11 @@ def test_a_star_stands_for_one_part_of_a_name(one_rank: None) -> None:
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_old_weights_are_refused(strategy: str, one_rank: None) -> None:
+    """Weights that are all sharded are gathered in each pass."""
     run = Run(zero_dp_strategy=strategy, overlap_param_gather=False)
     assert rules_of(run, ["layers.*"]) == ["old-weights"]
-
-
-def test_weights_that_are_all_sharded_are_gathered_in_each_pass(one_rank: None) -> None:
     with Run(overlap_param_gather=False).with_graphs():
         pass
-
-
-def losses_of_ranks() -> dict[str, list[list[float]]]:
-    """Losses of three eager steps without overlapped gathers, and with them."""
-    found: dict[str, list[list[float]]] = {}
-    for strategy, on in product(("optim", "optim_grads", "optim_grads_params"), (False, True)):
-        run = Run(zero_dp_strategy=strategy, overlap_param_gather=on)
-        found.setdefault(strategy, []).append([run.step().item() for _ in range(3)])
-    return found
-
-
-def test_without_overlapped_gathers_ranks_compute_with_old_weights() -> None:
-    """No graph is involved; a step's first loss is that of the weights as they were made."""
-    for found in on_ranks(losses_of_ranks):
-        apart, overlapped = found["optim_grads_params"]
-        assert apart == overlapped
-        for strategy in ("optim", "optim_grads"):
-            apart, overlapped = found[strategy]
-            assert apart[0] == overlapped[0]
-            assert apart[1] != overlapped[1] and apart[2] != overlapped[2]
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

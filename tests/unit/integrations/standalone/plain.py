@@ -1,0 +1,107 @@
+"""Plain units in one process, trained eagerly and with graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg import GraphedUnits, graph_units
+from tests.unit.counted import expect
+
+WIDTH, ROWS, UNITS, WARMUP, STEPS = 8, 4, 2, 2, 5
+REPLAYED = (STEPS - WARMUP) * UNITS
+"""Replays of two units that run once in each step."""
+
+
+class Unit(nn.Module):
+    """A linear layer with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + torch.tanh(self.linear(x))
+        return out
+
+
+def units(kind: Callable[[], nn.Module] = Unit) -> nn.ModuleList:
+    """Two units of a kind."""
+    return nn.ModuleList(kind() for _ in range(UNITS))
+
+
+def in_turn(layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    """What the last of the layers makes of ``x``."""
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def train(run: Training, x: torch.Tensor) -> torch.Tensor:
+    """The loss of a microbatch after its backward pass."""
+    loss = in_turn(run.model, x).square().mean()
+    loss.backward()
+    return loss
+
+
+class Training:
+    """A model and its steps; ``microbatch`` runs the passes of one and returns a loss."""
+
+    def __init__(
+        self,
+        make: Callable[[], Any] = units,
+        microbatch: Callable[[Training, torch.Tensor], torch.Tensor] = train,
+        microbatches: int = 1,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = make()
+        self.microbatch, self.microbatches = microbatch, microbatches
+        self.step = self.number = 0
+        """Of the step, and of the microbatch in it."""
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=0.1)
+
+    def graphs(self, units: str = "*", **options: Any) -> GraphedUnits:
+        return graph_units(self.model, units, backend="tape", warmup_steps=WARMUP, **options)
+
+    def run(self, graphs: GraphedUnits | None = None) -> Iterator[torch.Tensor | None]:
+        """Losses, gradients (None where a weight has none) and weights."""
+        for step in range(STEPS):
+            self.step = step
+            torch.manual_seed(step)
+            self.optimizer.zero_grad()
+            with graphs.step() if graphs is not None else nullcontext():
+                for number in range(self.microbatches):
+                    self.number = number
+                    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+                    yield self.microbatch(self, x).detach()
+                    yield x.grad
+                for weight in self.model.parameters():
+                    yield None if weight.grad is None else weight.grad.clone()
+                self.optimizer.step()
+        yield from (weight.detach().clone() for weight in self.model.parameters())
+
+
+def same(eager: Iterable[torch.Tensor | None], graphed: Iterable[torch.Tensor | None]) -> bool:
+    """Whether two runs have the same bits, and no gradient in the same places."""
+    pairs = list(zip(eager, graphed, strict=True))
+    return all(
+        one is other if one is None or other is None else torch.equal(one, other)
+        for one, other in pairs
+    )
+
+
+def assert_as_eager(
+    counts: dict[str, int], *of_training: Any, units: str = "*", **options: Any
+) -> None:
+    """Train eagerly and with graphs: the same bits, and these counts of the graphs."""
+    eager, graphed = Training(*of_training), Training(*of_training)
+    expected = list(eager.run())
+    with graphed.graphs(units, **options) as graphs:
+        found = list(graphed.run(graphs))
+        expect(graphs.counters, **counts)
+    assert same(expected, found)

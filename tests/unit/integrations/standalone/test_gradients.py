@@ -1,0 +1,207 @@
+"""Gradients that units sum, leave out, check for NaN, or that are differentiated again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from tests.unit.integrations.standalone.plain import (
+    REPLAYED,
+    ROWS,
+    UNITS,
+    WIDTH,
+    Training,
+    Unit,
+    assert_as_eager,
+    in_turn,
+    train,
+    units,
+)
+
+
+def used_later(run: Training, x: torch.Tensor) -> torch.Tensor:
+    """Each unit's input has one more use after it."""
+    for layer in run.model:
+        x = layer(x) + x.sin() * 3
+    loss = x.square().mean()
+    loss.backward()
+    return loss
+
+
+def test_an_input_that_is_used_twice_inside_and_later_outside_is_refused() -> None:
+    """Autograd adds three gradients in another order. All such units are named at once."""
+    training = Training(units, used_later)
+    with training.graphs() as graphs, pytest.raises(ConfigurationError) as error:
+        list(training.run(graphs))
+    said = "x, used 2 times inside and 1 times later outside"
+    named = [(one.rule, one.found) for one in error.value.violations]
+    assert named == [("unit-shared-gradients", f"unit {n}: {said}") for n in range(UNITS)]
+
+
+class AsOneUse(Unit):
+    """Autograd sums its two uses first, as a graph does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view_as(x))
+
+
+def test_uses_of_a_view_are_summed_as_in_eager_training() -> None:
+    counts = {"replayed": REPLAYED, "mismatched": 0}
+    assert_as_eager(counts, partial(units, AsOneUse), used_later)
+
+
+class _NanUnlessZero(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.where(gradient == 0, float("nan"))
+
+
+class Two(Unit):
+    """The gradient of its second result is NaN, unless nobody uses that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropped: torch.Tensor = _NanUnlessZero.apply(x)  # type: ignore[no-untyped-call]
+        return torch.cat([super().forward(x), dropped], dim=1)
+
+
+class Masking(nn.Module):
+    """Drops the second result of its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = Two()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: torch.Tensor = self.unit(x)[:, :WIDTH]
+        return kept
+
+
+@pytest.mark.parametrize("verify_interval", [0, 1])
+def test_anomaly_mode_sees_no_made_up_gradients(verify_interval: int) -> None:
+    counts = {"replayed": REPLAYED, "mismatched": 0}
+    with torch.autograd.set_detect_anomaly(True):
+        of_training = (partial(units, Masking), train)
+        assert_as_eager(counts, *of_training, units="*.unit", verify_interval=verify_interval)
+        assert torch.is_anomaly_enabled()
+
+
+def test_anomaly_mode_names_a_replay_that_returns_nan() -> None:
+    def poisoned(run: Training, x: torch.Tensor) -> torch.Tensor:
+        in_turn(run.model, x).square().mean().mul(float("nan")).backward()
+        raise AssertionError("not reached")
+
+    training = Training()
+    with training.graphs() as graphs:
+        list(training.run(graphs))
+        training.microbatch = poisoned
+        with (
+            torch.autograd.set_detect_anomaly(True),
+            pytest.raises(RuntimeError, match="returned nan values"),
+        ):
+            list(training.run(graphs))
+
+
+def with_graph_of_its_own(run: Training, x: torch.Tensor) -> torch.Tensor:
+    """Nobody differentiates the gradients."""
+    loss = in_turn(run.model, x).square().mean()
+    loss.backward(create_graph=True)
+    for tensor in (x, *run.model.parameters()):
+        tensor.grad = tensor.grad.detach()
+    return loss
+
+
+def penalty(run: Training, x: torch.Tensor) -> torch.Tensor:
+    """The incoming gradient of the last unit needs none itself."""
+    (gradient,) = torch.autograd.grad(in_turn(run.model, x).sum(), x, create_graph=True)
+    loss = gradient.square().sum()
+    loss.backward()
+    return loss
+
+
+def of_weights(run: Training, x: torch.Tensor) -> torch.Tensor:
+    in_turn(run.model, x).square().mean().backward(create_graph=True)
+    loss = torch.stack([weight.grad.norm() for weight in run.model.parameters()]).sum()
+    loss.backward()
+    return loss
+
+
+def test_gradients_may_have_a_graph_that_nobody_uses() -> None:
+    counts = {"replayed": REPLAYED, "mismatched": 0}
+    assert_as_eager(counts, units, with_graph_of_its_own)
+
+
+@pytest.mark.parametrize("twice", [penalty, of_weights])
+def test_a_second_derivative_names_the_unit_and_what_to_do(twice: Any) -> None:
+    training = Training(units, twice)
+    words = r"^[01]: .*create_graph=True.* Leave the unit out of graph_units\.$"
+    with training.graphs() as graphs, pytest.raises(ReplayMismatchError, match=words):
+        list(training.run(graphs))
+
+
+class Pair(Unit):
+    """Its second output alone depends on ``second`` and on the second input."""
+
+    recomputes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, other: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inner = torch.tanh(self.linear(x))
+        if self.recomputes:  # Autograd's graph does not show which parameters this uses.
+            again: Any = checkpoint(self.linear, x, use_reentrant=True)
+            inner = inner.detach() + again
+        return x + self.first(inner), self.second(inner * other)
+
+
+class Recomputing(Pair):
+    recomputes = True
+
+
+class Pairs(nn.Module):
+    """Two such units, whose second input is learned."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers, self.others = units(kind), nn.Parameter(torch.randn(ROWS, WIDTH))
+
+
+USES = {"never": (), "in a step before capture": (0,), "in some replays": (2, 4)}
+"""In which steps the loss uses the second outputs: one of two microbatches."""
+
+
+@pytest.mark.parametrize("verify_interval", [0, 1])
+@pytest.mark.parametrize("kind", [Pair, Recomputing])
+@pytest.mark.parametrize("uses", USES)
+def test_what_only_an_unused_output_needs_gets_no_gradient(
+    uses: str, kind: type[Pair], verify_interval: int
+) -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        y, others, more = x * 1, run.model.others * 1, []
+        for layer in run.model.layers:
+            y, second = layer(y, others)
+            more.append(second)
+        loss = y.square().mean()
+        if run.step in USES[uses] and run.number == 1:
+            loss = loss + torch.stack(more).mean()
+        loss.backward()
+        return loss
+
+    assert any(one is None for one in Training(partial(Pairs, kind), microbatch, 2).run())
+    counts = {"replayed": 2 * REPLAYED, "mismatched": 0}
+    of_training = (partial(Pairs, kind), microbatch, 2)
+    assert_as_eager(counts, *of_training, units="layers.*", verify_interval=verify_interval)
