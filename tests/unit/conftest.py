@@ -23,7 +23,7 @@ LONGEST = (
     "backends/tape/test_own_loop.py",
     "ordering/test_order.py",
     "moe/test_training.py",
-    "moe/test_eight_ranks.py",
+    "moe/test_four_ranks.py",
     "moe/test_repeats.py",
     "compiled/test_together.py",
     "integrations/standalone/test_sharded.py",

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from tests.functional.loops import RECOMPUTE
 from tests.unit.moe.steps_of_megatron import MegatronTrainer, repeats, trainer_of
-from tests.unit.moe.test_training import LOSSES, SIGMOID
 from tests.unit.ranks import on_ranks
 
 WARMUP, LAYERS, MICROBATCHES, FACTOR = 1, 2, 2, 1.05
@@ -84,6 +83,13 @@ class Case:
 
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
 ON_META = {"init_model_with_meta_device": True}
+SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_dtype": "fp32",
+}
+LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
 RECOMPUTED = {**RECOMPUTE, **SIGMOID}
 PLACES: dict[str, Exceeds] = {
     "every pass, at first": every_pass,

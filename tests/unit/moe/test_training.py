@@ -45,35 +45,19 @@ OVERLAPPED: dict[str, Any] = {
     "moe_shared_expert_gate": True,
 }
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-SIGMOID = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_router_dtype": "fp32",
-}
-GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
-LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
 ONE_CHOICE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 MODELS = {
-    "one rank has all experts": Model(ways=("eager", "graphs", "fast", "router", "layer")),
+    "one rank has all experts": Model(ways=("graphs", "fast", "layer")),
     "experts on two ranks": Model(2, ways=("eager", "graphs", "fast", "router", "layer", "peer")),
     "one expert a rank": Model(2, ONE_CHOICE, experts=2),
-    "more choices than local experts": Model(2, {"moe_router_topk": 3}),
-    "shared experts": Model(2, SHARED),
     "shared experts, overlapped": Model(2, OVERLAPPED, ways=("fast", "router", "alone", "layer")),
     "overlapped, ZeRO-2": Model(
         2, OVERLAPPED, {"data_parallel_sharding_strategy": "optim_grads"}, ways=("router",)
     ),
-    "overlapped, drop and pad": Model(
-        2, {**OVERLAPPED, **DROP_AND_PAD}, grouped=False, ways=("fast", "layer")
-    ),
-    "sigmoid, bias, groups of experts": Model(2, {**SIGMOID, **GROUPS}, experts=8),
-    "groups of experts, z-loss, jitter": Model(2, {**GROUPS, **LOSSES}, experts=8),
+    "overlapped, drop and pad": Model(2, {**OVERLAPPED, **DROP_AND_PAD}, grouped=False),
     "probabilities on the input": Model(2, {**ONE_CHOICE, "moe_apply_probs_on_input": True}),
-    "ZeRO-2": Model(2, fsdp={"data_parallel_sharding_strategy": "optim_grads"}),
-    "ZeRO-1": Model(2, fsdp={"data_parallel_sharding_strategy": "optim"}),
-    "no shards": Model(2, fsdp={"data_parallel_sharding_strategy": "no_shard"}),
 }
+"""``tools.random_models`` draws other routers, losses and ways of sharding."""
 CASES = [(name, way) for name, model in MODELS.items() for way in model.ways]
 SCOPES = {"eager": EXPERTS, "graphs": EXPERTS, "fast": EXPERTS, "layer": ()} | {"peer": EXPERTS}
 SCOPES |= {"router": ROUTER, "alone": ALONE, "dense": ("attn", "mlp")}

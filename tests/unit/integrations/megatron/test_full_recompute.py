@@ -23,7 +23,8 @@ from megatron_cg.tools.align.compare import compare, read_run
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.loops import RECOMPUTE
-from tests.unit.moe.test_training import DROP_AND_PAD, SIGMOID
+from tests.unit.moe.test_repeats import SIGMOID
+from tests.unit.moe.test_training import DROP_AND_PAD
 from tests.unit.trainers import half_a_batch, trainer_of
 
 STEPS, WARMUP, LAYERS, FIRST = 3, 1, 3, 2

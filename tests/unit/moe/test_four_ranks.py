@@ -1,4 +1,4 @@
-"""Eight ranks train bit for bit as eager, however the model is split over them."""
+"""Four ranks train bit for bit as eager, however the model is split over them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import pytest
 from tests.unit.moe.test_training import FAST, LAYERS, MICROBATCHES, STEPS, WARMUP, Model, train_all
 from tests.unit.ranks import on_ranks
 
-RANKS = 8
+RANKS = 4
 TWO_GROUPS = {"num_distributed_optimizer_instances": 2}
-"""Weights are sharded over four ranks, twice (HSDP)."""
+"""Weights are sharded over two ranks, twice (HSDP)."""
 OUTER_SHARDS = {**TWO_GROUPS, "outer_dp_sharding_strategy": "optim"}
-"""And the optimizer's state is sharded over all eight (HFSDP)."""
+"""And the optimizer's state is sharded over all four (HFSDP)."""
 WHOLE_AND_PARTS = ("fast", "router")
 DENSE: dict[str, Any] = {"experts": 0, "grouped": False, "ways": ("dense",)}
 LAYOUTS = {
+    "EP 2 x FSDP 2": Model(2, ways=WHOLE_AND_PARTS),
     "EP 4": Model(4, experts=8, ways=WHOLE_AND_PARTS),
-    "EP 8": Model(8, experts=8, ways=WHOLE_AND_PARTS),
-    "TP 2 x FSDP 4": Model(tensor_parallel=2, **DENSE),
-    "HSDP 2 x 4": Model(fsdp=TWO_GROUPS, **DENSE),
-    "HSDP 2 x 4, experts": Model(fsdp=TWO_GROUPS, ways=WHOLE_AND_PARTS),
-    "HFSDP 2 x 4": Model(fsdp=OUTER_SHARDS, **DENSE),
-    "HFSDP 2 x 4, experts": Model(fsdp=OUTER_SHARDS, ways=WHOLE_AND_PARTS),
+    "TP 2 x FSDP 2": Model(tensor_parallel=2, **DENSE),
+    "HSDP 2 x 2": Model(fsdp=TWO_GROUPS, **DENSE),
+    "HFSDP 2 x 2": Model(fsdp=OUTER_SHARDS, **DENSE),
+    "HFSDP 2 x 2, experts": Model(fsdp=OUTER_SHARDS, ways=WHOLE_AND_PARTS),
 }
 CASES = [(name, way) for name, model in LAYOUTS.items() for way in model.ways]
 
