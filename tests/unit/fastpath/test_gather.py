@@ -17,7 +17,6 @@ from torch import nn
 
 from megatron_cg.fastpath.gather import DeferredPrefetch, Gathers, install_gathers
 from megatron_cg.fastpath.unshard import (
-    CachedModules,
     CachedParameters,
     _fetched,
     _gathered,
@@ -31,11 +30,7 @@ from tests.unit.trainers import trainer_of
 
 Events = list[tuple[Any, ...]]
 GATHER = "gather"
-RECOMPUTED = {
-    "cuda_graph_impl": "none",
-    "cuda_graph_modules": [],
-    **RECOMPUTE,
-}
+RECOMPUTED = {"cuda_graph_impl": "none", "cuda_graph_modules": [], **RECOMPUTE}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "experts": {"experts": 4},
     "no double buffer": {
@@ -44,7 +39,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
             "fsdp_db_use_persist_buf_on_alloc_fail": False,
         }
     },
-    "recomputed": {"recompute": True},
+    "recomputed": {"options": RECOMPUTED},
     "no overlap": {"fsdp_options": {"overlap_param_gather": False}},
     "ZeRO-2": {"fsdp_options": {"data_parallel_sharding_strategy": "optim_grads"}},
 }
@@ -52,19 +47,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], None]]) -> Any:
     """Numbers of a run with an evaluation and a checkpoint, and what it did with buckets."""
-    from megatron.core.transformer.transformer_config import TransformerConfig as Config
-
-    options = dict(options)
-    recompute = options.pop("recompute", False)
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        if recompute:
-
-            def recomputing(**given: Any) -> Any:
-                return Config(**given | RECOMPUTED)
-
-            patch.setattr("megatron_cg.tools.cpu.cpu_model.TransformerConfig", recomputing)
-        shape = CpuModelConfig(layers=3, hidden_size=16, ffn_hidden_size=16, **options)
-        trainer = stack.enter_context(trainer_of(shape, microbatches=2))
+    shape = CpuModelConfig(layers=3, hidden_size=16, ffn_hidden_size=16, **options)
+    with trainer_of(shape, microbatches=2) as trainer:
         fsdp = trainer.model.module
         numbers: list[Any] = [trainer.step()]
         undo = ExitStack()
@@ -371,13 +355,6 @@ def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
     assert len(seen) == 1
     undo()
     assert "all_gather_params" not in vars(pipeline)
-
-
-def test_modules_get_their_state_together() -> None:
-    unit = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1)))
-    for module in CachedModules(unit).modules():
-        module._training_state = "forward"
-    assert {module._training_state for module in unit.modules()} == {"forward"}
 
 
 MARKS = {"grad_added_to_main_grad": False, "__fsdp_param__": True, "overwrite_main_grad": True}
