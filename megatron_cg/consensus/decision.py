@@ -51,9 +51,6 @@ class Kind(IntEnum):
     """Whether a replay differs from an eager pass."""
 
 
-_OF_COMPILED_REGIONS = {Kind.GUARD, Kind.COMPILE, Kind.SIZE}
-
-
 @dataclass(frozen=True)
 class Vote:
     """The vote of one rank."""
@@ -86,9 +83,8 @@ class Decision:
         """Why this was decided, in words."""
         reasons = []
         if self.asked:
-            request = (
-                "to capture again" if self.level is Level.RECAPTURE else "to discard the graphs"
-            )
+            again = self.level is Level.RECAPTURE
+            request = "to capture again" if again else "to discard the graphs"
             reasons.append(f"{ranks_text(self.asked)} asked {request}")
         if self.minority:
             reasons.append(
@@ -152,15 +148,10 @@ def _mixed_up(heads: list[list[int]], group: Sequence[int]) -> str:
         f"{ranks_text(ranks)} to {name_of(Kind(kind))} {serial}"
         for (kind, serial), ranks in votes.items()
     )
-    instead = (
-        "Call the same compiled regions, in the same order, on all ranks, and enter "
-        "compile_together() before the first of them"
-        if any(kind in _OF_COMPILED_REGIONS for kind, _ in votes)
-        else "To train without graphs: --cuda-graph-impl none"
-    )
     return (
         f"ranks came to different votes: {each}. They no longer do the same, so this run ends on "
-        f"all of them. {instead}"
+        "all of them. Compiled regions: call the same ones in the same order on all ranks. To "
+        "train without graphs: --cuda-graph-impl none"
     )
 
 

@@ -41,9 +41,7 @@ from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.ranges import in_range
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others' votes, as long as NCCL's default. Capture of a large model
-takes minutes, and ranks differ."""
-
+"""How long a rank waits for the others' votes. Capture of a large model takes minutes."""
 FALLING_BACK = timedelta(seconds=60)
 """How long a rank waits for the others to fall back to eager after a mismatch. They find the same
 mismatch at the same call."""
@@ -123,7 +121,7 @@ class Agreement:
         self._left = 0
 
     def undo_together(self, undo: Callable[[], None]) -> None:
-        """Store ``undo`` until :meth:`together`; see Note [Undone by all ranks together]."""
+        """Store ``undo``; see Note [Undone by all ranks together]."""
         self._together.append(undo)
         self._left += 1
 
@@ -267,14 +265,10 @@ class Agreement:
             ) from error
 
     def fall_back_together(self, name: str, timeout: timedelta | None = None) -> None:
-        """Return when all ranks want to fall back to eager at this call of a graph.
-
-        Args:
-            name: of the graph.
-            timeout: how long to wait for a rank that does not arrive; :data:`FALLING_BACK` if None.
+        """Return when all ranks want to fall back to eager at this call of the graph ``name``.
 
         Raises AgreementError when a rank is at another graph, or does not arrive within
-        ``timeout``: that rank is waiting for a collective in its replay.
+        ``timeout`` (:data:`FALLING_BACK` if None): it is waiting for a collective in its replay.
         """
         if len(self._ranks) == 1:  # No rank could wait for this one.
             return
@@ -283,11 +277,7 @@ class Agreement:
         self._require_same(decision, name)
 
     def on_any_rank(self, name: str, here: bool) -> bool:
-        """Whether ``here`` is true on any rank. A vote of all ranks at this call of a graph.
-
-        Args:
-            name: of the graph.
-            here: what this rank found.
+        """Whether ``here`` is true on any rank. All ranks vote at this call of the graph ``name``.
 
         Raises AgreementError as :meth:`fall_back_together`.
         """
