@@ -3,26 +3,35 @@
 A module that relies on another package declares each symbol as a :class:`Symbol`, gets the object
 from that :class:`Symbol`, and lists all of them in a tuple ``RELIES_ON``. ``megatron-cg doctor``
 finds the modules that have this tuple and looks up each symbol, so it checks exactly what is used.
+
+Note [Fingerprints]
+    The fingerprint of a function ignores its formatting. It stays the same if comments, docstrings,
+    annotations or line breaks change, and for every version of Python that parses the function into
+    the same syntax tree.
 """
 
 from __future__ import annotations
 
+import ast
 import dis
 import importlib.util
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from hashlib import blake2b
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.upstream.fingerprints import of_function
 
 _INSIDE = "<locals>"
+_NOT_CODE = {"annotation", "returns", "type_comment", "type_params", "ctx", "kind"}
+_WITH_DOCSTRING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
 _PACKAGES = {
     "megatron-core": "megatron.core",
     "megatron-fsdp": "megatron_fsdp",
@@ -128,13 +137,16 @@ class Symbol:
         """
         if not self.fingerprints:
             return None
-        found = of_function(self.find())
-        if found in self.fingerprints:
+        try:
+            fingerprint = fingerprint_of(textwrap.dedent(inspect.getsource(self.find())))
+        except (OSError, TypeError, SyntaxError):
+            fingerprint = "unknown, as its source is not there"
+        if fingerprint in self.fingerprints:
             return None
         version = installed_version(self.distribution) or "not installed"
         return (
             f"{self.path} of {self.distribution} {version} has another body than the releases that "
-            f"this was written for (fingerprint {found or 'unknown, as its source is not there'})"
+            f"this was written for (fingerprint {fingerprint})"
         )
 
     def require_known_body(self) -> None:
@@ -217,3 +229,23 @@ def _sets(function: Any, name: str) -> bool:
     if any(step.opname == "STORE_ATTR" and step.argval == name for step in dis.Bytecode(code)):
         return True
     return any(_sets(inner, name) for inner in _codes_in(code))
+
+
+@cache
+def fingerprint_of(source: str) -> str:
+    """The fingerprint of a function's source; see Note [Fingerprints]. Raises SyntaxError."""
+    body = ast.parse(source).body
+    return blake2b(_code(body[0] if len(body) == 1 else body).encode(), digest_size=8).hexdigest()
+
+
+def _code(node: Any) -> str:
+    if isinstance(node, list):
+        return f"[{' '.join(map(_code, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if name not in _NOT_CODE}
+    if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
+        fields["body"] = fields["body"][1:]
+    # Absent and empty count as equal: versions of Python differ in which one they use.
+    kept = (f"{name}={_code(value)}" for name, value in fields.items() if value not in (None, []))
+    return f"{type(node).__name__}({' '.join(kept)})"

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import math
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
 from megatron_cg.tools.cpu.fakes import cpu_fakes
+from megatron_cg.upstream.symbols import fingerprint_of
 
 
 def source_of_te(*below: str) -> Path:
@@ -26,6 +28,16 @@ def source_of_te(*below: str) -> Path:
     found = next((place for place in places if place.exists()), None)
     assert found is not None, "transformer-engine's sources are not there: run make test"
     return found
+
+
+def fingerprint_in(source: str, path: str) -> str:
+    """The fingerprint of the function at ``path``, such as ``Class.method``, in a file's source."""
+    node: Any = ast.parse(source)
+    for name in path.replace(".<locals>", "").split("."):
+        node = next(one for one in ast.walk(node) if getattr(one, "name", None) == name)
+    lines = source.splitlines(keepends=True)
+    first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+    return fingerprint_of(textwrap.dedent("".join(lines[first - 1 : node.end_lineno])))
 
 
 def loops_of_te(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:

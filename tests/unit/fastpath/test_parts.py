@@ -16,10 +16,9 @@ from megatron_cg.fastpath.local_tensors import REPLACES
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.tools.doctor import relied_on
-from megatron_cg.upstream.fingerprints import of_source
 from megatron_cg.upstream.symbols import Symbol, installed_version
 from tests.unit.identity import Same
-from tests.unit.te_sources import source_of_te
+from tests.unit.te_sources import fingerprint_in, source_of_te
 from tests.unit.trainers import trainer_of
 
 CELLS = (
@@ -139,7 +138,7 @@ def test_a_fingerprint_is_that_of_the_released_transformer_engine(symbol: Symbol
     assert module.startswith("transformer_engine.pytorch.")
     *folders, file = module.split(".")[2:]
     found = source_of_te(*folders, f"{file}.py")
-    assert symbol.fingerprints == (of_source(found.read_text(), name),)
+    assert symbol.fingerprints == (fingerprint_in(found.read_text(), name),)
 
 
 @pytest.fixture(scope="module")

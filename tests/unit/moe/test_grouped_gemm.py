@@ -16,8 +16,7 @@ from megatron_cg.moe import grouped_gemm
 from megatron_cg.moe.grouped_gemm import GroupedGemm, ends_of, refuse_other
 from megatron_cg.moe.install import _LAYER_OF_TE
 from megatron_cg.tools.cpu.grouped_linear import SETTINGS, _GroupedLinear
-from megatron_cg.upstream.fingerprints import of_source
-from tests.unit.te_sources import source_of_te
+from tests.unit.te_sources import fingerprint_in, source_of_te
 
 COUNTS = ([3, 5, 4], [0, 12, 0], [12, 0, 0], [0, 0, 0], [1, 0, 11])
 IN, OUT = 16, 24
@@ -155,7 +154,7 @@ def test_only_hopper_is_known_to_be_right(
 def test_the_settings_lie_where_transformer_engine_puts_them() -> None:
     """Its source, since it cannot be imported without its compiled part."""
     source = source_of_te("module", "grouped_linear.py").read_text()
-    assert of_source(source, "GroupedLinear.forward") == _LAYER_OF_TE.fingerprints[0]
+    assert fingerprint_in(source, "GroupedLinear.forward") == _LAYER_OF_TE.fingerprints[0]
     listed = re.search(r"non_tensor_args = \((.*?)\n\s*\)\n", source, re.S)
     assert listed is not None
     names = [name.strip() for name in listed[1].split(",\n") if name.strip(" \n,")]
