@@ -9,7 +9,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,20 @@ from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
 from megatron_cg.files import check_writable, write_text
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import Run, log_tail, named_error
+from megatron_cg.tools.align.run import PACKAGE, torch_cudnn
 from megatron_cg.tools.align.token_data import from_text, python_sources
 from megatron_cg.tools.bench import INCOMPLETE, BenchError
-from megatron_cg.tools.bench.configurations import CONFIGURATIONS, captured, chosen, edited
-from megatron_cg.tools.bench.launch_line import LaunchLine, preset_line, read_line
+from megatron_cg.tools.bench.configurations import (
+    captured,
+    chosen,
+    edited,
+    given_line,
+    preset_line,
+)
 from megatron_cg.tools.bench.megatron_log import read_log
 from megatron_cg.tools.bench.results import SCHEMA, machine, print_results, summaries
 from megatron_cg.tools.bench.trace import read_trace
+from megatron_cg.tools.launch_line import LaunchLine
 
 _TAIL = 20  # lines of a failed run's log
 _PROFILED = 2  # steps in a trace
@@ -43,11 +50,6 @@ class PlannedRun:
         """The name of its folder."""
         return f"{self.configuration}.{'profile' if self.profile else self.round}"
 
-    @property
-    def words(self) -> list[str]:
-        """Its command line."""
-        return self.line.words(graphs=CONFIGURATIONS[self.configuration].launched)
-
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Measure, print and write; returns the exit code."""
@@ -60,7 +62,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         runs = _planned(args, line, names, folder)
         if args.dry_run:
             for run in runs:
-                print(f"# {run.name}\n{shlex.join(run.words)}")
+                print(f"# {run.name}\n{shlex.join(run.line.command)}")
             return 0
         results: dict[str, Any] = {
             "schema": SCHEMA,
@@ -81,7 +83,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
 
 def _line(args: argparse.Namespace, extra: Sequence[str], folder: Path) -> LaunchLine:
     if args.preset is None:
-        return read_line(extra)
+        return given_line(extra)
     preset = load_preset(args.preset)
     description = "the sources of Python's own library"
     data = from_text(python_sources(), folder / "data", description)
@@ -93,6 +95,16 @@ def _line(args: argparse.Namespace, extra: Sequence[str], folder: Path) -> Launc
         steps=args.settle_steps + args.steps,
         extra=extra,
     )
+
+
+def _environment_of_presets() -> dict[str, str]:
+    path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    # Megatron-FSDP refuses 1, which many containers set; 8 is CUDA's default.
+    env = {"PYTHONPATH": ":".join(filter(None, path)), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    # TE would else take the system's cuDNN, and an older one costs fused attention.
+    if (cudnn := torch_cudnn()) is not None:
+        env["CUDNN_HOME"] = os.environ.get("CUDNN_HOME", str(cudnn))
+    return env
 
 
 def _planned(
@@ -107,25 +119,27 @@ def _planned(
     for name in names if args.profile else ():
         begin = args.settle_steps
         made = edited(line, name, steps=begin + _PROFILED + 1)
-        flags = [*made.flags, "--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
+        flags = ["--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
         flags += ["--profile-step-start", str(begin), "--profile-step-end", str(begin + _PROFILED)]
         # Megatron writes the trace beside this folder.
         flags += ["--tensorboard-dir", str(folder / f"{name}.profile" / "tensorboard")]
-        runs.append(PlannedRun(name, 0, replace(made, flags=tuple(flags)), profile=True))
+        runs.append(PlannedRun(name, 0, made.followed_by(*flags), profile=True))
     return runs
 
 
 def _made(planned: PlannedRun, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Make one run; returns what is known of it, for JSON. A failure is printed."""
     # Without our launcher too, cuBLASLt's cache is as large as with it.
-    env = {CACHE_VARIABLE: str(CACHE_ENTRIES), **os.environ, **planned.line.environment}
-    run = Run(planned.name, planned.words, env, folder)
+    env = {CACHE_VARIABLE: str(CACHE_ENTRIES), **os.environ}
+    if args.preset is not None:
+        env |= _environment_of_presets()
+    run = Run(planned.name, planned.line.command, env, folder)
     made: dict[str, Any] = {
         "configuration": planned.configuration,
         "round": planned.round,
         "profiled": planned.profile,
         "captured": captured(planned.line),
-        "command": planned.words,
+        "command": planned.line.command,
         "error": "",
     }
     try:

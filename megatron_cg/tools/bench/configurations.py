@@ -6,14 +6,17 @@ Relied on: megatron-core 0.19.2. ``--exit-interval`` ends a run whatever its num
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_cg.nearest import did_you_mean
-from megatron_cg.tools.align.command import GRAPH_FLAGS
+from megatron_cg.tools.align.command import BASE_FLAGS, GRAPH_FLAGS
+from megatron_cg.tools.align.presets import Preset
+from megatron_cg.tools.align.run import example_script
+from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench import BenchError
-from megatron_cg.tools.bench.launch_line import LaunchLine, split_flags
+from megatron_cg.tools.launch_line import LaunchLine, joined, read_flags, read_line
 
 _MODULES = "--cuda-graph-modules"
 _NO_MASK = "--no-create-attention-mask-in-dataloader"
@@ -28,6 +31,13 @@ _LEFT_OUT = (
     "--exit-duration-in-mins",
 )
 """Flags that no run has, so that it reads and leaves nothing."""
+
+_OF_PRESETS = (
+    *(flag for flag in BASE_FLAGS if flag != "--deterministic-mode"),
+    "--manual-gc",
+    # The check makes DDP wait for the GPU at every bucket, and does not look at sharded gradients.
+    "--no-check-for-nan-in-loss-and-grad",
+)
 
 
 class Configuration(NamedTuple):
@@ -60,6 +70,41 @@ CONFIGURATIONS = {
 """By the names that ``--only`` takes; all but the first three are for models with experts."""
 
 
+def given_line(words: Sequence[str]) -> LaunchLine:
+    """The user's line, without this package's launcher. Raises BenchError without Megatron-FSDP."""
+    line = read_line(words).without_launcher()
+    if not line.has("--use-megatron-fsdp"):
+        raise BenchError(
+            "the line has no --use-megatron-fsdp, under which this package makes graphs: add "
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+            "--ckpt-format fsdp_dtensor. The run under DDP is made from it."
+        )
+    return line
+
+
+def preset_line(
+    preset: Preset,
+    data: TokenStream,
+    *,
+    nproc: int,
+    microbatches: int,
+    steps: int,
+    extra: Sequence[str] = (),
+) -> LaunchLine:
+    """The shipped script with a preset's model and ``extra`` flags, on this machine's GPUs.
+
+    An even number of GPUs shares the experts in pairs.
+    """
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    batch = int(str(preset.flags["micro-batch-size"])) * microbatches * nproc
+    flags = [*preset.arguments(), *_OF_PRESETS, *data.flags(data.prefix.parent / "cache")]
+    flags += ["--train-iters", str(steps), "--global-batch-size", str(batch)]
+    if "num-experts" in preset.flags and nproc % 2 == 0:
+        flags += ["--expert-model-parallel-size", "2"]
+    before = joined([*launcher, "--nproc-per-node", str(nproc)])
+    return LaunchLine(before, str(example_script()), read_flags([*flags, *extra]))
+
+
 def chosen(only: str | None, line: LaunchLine) -> list[str]:
     """The names of the configurations to run. Raises BenchError for one that cannot be run."""
     names = only.split(",") if only else _DEFAULT
@@ -75,18 +120,19 @@ def chosen(only: str | None, line: LaunchLine) -> list[str]:
 def edited(line: LaunchLine, name: str, *, steps: int) -> LaunchLine:
     """The line of the configuration ``name``, which ends after ``steps`` and logs each of them."""
     configuration = CONFIGURATIONS[name]
-    _, flags = split_flags(line.flags, _LEFT_OUT.__contains__)
-    of_graphs, flags = split_flags(flags, _is_of_graphs)
+    made = line.kept(lambda flag: flag not in _LEFT_OUT and not _is_of_graphs(flag))
     if not configuration.fsdp:
-        _, flags = split_flags(flags, _is_of_fsdp)
-        flags = (*flags, "--use-distributed-optimizer")
-    flags = (*flags, *_graph_flags(line, name, of_graphs))
-    flags += ("--eval-iters", "0", "--exit-interval", str(steps), "--log-interval", "1")
-    flags += ("--log-throughput", "--log-memory-interval", str(steps))
-    return replace(line, flags=flags)
+        made = made.kept(lambda flag: "fsdp" not in flag and flag not in _OF_FSDP)
+        made = made.followed_by("--use-distributed-optimizer")
+    if configuration.launched:
+        made = made.with_launcher()
+    made = made.followed_by(*_graph_flags(line, name))
+    made = made.followed_by("--eval-iters", "0", "--exit-interval", str(steps))
+    made = made.followed_by("--log-interval", "1", "--log-throughput")
+    return made.followed_by("--log-memory-interval", str(steps))
 
 
-def _graph_flags(line: LaunchLine, name: str, of_graphs: Sequence[str]) -> tuple[str, ...]:
+def _graph_flags(line: LaunchLine, name: str) -> tuple[str, ...]:
     """The flags about graphs and grouped GEMM.
 
     For ``graphs`` those of the line come last, and without any that choose what is captured, what
@@ -103,7 +149,7 @@ def _graph_flags(line: LaunchLine, name: str, of_graphs: Sequence[str]) -> tuple
         return (*flags, _MODULES, *_partial_modules(line))
     if not line.has(_MODULES) and not line.has("--cuda-graph-impl"):
         flags += _whole_layers(line)
-    return (*flags, *of_graphs)
+    return (*flags, *line.kept(_is_of_graphs).words)
 
 
 def _partial_modules(line: LaunchLine) -> tuple[str, ...]:
@@ -119,7 +165,7 @@ def _whole_layers(line: LaunchLine) -> tuple[str, ...]:
     outside = any(map(line.has, ("--fp8-format", "--fp4-format", "--hybrid-layer-pattern")))
     if outside or not line.has("--num-experts"):
         return (_MODULES, *_partial_modules(line))
-    shared = line.value("--expert-model-parallel-size") not in ("", "1")
+    shared = line.values("--expert-model-parallel-size") not in (None, ("1",))
     exchange = ("--cg-moe-exchange", "peer") if shared else ()
     return ("--cg-grouped-gemm", "torch", _MODULES, "attn", "moe", *exchange)
 
@@ -128,12 +174,8 @@ def captured(line: LaunchLine) -> str:
     """What the graphs of an edited line hold, in words; empty for an eager run."""
     if not line.has("--cuda-graph-impl"):
         return ""
-    return line.value(_MODULES) or "whole layers"
+    return " ".join(line.values(_MODULES) or ()) or "whole layers"
 
 
 def _is_of_graphs(flag: str) -> bool:
     return "cuda-graph" in flag or flag.startswith("--cg-") or flag in GRAPH_FLAGS
-
-
-def _is_of_fsdp(flag: str) -> bool:
-    return "fsdp" in flag or flag in _OF_FSDP

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Make the plan, print it, return the exit code."""
-    from megatron_cg.tools.plan.launch_line import read_line
+    from megatron_cg.tools.launch_line import read_line
 
     line = read_line(extra)
     # Imports torch and Megatron.

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_cg.arguments.layout import available_scopes
 from megatron_cg.errors import Violation
-from megatron_cg.tools.plan.launch_line import Gpus, LaunchLine, gpus_of
+from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.layers import Layer, layers_of
 from megatron_cg.tools.plan.memory import Memory, memory_of
 from megatron_cg.tools.plan.settings import Reader, Settings, fewest_gpus

@@ -11,8 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megatron_cg.tools.launch_line import Flag
 from megatron_cg.tools.plan.edit import Edited, Tried, unfixed
-from megatron_cg.tools.plan.launch_line import Flag
 from megatron_cg.tools.plan.layers import Layer, Shape
 from megatron_cg.tools.plan.memory import Memory
 from megatron_cg.tools.plan.settings import Settings

@@ -29,7 +29,7 @@ from megatron_cg.arguments.megatron import add_arguments, read
 from megatron_cg.arguments.schema import BACKENDS, SCOPES, VARIABLES
 from megatron_cg.errors import Violation
 from megatron_cg.nearest import did_you_mean
-from megatron_cg.tools.plan.launch_line import LaunchLine, LaunchLineError
+from megatron_cg.tools.launch_line import LaunchLine, LaunchLineError
 from megatron_cg.upstream.patch import set_attribute
 
 TE_VERSION = "2.20.2"

@@ -130,7 +130,7 @@ def test_the_machine_is_named_without_its_host(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--", "bash", "train.sh"], "no word ends with .py"),
+        (["--", "bash", "train.sh"], "ends with .py"),
         (["--", "torchrun", "pretrain_gpt.py"], "no --use-megatron-fsdp"),
         (["--only", "graps", *LINE], "did you mean graphs?"),
         (["--only", "partial", *LINE], "no --num-experts"),

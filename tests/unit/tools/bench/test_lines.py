@@ -14,8 +14,14 @@ import torch
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench import BenchError
-from megatron_cg.tools.bench.configurations import CONFIGURATIONS, captured, chosen, edited
-from megatron_cg.tools.bench.launch_line import preset_line, read_line
+from megatron_cg.tools.bench.configurations import (
+    CONFIGURATIONS,
+    captured,
+    chosen,
+    edited,
+    given_line,
+    preset_line,
+)
 from megatron_cg.tools.bench.megatron_log import read_log
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 
@@ -45,9 +51,9 @@ OURS = (
         (f"{FSDP} --bf16", "graphs", f"{FSDP} --bf16 {OURS} {DENSE}"),
         (f"{FSDP} --num-experts 8", "graphs", f"{FSDP} --num-experts 8 {OURS} {WHOLE}"),
         (
-            f"{FSDP} --num-experts 8 --expert-model-parallel-size=2",
+            f"{FSDP} --num-experts 8 --expert-model-parallel-size 2",
             "graphs",
-            f"{FSDP} --num-experts 8 --expert-model-parallel-size=2 {OURS} {WHOLE} "
+            f"{FSDP} --num-experts 8 --expert-model-parallel-size 2 {OURS} {WHOLE} "
             "--cg-moe-exchange peer",
         ),
         (
@@ -80,17 +86,18 @@ OURS = (
     ],
 )
 def test_flags_are_edited_for_each_configuration(flags: str, name: str, expected: str) -> None:
-    line = read_line(["torchrun", "train.py", *flags.split()])
-    assert " ".join(edited(line, name, steps=9).flags) == f"{expected} {MEASURED}"
+    line = given_line(["torchrun", "train.py", *flags.split()])
+    assert " ".join(edited(line, name, steps=9).words) == f"{expected} {MEASURED}"
 
 
-def test_a_line_keeps_its_variables_and_its_launcher() -> None:
-    words = "env A=1 B=x=y srun torchrun --nnodes 2 -m megatron_cg train.py --use-megatron-fsdp"
-    line = read_line(words.split())
-    assert line.environment == {"A": "1", "B": "x=y"}
-    plain = line.words(graphs=False)
-    assert " ".join(plain) == "srun torchrun --nnodes 2 train.py --use-megatron-fsdp"
-    assert " ".join(line.words(graphs=True)).startswith("srun torchrun --nnodes 2 -m megatron_cg ")
+@pytest.mark.parametrize("launcher", ["env A=1 B=x=y srun torchrun", "A=1 B=x=y srun torchrun"])
+def test_a_line_keeps_its_variables_and_its_launcher(launcher: str) -> None:
+    words = f"{launcher} --nnodes 2 -m megatron_cg train.py --use-megatron-fsdp"
+    line = given_line(words.split())
+    start = "env A=1 B=x=y srun torchrun --nnodes 2"
+    for name, launched in (("eager", ""), ("ddp", ""), ("graphs", "-m megatron_cg ")):
+        command = " ".join(edited(line, name, steps=9).command)
+        assert command.startswith(f"{start} {launched}train.py --")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ def test_a_line_keeps_its_variables_and_its_launcher() -> None:
     ],
 )
 def test_the_table_names_what_is_captured(flags: str, words: str) -> None:
-    line = read_line(["train.py", "--use-megatron-fsdp", *flags.split()])
+    line = given_line(["train.py", "--use-megatron-fsdp", *flags.split()])
     assert captured(edited(line, "graphs", steps=9)) == words
     assert captured(edited(line, "eager", steps=9)) == ""
 
@@ -129,7 +136,7 @@ def test_megatron_and_our_rules_accept_every_line_of_a_preset(
         with pytest.raises(BenchError, match="no --num-experts"):
             chosen(name, line)
         return
-    flags = edited(line, name, steps=50).flags
+    flags = edited(line, name, steps=50).words
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
     monkeypatch.setenv("WORLD_SIZE", "2")
     args = megatron.parse_args()

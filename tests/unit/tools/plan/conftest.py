@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from megatron_cg.tools.launch_line import read_line
 from megatron_cg.tools.plan.edit import Edited, edit
-from megatron_cg.tools.plan.launch_line import read_line
 from megatron_cg.tools.plan.settings import Reader
 
 Plan = Callable[..., Edited]

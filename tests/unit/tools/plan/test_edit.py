@@ -9,8 +9,8 @@ import pytest
 
 from megatron_cg.tools.align.presets import load_preset, preset_names
 from megatron_cg.tools.cli.main import main
+from megatron_cg.tools.launch_line import LaunchLineError
 from megatron_cg.tools.plan.edit import Edited, unfixed
-from megatron_cg.tools.plan.launch_line import LaunchLineError
 from megatron_cg.tools.plan.report import changes, text_of
 from tests.unit.tools.plan.conftest import Plan
 

@@ -1,4 +1,4 @@
-"""What may be typed after ``megatron-cg plan --``."""
+"""What may be typed after ``megatron-cg plan --`` and ``bench --``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from megatron_cg.tools.plan.launch_line import (
+from megatron_cg.tools.launch_line import (
     Flag,
     LaunchLine,
     LaunchLineError,
@@ -111,5 +111,5 @@ def test_a_guess_is_a_multiple_of_the_parallel_sizes() -> None:
 
 @pytest.mark.parametrize("line", ["", "llama", "--bf16", "torchrun -m mine --lr 1", "'no script'"])
 def test_what_has_no_script_is_refused_with_what_to_give(line: str) -> None:
-    with pytest.raises(LaunchLineError, match="megatron-cg plan -- torchrun"):
+    with pytest.raises(LaunchLineError, match="whole command that starts the run"):
         read(line)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.plan.launch_line import read_line
+from megatron_cg.tools.launch_line import read_line
 from megatron_cg.tools.plan.memory import memory_of
 from megatron_cg.tools.plan.settings import Reader
 

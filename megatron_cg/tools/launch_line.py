@@ -1,4 +1,4 @@
-"""Reads a launch line, changes its flags, and writes it again. Pure.
+"""Reads the launch line of a training, changes its flags, and writes it again. Pure.
 
 A line is the text before the script (launcher, variables), the script, its flags, and the text
 after them. It may lie in a word of another line: ``srun bash -c 'python pretrain_gpt.py ...'``.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,15 +17,17 @@ from megatron_cg.errors import MegatronCGError
 GPUS_PER_NODE = 8
 """What a host is taken to have if the line does not say it."""
 _SCRIPT = re.compile(r"(?<![^\s'\"])(['\"]?)([^\s'\"=;]+\.py)\1(?=[\s'\"]|$)")
-_VARIABLE = re.compile(r"(?<![^\s;&'\"])([A-Za-z_]\w*)=('[^']*'|\"[^\"]*\"|[^\s;&]*)")
+_VALUE = r"=('[^']*'|\"[^\"]*\"|[^\s;&]*)"
+_VARIABLE = re.compile(rf"(?<![^\s;&'\"])([A-Za-z_]\w*){_VALUE}")
 _COMMAND_END = re.compile(r"[;&|\n]|\d?>")
-_LAUNCHER = re.compile(r"(^|\s)(-m ?|--module[ =])megatron_cg(\s|$)")
+_LAUNCHER = re.compile(r"(?<!\S)(-m ?|--module[ =])megatron_cg\s+")
 _PYTHON = re.compile(r"(^|[/\s])(python[\d.]*|torchrun|torch\.distributed\.(run|launch))(\s|$)")
+_TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.\w+)\s")
+_TASKS = re.compile(r"(srun|mpirun|mpiexec)\s")
 
 _NO_SCRIPT = (
     "give after a bare -- the whole command that starts the run, with its script (a name that ends "
-    "with .py) and flags: megatron-cg plan -- torchrun --nproc-per-node 8 pretrain_gpt.py "
-    "--num-layers 32 ..."
+    "with .py) and flags: torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ..."
 )
 
 
@@ -61,48 +63,61 @@ class LaunchLine:
         return words[1:] if words[:1] == [""] else words
 
     @property
+    def command(self) -> list[str]:
+        """The whole line as the words of a process, which has no shell to set variables."""
+        words = shlex.split(self._text(" "))
+        return ["env", *words] if _VARIABLE.match(words[0]) else words
+
+    @property
     def variables(self) -> dict[str, str]:
         """The variables that the line sets before its script."""
-        found = _VARIABLE.findall(f"{self.outer[0]} {self.before}")
-        return {name: value.strip("'\"") for name, value in found}
+        assignments = _VARIABLE.findall(f"{self.outer[0]} {self.before}")
+        return {name: value.strip("'\"") for name, value in assignments}
 
     @property
     def starts_graphs(self) -> bool:
         """Whether the line starts this package, or the script does so itself."""
         if _LAUNCHER.search(self.before):
             return True
-        try:
-            text = Path(self.script).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return False
-        return "megatron_cg" in text
+        script = Path(self.script)
+        return script.is_file() and "megatron_cg" in script.read_text("utf-8", "replace")
 
     def values(self, name: str) -> tuple[str, ...] | None:
         """The values of a flag, as the parser takes them: those of its last use; None without."""
         return next((flag.values for flag in reversed(self.flags) if flag.name == name), None)
 
+    def has(self, name: str) -> bool:
+        """Whether the flag is given."""
+        return self.values(name) is not None
+
+    def kept(self, wanted: Callable[[str], bool]) -> LaunchLine:
+        """The line with the flags alone whose name is wanted."""
+        return replace(self, flags=tuple(flag for flag in self.flags if wanted(flag.name)))
+
     def without(self, name: str) -> LaunchLine:
         """The line without a flag."""
-        return replace(self, flags=tuple(flag for flag in self.flags if flag.name != name))
+        return self.kept(lambda given: given != name)
+
+    def followed_by(self, *words: str) -> LaunchLine:
+        """The line with flags at its end, where they override others."""
+        return replace(self, flags=(*self.flags, *read_flags(words)))
 
     def with_flag(self, name: str, *values: str) -> LaunchLine:
         """The line with a flag in its place, or at the end if it was not there."""
-        flag, names = Flag(name, values), [old.name for old in self.flags]
+        flag, names = Flag(name, values), [given.name for given in self.flags]
         if name not in names:
             return replace(self, flags=(*self.flags, flag))
         at = names.index(name)
-        rest = tuple(old for old in self.flags[at + 1 :] if old.name != name)
+        rest = tuple(given for given in self.flags[at + 1 :] if given.name != name)
         return replace(self, flags=(*self.flags[:at], flag, *rest))
 
     def with_variable(self, name: str, value: str) -> LaunchLine:
         """The line with a variable set, where it sets it already or before its command."""
-        pattern = re.compile(rf"(?<![^\s;&'\"]){name}=('[^']*'|\"[^\"]*\"|[^\s;&]*)")
-        for text in (self.before, self.outer[0]):
-            if pattern.search(text):
-                new = pattern.sub(f"{name}={value}", text)
-                if text is self.before:
-                    return replace(self, before=new)
-                return replace(self, outer=(new, self.outer[1]))
+        pattern = re.compile(rf"(?<![^\s;&'\"]){name}{_VALUE}")
+        if name in self.variables:
+            outer = pattern.sub(f"{name}={value}", self.outer[0])
+            before = pattern.sub(f"{name}={value}", self.before)
+            return replace(self, before=before, outer=(outer, self.outer[1]))
         start = max((end.end() for end in re.finditer(r"[;&\n]\s*", self.before)), default=0)
         before = f"{self.before[:start]}{name}={value} {self.before[start:]}"
         return replace(self, before=before)
@@ -112,11 +127,18 @@ class LaunchLine:
         python = "" if _PYTHON.search(self.before) else "python "
         return replace(self, before=f"{self.before}{python}-m megatron_cg ")
 
+    def without_launcher(self) -> LaunchLine:
+        """The line that starts the script without this package."""
+        return replace(self, before=_LAUNCHER.sub("", self.before))
+
     def __str__(self) -> str:
-        lines = [f"{self.before}{shlex.quote(self.script)}", *map(str, self.flags)]
-        if not self.outer[1] and not self.outer[0]:
-            return " \\\n    ".join(filter(None, [*lines, self.after]))
-        inner = " ".join(filter(None, [*lines, self.after]))
+        return self._text(" \\\n    ")
+
+    def _text(self, between: str) -> str:
+        parts = [f"{self.before}{shlex.quote(self.script)}", *map(str, self.flags), self.after]
+        if self.outer == ("", ""):
+            return between.join(filter(None, parts))
+        inner = " ".join(filter(None, parts))
         return f"{self.outer[0]}{shlex.quote(inner)}{self.outer[1]}"
 
 
@@ -126,18 +148,14 @@ def read_line(words: Sequence[str]) -> LaunchLine:
     Raises LaunchLineError if there is no script in it.
     """
     kept = [word for word in words if word.strip(" \\\n")]
-    if len(kept) == 1:
-        return _from_text(kept[0])
-    for at, word in enumerate(kept):
-        if word.endswith(".py") and "=" not in word and not any(c.isspace() for c in word):
-            return LaunchLine(_joined(kept[:at]), word, _flags(kept[at + 1 :]))
-        if at and kept[at - 1] in ("-c", "-lc") and _SCRIPT.search(word):
-            outer = (_joined(kept[:at]), "".join(f" {shlex.quote(w)}" for w in kept[at + 1 :]))
+    for at, word in enumerate(kept[1:], start=1):
+        if kept[at - 1] in ("-c", "-lc") and _SCRIPT.search(word):
+            outer = (joined(kept[:at]), f" {joined(kept[at + 1 :])}".rstrip())
             return replace(_from_text(word), outer=outer)
-    raise LaunchLineError(_NO_SCRIPT)
+    return _from_text(kept[0] if len(kept) == 1 else joined(kept))
 
 
-def _joined(words: Sequence[str]) -> str:
+def joined(words: Sequence[str]) -> str:
     """Words as a shell reads them, with a space after the last; assignments stay assignments."""
     quoted = []
     for word in words:
@@ -150,11 +168,10 @@ def _joined(words: Sequence[str]) -> str:
 def _from_text(text: str) -> LaunchLine:
     """The line of a text for a shell, which may have other commands before and after it."""
     text = re.sub(r"\\\s*\n", " ", text).strip()
-    found = _SCRIPT.search(text)
-    if found is None:
+    script = _SCRIPT.search(text)
+    if script is None:
         raise LaunchLineError(_NO_SCRIPT)
-    quote = ""
-    rest = text[found.end() :]
+    quote, rest = "", text[script.end() :]
     end = len(rest)
     for at, letter in enumerate(rest):
         if letter in "'\"" and quote in ("", letter):
@@ -163,13 +180,13 @@ def _from_text(text: str) -> LaunchLine:
             end = at
             break
     try:
-        flags = _flags(shlex.split(rest[:end]))
+        flags = read_flags(shlex.split(rest[:end]))
     except ValueError as error:
         raise LaunchLineError(f"the line cannot be read: {error}") from error
-    return LaunchLine(text[: found.start()], found[2], flags, rest[end:].strip())
+    return LaunchLine(text[: script.start()], script[2], flags, rest[end:].strip())
 
 
-def _flags(words: Sequence[str]) -> tuple[Flag, ...]:
+def read_flags(words: Sequence[str]) -> tuple[Flag, ...]:
     """Flags with their values; words before the first flag have an empty name."""
     flags: list[Flag] = []
     for word in words:
@@ -195,24 +212,22 @@ class Gpus:
 def gpus_of(line: LaunchLine, fewest: int) -> Gpus:
     """The GPUs of a line's run; ``fewest`` is the least that its parallel sizes allow."""
     text = f"{line.outer[0]} {line.before} "
-    per_node = _number(text, "--nproc[-_]per[-_]node")
-    nodes = _number(text, "--nnodes")
-    if re.search(r"(torchrun|torch\.distributed\.\w+)\s", text):
-        nodes = nodes or _number(text, "-N", "--nodes")
-        if per_node and (nodes or "--nnodes" not in text):
-            return Gpus(per_node * (nodes or 1), per_node)
-    elif "srun " in text:
-        nodes = _number(text, "-N", "--nodes")
-        per_node = _number(text, "--ntasks-per-node", "--gpus-per-node")
-        count = _number(text, "-n", "--ntasks") or (nodes or 0) * (per_node or 0)
-        if count:
-            return Gpus(count, per_node or GPUS_PER_NODE)
-    elif re.search(r"(mpirun|mpiexec|orterun)\s", text):
-        if tasks := _number(text, "-np", "-n", "--np", "--n", "-c"):
-            return Gpus(tasks)
+    per_node = _number(text, "--nproc[-_]per[-_]node", "--ntasks-per-node", "--gpus-per-node")
+    nodes = _number(text, "--nnodes", "--nodes")
+    total = None
+    if _TASKS.search(text):
+        nodes = nodes or _number(text, "-N")
+        total = _number(text, "-n", "--ntasks", "-np")
+    if _TORCHRUN.search(text):
+        alone = 1 if "--nnodes" not in text else 0
+        total = (per_node or 0) * (nodes or alone)
+    elif nodes and per_node:
+        total = total or nodes * per_node
     elif (world := line.variables.get("WORLD_SIZE", "")).isdecimal():
-        return Gpus(int(world))
+        total = total or int(world)
     each = per_node or GPUS_PER_NODE
+    if total:
+        return Gpus(total, each)
     unknown = "the line does not say how many GPUs there are"
     if nodes or per_node:
         hosts = f"{nodes} hosts" if nodes and nodes > 1 else "one host"
@@ -225,7 +240,6 @@ def _number(text: str, *options: str) -> int | None:
     """The number that one of these options has: ``-N 4``, ``-N4``, ``--nodes=4``."""
     for option in options:
         between = r"[= ]\s*" if option.startswith("--") else r"\s*"
-        found = re.search(rf"(?<!\S){option}{between}(\d+)(?=\s)", text)
-        if found:
-            return int(found[1])
+        if given := re.search(rf"(?<!\S){option}{between}(\d+)(?=\s)", text):
+            return int(given[1])
     return None
