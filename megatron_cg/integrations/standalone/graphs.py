@@ -51,18 +51,7 @@ _SOME_RANKS = (
 )
 
 
-def graph_units(
-    model: nn.Module,
-    units: UnitName | Iterable[UnitName],
-    *,
-    warmup_steps: int = 3,
-    backend: Backend | BackendName = "native",
-    on_failure: OnFailure = "error",
-    on_mismatch: OnMismatch = "eager",
-    verify_interval: int = 0,
-    fast_path: bool = True,
-    group: dist.ProcessGroup | None = None,
-) -> GraphedUnits:
+class GraphedUnits:
     """Replay CUDA graphs of ``units`` of a model while it trains.
 
     The model may be sharded by Megatron-FSDP's ``fully_shard_model``, by Megatron-FSDP v2
@@ -106,43 +95,31 @@ def graph_units(
         UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.
         CaptureError: the native backend, and there is no GPU.
     """
-    wanted = several(units)
-    broken = [] if wanted else [_NO_UNITS]
-    broken += at_least("warmup_steps", warmup_steps, 1)
-    broken += check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path)
-    broken += member_of(group)
-    refuse(broken)
-    return GraphedUnits(
-        model,
-        wanted,
-        warmup_steps=warmup_steps,
-        backend=backend_of(backend),
-        on_failure=on_failure,
-        policy=ReplayPolicy(on_mismatch, verify_interval),
-        fast_path=fast_path,
-        group=group,
-    )
-
-
-class GraphedUnits:
-    """The graphs of some units of a model; made by :func:`graph_units`."""
 
     def __init__(
         self,
         model: nn.Module,
-        units: Iterable[UnitName],
+        units: UnitName | Iterable[UnitName],
         *,
-        warmup_steps: int,
-        backend: Backend,
-        on_failure: OnFailure,
-        policy: ReplayPolicy,
+        warmup_steps: int = 3,
+        backend: Backend | BackendName = "native",
+        on_failure: OnFailure = "error",
+        on_mismatch: OnMismatch = "eager",
+        verify_interval: int = 0,
         fast_path: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        wanted = several(units)
+        broken = [] if wanted else [_NO_UNITS]
+        broken += at_least("warmup_steps", warmup_steps, 1)
+        broken += check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path)
+        broken += member_of(group)
+        refuse(broken)
+        self._model, self._backend = model, backend_of(backend)
+        self._warmup_steps, self._on_failure = warmup_steps, on_failure
+        self._policy = ReplayPolicy(on_mismatch, verify_interval)
         self._sharding = find_sharding(model)
-        self._units = find_units(self._sharding, units, backend.name)
-        self._model, self._backend = model, backend
-        self._warmup_steps, self._on_failure, self._policy = warmup_steps, on_failure, policy
+        self._units = find_units(self._sharding, wanted, self._backend.name)
         self._fast_path = fast_path
         self._observer = Observer(self._units, self._sharding)
         follow_captures()
@@ -244,3 +221,6 @@ class GraphedUnits:
             for layer, graph in zip((self._units[name] for name in seen), graphs, strict=True):
                 layer.cuda_graphs = [graph]
         return session
+
+
+graph_units = GraphedUnits

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron.packs import FixedPack, fix_packs, most_sequences
-from megatron_cg.replay.guard.inputs import described
 from tests.functional.tampering.packs import boundaries
 
 TOKENS, MOST = 16, 4
@@ -80,27 +79,10 @@ def test_all_other_packs_have_one_form(passed_on: Any) -> None:
     assert passed_on(None) is None
 
 
-def test_packs_of_context_parallel_ranks_stay_as_they_are(passed_on: Any) -> None:
-    """Why ``pack-sequences-context-parallel`` is refused."""
-    pack = boundaries((0, 16, 32), "cpu")
-    assert passed_on(pack, ranks=2) is pack
-
-
 def test_mrope_is_refused(passed_on: Any) -> None:
     with pytest.raises(ConfigurationError, match="a row for each token of the pack"):
         passed_on(boundaries((0, 8, 16), "cpu"), positions="mrope")
     assert passed_on(None, positions="mrope") is None
-
-
-def test_hybrid_models_pass_packs_on_as_they_are() -> None:
-    """Why ``pack-sequences-hybrid`` is refused."""
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    before = HybridModel.forward
-    undo = fix_packs(MOST)
-    after = HybridModel.forward
-    undo()
-    assert after is before
 
 
 def rotated(starts: tuple[int, ...], rows: int, group: Any = One, **options: Any) -> torch.Tensor:
@@ -179,14 +161,6 @@ def test_a_context_parallel_rank_shifts_its_tokens_as_megatron_does() -> None:
     assert len(given) == 1 and isinstance(given[0][-1], Two)
 
 
-@pytest.mark.parametrize(("parallel", "tokens"), [(False, TOKENS), (True, 2 * TOKENS)])
-def test_a_rank_of_a_sequence_has_a_part_of_the_packs_tokens(parallel: bool, tokens: int) -> None:
-    from megatron_cg.integrations.megatron.packs import _tokens
-
-    config = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=parallel)
-    assert _tokens(SimpleNamespace(config=config), torch.zeros(TOKENS, 1, 4)) == tokens
-
-
 @pytest.mark.parametrize("name", ["_apply_rotary_pos_emb_thd", "_roll_tensor_packed_seq"])
 def test_functions_of_another_release_are_not_replaced(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -228,10 +202,3 @@ def test_the_host_reads_no_boundary() -> None:
     after = reads()
     undo()
     assert before > 0 and after == 0
-
-
-def test_a_pack_is_named_without_reading_its_boundaries() -> None:
-    """A pass that a pack makes eager would wait for the GPU otherwise."""
-    with ReadsOfTheHost() as mode:  # type: ignore[no-untyped-call]
-        named = described(boundaries((0, 3, TOKENS), "cpu"))
-    assert named == "a PackedSeqParams" and mode.count == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +98,6 @@ def test_a_run_with_graphs_gets_our_helper_with_its_flags(our_rules_alone: None)
     assert settings.cg_layers == ("attn:1-2",) and settings.cg_on_failure == "eager"
     megatron_cg.disable()
     assert patches._settings == [GraphArguments()]
-
-
-@pytest.mark.parametrize("words", [GRAPHS, ("--use-megatron-fsdp",)], ids=["graphs", "eager"])
-def test_packs_have_one_form_in_runs_with_graphs_and_without(
-    our_rules_alone: None, words: Sequence[str]
-) -> None:
-    from megatron.training import arguments
-
-    from megatron_cg.integrations.megatron.packs import most_sequences
-
-    megatron_cg.enable()
-    arguments.validate_args(parse(*words, "--cg-pack-sequences", "8"), {})
-    asked = most_sequences()
-    megatron_cg.disable()
-    assert (asked, most_sequences()) == (8, None)
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
