@@ -76,7 +76,7 @@ def _worker(
 def run_plans(jobs: Sequence[tuple[TrainingPlan, Path]], processes: int = 2) -> None:
     """Train each plan in turn, in the same processes; see ``train`` in ``voting.py``.
 
-    Each process writes ``rank<N>.json`` in the plan's directory. A failed plan ends all of them.
+    Each process writes ``rank<N>.jsonl`` in the plan's directory. A failed plan ends all of them.
     """
     run_processes(partial(_train_all, tuple(jobs)), processes)
 

@@ -62,13 +62,10 @@ class TrainingPlan:
     def setup(self) -> Setup:
         """What a record says of the run; the captured scopes and its length may differ."""
         model = asdict(self.model)
-        options = model.pop("fsdp_options")
         del model["graph_modules"]
-        strategy = "data_parallel_sharding_strategy"
         names = ("microbatches", "micro_batch_size", "learning_rate")
         return {
             "model": model,
-            "parallel": {strategy: options.get(strategy)},
             "data": {"tokens": self.tokens and dataset(str(self.tokens))},
             "training": {name: getattr(self, name) for name in names},
         }
