@@ -1,1 +1,1 @@
-"""What a run reports: progress, one line after capture, counters, and its JSON record."""
+"""What a run reports: a line after capture, counters, and its record."""

@@ -52,8 +52,8 @@ class _Capture:
             "error": None if error is None else f"{type(error).__name__}: {error}",
         }
         add_capture(entry, counters)
-        if error is None and self._units and is_first_rank():
-            print(f"megatron_cg: {summary(entry)}", flush=True)
+        if error is None and self._units and _is_first_rank():
+            print(f"megatron_cg: {_summary(entry)}", flush=True)
 
     def _coverage(self) -> list[dict[str, Any]]:
         """The coverage rows; empty if Megatron is not as relied on, as the graphs work anyway."""
@@ -68,7 +68,7 @@ def _seconds_of(votes: AgreementTime | None) -> float:
     return 0.0 if votes is None else votes.waiting_ms / 1e3
 
 
-def summary(capture: Mapping[str, Any]) -> str:
+def _summary(capture: Mapping[str, Any]) -> str:
     """A summary line of an entry of a record's ``captures``."""
     text = (
         f"graphs captured: {capture['graphs']}, of {capture['layers']} layers, "
@@ -99,11 +99,11 @@ def _hear(event: Event) -> None:
     elif isinstance(event, GraphsDeleted):
         note("graphs", event.total.as_dict())
         note("agreement", event.votes.as_dict())
-        if is_first_rank():
+        if _is_first_rank():
             counts = counts_text(event.counters.as_dict())
             print(f"megatron_cg: graphs of rank 0: {counts}. {event.votes.text()}.", flush=True)
     elif isinstance(event, StepRepeated):
-        if is_first_rank():
+        if _is_first_rank():
             logger.warning("megatron_cg: %s", _repeated(event))
     elif isinstance(event, CaptureEnded) and _under_way:
         _under_way.pop().end(event.counters, event.error)
@@ -117,7 +117,7 @@ def _repeated(event: StepRepeated) -> str:
     )
 
 
-def is_first_rank() -> bool:
+def _is_first_rank() -> bool:
     """Whether this is rank 0, or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
 

@@ -108,20 +108,20 @@ def compare(
     return Comparison(IDENTICAL, "", *facts)
 
 
-def _differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+def _differences(eager: Rank, graphed: Rank) -> list[str]:
     """How the setups of two records differ, as ``"model: hidden_size 64 and 128"``.
 
     The version of this package may differ, because it changes no number of an eager run.
     """
     own = {"megatron-cg": None}
     groups = {
-        "ranks": ({"world_size": one["world_size"]}, {"world_size": two["world_size"]}),
-        "versions": (one["versions"] | own, two["versions"] | own),
-        "machine": ({"device": one["device"]}, {"device": two["device"]}),
+        "ranks": ({"world_size": eager["world_size"]}, {"world_size": graphed["world_size"]}),
+        "versions": (eager["versions"] | own, graphed["versions"] | own),
+        "machine": ({"device": eager["device"]}, {"device": graphed["device"]}),
     }
-    for group in (*one["setup"], *two["setup"]):
-        if group in one["setup"] and group in two["setup"]:
-            groups[group] = one["setup"][group], two["setup"][group]
+    for group, values in eager["setup"].items():
+        if group in graphed["setup"]:
+            groups[group] = values, graphed["setup"][group]
     return [
         f"{group}: {name} {_setting(values, name)} and {_setting(others, name)}"
         for group, (values, others) in groups.items()
@@ -157,9 +157,9 @@ def _values(eager: Run, graphed: Run) -> Iterator[Value]:
     longest = max((len(run[r]["steps"]) for run in (eager, graphed) for r in ranks), default=0)
     for step in range(longest):
         for rank in ranks:
-            one, two = (numbers_of(run[rank]["steps"], step) for run in (eager, graphed))
-            for name in dict.fromkeys([*one, *two]):
-                yield Value(rank, step + 1, name, one.get(name), two.get(name))
+            numbers, others = (numbers_of(run[rank]["steps"], step) for run in (eager, graphed))
+            for name in dict.fromkeys([*numbers, *others]):
+                yield Value(rank, step + 1, name, numbers.get(name), others.get(name))
 
 
 def numbers_of(steps: Sequence[Any], step: int) -> dict[str, str]:
@@ -176,10 +176,12 @@ def _shards(eager: Run, graphed: Run) -> tuple[int, tuple[str, ...]]:
     """The number of shards in the two runs, and the shards that are not equal in both."""
     count, different = 0, []
     for rank in sorted(set(eager) & set(graphed)):
-        one, two = eager[rank]["parameters"], graphed[rank]["parameters"]
-        names = dict.fromkeys([*one, *two])
+        shards, others = eager[rank]["parameters"], graphed[rank]["parameters"]
+        names = dict.fromkeys([*shards, *others])
         count += len(names)
-        different += [f"rank {rank} {name}" for name in names if one.get(name) != two.get(name)]
+        different += [
+            f"rank {rank} {name}" for name in names if shards.get(name) != others.get(name)
+        ]
     return count, tuple(different)
 
 

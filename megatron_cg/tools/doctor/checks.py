@@ -32,18 +32,18 @@ FORMAT = 1
 
 def examine(system: System) -> list[Finding]:
     """The findings of all checks for the system's backend, the worst first."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for stage, answer in system.answers.items():
         if "error" in answer:
             repeat = f"python -m megatron_cg.tools.doctor.probe /dev/stdout {system.backend}"
             why = "a run would fail in the same place, and what depends on it is not known"
             failed = error(f"looking at {stage} failed: {answer['error']}", why, repeat)
-            found.append(replace(failed, check=stage))
+            findings.append(replace(failed, check=stage))
     for check, stage in CHECKS.items():
         if system.told(stage) is None or (system.backend == TAPE and check in _OF_GPUS):
             continue
-        found += [replace(finding, check=check.__name__) for finding in check(system)]
-    return sorted(found, key=lambda finding: list(Level).index(finding.level))
+        findings += [replace(finding, check=check.__name__) for finding in check(system)]
+    return sorted(findings, key=lambda finding: list(Level).index(finding.level))
 
 
 def can_run(findings: Iterable[Finding]) -> bool:

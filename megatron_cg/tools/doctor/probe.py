@@ -40,16 +40,16 @@ def main(out: Path, backend: str) -> None:
 
 def stages(backend: str) -> dict[str, Callable[[], Any]]:
     """What can be looked at with the packages that are installed."""
-    found: dict[str, Callable[[], Any]] = {"machine": platform.platform, "versions": versions}
+    stages_here: dict[str, Callable[[], Any]] = {"machine": platform.platform, "versions": versions}
     if installed_version("torch"):
-        found["torch"] = torch
+        stages_here["torch"] = torch
         if backend != TAPE:
-            found["driver"] = driver
+            stages_here["driver"] = driver
         if backend == TRANSFORMER_ENGINE and installed_version("transformer-engine"):
-            found["transformer-engine"] = transformer_engine
+            stages_here["transformer-engine"] = transformer_engine
         if installed_version("megatron-core"):
-            found |= {"symbols": lambda: look_up(backend), "settings": settings}
-    return found
+            stages_here |= {"symbols": lambda: look_up(backend), "settings": settings}
+    return stages_here
 
 
 def versions() -> dict[str, Any]:
@@ -116,7 +116,7 @@ def driver() -> dict[str, Any]:
     pairs = [pair for pair in permutations(indices, 2) if not cuda.can_device_access_peer(*pair)]
     return {
         "error": None,
-        "said": [" ".join(str(one.message).split()) for one in said],
+        "said": [" ".join(str(warning.message).split()) for warning in said],
         "gpus": [(cuda.get_device_name(n), *cuda.get_device_capability(n)) for n in indices],
         "apart": pairs,
     }

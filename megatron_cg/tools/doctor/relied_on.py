@@ -38,7 +38,7 @@ def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
     if it is a function that we replace and its body is not one that we know. ``skipped``: the
     package is not installed. A module that cannot be imported has one entry, with its own name.
     """
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for module in modules_that_rely(package):
         if module.startswith(_NOT_USED.get(backend, _OF_THE_TAPE)):
             continue
@@ -46,14 +46,14 @@ def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
             symbols: tuple[Symbol, ...] = importlib.import_module(module).RELIES_ON
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            found.append(_row(module, "megatron-cg", module, error=text))
+            rows.append(_row(module, "megatron-cg", module, error=text))
             continue
         for symbol in symbols:
             # The tape replaces TE, whether it is installed or not.
             if backend != TAPE or symbol.distribution != "transformer-engine":
                 state = _state(symbol) | {"replaced": bool(symbol.fingerprints)}
-                found.append(_row(module, symbol.distribution, symbol.path, **state))
-    return found
+                rows.append(_row(module, symbol.distribution, symbol.path, **state))
+    return rows
 
 
 def _row(module: str, package: str, symbol: str, **state: Any) -> dict[str, Any]:
