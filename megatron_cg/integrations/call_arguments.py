@@ -25,15 +25,20 @@ def check_policy(
     verify_interval: object,
     backend: object,
     fast_path: object,
-) -> list[Violation]:
+) -> Iterator[Violation]:
     """Mistakes in the arguments that both APIs have."""
-    return [
-        *one_of("on_failure", on_failure, get_args(OnFailure)),
-        *one_of("on_mismatch", on_mismatch, get_args(OnMismatch)),
-        *at_least("verify_interval", verify_interval, 0),
-        *_backend(backend),
-        *_fast_path(fast_path),
-    ]
+    yield from one_of("on_failure", on_failure, get_args(OnFailure))
+    yield from one_of("on_mismatch", on_mismatch, get_args(OnMismatch))
+    yield from at_least("verify_interval", verify_interval, 0)
+    if isinstance(backend, str):
+        yield from one_of("backend", backend, get_args(BackendName))
+    elif backend is not None and not callable(getattr(backend, "capture", None)):
+        reason = "it is a name, or an object with the method capture (megatron_cg.backends.base)"
+        remedy = 'backend="transformer_engine", or leave it out'
+        yield Violation("argument", f"backend={backend!r}", reason, remedy)
+    if not isinstance(fast_path, bool):
+        reason = "it is True or False"
+        yield Violation("argument", f"fast_path={fast_path!r}", reason, "fast_path=True")
 
 
 def refuse(broken: Sequence[Violation]) -> None:
@@ -75,29 +80,11 @@ def member_of(group: object) -> Iterator[Violation]:
         yield Violation("argument", "group of other ranks", reason, remedy)
 
 
-def _fast_path(value: object) -> Iterator[Violation]:
-    if not isinstance(value, bool):
-        reason = "it is True or False"
-        yield Violation("argument", f"fast_path={value!r}", reason, "fast_path=True")
-
-
 def several(value: Any) -> tuple[Any, ...]:
     """The value as a tuple; a single value or a string becomes a tuple of one."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return (value,)
     return tuple(value)
-
-
-def _backend(value: object) -> Iterator[Violation]:
-    if isinstance(value, str):
-        yield from one_of("backend", value, get_args(BackendName))
-    elif value is not None and not callable(getattr(value, "capture", None)):
-        yield Violation(
-            "argument",
-            f"backend={value!r}",
-            "it is a name, or an object with the method capture (megatron_cg.backends.base)",
-            'backend="transformer_engine", or leave it out',
-        )
 
 
 _NO_TE = Violation(

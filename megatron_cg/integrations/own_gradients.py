@@ -2,18 +2,16 @@
 
 Note [A gradient that a leaf takes over]
     A graph's backward replay leaves the gradient of an input in the graph's memory, and the next
-    replay overwrites it. An AccumulateGrad node does not copy the first gradient of a leaf, it
-    takes it over (torch 2.11, ``accumulate_grad.h``: "Case 1.2"). Many operations pass a gradient
-    on as it is, or a view of it: a view, an addition, a concatenation. So a parameter in front of a
-    unit, such as learned queries or a prompt, would hold the gradient of the last microbatch twice,
-    and that of the first not at all.
+    replay overwrites it. An AccumulateGrad node takes over the first gradient of a leaf (torch
+    2.11, ``accumulate_grad.h``: "Case 1.2"), and many operations pass a gradient on as it is. So a
+    parameter in front of a unit, such as a prompt, would hold the gradient of the last microbatch
+    twice, and that of the first not at all.
 
 Note [Where a gradient ends]
     The nodes ahead of an input are followed until each path is known to keep nothing: at a replay,
     which copies what it receives, or at an operation that only passes on gradients that it has
     computed. A path that reaches a leaf, code that is not known, or more than a few nodes: the
-    gradient is copied. Between two graphed layers there are only a view and a hook of
-    Megatron-FSDP, and in front of the first one an embedding.
+    gradient is copied.
 """
 
 from __future__ import annotations

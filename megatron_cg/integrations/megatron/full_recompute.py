@@ -23,13 +23,6 @@ Note [Which layers]
     the projection before it, which no graph holds; here that keeps its activations. One that is
     repeated is refused (``arguments/rules_recompute.py``).
 
-Note [Gathered as often]
-    In an eager run with full recompute, Megatron-FSDP's hooks run around the first pass and again
-    around the second one, inside the backward pass. There they gather the weights and leave them
-    for the backward pass that follows. Here the hooks run once around the layer, and the handler of
-    its backward pass gathers the weights, for the second pass too. Either way weights are gathered
-    twice.
-
 Note [Lost gradients]
     Megatron's checkpoint is an autograd function of a layer's input alone. If the input needs no
     gradient, as behind a frozen embedding, neither does the output, and the layer's weights get

@@ -216,16 +216,26 @@ class FsdpHelper:
             fast_path=not given.cg_no_fsdp_fast_path,
             optimizers=self.helper.optimizers,
         )
+        captured: list[int] = []
+
+        def capture(layers: Any, *args: Any, **kwargs: Any) -> Any:
+            captured.append(len(layers))
+            return session.capture(layers, *args, **kwargs)
+
         drop_gradients(self.fsdp)
         _make_loss_scale(self.helper.config)
         with ExitStack() as changes:
             changes.callback(all_of(self._changes()))
             with session.capturing(), ExitStack() as stack:
-                called = _CalledOnce(session.capture)
-                stack.callback(put_over(cuda_graphs, "make_graphed_callables", called))
+                stack.callback(put_over(cuda_graphs, "make_graphed_callables", capture))
                 stack.callback(cuda_graphs._set_capture_end)
                 TECudaGraphHelper.create_cudagraphs(self.helper)
-                called.check(self._layers)
+                if captured != ([len(self._layers)] if self._layers else []):
+                    raise changed(
+                        "megatron-core",
+                        f"{_HELPER}.create_cudagraphs",
+                        "one call of that module's make_graphed_callables for all layers",
+                    )
             session.on_close(changes.pop_all().close)
         with ExitStack() as failed:
             failed.callback(session.close)
@@ -243,27 +253,6 @@ class FsdpHelper:
         yield weight_gradients_returned(self.helper.model[0], self._layers)
         yield recompute_in_layers(self.helper.model[0], self._inputs)
         yield self._scopes.give(self._layers)
-
-
-class _CalledOnce:
-    """What Megatron's helper calls instead of TE's ``make_graphed_callables``."""
-
-    def __init__(self, capture: Callable[..., Any]) -> None:
-        self._capture = capture
-        self._sizes: list[int] = []
-
-    def __call__(self, callables: Any, *args: Any, **kwargs: Any) -> Any:
-        self._sizes.append(len(callables))
-        return self._capture(callables, *args, **kwargs)
-
-    def check(self, layers: Sequence[Any]) -> None:
-        """Raise UpstreamChangedError unless it was called once, for all layers."""
-        if self._sizes != ([len(layers)] if layers else []):
-            raise changed(
-                "megatron-core",
-                f"{_HELPER}.create_cudagraphs",
-                "one call of that module's make_graphed_callables for all layers",
-            )
 
 
 def new_helper(*args: Any, **kwargs: Any) -> Any:

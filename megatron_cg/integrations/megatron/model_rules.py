@@ -1,8 +1,4 @@
-"""The rules for Megatron's flags, applied to a model that was built in Python.
-
-Relied on: megatron-core 0.19.2, ``get_attr_wrapped_model`` of ``megatron.core.utils``. Megatron's
-capture helper also finds the decoder with it.
-"""
+"""The rules for Megatron's flags, applied to a model that was built in Python."""
 
 from __future__ import annotations
 

@@ -17,11 +17,9 @@ Note [Verification]
 
 Note [What a loop must do]
     A repeat clears the gradients. So a step is one call of this function, after
-    ``zero_grad_buffer()``: a second call would lose what the first one added. And each replay has
-    to be inside such a call, or nobody sees that it exceeded the bound. Its batches come from
-    ``data_iterator``, which can be read again. A loop that does otherwise ends with an error before
-    its optimizer changes a weight, unless it passes None as ``data_iterator``, as ranks without
-    data do.
+    ``zero_grad_buffer()``, around all its replays, with batches from ``data_iterator``. A loop that
+    does otherwise ends with an error before its optimizer changes a weight. Ranks without data pass
+    None.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Closes graphs before the process groups and the interpreter end, however the run ends.
 
-Megatron deletes its graphs only when ``train`` returns normally; after an exception or a signal
-they remain. So closing is also tied to ``destroy_process_group`` and to the end of the process.
-Megatron-Bridge calls ``_abort_process_group`` instead after an error.
+Megatron deletes its graphs only when ``train`` returns normally. So closing is also tied to
+``destroy_process_group``, to ``_abort_process_group``, which Megatron-Bridge calls after an error,
+and to the end of the process.
 
 Note [Graphs before process groups]
     A communicator cannot be destroyed while a graph contains its work: it waits until the graph is
@@ -14,10 +14,7 @@ Note [Waiting at the end]
     failed run that wait can last forever: a collective that another rank never joined is still
     queued. So closing first polls the GPU for a limited time. If the GPU is still busy then, the
     graphs are left to the driver. A thread cannot do this waiting: Python 3.12 starts no threads
-    during shutdown (docs.python.org, What's New in Python 3.12, "Changes in the Python API").
-
-``destroy_process_group`` is also a global of ``torch.distributed.distributed_c10d``, where torch's
-own callers find it. ``torch.cuda.Stream`` returns the streams of a pool one after the other.
+    during shutdown.
 """
 
 from __future__ import annotations
@@ -74,7 +71,8 @@ def graphs_close_in_time() -> Callable[[], None]:
     if not _users:
         with ExitStack() as undo:
             undo.callback(close_before_process_groups())
-            undo.callback(close_at_exit())
+            atexit.register(close_for_the_end)
+            undo.callback(atexit.unregister, close_for_the_end)
             _installed = undo.pop_all()
     _users += 1
 
@@ -107,12 +105,6 @@ def close_before_process_groups() -> Callable[[], None]:
     destroy, abort = closing(_DESTROY_OF_TORCH.find()), closing(_ABORT_OF_TORCH.find())
     places = ((_DESTROY, destroy), (_DESTROY_OF_TORCH, destroy), (_ABORT_OF_TORCH, abort))
     return all_of(put_over(*place.place(), function) for place, function in places)
-
-
-def close_at_exit() -> Callable[[], None]:
-    """Close all graphs before the interpreter tears down modules; returns the undo."""
-    atexit.register(close_for_the_end)
-    return lambda: atexit.unregister(close_for_the_end)
 
 
 def close_for_the_end() -> None:
@@ -153,13 +145,16 @@ def _comes_to_rest(seconds: float) -> bool:
 
 
 def _streams() -> list[torch.cuda.Stream]:
-    """The current stream and all streams of torch's pools, so NCCL's and Megatron-FSDP's too."""
+    """The current stream and all streams of torch's pools, so NCCL's and Megatron-FSDP's too.
+
+    ``torch.cuda.Stream`` returns the streams of a pool one after the other.
+    """
     current = torch.cuda.current_stream()
-    found = [current]
+    streams = [current]
     least, greatest = current.priority_range()
     for priority in range(greatest, least + 1):
         pool: dict[int, torch.cuda.Stream] = {}
         while (stream := torch.cuda.Stream(priority=priority)).cuda_stream not in pool:
             pool[stream.cuda_stream] = stream
-        found += pool.values()
-    return found
+        streams += pool.values()
+    return streams

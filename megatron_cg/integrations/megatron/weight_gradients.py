@@ -24,30 +24,22 @@ from megatron_cg.upstream.patch import all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _OF_TE, _OF_MEGATRON = "fuse_wgrad_accumulation", "gradient_accumulation_fusion"
-RELIES_ON = (
-    *(
-        Symbol(
-            "transformer-engine",
-            f"transformer_engine.pytorch.module.{file}:{name}",
-            "a layer that reads its setting in each forward pass",
-            attributes=(_OF_TE,),
-        )
-        for file, name in (
-            ("linear", "Linear"),
-            ("layernorm_linear", "LayerNormLinear"),
-            ("layernorm_mlp", "LayerNormMLP"),
-            ("grouped_linear", "GroupedLinear"),
-        )
-    ),
-    *(
-        Symbol(
-            "megatron-core",
-            f"megatron.core.tensor_parallel.layers:{name}",
-            "a layer that reads its setting in each forward pass",
-            attributes=(_OF_MEGATRON,),
-        )
-        for name in ("ColumnParallelLinear", "RowParallelLinear")
-    ),
+_PLACES = {
+    "transformer_engine.pytorch.module.linear:Linear": _OF_TE,
+    "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear": _OF_TE,
+    "transformer_engine.pytorch.module.layernorm_mlp:LayerNormMLP": _OF_TE,
+    "transformer_engine.pytorch.module.grouped_linear:GroupedLinear": _OF_TE,
+    "megatron.core.tensor_parallel.layers:ColumnParallelLinear": _OF_MEGATRON,
+    "megatron.core.tensor_parallel.layers:RowParallelLinear": _OF_MEGATRON,
+}
+RELIES_ON = tuple(
+    Symbol(
+        "transformer-engine" if name == _OF_TE else "megatron-core",
+        path,
+        "a layer that reads its setting in each forward pass",
+        attributes=(name,),
+    )
+    for path, name in _PLACES.items()
 )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.plain import is_plain, same_value
@@ -47,8 +47,10 @@ class _Argument:
 class Results:
     """The form of what one pass returned and set."""
 
-    value: Any
-    """What it returned, with marks for tensors."""
+    leaves: Sequence[Any]
+    """The leaves of what it returned, with marks for tensors."""
+    spec: TreeSpec
+    """The containers around them; all types that torch's pytrees know."""
     attributes: tuple[tuple[dict[str, Any], str, Any], ...]
     """Holder, name and mark of the tensors that it set."""
 
@@ -67,7 +69,7 @@ class Results:
             arguments: the tensors without a gradient that it was given, by name.
         """
         tensors: list[torch.Tensor] = []
-        marks: dict[int, Any] = {id(one): _Argument(name) for name, one in arguments.items()}
+        marks: dict[int, Any] = {id(given): _Argument(name) for name, given in arguments.items()}
 
         def marked(leaf: Any) -> Any:
             if type(leaf) not in (torch.Tensor, nn.Parameter):
@@ -77,8 +79,9 @@ class Results:
                 tensors.append(leaf)
             return marks[id(leaf)]
 
-        form = _mapped(marked, value)
-        return cls(form, tuple((o, n, marked(o[n])) for o, n in attributes)), tensors
+        leaves, spec = tree_flatten(value)
+        form = [marked(leaf) for leaf in leaves]
+        return cls(form, spec, tuple((o, n, marked(o[n])) for o, n in attributes)), tensors
 
     def rebuild(self, tensors: Sequence[Any], arguments: Mapping[str, torch.Tensor]) -> Any:
         """Set the attributes, and return what the pass returns, with these tensors."""
@@ -92,44 +95,38 @@ class Results:
             made = filled(mark)
             # A copy: the attribute, and what a loop collects from it, outlive the pass.
             holder[name] = made.clone() if mark in self._only_set else made
-        return _mapped(filled, self.value)
+        return tree_unflatten([filled(leaf) for leaf in self.leaves], self.spec)
 
     @cached_property
     def _only_set(self) -> set[_Output]:
         """The outputs of the graph that are set and not returned."""
-        returned: list[Any] = []
-        _mapped(returned.append, self.value)
-        marks = {mark for _, _, mark in self.attributes if isinstance(mark, _Output)}
-        return marks - {one for one in returned if isinstance(one, _Output)}
+        returned = {leaf for leaf in self.leaves if isinstance(leaf, _Output)}
+        return {mark for *_, mark in self.attributes if isinstance(mark, _Output)} - returned
 
     def of_eager_pass(self, value: Any, run: Callable[..., Any]) -> Any:
         """What an eager pass returned and set, given to ``run`` as one result of a function."""
         places = [(holder, name) for holder, name, _ in self.attributes if name in holder]
         value, attributes = run(lambda: (value, [holder[name] for holder, name in places]))
-        for (holder, name), one in zip(places, attributes, strict=True):
-            holder[name] = one
+        for (holder, name), tensor in zip(places, attributes, strict=True):
+            holder[name] = tensor
         return value
 
     def problem(self) -> str | None:
         """Why no graph can return this form, in words; None if one can."""
-        found: list[str] = []
-
-        def look(leaf: Any) -> None:
+        for leaf in self.leaves:
             if not isinstance(leaf, _Output | _Argument) and not is_plain(leaf):
-                found.append(f"returns a {type(leaf).__name__}")
-
-        _mapped(look, self.value)
-        return found[0] if found else None
+                return f"returns a {type(leaf).__name__}"
+        return None
 
     def is_like(self, other: Results) -> bool:
         """Whether another pass returned and set the same, but for the tensors' values."""
-        mine, spec = tree_flatten(_mapped(lambda leaf: leaf, self.value))
-        others, other_spec = tree_flatten(_mapped(lambda leaf: leaf, other.value))
         places = [(id(o), n, m) for o, n, m in self.attributes]
         return (
-            spec == other_spec
+            self.spec == other.spec
             and places == [(id(o), n, m) for o, n, m in other.attributes]
-            and all(a == b or same_value(a, b) for a, b in zip(mine, others, strict=True))
+            and all(
+                a == b or same_value(a, b) for a, b in zip(self.leaves, other.leaves, strict=True)
+            )
         )
 
 
@@ -156,9 +153,7 @@ def attributes_set(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[_
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a pass's result, at any depth."""
-    found: list[torch.Tensor] = []
-    _mapped(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, value)
-    return found
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def containers_of(arguments: Any) -> Iterator[tuple[Any, Any]]:
@@ -181,9 +176,3 @@ def refuse_filled(name: str, before: Sequence[tuple[Any, Any]], leave_out: str) 
                 "replay runs no Python, so the caller would not see it. Return the tensors, or set "
                 f"them as attributes of the module. Or: {leave_out}"
             )
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with each leaf changed; torch's registered types are containers."""
-    leaves, spec = tree_flatten(value)
-    return tree_unflatten([change(leaf) for leaf in leaves], spec)
