@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from megatron_cg.backends.tape.tape_memory import Pool
 from megatron_cg.backends.tape.tape_recording import recording
 from megatron_cg.errors import HostSyncError
-from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.upstream.megatron import capturing_flag
 
 TOKENS, HIDDEN, EXPERTS = 6, 4, 4
@@ -72,47 +70,3 @@ def dispatcher_of_one_expert(kind: Any, **options: Any) -> Any:
         **options,
     )
     return kind(1, [0], config, get_default_pg_collection())
-
-
-def rows_of_the_expert(kind: Any, within: AbstractContextManager[None]) -> int:
-    """How many rows the expert gets on this rank."""
-    dispatcher = dispatcher_of_one_expert(kind)
-    every = torch.ones(TOKENS, 1, dtype=torch.bool)
-    given = torch.ones(TOKENS, 1, HIDDEN), every, every.float()
-    with within:
-        sent = dispatcher.dispatch_preprocess(*given)
-        rows, _, _ = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
-    return len(rows)
-
-
-def dispatch(ranks_of_an_expert: int) -> None:
-    """What both dispatchers do with an expert of that many ranks, in each of two processes."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    from megatron_cg.moe.dispatcher import DeviceDispatcher
-
-    class Unread(DeviceDispatcher):
-        """Reads no counts before rows are exchanged; what follows is Megatron's."""
-
-        dispatch_postprocess = MoEAlltoAllTokenDispatcher.dispatch_postprocess
-
-    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=ranks_of_an_expert)
-    try:
-        whole = TOKENS * ranks_of_an_expert
-        assert rows_of_the_expert(MoEAlltoAllTokenDispatcher, nullcontext()) == whole
-        reads = ranks_of_an_expert > 1
-        with pytest.raises(HostSyncError, match="tolist") if reads else nullcontext():
-            assert rows_of_the_expert(Unread, captured()) == whole
-        assert rows_of_the_expert(DeviceDispatcher, captured()) == TOKENS
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.refuses("experts-tensor-parallel")
-@pytest.mark.parametrize("ranks_of_an_expert", [1, 2])
-def test_several_ranks_of_an_expert_exchange_rows_by_numbers_on_the_host(
-    ranks_of_an_expert: int,
-) -> None:
-    """Megatron reads how many; this package's dispatcher takes the rows of its own rank alone."""
-    run_processes(partial(dispatch, ranks_of_an_expert))

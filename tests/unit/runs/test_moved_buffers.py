@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_cg.errors import ReplayMismatchError
@@ -21,7 +19,6 @@ from tests.unit.ranks import on_ranks
 BEFORE, AFTER, LAYERS = 2, 5, 3
 BOTH = (0, 1)
 Change = Callable[[Any], None]
-_KEPT: list[Any] = []
 
 
 def play() -> dict[str, Any]:
@@ -34,18 +31,9 @@ def play() -> dict[str, Any]:
 
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)
     plan = TrainingPlan(model, graphs=True)
-    single = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
-    without_double_buffers = replace(plan, model=replace(model, fsdp_options=single))
 
-    def run(
-        policy: str | None,
-        change: Change | None = None,
-        ranks: tuple[int, ...] = BOTH,
-        plan: TrainingPlan = plan,
-    ) -> Any:
+    def run(policy: str | None, change: Change | None = None, ranks: tuple[int, ...] = BOTH) -> Any:
         trainer: Any = VotingTrainer(plan, ReplayPolicy(policy or "eager"))  # type: ignore[arg-type]
-        if plan is without_double_buffers:
-            Placement.install(trainer)
         numbers, error = [], ""
         try:
             numbers += [trainer.step() for _ in range(BEFORE)]
@@ -74,9 +62,6 @@ def play() -> dict[str, Any]:
         "table": run("recapture", table_changes, ranks=(1,)),
         "error": run("error", buffers_move),
         "backward": run("eager", buffers_move_in_forward),
-        "single, elsewhere in backward": run(
-            "eager", Placement.elsewhere_in_backward, plan=without_double_buffers
-        ),
     }
 
 
@@ -108,55 +93,6 @@ def of_model(change: Callable[[Any], None]) -> Change:
 parameter_changes = of_model(parameter_replaced)
 buffers_move = of_model(buffers_moved)
 buffers_move_in_forward = of_model(buffers_moved_in_backward)
-
-
-class Placement:
-    """Addresses of unsharded parameters without double buffers: the test decides, not ``malloc``.
-
-    Each bucket has one place, given to it at its first unshard and kept. Once ``moved`` is set,
-    each unshard gets fresh memory. All memory stays alive, so that none is fresh at an old address.
-    """
-
-    def __init__(self) -> None:
-        self.moved = False
-        self._home: dict[int, Any] = {}
-        self._in_use: dict[int, Any] = {}
-
-    @classmethod
-    def install(cls, trainer: Any) -> None:
-        """Allocate FSDP's weights here; call it before the first step."""
-        store = trainer.model.module.param_and_grad_buffer
-        trainer.placement = cls()
-        for group in store.parameter_groups:
-            buffer = group.model_weight_buffer
-            assert buffer.temporary_bucket_allocator is store.weight_alloc
-            buffer.temporary_bucket_allocator = trainer.placement
-
-    def allocate(self, bucket_id: int, size: int, dtype: Any, device: Any, **_options: Any) -> Any:
-        """As ``TemporaryBucketAllocator.allocate`` (megatron-core 0.19.2)."""
-        from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import Bucket
-
-        if bucket_id not in self._in_use:
-            place = None if self.moved else self._home.get(bucket_id)
-            if place is None:
-                place = Bucket(data=torch.empty(size, dtype=dtype, device=device))
-                _KEPT.append(place)
-                self._home.setdefault(bucket_id, place)
-            self._in_use[bucket_id] = place
-        return self._in_use[bucket_id]
-
-    def free(self, bucket_id: int) -> None:
-        """As ``TemporaryBucketAllocator.free``, but the memory stays alive."""
-        self._in_use.pop(bucket_id, None)
-
-    @staticmethod
-    def elsewhere_in_backward(trainer: Any) -> None:
-        """From now on what is unsharded after the forward pass of the model is elsewhere."""
-
-        def move(*_: Any) -> None:
-            trainer.placement.moved = True
-
-        trainer.model.register_forward_hook(move)
 
 
 @pytest.fixture(scope="module")
@@ -240,16 +176,3 @@ def test_a_buffer_that_moves_between_forward_and_backward_ends_the_run(
     for rank in ranks:
         text = rank["backward"]["error"]
         assert "in the backward pass" in text and "cannot run eagerly" in text, text
-
-
-@pytest.mark.refuses("double-buffer", "persistent-fallback")
-def test_without_double_buffers_what_moves_after_its_forward_replay_ends_the_run(
-    ranks: list[dict[str, Any]],
-) -> None:
-    for rank in ranks:
-        moved = rank["single, elsewhere in backward"]
-        assert moved["numbers"] == rank["nothing"]["numbers"][:BEFORE]
-        assert moved["graphs"]["replayed"] == LAYERS
-        text = moved["error"]
-        assert "in the backward pass" in text and "cannot run eagerly" in text, text
-        assert "--fsdp-double-buffer and" in text and "are off" in text, text
