@@ -1,7 +1,7 @@
 """Layers compiled once without a GPU, loaded on two ranks, captured and replayed, bit for bit.
 
-    megatron-cg precompile tests.functional.compiled_layers:llama --world-size 2 --out DIR \
-        --deterministic
+    megatron-cg precompile tests/functional/compiled_layers.py:llama --world-size 2 \
+        --out DIR --deterministic
     torchrun --nproc-per-node 2 -m tests.functional.compiled_layers DIR
 
 The model trains eagerly, with graphs, and with graphs of the loaded code.

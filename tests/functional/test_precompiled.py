@@ -19,7 +19,8 @@ MODULES = {
 
 def test_loaded_code_in_graphs_trains_the_eager_numbers(tmp_path: Path) -> None:
     skip_without(2)
-    words = ["precompile", f"{SCRIPT}:llama", "--world-size", "2", "--out", str(tmp_path)]
+    build = f"{SCRIPT.replace('.', '/')}.py:llama"
+    words = ["precompile", build, "--world-size", "2", "--out", str(tmp_path)]
     start("compile", *words, "--deterministic", CUDA_VISIBLE_DEVICES="")
     words = ["--standalone", "--nproc-per-node", "2", "-m", SCRIPT, str(tmp_path)]
     ended = start("train", *words)
