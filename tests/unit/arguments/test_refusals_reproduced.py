@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_memory import FreedStorageError
-from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
@@ -35,84 +33,6 @@ def before_its_step(shape: Any, **options: Any) -> tuple[Any, Any]:
     optimizer.scale_loss(loss.float().sum()).backward()
     model.module.finish_grad_sync()
     return model, optimizer
-
-
-def fp16_step() -> None:
-    """One step with a loss scale, in each of two processes; raises what Megatron raises."""
-    from megatron.core import parallel_state
-
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-
-    half = {"fp16": True, "params_dtype": torch.half}
-    shape = CpuModelConfig(layers=1, bf16=False, options=half)
-    _, optimizer = before_its_step(shape, loss_scale=1.0, **half)
-    try:
-        optimizer.step()
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.refuses("fp16")
-def test_fp16_fails_in_the_first_step_without_graphs() -> None:
-    with pytest.raises(Exception, match="'NoneType' object has no attribute 'data'") as error:
-        run_processes(fp16_step)
-    assert "_collect_main_grad_data_for_unscaling" in str(error.value)
-
-
-@pytest.mark.refuses("pipeline-parallel")
-def test_a_pipeline_stage_cannot_be_wrapped() -> None:
-    from einops import EinopsError
-    from megatron.core import parallel_state
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from megatron_cg.tools.cpu.cpu_model import ddp_config, transformer_config
-    from megatron_cg.tools.cpu.fakes import cpu_fakes
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-
-    shape = CpuModelConfig(options={"pipeline_model_parallel_size": 2})
-    with cpu_fakes():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-        try:
-            parallel_state.initialize_model_parallel(
-                pipeline_model_parallel_size=2, create_gloo_process_groups=False
-            )
-            config, given = transformer_config(shape), ddp_config(shape)
-            with pytest.raises(EinopsError, match=r"dp_cp ep tp"):
-                FullyShardedDataParallel(config, given, torch.nn.Linear(2, 2))
-        finally:
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
-
-
-@pytest.mark.refuses("expert-parallel-overlap", "delayed-weight-gradients")
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"fsdp_double_buffer": True}, "does not support double buffer"),
-        ({"cuda_graph_impl": "transformer_engine"}, "does not support per-layer CUDA graphs"),
-    ],
-)
-def test_overlap_with_expert_parallelism_takes_no_layerwise_graphs(
-    change: dict[str, Any], error: str, one_rank: None
-) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-
-    from megatron_cg.tools.cpu.cpu_model import ddp_config, transformer_config
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-
-    config, given = transformer_config(CpuModelConfig()), ddp_config(CpuModelConfig())
-    config.overlap_moe_expert_parallel_comm, config.cuda_graph_impl = True, "none"
-    given.fsdp_double_buffer = False
-    for name, value in change.items():
-        setattr(given if hasattr(given, name) else config, name, value)
-    parallel_state.initialize_model_parallel()
-    try:
-        with pytest.raises(AssertionError, match=error):
-            FullyShardedDataParallel(config, given, torch.nn.Linear(2, 2))
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.refuses("implementation")
