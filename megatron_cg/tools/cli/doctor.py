@@ -12,7 +12,6 @@ import json
 from collections.abc import Sequence
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.errors import MegatronCGError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Run the checks and report; returns the exit code."""
-    if extra:
-        raise MegatronCGError(f"the doctor takes no {' '.join(extra)}: leave out what follows --")
     from rich.console import Console
 
     from megatron_cg.tools.doctor.checks import as_json, can_run, examine, print_report

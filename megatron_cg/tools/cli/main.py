@@ -76,12 +76,14 @@ def _run(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     # Words after a bare "--" are for Megatron, whatever they look like.
     cut = words.index("--") if "--" in words else len(words)
-    args = _parsed(words[:cut])
+    args, extra = _parsed(words[:cut]), words[cut + 1 :]
+    if extra and args.command not in TAKING_FLAGS:
+        raise MegatronCGError(f"{args.command} passes nothing on: leave out {' '.join(extra)}")
     # Megatron warns at import about each optional package that is missing.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     # And torch warns if there is nvcc but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    code = int(args.run(args, words[cut + 1 :]))
+    code = int(args.run(args, extra))
     # Here, so that a full disk is told.
     print(end="", flush=True)
     return code

@@ -62,10 +62,6 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if "torch" not in sys.modules:
         for variable in _CACHES_OFF:
             os.environ.pop(variable, None)
-    if extra:
-        raise MegatronCGError(
-            f"nothing is passed on to {args.build}: leave out {' '.join(extra)} after --"
-        )
     build = builder(args.build)
     import torch
 

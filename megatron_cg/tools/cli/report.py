@@ -14,10 +14,6 @@ from pathlib import Path
 from megatron_cg.errors import MegatronCGError
 
 
-class PlotsError(MegatronCGError):
-    """The plotting library is not installed."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     add = parser.add_argument
@@ -28,10 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Write the page, and print its place."""
-    if extra:
-        raise PlotsError(f"report starts no training and takes no {' '.join(extra)}: leave it out.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotsError("the plots need matplotlib: pip install 'megatron-cg[report]'.")
+        raise MegatronCGError("the plots need matplotlib: pip install 'megatron-cg[report]'.")
     from megatron_cg.files import write_text
     from megatron_cg.tools.report.report_page import page
     from megatron_cg.tools.report.story import read_story

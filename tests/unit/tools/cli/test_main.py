@@ -52,8 +52,8 @@ def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("align --warmup-steps -1", "'-1' is not a whole number of 0 or more"),
         ("align --timeout nan", "'nan' is not a number of seconds above 0"),
         ("align --timeout soon", "'soon' is not a number of seconds above 0"),
-        ("doctor -- --bf16", "leave out what follows --"),
-        ("report x -- --bf16", "takes no --bf16"),
+        ("doctor -- --bf16", "doctor passes nothing on: leave out --bf16"),
+        ("report x -- --bf16", "report passes nothing on: leave out --bf16"),
     ],
 )
 def test_words_that_are_wrong_are_refused_with_what_to_type(

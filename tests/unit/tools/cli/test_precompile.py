@@ -83,7 +83,6 @@ def test_a_region_that_differs_between_ranks_is_an_error_that_names_it(
         ("{file}:number", "has no function number"),
         ("{file}:wrong", "wrong returned int, not a megatron_cg.compiled.region.Region"),
         ("{file}:region --capability 9.x", "invalid capability value: '9.x'"),
-        ("{file}:region -- --bf16", "leave out --bf16"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.cli.main import main
 from megatron_cg.upstream.symbols import installed_version
 from tests.unit.tools.doctor.systems import ROOT
 
@@ -75,8 +74,3 @@ def test_the_tape_can_run_here(runs: Any) -> None:
     first, *facts = filter(None, text.splitlines())
     assert code == 0 and first == "the comparison on the CPU tape can run here"
     assert [line.split()[0] for line in facts] == ["versions", "symbols"]
-
-
-def test_what_follows_the_dashes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--", "--bf16"]) == 2
-    assert "--bf16" in capsys.readouterr().err
