@@ -120,9 +120,6 @@ RUNS: dict[int, dict[str, Run]] = {
     1: {"one rank": Run(DENSE, evaluates=True), "one rank, experts": Run(**EXPERTS)},
     2: {
         KNOWN_RACE: Run(fast=False),
-        "graphs without the fast path, ZeRO-2": Run(
-            DENSE, fast=False, fsdp=_sharded("optim_grads")
-        ),
         "dense": Run(DENSE, evaluates=True),
         "attention, three microbatches": Run(("attn",), microbatches=3),
         "experts": Run(**EXPERTS, evaluates=True),
@@ -130,7 +127,6 @@ RUNS: dict[int, dict[str, Run]] = {
         "borrowed memory": Run(DENSE, backend=BorrowingTape),
         "short queue, one microbatch": Run(DENSE, fsdp=_SHORT, microbatches=1),
         "ZeRO-2": Run(DENSE, fsdp=_sharded("optim_grads")),
-        "ZeRO-1": Run(DENSE, fsdp=_sharded("optim")),
         "no shards": Run(DENSE, fsdp=_sharded("no_shard")),
         "no graphs, gradients in fp32": Run(
             evaluates=True, fsdp={"megatron_fsdp_main_grads_dtype": torch.float32}
@@ -143,7 +139,6 @@ RUNS: dict[int, dict[str, Run]] = {
             )
             for which, weight in (
                 ("first", "mlp.linear_fc2.weight"),
-                ("second", "mlp.linear_fc1.weight"),
                 ("last", "input_layernorm.weight"),
             )
         },
