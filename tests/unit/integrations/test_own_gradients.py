@@ -75,3 +75,19 @@ def test_only_a_gradient_that_may_be_kept_is_copied(case: str) -> None:
     value = {**COPIED, **NOT_COPIED}[case](replay, torch.ones(4, 4, requires_grad=True))
     copied = own_gradient(value, lambda one: one is node) is not value
     assert copied is (case in COPIED)
+
+
+def test_weights_under_megatron_fsdp_need_no_copy_of_their_gradient(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.integrations import own_gradients
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+    from tests.unit.trainers import trainer_of
+
+    monkeypatch.setattr(own_gradients, "_Copied", None)
+    with trainer_of(CpuModelConfig(layers=2), graphs=True) as trainer:
+        trainer.step()
+        trainer.capture(TapeBackend())
+        trainer.step()
+        assert trainer.session.counters.replayed == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -175,17 +174,6 @@ def test_graphs_are_deleted_before_they_are_captured_again(trainer: Any) -> None
     helper.delete()
 
 
-def test_disable_deletes_graphs_that_nobody_holds(trainer: Any) -> None:
-    import megatron_cg
-
-    helper_for(trainer, "attn:0-1").capture()
-    gc.collect()
-    megatron_cg.disable()
-    for layer in layers_of(trainer):
-        assert layer.cuda_graphs == [] and "forward" not in vars(layer)
-        assert layer.config is trainer.model.config
-
-
 def test_a_megatron_that_captures_by_another_way_is_an_error(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,36 +220,31 @@ def broken(_self: Any, *_args: Any, **_kwargs: Any) -> Any:
     raise torch.OutOfMemoryError("forced")
 
 
-def test_a_failed_capture_is_an_error_that_says_what_to_type(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("on_failure", ["error", "eager"])
+def test_after_a_failed_capture_training_goes_on_eagerly_where_asked_for(
+    trainer: Any,
+    peers: Any,
+    on_failure: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(OneMask, "capture", broken)
-    helper: Any = helper_for(trainer, "attn:0-1")
-    with pytest.raises(CaptureError, match=r"OutOfMemoryError: forced.*--cg-on-failure eager"):
+    helper: Any = helper_for(trainer, "attn:0-1", on_failure=on_failure)
+    if on_failure == "error":
+        with pytest.raises(CaptureError, match=r"OutOfMemoryError: forced.*--cg-on-failure eager"):
+            helper.capture()
+    else:
         helper.capture()
     assert not cuda_graphs.is_graph_capturing()
     assert all(layer.config is trainer.model.config for layer in layers_of(trainer))
-
-
-def test_training_goes_on_eagerly_where_that_was_asked_for(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(OneMask, "capture", broken)
-    helper: Any = helper_for(trainer, on_failure="eager")
-    helper.capture()
+    if on_failure == "error":
+        return
+    assert peers.bytes == 0
     message = caplog.messages[-1]
     assert "OutOfMemoryError: forced" in message
     assert message.count("--cg-on-failure eager") == 1
     assert helper.helper.capture_finished() and not helper.helper.graphs_created()
     trainer.step()
-
-
-def test_a_failed_capture_frees_peer_memory(
-    trainer: Any, peers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(OneMask, "capture", broken)
-    helper_for(trainer, on_failure="eager").capture()
-    assert peers.bytes == 0
 
 
 def test_no_graph_replays_if_what_follows_the_capture_fails(

@@ -19,9 +19,8 @@ import megatron_cg
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import ConfigurationError
-from megatron_cg.integrations.megatron import patches, steps
+from megatron_cg.integrations.megatron import patches
 from megatron_cg.integrations.megatron.helper import FsdpHelper
-from megatron_cg.upstream.patch import applied
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask
 
@@ -101,19 +100,6 @@ def test_a_broken_rule_ends_the_run_before_anything_is_made(trainer: Any) -> Non
     assert trainer._optimizer.step == step
 
 
-def test_a_helper_that_cannot_follow_steps_leaves_nothing_changed(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_args: Any) -> Any:
-        raise LookupError
-
-    before = applied()
-    with monkeypatch.context() as patch, pytest.raises(LookupError):
-        patch.setattr(steps, "run_after", broken)
-        helper_for(trainer)
-    assert applied() == before
-
-
 def test_disable_leaves_nothing_on_the_optimizer_or_the_class(trainer: Any) -> None:
     init = vars(TECudaGraphHelper)["__init__"]
     step = trainer._optimizer.step
@@ -160,11 +146,12 @@ def test_a_second_helper_of_a_model_replaces_the_first(trainer: Any) -> None:
 
 
 def test_flags_of_the_command_line_hold_here_too(trainer: Any) -> None:
-    patches.start(GraphArguments(cg_on_failure="eager"), SimpleNamespace(), wants_graphs=True)
+    args = SimpleNamespace(recompute_granularity=None)
+    patches.start(GraphArguments(cg_on_failure="eager"), args, wants_graphs=True)
     helper_for(trainer)
     assert ours().given.cg_on_failure == "eager"
     settings = GraphArguments(cg_layers=("no_such_scope:0",))
-    patches.start(settings, SimpleNamespace(), wants_graphs=True)
+    patches.start(settings, args, wants_graphs=True)
     with pytest.raises(ConfigurationError, match="no_such_scope"):
         helper_for(trainer)
 
@@ -202,15 +189,3 @@ def test_a_model_without_fsdp_keeps_megatrons_helper(
     monkeypatch.setattr(trainer.model.config, "recompute_granularity", "full")
     with pytest.raises(ConfigurationError, match="not under Megatron-FSDP"):
         TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
-
-
-def test_a_class_that_is_made_of_megatrons_is_left_alone(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
-
-    class Other(TECudaGraphHelper):  # type: ignore[misc]
-        pass
-
-    made = Other([trainer.model], trainer.model.config, LENGTH, BATCH)
-    assert made.micro_batch_size == BATCH and not patches.helpers

@@ -115,14 +115,6 @@ def test_positions_begin_anew_in_each_sequence(interleaved: bool, latent: bool) 
     assert torch.equal(ours, theirs) and not torch.equal(ours, of_the_pack)
 
 
-def test_positions_of_a_context_parallel_rank_are_megatrons() -> None:
-    theirs = rotated((0, 8, TOKENS), TOKENS, Two)
-    undo = fix_packs(MOST)
-    ours = rotated((0, 8, TOKENS), TOKENS, Two)
-    undo()
-    assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize(
     "starts", [(0, 5, 16), (0, 16), (0, 3, 4, 11, 16, 16, 16), (0, 4, 4, 12), (0, 1, 2, 15, 16)]
 )
@@ -144,21 +136,6 @@ def test_tokens_are_shifted_as_megatron_shifts_them(
     ours = shifted()
     undo()
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-
-
-def test_a_context_parallel_rank_shifts_its_tokens_as_megatron_does() -> None:
-    from megatron.core.transformer import multi_token_prediction as prediction
-
-    given: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_cg.integrations.megatron.packs._asked_for", [MOST])
-        patch.setattr(prediction, "_roll_tensor_packed_seq", lambda *how: given.append(how))
-        undo = fix_packs(MOST)
-        pack = boundaries((0, 3, TOKENS), "cpu")
-        prediction.roll_tensor(torch.ones(1, TOKENS), packed_seq_params=pack, cp_group=Two())
-        prediction.roll_tensor(torch.ones(1, TOKENS), packed_seq_params=pack, cp_group=One())
-        undo()
-    assert len(given) == 1 and isinstance(given[0][-1], Two)
 
 
 @pytest.mark.parametrize("name", ["_apply_rotary_pos_emb_thd", "_roll_tensor_packed_seq"])

@@ -47,21 +47,9 @@ class Bound:
         return self.holds()
 
 
-class Session:
-    def __init__(self) -> None:
-        self.counters = Counters()
-        self.mismatches = MismatchPolicy(ReplayPolicy(), self.counters)
-
-
-class Optimizer:
-    def __init__(self, events: list[Any]) -> None:
-        self.events = events
-
-    def zero_grad(self) -> None:
-        self.events.append("optimizer's zero")
-
-    def step(self) -> None:
-        self.events.append("update")
+def session() -> Any:
+    counters = Counters()
+    return SimpleNamespace(counters=counters, mismatches=MismatchPolicy(ReplayPolicy(), counters))
 
 
 class Loop:
@@ -69,16 +57,18 @@ class Loop:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[Any] = []
-        self.bound, self.session = Bound(self.events), Session()
-        self.fsdp = torch.nn.Linear(1, 1)
-        self.chunk: Any = torch.nn.Linear(1, 1)
+        self.bound, self.session = Bound(self.events), session()
+        self.fsdp, self.chunk = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
         chunk: Any = self.chunk
         chunk.zero_grad_buffer = lambda: self.events.append("zero")
-        self.optimizer = Optimizer(self.events)
+        self.optimizer: Any = SimpleNamespace(
+            zero_grad=lambda: self.events.append("optimizer's zero"),
+            step=lambda: self.events.append("update"),
+        )
         self.controller: Any = SimpleNamespace(session=self.session)
         self.forward: Callable[[Any], Any] = self.take
-        found = {id(chunk): self.fsdp}
-        monkeypatch.setattr(repeat, "find_megatron_fsdp", lambda model: found.get(id(model)))
+        fsdp_of = {id(chunk): self.fsdp}
+        monkeypatch.setattr(repeat, "find_megatron_fsdp", lambda model: fsdp_of.get(id(model)))
         monkeypatch.setattr(repeat, "bound_of", {self.fsdp: self.bound}.get)
         monkeypatch.setattr(schedules, "forward_backward_no_pipelining", self.schedule())
         self.undo_repeats = repeat.repeat_steps()
@@ -108,7 +98,6 @@ class Loop:
     def take(self, data_iterator: Any) -> Any:
         one = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         batch = next(one) if one is not None else {}
-        assert one is None or (one.name == "a name" and iter(one) is one)
         self.events.append(dict(batch))
         batch["changed"] = True
         return batch
@@ -133,23 +122,8 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     loop.undo_repeats()
 
 
-class Batches:
-    """An iterator with one more member, which a schedule may read."""
-
-    name = "a name"
-
-    def __init__(self) -> None:
-        self._batches = iter([{"tokens": number} for number in range(9)])
-
-    def __iter__(self) -> Batches:
-        return self
-
-    def __next__(self) -> dict[str, int]:
-        return next(self._batches)
-
-
-def batches() -> Any:
-    return Batches()
+def batches() -> Iterator[dict[str, int]]:
+    return iter([{"tokens": number} for number in range(9)])
 
 
 def test_a_step_beyond_it_runs_once_more_eagerly_with_the_same_batches(loop: Loop) -> None:
@@ -222,7 +196,7 @@ def test_replays_outside_of_the_schedule_end_before_the_update(loop: Loop) -> No
         loop.optimizer.step()
     assert [one.rule for one in error.value.violations] == ["rows-outside-schedule"]
     assert loop.events == []
-    loop.controller.session = Session()
+    loop.controller.session = session()
     loop.optimizer.step()
     assert loop.events == ["update"]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_cg.integrations.megatron.scopes import give_scopes, leave_out
+from megatron_cg.integrations.megatron.scopes import give_scopes
 from megatron_cg.upstream.megatron import LayerConfig
-from megatron_cg.upstream.patch import undone_after
 
 
 def test_only_the_scopes_differ_and_the_rest_is_shared(dense_model: Any) -> None:
@@ -31,14 +30,3 @@ def test_give_scopes_is_undone(dense_model: Any) -> None:
     undo()
     undo()
     assert (layer.config, layer.mlp.config) == before
-
-
-def test_what_to_type_names_the_layer_and_its_scopes(dense_model: Any) -> None:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-
-    layer: Any = transformer_layers(dense_model)[1]
-    text = leave_out(layer, layer.self_attention)
-    assert "the scope that holds the SelfAttention out of --cuda-graph-modules attn mlp" in text
-    assert "ranges without 1 in --cg-layers" in text
-    with undone_after(give_scopes(layer, [])):
-        assert "Name the scopes that do not hold it with" in leave_out(layer, layer.mlp)

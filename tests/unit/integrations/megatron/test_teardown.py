@@ -122,38 +122,6 @@ def test_a_gpu_that_never_rests_is_not_waited_for(
     assert "a collective that another rank did not join" in caplog.text
 
 
-class Queue:
-    """A stream of a GPU whose work is done after so many questions; raises where it is None."""
-
-    def __init__(self, questions: int | None) -> None:
-        self.questions = questions
-
-    def record_event(self) -> Queue:
-        return self
-
-    def query(self) -> bool:
-        if self.questions is None:
-            raise RuntimeError("CUDA error: device-side assert triggered")
-        self.questions -= 1
-        return self.questions < 0
-
-
-@pytest.mark.parametrize(
-    ("questions", "seconds", "rests"),
-    [((0, 0), 0.0, True), ((2, 3), 60.0, True), ((0, 1 << 30), 0.0, False), ((0, None), 0.0, True)],
-)
-def test_every_stream_is_asked_for_a_limited_time(
-    questions: tuple[int | None, ...],
-    seconds: float,
-    rests: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert teardown._comes_to_rest(0.0)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(teardown, "_streams", lambda: [Queue(count) for count in questions])
-    assert teardown._comes_to_rest(seconds) is rests
-
-
 @pytest.mark.parametrize("after", [broken, lambda *_: None], ids=["error state", "good order"])
 def test_disabling_after_an_error_keeps_that_error(
     trainer: Any, after: Callable[..., None], monkeypatch: pytest.MonkeyPatch

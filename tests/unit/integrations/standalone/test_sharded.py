@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron_fsdp.experimental import microbatch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -427,37 +426,3 @@ def test_refusals_under_v2_name_the_unit_and_what_to_do(reports: list[dict[str, 
         assert "unit layers.0 was sharded with use_symm_mem=True" in symmetric
         assert "Megatron-FSDP v2 and DistributedDataParallel" in both
         assert "units run in the order layers.2, layers.1, layers.0, and were registered" in order
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, flag: bool, table: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x) * table if flag else x
-        return y
-
-
-@pytest.mark.parametrize("new_table", [False, True])
-def test_a_table_by_position_is_read_in_place_until_it_changes(new_table: bool) -> None:
-    """In a process without process groups, which is one rank."""
-    assert not dist.is_initialized()
-    found = []
-    for graphed in (False, True):
-        torch.manual_seed(0)
-        unit, table = Scaled(), torch.arange(4.0)
-        graphs = graph_units(nn.Sequential(unit), ["0"], warmup_steps=3, backend="tape")
-        for step in range(6):
-            if new_table and step == 5:
-                table = table + 1
-            with graphs.step() if graphed else nullcontext():
-                unit(torch.full((3, 4), float(step)), True, table).square().sum().backward()
-        found.append([p.grad.clone() for p in unit.parameters() if p.grad is not None])
-        if graphed:
-            replays = 3 - new_table
-            counters = graphs.counters
-            assert (counters.replayed, counters.eager) == (replays, int(new_table))
-            assert (counters.inputs_in_place, counters.inputs_copied) == (replays, replays)
-        graphs.close()
-    assert all(map(torch.equal, *found))
