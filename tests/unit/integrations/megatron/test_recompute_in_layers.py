@@ -11,7 +11,6 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-import megatron_cg
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron import full_recompute
 from megatron_cg.integrations.megatron.full_recompute import (
@@ -66,21 +65,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_megatrons_other_rules_hold(allowed: None, said: str) -> None:
     with pytest.raises((AssertionError, ValueError), match=said):
         config(**REFUSED[said])
-
-
-def test_without_it_megatron_refuses_it() -> None:
-    with pytest.raises(AssertionError, match="only supported with full iteration"):
-        config()
-    megatron_cg.enable()
-    try:
-        with pytest.raises(AssertionError, match="only supported with full iteration"):
-            config()
-        megatron_cg.enable(full_recompute=True)
-        assert config().recompute_granularity == "full"
-    finally:
-        megatron_cg.disable()
-    with pytest.raises(AssertionError, match="only supported with full iteration"):
-        config()
 
 
 @pytest.mark.parametrize("at", range(len(full_recompute.RELIES_ON)))

@@ -47,9 +47,10 @@ class Bound:
         return self.holds()
 
 
-def session() -> Any:
-    counters = Counters()
-    return SimpleNamespace(counters=counters, mismatches=MismatchPolicy(ReplayPolicy(), counters))
+class Session:
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.mismatches = MismatchPolicy(ReplayPolicy(), self.counters)
 
 
 class Loop:
@@ -57,17 +58,18 @@ class Loop:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[Any] = []
-        self.bound, self.session = Bound(self.events), session()
-        self.fsdp, self.chunk = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-        chunk: Any = self.chunk
+        self.bound, self.session = Bound(self.events), Session()
+        self.fsdp = torch.nn.Linear(1, 1)
+        chunk: Any = torch.nn.Linear(1, 1)
         chunk.zero_grad_buffer = lambda: self.events.append("zero")
+        self.chunk = chunk
         self.optimizer: Any = SimpleNamespace(
             zero_grad=lambda: self.events.append("optimizer's zero"),
             step=lambda: self.events.append("update"),
         )
         self.controller: Any = SimpleNamespace(session=self.session)
         self.forward: Callable[[Any], Any] = self.take
-        fsdp_of = {id(chunk): self.fsdp}
+        fsdp_of = {id(self.chunk): self.fsdp}
         monkeypatch.setattr(repeat, "find_megatron_fsdp", lambda model: fsdp_of.get(id(model)))
         monkeypatch.setattr(repeat, "bound_of", {self.fsdp: self.bound}.get)
         monkeypatch.setattr(schedules, "forward_backward_no_pipelining", self.schedule())
@@ -196,7 +198,7 @@ def test_replays_outside_of_the_schedule_end_before_the_update(loop: Loop) -> No
         loop.optimizer.step()
     assert [one.rule for one in error.value.violations] == ["rows-outside-schedule"]
     assert loop.events == []
-    loop.controller.session = session()
+    loop.controller.session = Session()
     loop.optimizer.step()
     assert loop.events == ["update"]
 

@@ -7,14 +7,11 @@ from typing import Any
 from weakref import ref
 
 import pytest
-import torch
-from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import close_all_sessions, open_sessions
 from megatron_cg.integrations.standalone import graph_units, graphs
-
-WARMUP, STEPS = 1, 3
+from tests.unit.integrations.standalone.plain import REPLAYED, WARMUP, Training
 
 
 class Waits(TapeBackend):
@@ -30,16 +27,12 @@ class Waits(TapeBackend):
 
 def trained(backend: Waits) -> Any:
     """A model with graphs that nobody else holds."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters())
-    units = graph_units(model, ["0", "1"], warmup_steps=WARMUP, backend=backend)
-    for _ in range(STEPS):
-        with units.step():
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-    assert units.counters.replayed == 2 * (STEPS - WARMUP)
-    return model
+    training = Training()
+    graphs = graph_units(training.model, "*", warmup_steps=WARMUP, backend=backend)
+    for _ in training.run(graphs):
+        pass
+    assert graphs.counters.replayed == REPLAYED
+    return training.model
 
 
 @pytest.fixture
