@@ -73,7 +73,7 @@ def found_wrong() -> Iterator[None]:
 
 def with_collectives() -> Any:
     """A run whose units sum something over all ranks, as tensor parallelism does."""
-    from tests.unit.integrations.standalone.networks import Block, Run
+    from tests.unit.integrations.standalone.sharded import Block, v1_run
 
     real = Block.forward
 
@@ -84,7 +84,7 @@ def with_collectives() -> Any:
         return out
 
     with patch.object(Block, "forward", forward):
-        run = Run()
+        run = v1_run()
     layer: Any
     for layer in run.network.layers:
         layer.forward = partial(forward, layer)
@@ -110,7 +110,7 @@ def together() -> tuple[list[Any], list[str]]:
         assert torch.equal(eager.step(), run.step())
         for name, _ in STEPS:
             for one in (eager, run):
-                one.network.doubled, one.network.order = False, [0, 1, 2]
+                one.network.doubled, one.network.order = False, None
                 if one is run or not name.startswith("graphs"):
                     CHANGES[name](one)
             with found_wrong() if name == "refuted" else nullcontext():

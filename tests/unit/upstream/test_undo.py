@@ -246,9 +246,9 @@ def test_a_unit_whose_forward_somebody_wrapped_is_closed(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("megatron_fsdp")
-    from tests.unit.integrations.standalone.networks import Run
+    from tests.unit.integrations.standalone.sharded import v1_run
 
-    eager, run, events = Run(), Run(), Events()
+    eager, run, events = v1_run(), v1_run(), Events()
     graphs = run.with_graphs()
     layer = run.network.layers[1]
     for number in range(4):

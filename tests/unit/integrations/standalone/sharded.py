@@ -1,20 +1,22 @@
-"""A network under FSDP2, Megatron-FSDP v2 or DistributedDataParallel, eagerly and with graphs."""
+"""A network under each way of sharding, trained eagerly and with graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp import experimental as v2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.integrations.standalone import GraphedUnits, graph_units
 
 VOCABULARY, WIDTH, LENGTH = 16, 8, 5
@@ -25,37 +27,41 @@ IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.fl
 
 
 class Block(nn.Module):
-    """Norm, MLP and dropout with a residual."""
+    """Norm, MLP and dropout with a residual, a flag, and a parameter of its own."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
         self.dropout = nn.Dropout(0.1)
         self.broken = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, double: bool = False) -> torch.Tensor:
         if self.broken:
             raise ArithmeticError
-        y: torch.Tensor = x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        hidden = self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        y: torch.Tensor = x * self.scale + (2 if double else 1) * hidden
         return y
 
 
 class Network(nn.Module):
-    """Tokens in, logits out."""
+    """Tokens in, logits out; layers are called in an order, or in their own."""
 
     def __init__(self, inner: tuple[int, ...]) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(map(Block, inner))
         self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.detached = False
+        self.detached = self.doubled = False
+        self.order: list[int] | None = None
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         made = []
-        for layer in self.layers:
-            x = layer(x.detach() if self.detached else x)
+        layers: Any = list(self.layers)
+        for layer in layers if self.order is None else [layers[n] for n in self.order]:
+            x = layer(x.detach() if self.detached else x, self.doubled)
             made.append(x)
         logits: torch.Tensor = self.head(sum(made) if self.detached else x)
         return logits
@@ -117,6 +123,21 @@ def under_v2(
     return wrap
 
 
+def under_v1(**options: Any) -> Callable[[Any], Any]:
+    """Megatron-FSDP's ``fully_shard_model`` with these options, and what graphs need."""
+
+    def wrap(network: Any) -> Any:
+        needed = {
+            "fsdp_unit_modules": [type(network.layers[0])],
+            "fsdp_double_buffer": True,
+            "fsdp_db_use_persist_buf_on_alloc_fail": True,
+            "calculate_per_token_loss": True,
+        }
+        return fully_shard_model(network, **(needed | options))
+
+    return wrap
+
+
 def under_ddp(**options: Any) -> Callable[[Network], Any]:
     """``DistributedDataParallel`` with these options."""
     return lambda network: DistributedDataParallel(network, **options)
@@ -146,10 +167,14 @@ class Run:
         self.network.detached, self.rows = case.detached, 3
         self.model = case.wrap(self.network)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        if any(hasattr(layer, "_parameter_groups") for layer in self.network.layers):
+        if isinstance(self.model, MegatronFSDP):
+            self.optimizer = fully_shard_optimizer(self.optimizer)
+        elif any(hasattr(layer, "_parameter_groups") for layer in self.network.layers):
             v2.fully_shard_optimizer(self.optimizer)
         self.graphs: GraphedUnits | None = None
         self.losses: list[torch.Tensor] = []
+        self.steps = 0
+        torch.manual_seed(1)
 
     def train(
         self,
@@ -164,29 +189,40 @@ class Run:
         """
         torch.manual_seed(1 + dist.get_rank())
         if not graphed:
-            for step in range(steps):
-                self._step(step)
+            for _ in range(steps):
+                self.step(MICROBATCHES)
             return
         options = {"warmup_steps": WARMUP, "backend": "tape", **self.case.options}
         with graph_units(self.model, ["layers.*"], **options) as self.graphs:
-            for step in range(steps):
-                self._step(step)
+            for _ in range(steps):
+                self.step(MICROBATCHES)
             then()
 
-    def _step(self, step: int) -> None:
-        self.case.before_step(self, step)
+    def with_graphs(self, units: Sequence[Any] = ("layers.*",), **options: Any) -> GraphedUnits:
+        """Graphs from the second step on, which somebody has to close."""
+        options = {"warmup_steps": 1, "backend": TapeBackend(), **options}
+        self.graphs = graph_units(self.model, units, **options)
+        return self.graphs
+
+    def step(self, microbatches: int = 1) -> torch.Tensor:
+        """The losses of one step."""
+        self.case.before_step(self, self.steps)
+        losses = []
         with self.graphs.step() if self.graphs is not None else nullcontext():
-            for microbatch in range(MICROBATCHES):
-                last = microbatch == MICROBATCHES - 1
-                self.model.later = step >= LATER
+            for microbatch in range(microbatches):
+                last = microbatch == microbatches - 1
+                self.model.later = self.steps >= LATER
                 with self.case.microbatch(self.model, last):
-                    loss = self.loss(step * MICROBATCHES + microbatch)
+                    loss = self.loss(self.steps * microbatches + microbatch)
                     loss.backward()
-                self.losses.append(loss.detach().clone())
+                losses.append(loss.detach().clone())
             self.optimizer.step()
             self.optimizer.zero_grad()
+        self.steps += 1
+        self.losses += losses
+        return torch.stack(losses)
 
-    def loss(self, number: int) -> torch.Tensor:
+    def loss(self, number: int = 0) -> torch.Tensor:
         """The loss on a batch of this rank."""
         seed = torch.Generator().manual_seed(number * dist.get_world_size() + dist.get_rank())
         tokens = torch.randint(0, VOCABULARY, (self.rows, LENGTH), generator=seed)
@@ -206,6 +242,11 @@ class Run:
         for parameter in self.optimizer.param_groups[0]["params"]:
             for one in (parameter, *self.optimizer.state[parameter].values()):
                 yield getattr(one, "_local_tensor", one).detach().clone()
+
+
+def v1_run(**options: Any) -> Run:
+    """A run under Megatron-FSDP with these options."""
+    return Run(Case(under_v1(**options)))
 
 
 def evaluate(run: Run, step: int) -> None:

@@ -21,7 +21,7 @@ from megatron_cg.errors import (
 )
 from megatron_cg.integrations.standalone import graph_units
 from tests.unit.counted import expect
-from tests.unit.integrations.standalone.networks import Run, assert_equal
+from tests.unit.integrations.standalone.sharded import Run, equal, v1_run
 
 pytest.importorskip("megatron_fsdp")
 
@@ -32,7 +32,7 @@ def runs(one_rank: None) -> Iterator[Callable[..., tuple[Run, Run]]]:
     made: list[Run] = []
 
     def make(graphed: dict[str, Any] | None = None, **options: Any) -> tuple[Run, Run]:
-        eager, other = Run(**options), Run(**options)
+        eager, other = v1_run(**options), v1_run(**options)
         other.with_graphs(**(graphed or {}))
         made.append(other)
         return eager, other
@@ -52,7 +52,7 @@ def train_both(eager: Run, graphed: Run, steps: int, passes: int = 1) -> None:
         torch.set_rng_state(state)
         assert torch.equal(graphed.step(passes), expected)
         assert torch.equal(torch.get_rng_state(), left)
-    assert_equal(eager, graphed)
+    assert equal(eager, graphed)
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim"])
@@ -63,7 +63,7 @@ def test_replays_train_the_same_numbers(runs: Any, strategy: str) -> None:
 
 
 def test_units_are_given_by_class_module_and_name(one_rank: None) -> None:
-    run = Run()
+    run = v1_run()
     layers = list(run.network.layers)
     for units in ([type(layers[0])], layers, [layers[0], "layers.1", "layers.2"]):
         with run.with_graphs(units, fast_path=False) as graphs:
@@ -74,7 +74,7 @@ def test_units_are_given_by_class_module_and_name(one_rank: None) -> None:
 
 
 def test_closing_leaves_nothing_behind(one_rank: None) -> None:
-    run = Run()
+    run = v1_run()
     layer = run.network.layers[0]
     before = (dict(vars(layer)), dict(layer._forward_pre_hooks), dict(layer._forward_hooks))
     destroy = torch.distributed.destroy_process_group
@@ -89,7 +89,7 @@ def test_closing_leaves_nothing_behind(one_rank: None) -> None:
 
 def test_models_are_closed_in_any_order(one_rank: None) -> None:
     destroy = torch.distributed.destroy_process_group
-    first, second = Run().with_graphs(), Run().with_graphs()
+    first, second = v1_run().with_graphs(), v1_run().with_graphs()
     first.close()
     assert torch.distributed.destroy_process_group is not destroy
     second.close()
@@ -98,7 +98,7 @@ def test_models_are_closed_in_any_order(one_rank: None) -> None:
 
 
 def test_a_unit_has_graphs_of_one_session(one_rank: None) -> None:
-    run = Run()
+    run = v1_run()
     with run.with_graphs(["layers.0", "layers.1"]) as first:
         run.step()
         run.step()
@@ -129,7 +129,7 @@ def test_what_was_not_captured_runs_eagerly_and_bit_equal(runs: Any) -> None:
     train_both(eager, graphed, 2)
     for change in (another_order, a_unit_twice, another_module):
         for run in (eager, graphed):
-            run.network.order = [0, 1, 2]
+            run.network.order = None
             change(run)
         before = graphed.graphs.counters.eager
         train_both(eager, graphed, 1)
@@ -146,7 +146,7 @@ def test_a_second_forward_before_the_first_backward_runs_eagerly(runs: Any) -> N
             run.optimizer.zero_grad()
             (run.loss() + run.loss()).backward()
             run.optimizer.step()
-    assert_equal(eager, graphed)
+    assert equal(eager, graphed)
     expect(graphed.graphs.counters, replayed=3, eager=3, mismatched=3)
 
 
@@ -206,7 +206,7 @@ def test_accumulators_of_a_capture_do_not_outlive_it(
     one_rank: None, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They belong to the capture stream, so a gradient might be reduced before it is there."""
-    run = Run()
+    run = v1_run()
     held: list[tuple[torch.Tensor, Any]] = []
 
     ended = GuardedCapture._pass_ended
@@ -243,7 +243,7 @@ def test_a_step_that_raised_is_not_observed(runs: Any) -> None:
         with pytest.raises(ZeroDivisionError), graphed.graphs.step():
             graphed.loss()
             raise ZeroDivisionError
-    graphed.network.order = [0, 1, 2]
+    graphed.network.order = None
     train_both(eager, graphed, 1)
     expect(graphed.graphs.counters, captured=0)
     train_both(eager, graphed, 1)

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_fsdp import fully_shard_optimizer
 from torch import nn
 
 from megatron_cg.integrations.standalone import graph_units
 from megatron_cg.replay.eager_passes import as_one_node
+from tests.unit.integrations.standalone.sharded import under_v1
 from tests.unit.ranks import on_ranks
 
 WIDTH, STEPS, ODD = 8, 6, 4
 CASES: dict[str, tuple[tuple[int, ...], bool]] = {
     "unused in layer 0": ((1, 2), False),
     "the same with the fast path": ((1, 2), True),
-    "used": ((0, 1, 2), False),
 }
 """Of which layers the loss uses the second output, and whether with the fast path."""
 
@@ -53,16 +54,8 @@ class Network(nn.Module):
 
 def trained(uses: tuple[int, ...], *, graphed: bool, fast: bool, closes: bool) -> list[Any]:
     """Weights at the end, and how many passes were eager; rank 1 is alone in one step."""
-    from megatron_fsdp import fully_shard_model, fully_shard_optimizer
-
     torch.manual_seed(0)
-    model = fully_shard_model(
-        Network(),
-        fsdp_unit_modules=[Block],
-        fsdp_double_buffer=True,
-        fsdp_db_use_persist_buf_on_alloc_fail=True,
-        calculate_per_token_loss=True,
-    )
+    model = under_v1()(Network())
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     graphs = None
     if graphed:

@@ -1,4 +1,4 @@
-"""Graphs under FSDP2, Megatron-FSDP v2 and DistributedDataParallel: bits, and memory that stays."""
+"""Graphs under each way of sharding: bits as in eager training, and memory that stays."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from tests.unit.integrations.standalone.sharded import (
     trained,
     under_ddp,
     under_fsdp2,
+    under_v1,
     under_v2,
     unsharded_in_between,
     unsharded_in_between_later,
@@ -122,6 +123,7 @@ def run_in_reverse(network: Network) -> None:
 
 WRAPS: dict[str, Callable[[], Callable[[Network], Any]]] = {
     "FSDP2": under_fsdp2,
+    "v1": under_v1,
     "v2": under_v2,
     "DDP": under_ddp,
 }
@@ -155,6 +157,8 @@ CASES = {
     ),
     "FSDP2, inputs of units need no gradient": Case(under_fsdp2(), detached=True),
     "FSDP2, state is saved and loaded": Case(under_fsdp2(), before_step=save_and_load),
+    "v1, optimizer and gradients": Case(under_v1(zero_dp_strategy="optim_grads")),
+    "v1, optimizer alone": Case(under_v1(zero_dp_strategy="optim")),
     "v2, bf16": Case(under_v2(prepare=in_bf16)),
     "v2, five units of one shape": Case(under_v2(), inner=(16, 16, 16, 16, 16)),
     "v2, the root is not sharded": Case(under_v2(root=False)),

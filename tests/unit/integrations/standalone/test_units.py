@@ -21,7 +21,7 @@ from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.unsharded import Unsharded
 from megatron_cg.integrations.standalone import graph_units
 from megatron_cg.integrations.standalone.units import find_units
-from tests.unit.integrations.standalone.networks import Run
+from tests.unit.integrations.standalone.sharded import Run, v1_run
 
 pytest.importorskip("megatron_fsdp")
 
@@ -33,7 +33,7 @@ def rules_of(run: Run, units: list[Any], **options: Any) -> list[str]:
 
 
 def test_units_are_refused_for_every_reason_at_once(one_rank: None) -> None:
-    run = Run(fsdp_double_buffer=False, fsdp_db_use_persist_buf_on_alloc_fail=False)
+    run = v1_run(fsdp_double_buffer=False, fsdp_db_use_persist_buf_on_alloc_fail=False)
     layer: Any = run.network.layers[1]
     layer.up.fuse_wgrad_accumulation = True
     units = ["layers.7", nn.Conv2d, nn.Conv2d(1, 1, 1), "head", "layers", "layers.*"]
@@ -50,7 +50,7 @@ def test_units_are_refused_for_every_reason_at_once(one_rank: None) -> None:
 
 
 def test_a_star_stands_for_one_part_of_a_name(one_rank: None) -> None:
-    run = Run()
+    run = v1_run()
     assert rules_of(run, ["layers*"]) == ["no-fsdp-unit", "nested-units"]
     assert rules_of(run, ["*"])[0] == "no-fsdp-unit"
     with run.with_graphs(["la*.[12]"]) as graphs:
@@ -61,9 +61,9 @@ def test_a_star_stands_for_one_part_of_a_name(one_rank: None) -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_old_weights_are_refused(strategy: str, one_rank: None) -> None:
     """Weights that are all sharded are gathered in each pass."""
-    run = Run(zero_dp_strategy=strategy, overlap_param_gather=False)
+    run = v1_run(zero_dp_strategy=strategy, overlap_param_gather=False)
     assert rules_of(run, ["layers.*"]) == ["old-weights"]
-    with Run(overlap_param_gather=False).with_graphs():
+    with v1_run(overlap_param_gather=False).with_graphs():
         pass
 
 
@@ -101,7 +101,7 @@ def test_expandable_segments_are_refused_where_graphs_are_cuda_graphs(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    run = Run()
+    run = v1_run()
     cuda = TapeBackend()
     cuda.name = "transformer_engine"
     assert rules_of(run, ["layers.*"], backend=cuda) == ["expandable-segments"]
@@ -109,7 +109,7 @@ def test_expandable_segments_are_refused_where_graphs_are_cuda_graphs(
 
 
 def test_a_unit_that_was_not_called_is_refused(one_rank: None) -> None:
-    run = Run()
+    run = v1_run()
     run.network.order = [0, 2]
     with run.with_graphs(warmup_steps=1) as graphs:
         run.step()
@@ -118,7 +118,7 @@ def test_a_unit_that_was_not_called_is_refused(one_rank: None) -> None:
 
 
 def test_a_model_that_is_wrapped_twice_is_refused(one_rank: None) -> None:
-    inside = nn.Sequential(DistributedDataParallel(nn.Linear(1, 1)), Run().model)
+    inside = nn.Sequential(DistributedDataParallel(nn.Linear(1, 1)), v1_run().model)
     with pytest.raises(HookError, match="by Megatron-FSDP and DistributedDataParallel"):
         graph_units(inside, ["0"], backend=TapeBackend())
 
