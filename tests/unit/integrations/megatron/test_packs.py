@@ -18,12 +18,6 @@ from tests.functional.tampering.packs import boundaries
 TOKENS, MOST = 16, 4
 
 
-class Two:
-    """A group of two ranks, of which this is the second."""
-
-    size, rank = staticmethod(lambda: 2), staticmethod(lambda: 1)
-
-
 class One:
     """A group of this rank."""
 
@@ -85,14 +79,14 @@ def test_mrope_is_refused(passed_on: Any) -> None:
     assert passed_on(None, positions="mrope") is None
 
 
-def rotated(starts: tuple[int, ...], rows: int, group: Any = One, **options: Any) -> torch.Tensor:
+def rotated(starts: tuple[int, ...], rows: int, **options: Any) -> torch.Tensor:
     """The tokens of a pack, rotated by the first ``rows`` of a table of angles."""
     from megatron.core.models.common.embeddings import rope_utils
 
     torch.manual_seed(1)
-    table, queries = torch.randn(TOKENS, 1, 1, 8), torch.randn(TOKENS // group.size(), 2, 8)
+    table, queries = torch.randn(TOKENS, 1, 1, 8), torch.randn(TOKENS, 2, 8)
     turned: torch.Tensor = rope_utils._apply_rotary_pos_emb_thd(
-        queries, torch.tensor(starts, dtype=torch.int32), table[:rows], cp_group=group(), **options
+        queries, torch.tensor(starts, dtype=torch.int32), table[:rows], cp_group=One(), **options
     )
     return turned
 
