@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -59,13 +60,17 @@ def train(folder: Path, device: str) -> None:
     """Load the artifact on all ranks, attach it to two layers, and take some steps."""
     from megatron_cg.compiled.load import load
     from megatron_cg.consensus.exchange import Agreement
+    from megatron_cg.errors import ArtifactRefusedError
 
     torch.manual_seed(1)
     regions = [build(device) for _ in range(LAYERS)]
     layers = torch.nn.ModuleList(region.module for region in regions)
-    compiled = load(folder, "build", regions[0], Agreement(), on_refusal="eager")
-    if compiled is not None:
-        compiled.attach(layers)
+    how = "compiled"
+    try:
+        load(folder, "build", regions[0], Agreement()).attach(layers)
+    except ArtifactRefusedError as error:  # On all ranks, if any refused.
+        how = "eager"
+        print(f"rank {dist.get_rank()}: {error}", file=sys.stderr)
     optimizer = torch.optim.SGD(layers.parameters(), lr=1e-2)
     for step in range(STEPS):
         hidden = regions[0].args[0]
@@ -76,7 +81,6 @@ def train(folder: Path, device: str) -> None:
         loss.backward()
         optimizer.step()
         if dist.get_rank() == 0:
-            how = "eager" if compiled is None else "compiled"
             print(f"{how}, step {step} loss {float(loss.detach()):.6f}", flush=True)
 
 

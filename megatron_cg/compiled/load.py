@@ -10,12 +10,11 @@ its process ends, and with it the run.
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -39,8 +38,6 @@ from megatron_cg.hooks.hook_records import HookKind, describe, module_hooks
 from megatron_cg.replay.verify import difference, synthetic_gradient
 from megatron_cg.upstream.patch import Undo, all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
-
-logger = logging.getLogger(__name__)
 
 _LOAD = Symbol(
     "torch",
@@ -158,14 +155,7 @@ def _has_hooks(module: torch.nn.Module) -> bool:
     return any(getattr(module, kind.value) for kind in HookKind)
 
 
-def load(
-    directory: Path | str,
-    name: str,
-    region: Region,
-    votes: Agreement,
-    *,
-    on_refusal: Literal["error", "eager"] = "error",
-) -> Precompiled | None:
+def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> Precompiled:
     """Load an artifact on all ranks, or on none. All ranks call this together.
 
     Args:
@@ -174,10 +164,9 @@ def load(
         region: the module on this rank's device, with real weights, real arguments of the shapes
             to come, and the process groups of the rank by role.
         votes: of all ranks of the default process group.
-        on_refusal: ``error`` raises on all ranks; ``eager`` returns None on all ranks.
 
     Raises:
-        ArtifactRefusedError: a rank refused, and ``on_refusal`` is ``error``.
+        ArtifactRefusedError: on all ranks, if any refused. They may go on eagerly.
         AgreementError: a rank is gone or does something else, or this rank failed in the comparison
             while others wait for it in a collective. This process must end.
     """
@@ -190,19 +179,16 @@ def load(
         compiled = _decoded(name, stored, region)
     except Exception as error:  # This rank must vote, so nothing may escape.
         own = error
-    refusal = _decided(_Stage.DECODED, own, votes, f"{on_refusal} {held}")
+    refusal = _decided(_Stage.DECODED, own, votes, held)
     if refusal is None:
         try:
             _require_same_as_eager(name, region, compiled)
         except Exception as error:
             own = error
-        refusal = _decided(_Stage.COMPARED, own, votes, f"{on_refusal} {held}")
-    if refusal is None:
-        return Precompiled(compiled, region, name)
-    if on_refusal == "error":
+        refusal = _decided(_Stage.COMPARED, own, votes, held)
+    if refusal is not None:
         raise refusal from own
-    logger.warning("megatron_cg: %s runs eagerly on all ranks: %s", name, refusal)
-    return None
+    return Precompiled(compiled, region, name)
 
 
 def _decoded(name: str, stored: artifact.Stored, region: Region) -> Any:
@@ -260,8 +246,8 @@ def _decided(
         )
     if decision.minority:
         return ArtifactRefusedError(
-            f"{ranks_text(decision.minority)} and the other ranks read different artifacts, or "
-            "were called with a different on_refusal: give all ranks the same folder"
+            f"{ranks_text(decision.minority)} and the other ranks read different artifacts: give "
+            "all ranks the same folder"
         )
     return None
 

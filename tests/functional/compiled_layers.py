@@ -69,7 +69,6 @@ def train(folder: Path, how: str, device: str) -> Iterator[tuple[str, torch.Tens
     model = Layers(regions)
     if how == "compiled":
         compiled = load(folder, "llama", regions[0], Agreement())
-        assert compiled is not None
         compiled.attach(model.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     graphs: Any = nullcontext()
