@@ -58,7 +58,9 @@ def rules() -> str:
 
 def _rule(rule: Rule) -> str:
     found, remedy = (_in_code(_FACT.sub("…", text)) for text in (rule.found, rule.remedy))
-    return f"- **{rule.name}**: {found}.<br>Instead: {remedy}."
+    # The whole remedy may depend on the run.
+    instead = f".<br>Instead: {remedy}" if remedy != "…" else ""
+    return f"- **{rule.name}**: {found}{instead}."
 
 
 def _in_code(text: str) -> str:
