@@ -297,7 +297,7 @@ def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], sourc
     if source is by_optimizer:  # Megatron's loop has checked its flags.
         optimizers = given.get("optimizers") or [None]
         check_model(model, optimizers[-1], settings, backend.name)
-    for earlier in [one for one in helpers if one.fsdp is find_megatron_fsdp(model)]:
+    for earlier in [ours for ours in helpers if ours.fsdp is find_megatron_fsdp(model)]:
         earlier.close()
 
     def made() -> Any:

@@ -233,7 +233,7 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _readable_again(data: Any) -> Any:
     """``train_step``'s ``data_iterator``: an iterator, a list of them, or None."""
     if isinstance(data, list):
-        return [_readable_again(one) for one in data]
+        return [_readable_again(iterator) for iterator in data]
     return None if data is None else _Batches(data)
 
 

@@ -81,7 +81,7 @@ class Attachment:
         refuse_filled(self._name, containers, leave_out)
         arguments = self._form.by_name(args, kwargs)
         if self._without_gradient is None:
-            self._without_gradient = {n for n, one in arguments.items() if not one.requires_grad}
+            self._without_gradient = {n for n, t in arguments.items() if not t.requires_grad}
         known = {name: arguments[name] for name in arguments.keys() & self._without_gradient}
         results, tensors = Results.of(value, found(), known)
         problem = results.problem()

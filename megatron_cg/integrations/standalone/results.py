@@ -162,8 +162,8 @@ def containers_of(arguments: Any) -> Iterator[tuple[Any, Any]]:
         yield arguments, [*arguments.items()] if isinstance(arguments, dict) else [*arguments]
     if isinstance(arguments, list | tuple | dict):
         inner = arguments.values() if isinstance(arguments, dict) else arguments
-        for one in [*inner]:
-            yield from containers_of(one)
+        for element in [*inner]:
+            yield from containers_of(element)
 
 
 def refuse_filled(name: str, before: Sequence[tuple[Any, Any]], leave_out: str) -> None:

@@ -54,7 +54,7 @@ class Sums:
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
-        self.found: dict[str, str] = {}
+        self.shared: dict[str, str] = {}
         """By unit: what is summed across its border, in words."""
         self.under_autocast = False
         """Whether a backward pass ran under ``torch.autocast``."""
@@ -91,7 +91,7 @@ class Sums:
         for call in self._calls:
             what = _crossing(call, users)
             if what is not None:
-                self.found.setdefault(call.unit, what)
+                self.shared.setdefault(call.unit, what)
         # Passes without a backward pass so far may have a later one, together with others.
         self._calls = [c for c in self._calls if not any(e in users for e in c.outputs)]
 

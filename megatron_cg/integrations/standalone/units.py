@@ -33,22 +33,22 @@ def find_units(
     Raises ConfigurationError with every reason why one of them cannot be captured.
     """
     names = {module: name for name, module in sharding.network.named_modules()}
-    found: dict[str, nn.Module] = {}
+    units: dict[str, nn.Module] = {}
     broken: list[Violation] = []
     for item in wanted:
         matches = [module for module in names if _means(item, names[module], module)]
         if not matches:
             broken.append(_no_such_unit(item, names.values()))
-        found.update((names[module], module) for module in matches)
-    broken += sharding.refusals(found)
+        units.update((names[module], module) for module in matches)
+    broken += sharding.refusals(units)
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     environment = Environment(variables=variables, backend=backend)
     broken += expandable_segments(RunArguments(), GraphArguments(), environment)
-    for name, module in found.items():
-        broken += _unit_violations(sharding, name, module, found)
+    for name, module in units.items():
+        broken += _unit_violations(sharding, name, module, units)
     if broken:
         raise ConfigurationError(broken)
-    return found
+    return units
 
 
 def check_seen(
@@ -79,7 +79,7 @@ def _wrong_around(observer: Observer) -> Iterator[Violation]:
             "a replay returns a copy, so the argument itself would not change",
             "write into a clone, or take the unit out of units",
         )
-    for name, what in observer.sums.found.items():
+    for name, what in observer.sums.shared.items():
         yield Violation(
             "unit-shared-gradients",
             f"unit {name}: {what}",
@@ -141,10 +141,10 @@ def _no_such_unit(item: UnitName, names: Iterable[str]) -> Violation:
 
 
 def _unit_violations(
-    sharding: Sharding, name: str, module: nn.Module, found: Mapping[str, nn.Module]
+    sharding: Sharding, name: str, module: nn.Module, units: Mapping[str, nn.Module]
 ) -> Iterator[Violation]:
     within = f"{name}." if name else ""
-    inside = [other for other in found if other != name and other.startswith(within)]
+    inside = [other for other in units if other != name and other.startswith(within)]
     inside += [
         f"{within}{child}"
         for child, below in module.named_modules()
