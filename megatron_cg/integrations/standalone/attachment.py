@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron_cg.errors import CaptureError
@@ -19,7 +18,7 @@ from megatron_cg.integrations.standalone.results import (
     containers_of,
     refuse_filled,
 )
-from megatron_cg.integrations.standalone.surroundings import not_recomputed
+from megatron_cg.integrations.standalone.surroundings import AutocastState, not_recomputed
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ManualHook, Unit
@@ -33,11 +32,12 @@ class Attachment:
         name: the unit's name.
         module: the unit.
         seen: its calls.
+        backward: the autocast around its backward passes.
     """
 
-    def __init__(self, name: str, module: nn.Module, seen: Seen) -> None:
+    def __init__(self, name: str, module: nn.Module, seen: Seen, backward: AutocastState) -> None:
         self._name, self._module, self._form = name, module, seen.form
-        self._autocast = seen.autocast
+        self._autocast, self._backward = seen.autocast, backward
         self._eager: Callable[..., Any] = module.forward
         self._modules = tuple(module.modules())
         self._results: Results | None = None
@@ -56,13 +56,16 @@ class Attachment:
             run=self._run,
             eager=self._run_eagerly,
             in_forward=self._autocast.entered,
-            in_backward=partial(torch.autocast, self._autocast.device_type, enabled=False),
+            in_backward=partial(self._backward.entered, has_cache=False),
             attach=self._attach,
         )
 
     @contextmanager
     def taking_tensors(self) -> Iterator[None]:
-        """Inside the block the module takes and returns only tensors, as capture calls it."""
+        """Inside the block the module takes and returns only tensors, as capture calls it.
+
+        Capture calls it under the autocast of backward passes.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self._autocast.entered():

@@ -31,7 +31,7 @@ from megatron_cg.capture.static_inputs import positional_names
 from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
-from megatron_cg.replay.plain import same_value
+from megatron_cg.replay.plain import contents, same_value
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 """Types that compare by value and cannot change in place."""
@@ -79,6 +79,27 @@ class _Expanded(_Mark):
         return tensor.expand(self._shape)
 
 
+class _Attributed(_Mark):
+    """An input of the graph with a class or Python attributes of its own, which units may use."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._kind, self._attributes = type(tensor), dict(vars(tensor))
+        names = ", ".join(map(str, self._attributes)) or "no attributes"
+        super().__init__(f"a {self._kind.__name__} with {names}")
+        self._contents = contents(self._attributes)
+
+    def is_like(self, value: Any) -> bool:
+        """Whether ``value`` is a tensor of the same class with the same attributes."""
+        return type(value) is self._kind and contents(vars(value)) == self._contents
+
+    def give(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` with that class and these attributes."""
+        if type(tensor) is not self._kind:
+            tensor = tensor.as_subclass(self._kind)
+        vars(tensor).update(self._attributes)
+        return tensor
+
+
 class _Again(_Mark):
     """A tensor that the call gives a second time, so that a graph sums the gradients of both.
 
@@ -123,7 +144,7 @@ class CallForm:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The name of the tensor that a graph gets by position; empty if there is none."""
-        inputs = [name for name, mark in self._marks if mark is _TENSOR or _is_expanded(mark)]
+        inputs = [name for name, mark in self._marks if _is_input(mark)]
         return tuple(inputs[:1])
 
     @cached_property
@@ -154,6 +175,8 @@ class CallForm:
                 return (), {}, _mismatch(name, expected, actual)
             if expected is _TENSOR:
                 tensors[name] = actual
+            elif isinstance(expected, _Attributed):
+                tensors[name] = actual.as_subclass(torch.Tensor)
             elif isinstance(expected, _Expanded):
                 tensors[name] = expected.reduce(actual)
         if (twice := _given_twice(tensors)) is not None:
@@ -182,7 +205,7 @@ class CallForm:
 
     @cached_property
     def _expanded(self) -> list[str]:
-        return [name for name, mark in self._marks if _is_expanded(mark)]
+        return [name for name, mark in self._marks if isinstance(mark, _Expanded)]
 
     def problems(self) -> list[str]:
         """Why no graph can take this form, in words; empty if one can."""
@@ -230,8 +253,11 @@ def _marked(name: str, value: Any, seen: dict[int, str]) -> Any:
         return _Again(seen[id(value)])
     if isinstance(value, torch.Tensor) and value.requires_grad:
         seen[id(value)] = name
-    if not _is_plain_tensor(value):
+    if not isinstance(value, torch.Tensor) or not is_dense(value):
         return value
+    if not _is_plain_tensor(value):
+        is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        return value if is_wrapper else _Attributed(value)
     dims = [] if value.requires_grad else expanded_dims(value)
     return _Expanded(value, dims) if dims else _TENSOR
 
@@ -254,16 +280,15 @@ def _is_plain_tensor(value: Any) -> bool:
     return type(value) is torch.Tensor and not vars(value) and is_dense(value)
 
 
-def _is_expanded(mark: Any) -> bool:
-    return isinstance(mark, _Expanded)
+def _is_input(mark: Any) -> bool:
+    return mark is _TENSOR or isinstance(mark, _Expanded | _Attributed)
 
 
 def _in_words(value: Any) -> str:
     if not isinstance(value, torch.Tensor) or _is_plain_tensor(value):
         return described(value)
     if is_dense(value):
-        names = ", ".join(vars(value)) or "no attributes"
-        return f"a {type(value).__name__} with {names}, and no graph has its class or attributes"
+        return f"a {type(value).__name__}, a subclass of torch.Tensor whose methods no graph runs"
     kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
     return f"a {kind} tensor and not dense"
 
@@ -291,6 +316,8 @@ def _filled(name: str, mark: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return type(mark)(_filled(f"{name}[{n}]", inner, tensors) for n, inner in enumerate(mark))
     if isinstance(mark, _Expanded):
         return mark.expand(tensors[name])
+    if isinstance(mark, _Attributed):
+        return mark.give(tensors[name])
     if isinstance(mark, _Again):
         return tensors[mark.name]
     return tensors[name] if mark is _TENSOR else mark
@@ -299,7 +326,7 @@ def _filled(name: str, mark: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 def _same(expected: Any, actual: Any) -> bool:
     if expected is actual:  # An observed call is compared with itself.
         return True
-    if isinstance(expected, _Expanded):
+    if isinstance(expected, _Expanded | _Attributed):
         return expected.is_like(actual)
     if isinstance(expected, _Mark) or isinstance(actual, torch.Tensor):
         return expected is _TENSOR and _is_plain_tensor(actual)

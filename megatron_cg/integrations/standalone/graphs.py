@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -190,7 +189,11 @@ class GraphedUnits:
     def _capture(self) -> Session:
         seen = self._observer.in_order()
         check_seen(self._units, seen, self._observer)
-        attachments = [Attachment(name, self._units[name], call) for name, call in seen.items()]
+        device_type = next(iter(seen.values())).autocast.device_type
+        backward = self._observer.autocast_in_backward(device_type)
+        attachments = [
+            Attachment(name, self._units[name], call, backward) for name, call in seen.items()
+        ]
         session = Session(
             self._model,
             [attachment.unit() for attachment in attachments],
@@ -203,8 +206,7 @@ class GraphedUnits:
             sharding=self._sharding,
         )
         with session.capturing(), ExitStack() as stack:
-            device = next(iter(seen.values())).autocast.device_type
-            stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(backward.entered(has_cache=False))
             for attachment in attachments:
                 stack.enter_context(attachment.taking_tensors())
             graphs = session.capture(

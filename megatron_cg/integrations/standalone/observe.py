@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron_cg.capture.operations import key_of
 from megatron_cg.capture.static_inputs import StaticInputs, version_of
 from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.fsdp.unsharded import Unsharded
 from megatron_cg.integrations.standalone.call import CallForm, expanded_dims
 from megatron_cg.integrations.standalone.results import tensors_of
 from megatron_cg.integrations.standalone.sums import Sums
@@ -63,6 +64,8 @@ class Observer:
         """The units whose callers write into a returned view of an argument."""
         self._given: Collection[Any] = ()
         """The memory of the tensors of the call that runs now."""
+        self.gathers = not isinstance(sharding, Unsharded)
+        """Whether weights are gathered for each pass."""
         self.static_inputs = StaticInputs(self._units.values())
         self.steps = 0
 
@@ -90,6 +93,17 @@ class Observer:
     def in_order(self) -> dict[str, Seen]:
         """The units that were called in the last step, in the order of their first calls."""
         return {name: call.with_memory() for name, call in self._last.items()}
+
+    def autocast_in_backward(self, device_type: str) -> AutocastState:
+        """Around the backward passes; if there was none, what is around this call."""
+        states = self.sums.autocast.get(device_type)
+        return next(iter(states)) if states else AutocastState.now(device_type)
+
+    def keeps_casts(self, call: Seen) -> bool:
+        """Whether autocast keeps casts of weights from the call over its backward pass."""
+        state = call.autocast
+        is_on = state.dtype is not None and state.has_cache
+        return is_on and self.autocast_in_backward(state.device_type) == state
 
     def forget(self) -> None:
         """Forget what was seen, when no capture follows."""

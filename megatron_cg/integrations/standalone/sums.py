@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron_cg.integrations.standalone.surroundings import AutocastState
 from megatron_cg.upstream.patch import Undo, put_over
 from megatron_cg.upstream.symbols import Symbol
 
@@ -56,8 +57,8 @@ class Sums:
         self._calls: list[_Call] = []
         self.shared: dict[str, str] = {}
         """By unit: what is summed across its border, in words."""
-        self.under_autocast = False
-        """Whether a backward pass ran under ``torch.autocast``."""
+        self.autocast: dict[str, set[AutocastState]] = {"cpu": set(), "cuda": set()}
+        """By device type: around backward passes."""
 
     def observe_step(self) -> Undo:
         """Look at every backward pass until the returned function is called."""
@@ -85,7 +86,8 @@ class Sums:
     def _look(self, roots: Any) -> None:
         if not self._calls:
             return
-        self.under_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        for kind, states in self.autocast.items():
+            states.add(AutocastState.now(kind))
         roots = [roots] if isinstance(roots, torch.Tensor) else roots
         users = _users([root for root in map(_root, roots) if root is not None])
         for call in self._calls:

@@ -5,7 +5,8 @@ Note [Casts that autocast caches]
     summed in the lower precision. A unit is captured with the cache that it was seen with, since
     without one they would be summed in the weight's own. No pass may find the casts of another: a
     graph would read them at the address that they had at capture. So a cast that two calls of units
-    share is refused, and so is a backward pass under autocast, which keeps casts until its end.
+    share is refused. So is a backward pass under the same autocast if weights are gathered for each
+    pass: a later microbatch would use the casts of an earlier one.
 
 Note [Checkpointing around a unit]
     Activation checkpointing around a unit calls it again in the backward pass. The form without
@@ -52,11 +53,13 @@ class AutocastState:
         dtype = torch.get_autocast_dtype(device_type) if enabled else None
         return cls(device_type, dtype, torch.is_autocast_cache_enabled())
 
-    def entered(self) -> torch.autocast:
-        """A context in which the state holds."""
-        enabled = self.dtype is not None
+    def entered(self, *, has_cache: bool | None = None) -> torch.autocast:
+        """A context in which the state holds, with its own cache if ``has_cache`` is None."""
         return torch.autocast(
-            self.device_type, self.dtype, enabled=enabled, cache_enabled=self.has_cache
+            self.device_type,
+            self.dtype,
+            enabled=self.dtype is not None,
+            cache_enabled=self.has_cache if has_cache is None else has_cache,
         )
 
 

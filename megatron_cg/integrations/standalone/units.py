@@ -55,7 +55,7 @@ def check_seen(
     units: Mapping[str, nn.Module], seen: Mapping[str, Seen], observer: Observer
 ) -> None:
     """Raise ConfigurationError if the observed calls of a unit cannot be captured."""
-    broken = [*_wrong_around(observer), *_wrong_calls(seen)]
+    broken = [*_wrong_around(observer), *_wrong_calls(seen, observer)]
     broken += [
         Violation(
             "unit-not-called",
@@ -88,18 +88,27 @@ def _wrong_around(observer: Observer) -> Iterator[Violation]:
             "use it once in the unit (x = x.view_as(x) as the first line of forward), or take the "
             "unit out of units",
         )
-    if observer.sums.under_autocast:
-        yield Violation(
-            "unit-autocast",
-            "a backward pass ran under torch.autocast",
-            "graphs of backward passes are captured outside of it",
-            "call backward() outside of torch.autocast, as torch recommends",
-        )
+    for kind, states in observer.sums.autocast.items():
+        if len(states) > 1:
+            yield Violation(
+                "unit-autocast",
+                f"backward passes ran under different torch.autocast for {kind}",
+                "graphs of all backward passes are captured under one",
+                "call backward() outside of torch.autocast, as torch recommends",
+            )
 
 
-def _wrong_calls(seen: Mapping[str, Seen]) -> Iterator[Violation]:
+def _wrong_calls(seen: Mapping[str, Seen], observer: Observer) -> Iterator[Violation]:
     """What no graph can take, of the calls themselves."""
     for name, call in seen.items():
+        if observer.gathers and observer.keeps_casts(call):
+            yield Violation(
+                "unit-kept-casts",
+                f"unit {name} and its backward pass run under one torch.autocast, which keeps "
+                "casts of its weights, while its weights are gathered for each pass",
+                "a later microbatch of eager training would use the casts of an earlier one",
+                "enter torch.autocast with cache_enabled=False, or around the forward pass alone",
+            )
         for problem in [*call.form.problems(), *_overlapping(call)]:
             yield Violation(
                 "unit-arguments",

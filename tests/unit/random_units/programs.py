@@ -93,7 +93,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice(SHARED) if chance.random() < 0.2 else "",
         chance.choice(FROZEN) if chance.random() < 0.5 else "",
         chance.choice(("positions", "names", "all names") * 25 + ("forward",)),
-        chance.choice(("", "", "", "forward", "forward")),
+        chance.choice(("", "", "", "forward", "step")),
         "fsdp" if rare < 0.06 and not is_kept else "ddp" if rare < 0.12 else "",
         chance.choice(("SGD", "AdamW")),
         chance.random() < 0.6,

@@ -65,19 +65,24 @@ def under(place: str, cache: bool = True) -> Callable[[Training, torch.Tensor], 
 
 
 @pytest.mark.parametrize("verify_interval", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", [Unit, Island])
-def test_a_forward_pass_is_captured_under_its_own_autocast(
-    kind: type[Unit], verify_interval: int
+def test_a_pass_is_captured_under_its_own_autocast(
+    kind: type[Unit], place: str, verify_interval: int
 ) -> None:
     counts = {"replayed": REPLAYED, "mismatched": 0}
-    of_training = (partial(units, kind), under("forward"))
+    of_training = (partial(units, kind), under(place))
     assert_as_eager(counts, *of_training, verify_interval=verify_interval)
 
 
-@pytest.mark.parametrize("place", ["both passes", "backward"])
-def test_a_backward_pass_under_autocast_is_refused(place: str) -> None:
-    training = Training(units, under(place))
-    words = r"unit-autocast\].*outside of torch.autocast"
+def test_backward_passes_under_different_autocast_are_refused() -> None:
+    places = iter(["forward", "backward"] * STEPS)
+
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        return under(next(places))(run, x)
+
+    training = Training(units, microbatch)
+    words = r"unit-autocast\] backward passes .* different torch.autocast for cpu.*outside of"
     with training.graphs() as graphs, pytest.raises(ConfigurationError, match=words):
         list(training.run(graphs))
 
