@@ -94,9 +94,9 @@ class LaunchLine:
         """The line with the flags alone whose name is wanted."""
         return replace(self, flags=tuple(flag for flag in self.flags if wanted(flag.name)))
 
-    def without(self, name: str) -> LaunchLine:
-        """The line without a flag."""
-        return self.kept(lambda given: given != name)
+    def without(self, *names: str) -> LaunchLine:
+        """The line without these flags."""
+        return self.kept(lambda given: given not in names)
 
     def followed_by(self, *words: str) -> LaunchLine:
         """The line with flags at its end, where they override others."""

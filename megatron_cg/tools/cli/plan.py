@@ -38,8 +38,8 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     from megatron_cg.tools.plan.settings import Reader
 
     room = int(args.gpu_memory * _USABLE * 2**30)
-    plan = edit(line, Reader(), room, args.gpus)
+    plan = as_json(edit(line, Reader(), room, args.gpus))
     if args.json is not None:
-        args.json.write_text(json.dumps(as_json(plan), indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps(plan, indent=1), encoding="utf-8")
     sys.stdout.write(text_of(plan))
-    return READY if plan.accepted else REFUSED
+    return READY if plan["accepted"] else REFUSED

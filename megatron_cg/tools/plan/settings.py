@@ -16,7 +16,7 @@ import math
 import os
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -26,9 +26,8 @@ from packaging.version import Version
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
 from megatron_cg.arguments.megatron import add_arguments, read
-from megatron_cg.arguments.schema import BACKENDS, SCOPES, VARIABLES
+from megatron_cg.arguments.schema import BACKENDS, VARIABLES
 from megatron_cg.errors import Violation
-from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.launch_line import LaunchLine, LaunchLineError
 from megatron_cg.upstream.patch import set_attribute
 
@@ -90,10 +89,8 @@ class Reader:
             args, unknown_words = self._parser.parse_known_args(words)
         except LaunchLineError as error:
             raise LaunchLineError(f"{error}{hint}") from None
-        except KeyError as error:
+        except (AssertionError, KeyError, ValueError, SyntaxError) as error:
             # Megatron looks a scope up in its enumeration, and argparse lets that error through.
-            raise LaunchLineError(_scope_text(str(error.args[0]))) from None
-        except (AssertionError, ValueError, SyntaxError) as error:
             raise LaunchLineError(f"a flag has a wrong value: {error}{hint}") from None
         if args.yaml_cfg is not None:
             text = "--yaml-cfg: give the run's settings on the command line; no rule reads the file"
@@ -111,16 +108,9 @@ class Reader:
         broken = violations(run, graph, where)
         notes = [*notices(run, graph, where), *_limits(args)]
         if unknown:
-            notes.append(f"not Megatron's, so taken for the script's own: {self._hinted(unknown)}")
+            notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
         error = _megatrons_error(args, graph, line.variables) if megatron else None
         return Settings(args, run, graph, broken, error, tuple(notes))
-
-    def _hinted(self, unknown: Sequence[str]) -> str:
-        known = [*self._parser._option_string_actions]
-        return " ".join(
-            word + (did_you_mean(word, known, 0.9) if word.startswith("--") else "")
-            for word in unknown
-        )
 
 
 def _limits(args: Any) -> Iterator[str]:
@@ -137,17 +127,10 @@ def _limits(args: Any) -> Iterator[str]:
 
 
 def fewest_gpus(args: Any) -> int:
-    """The smallest number of GPUs for the parallel sizes of ``args``."""
+    """The smallest number of GPUs for the parallel sizes of ``args``, without pipeline stages."""
     dense = args.tensor_model_parallel_size * args.context_parallel_size
-    expert = args.expert_model_parallel_size * (
-        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    )
-    return int(args.pipeline_model_parallel_size * math.lcm(dense, expert))
-
-
-def _scope_text(word: str) -> str:
-    hint = did_you_mean(word, SCOPES, cutoff=0.6)
-    return f"--cuda-graph-modules has no {word}{hint}: {', '.join(SCOPES)}"
+    expert = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    return math.lcm(dense, args.expert_model_parallel_size * expert)
 
 
 def _environment(given: Mapping[str, str], backend: str) -> Environment:
@@ -170,7 +153,7 @@ def _megatrons_error(args: Any, graph: GraphArguments, variables: Mapping[str, s
         try:
             arguments.validate_args(args)
             core_transformer_config_from_args(_without_experts(args, graph))
-            _check_sizes(args)
+            _check_experts(args)
         except (Exception, SystemExit) as error:
             return error_text(error)
     return None
@@ -185,29 +168,17 @@ def _without_experts(args: Any, graph: GraphArguments) -> Any:
     return changed
 
 
-def _check_sizes(args: Any) -> None:
+def _check_experts(args: Any) -> None:
     """What Megatron finds only when it makes process groups and the model."""
     ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    ranks *= args.pipeline_model_parallel_size
-    frequency, experts = args.moe_layer_freq, args.num_experts or 0
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    wrong = {
-        f"{args.world_size} GPUs are not divisible by --expert-model-parallel-size x "
-        f"--expert-tensor-parallel-size x --pipeline-model-parallel-size ({ranks})": (
-            args.world_size % ranks
-        ),
-        f"--moe-layer-freq has not one entry for each of {args.num_layers} layers": (
-            experts and isinstance(frequency, list) and len(frequency) != args.num_layers
-        ),
-        f"--moe-router-topk {args.moe_router_topk} of --num-experts {experts}": (
-            experts and args.moe_router_topk > experts
-        ),
-        f"--num-attention-heads {args.num_attention_heads} is not divisible by "
-        f"--num-query-groups {groups}": args.num_attention_heads % groups,
-    }
-    for text, broken in wrong.items():
-        if broken:
-            raise ValueError(text)
+    if args.world_size % ranks:
+        raise ValueError(
+            f"{args.world_size} GPUs are not divisible by --expert-model-parallel-size x "
+            f"--expert-tensor-parallel-size ({ranks})"
+        )
+    frequency = args.moe_layer_freq
+    if args.num_experts and isinstance(frequency, list) and len(frequency) != args.num_layers:
+        raise ValueError(f"--moe-layer-freq has not one entry for each of {args.num_layers} layers")
 
 
 @contextmanager

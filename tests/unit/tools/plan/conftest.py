@@ -9,6 +9,7 @@ import pytest
 
 from megatron_cg.tools.launch_line import read_line
 from megatron_cg.tools.plan.edit import Edited, edit
+from megatron_cg.tools.plan.report import as_json, text_of
 from megatron_cg.tools.plan.settings import Reader
 
 Plan = Callable[..., Edited]
@@ -27,3 +28,8 @@ def plan(reader: Reader) -> Plan:
         return edit(read_line(shlex.split(line)), reader, int(memory * 2**30), gpus)
 
     return made
+
+
+def said(plan: Edited) -> str:
+    """What the command prints, without its line breaks."""
+    return " ".join(text_of(as_json(plan)).split())

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_cg.tools.plan.edit import Edited
-from megatron_cg.tools.plan.report import changes, text_of
-from tests.unit.tools.plan.conftest import Plan
+from megatron_cg.tools.plan.report import changes
+from tests.unit.tools.plan.conftest import Plan, said
 from tests.unit.tools.plan.launch_lines import LINES
 
 
@@ -75,7 +75,7 @@ def words(line: str) -> set[str]:
 
 def test_a_published_line_is_planned_right(case: tuple[Expected, Edited]) -> None:
     expected, found = case
-    assert found.accepted, text_of(found)
+    assert found.accepted, said(found)
     assert (found.gpus.count, found.gpus.guess) == (expected.gpus, "")
     assert found.best.memory is not None
     assert found.best.memory.parameters == pytest.approx(expected.billions * 1e9, rel=0.005)
