@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 from megatron_cg.tools.align.compare import compare, read_run
 from megatron_cg.tools.cpu.launch import run_processes
@@ -25,7 +24,7 @@ from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.loops import RECOMPUTE
 from tests.unit.moe.test_repeats import SIGMOID
 from tests.unit.moe.test_training import DROP_AND_PAD
-from tests.unit.trainers import half_a_batch, trainer_of
+from tests.unit.trainers import half_a_batch
 
 STEPS, WARMUP, LAYERS, FIRST = 3, 1, 3, 2
 """``block`` recomputes the first two layers."""
@@ -208,50 +207,3 @@ def test_weights_are_gathered_as_often_as_in_an_eager_run(lives: list[dict[str, 
     for life in lives:
         gathers = {way: [step["gathers"] for step in steps[:AGAIN]] for way, steps in life.items()}
         assert gathers["graphs"] == gathers["eager"] and gathers["eager"][0] > 2 * LAYERS
-
-
-def frozen_embedding(monkeypatch: pytest.MonkeyPatch, *, needed: bool) -> None:
-    """Models have it from now on; ``needed``: its output needs a gradient nevertheless."""
-    from megatron_cg.tools.cpu import cpu_model
-
-    made = cpu_model.gpt_model
-
-    def gpt_model(model: CpuModelConfig) -> torch.nn.Module:
-        gpt: torch.nn.Module = made(model)
-        embedding = next(one for name, one in gpt.named_modules() if name.endswith("embedding"))
-        embedding.requires_grad_(False)
-        if needed:
-            embedding.register_forward_hook(lambda _module, _args, out: out.requires_grad_())
-        return gpt
-
-    monkeypatch.setattr(cpu_model, "gpt_model", gpt_model)
-
-
-def steps(*, graphs: bool) -> list[Any]:
-    """Three steps; a capture, with the rules that it breaks, comes after the first one."""
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-
-    plan = with_model(options=BLOCK, bf16=False)
-    rules: list[str] = []
-    with ExitStack() as undo:
-        undo.callback(allow_full_recompute())
-        trainer = undo.enter_context(trainer_of(plan.model, graphs=graphs))
-        first = trainer.step()
-        if graphs:
-            try:
-                trainer.capture(TapeBackend())
-            except ConfigurationError as error:
-                rules = [violation.rule for violation in error.violations]
-        return [rules, first, trainer.step(), trainer.step()]
-
-
-@pytest.mark.refuses("full-recompute-lost-gradients")
-@pytest.mark.parametrize("needed", [False, True])
-def test_a_capture_behind_a_frozen_embedding_is_refused_unless_its_output_needs_a_gradient(
-    one_rank: None, needed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Megatron's checkpoint loses gradients there, also without graphs."""
-    frozen_embedding(monkeypatch, needed=needed)
-    rules, *numbers = steps(graphs=True)
-    assert rules == ([] if needed else ["full-recompute-lost-gradients"])
-    assert numbers == steps(graphs=False)[1:]

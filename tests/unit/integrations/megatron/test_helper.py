@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,21 +27,14 @@ LENGTH, BATCH = 16, 2
 
 
 @pytest.fixture
-def bf16() -> bool:
-    return True
-
-
-@pytest.fixture
-def trainer(one_rank: None, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def trainer(one_rank: None) -> Iterator[Any]:
     from megatron.core import num_microbatches_calculator as calculator
 
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
-    model = CpuModelConfig(
-        layers=3, graph_modules=("attn", "mlp"), sequence_length=LENGTH, bf16=bf16
-    )
+    model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"), sequence_length=LENGTH)
     made = Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
     made.step()
     yield made
@@ -66,17 +58,19 @@ def layers_of(trainer: Any) -> list[Any]:
 
 def test_capture_replay_and_deletion(trainer: Any) -> None:
     helper: Any = helper_for(trainer)
-    helper.capture()
-    helper.delete()
-    helper.capture()
-    assert helper.helper.capture_finished() and helper.helper.graphs_created()
-    session: Any = helper.session
-    trainer.step()
-    expect(session.counters, captured=3, replayed=3, eager=0)
-    helper.delete()
-    assert not helper.helper.graphs_created()
-    assert all(layer.cuda_graphs == [] for layer in layers_of(trainer))
-    assert all("forward" not in vars(layer) for layer in layers_of(trainer))
+    for _ in range(2):
+        helper.capture()
+        assert helper.helper.capture_finished() and helper.helper.graphs_created()
+        session: Any = helper.session
+        with pytest.raises(PhaseError, match=r"delete_cuda_graphs\(\)"):
+            helper.capture()
+        assert helper.session is session and open_sessions() == 1
+        trainer.step()
+        expect(session.counters, captured=3, replayed=3, eager=0)
+        helper.delete()
+        assert not helper.helper.graphs_created()
+        assert all(layer.cuda_graphs == [] for layer in layers_of(trainer))
+        assert all("forward" not in vars(layer) for layer in layers_of(trainer))
     trainer.step()
     expect(session.counters, replayed=3)
 
@@ -133,45 +127,15 @@ def test_the_native_backend_asks_nothing_of_te(
     assert asked == [one.is_te_min_version for one in (cuda_graphs, transformer_layer)]
 
 
-@pytest.mark.parametrize(
-    ("bf16", "residual", "dtype"),
-    [
-        (True, False, torch.bfloat16),
-        (False, False, torch.float32),
-        (True, True, torch.float32),
-    ],
-    ids=["bf16", "fp32", "residual in fp32"],
-)
+@pytest.mark.parametrize(("residual", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
 def test_samples_have_the_type_that_layers_are_called_with(
     trainer: Any, residual: bool, dtype: torch.dtype
 ) -> None:
     trainer.model.config.fp32_residual_connection = residual
-    called: list[torch.dtype] = []
-
-    def note(_layer: Any, _args: Any, kwargs: Any) -> None:
-        called.append(kwargs["hidden_states"].dtype)
-
-    for layer in layers_of(trainer):
-        layer.register_forward_pre_hook(note, with_kwargs=True)
-    with suppress(RuntimeError):  # torch's norm fails where input and weight have different types
-        trainer.step()
     args, _ = helper_for(trainer).helper._get_cuda_graph_input_data()
     assert len({id(tensor) for (tensor,) in args}) == 3
     for (hidden,) in args:
         assert hidden.dtype is dtype and hidden.requires_grad and hidden.is_leaf
-    assert set(called) == {dtype}
-
-
-def test_graphs_are_deleted_before_they_are_captured_again(trainer: Any) -> None:
-    helper: Any = helper_for(trainer)
-    helper.capture()
-    session: Any = helper.session
-    with pytest.raises(PhaseError, match=r"delete_cuda_graphs\(\)"):
-        helper.capture()
-    assert helper.session is session and open_sessions() == 1
-    trainer.step()
-    expect(session.counters, captured=3, replayed=3, eager=0)
-    helper.delete()
 
 
 def test_a_megatron_that_captures_by_another_way_is_an_error(
@@ -195,8 +159,8 @@ def test_a_model_without_a_layer_to_capture_trains_eagerly(trainer: Any) -> None
 
 
 def test_layers_are_captured_as_selected(trainer: Any) -> None:
-    config = trainer.model.config
     """The layer without its attention gets no rotary table."""
+    config = trainer.model.config
     helper: Any = helper_for(trainer, "attn:0", "mlp:0-1")
     helper.capture()
     scopes = [[m.name for m in layer.config.cuda_graph_modules] for layer in layers_of(trainer)]

@@ -134,21 +134,6 @@ def test_a_bad_run_ends_before_megatron_validates(monkeypatch: pytest.MonkeyPatc
     megatron_cg.disable()
 
 
-def test_an_install_without_makefile_runs_and_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core.datasets import utils
-
-    assert not (Path(utils.__file__).parent / "Makefile").exists()
-    called: list[Any] = []
-    monkeypatch.setattr("subprocess.run", lambda *args, **_: called.append(args))
-    megatron_cg.enable()
-    utils.compile_helpers()
-    assert "has no Makefile" in capsys.readouterr().out
-    assert called == []
-    megatron_cg.disable()
-
-
 def test_the_launcher_runs_a_script_as_python_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

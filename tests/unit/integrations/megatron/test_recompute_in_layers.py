@@ -128,6 +128,7 @@ def test_a_prediction_layer_is_recomputed_by_uniform_alone(
     assert "forward" not in vars(prediction.mtp_model_layer)
 
 
+@pytest.mark.refuses("full-recompute-lost-gradients")
 @pytest.mark.parametrize(
     ("recompute", "refused"),
     [(RECOMPUTE, {0, 1, 2, 3}), (CHUNKS, {0, 2}), ({**BLOCK, "recompute_num_layers": 2}, {0, 1})],

@@ -229,13 +229,6 @@ class Run:
         logits = self.model(tokens).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
-    def evaluate(self) -> None:
-        """A forward pass in evaluation mode, whose loss is kept too."""
-        self.model.eval()
-        with torch.no_grad():
-            self.losses.append(self.loss(10_000))
-        self.model.train()
-
     def tensors(self) -> Iterator[torch.Tensor]:
         """All losses, then this rank's part of every parameter and of its moments."""
         yield from self.losses
@@ -250,8 +243,12 @@ def v1_run(**options: Any) -> Run:
 
 
 def evaluate(run: Run, step: int) -> None:
+    """A forward pass in evaluation mode, whose loss is kept too."""
     if step in {1, LATER}:
-        run.evaluate()
+        run.model.eval()
+        with torch.no_grad():
+            run.losses.append(run.loss(10_000))
+        run.model.train()
 
 
 def save_and_load(run: Run, step: int) -> None:

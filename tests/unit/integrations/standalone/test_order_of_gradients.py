@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from megatron_fsdp import fully_shard_optimizer
@@ -113,11 +112,3 @@ def test_outputs_wait_for_each_others_gradients() -> None:
     assert tied["a"][1] is plain and tied["b"][1] is tied["a"][0] and tied["b"][2] is None
     tied["a"][0].sum().backward()
     assert sorted(order, key=lambda one: one[0]) == [(0, torch.full((1,), 2.0)), (1, None)]
-
-
-@pytest.mark.parametrize("detached", [True, False])
-def test_one_output_with_a_gradient_stays_as_it_is(detached: bool) -> None:
-    one = torch.ones(1, requires_grad=True) * 2
-    other = one.detach() if detached else one
-    outputs = (one, other)
-    assert as_one_node(outputs) is outputs

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_cg import graph_units
-from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
 from megatron_cg.fsdp.find_sharding import find_sharding
 from megatron_cg.fsdp.fully_shard import group_of
@@ -280,32 +277,6 @@ def refused() -> list[str]:
     return [inside, symmetric, both, order]
 
 
-def weights_of_capture() -> bool:
-    """Whether a capture under v2 computes with the weights that an eager pass in its place has."""
-    case = Case(under_v2())
-    eager, graphed = Run(case), Run(case)
-    there: dict[str, list[torch.Tensor]] = {}
-    here: dict[str, torch.Tensor] = {}
-    begun = GuardedCapture._pass_begun
-
-    def look(name: str, module: Any, _args: Any) -> None:
-        there.setdefault(name, []).append(module.up.weight.detach().clone())
-
-    def see(self: Any, index: int, forward: bool, warmup: bool) -> None:
-        name = self._units[index].name
-        weight: Any = graphed.network.get_submodule(f"{name}.up").weight
-        here.setdefault(name, weight.detach().clone())
-        begun(self, index, forward, warmup)
-
-    for number, layer in enumerate(layers_of(eager)):
-        layer.register_forward_pre_hook(partial(look, f"layers.{number}"))
-    eager.train()
-    with patch.object(GuardedCapture, "_pass_begun", see):
-        graphed.train(graphed=True)
-    number = WARMUP * MICROBATCHES
-    return bool(here) and all(torch.equal(there[name][number], w) for name, w in here.items())
-
-
 def run_all() -> dict[str, Any]:
     """Every case for two ranks, in turn."""
     found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
@@ -321,7 +292,7 @@ def run_all() -> dict[str, Any]:
     found["in use"] = [said(detached_later), said(taken_in_backward)]
     found["interrupted"] = trained(Case(under_fsdp2(), before_step=interrupt))
     found["moved"] = trained(Case(under_v2(), before_step=never_resharded_later))
-    found |= {"refused": refused(), "weights": weights_of_capture()}
+    found["refused"] = refused()
     return found
 
 
@@ -417,10 +388,6 @@ def test_a_unit_whose_buffer_is_in_use_runs_eagerly(reports: list[dict[str, Any]
     for report in reports:
         assert report["moved"]["equal"]
         assert report["moved"]["counters"]["mismatched"] == (STEPS - LATER) * MICROBATCHES
-
-
-def test_a_capture_computes_with_real_weights(reports: list[dict[str, Any]]) -> None:
-    assert all(report["weights"] for report in reports)
 
 
 def test_refusals_under_v2_name_the_unit_and_what_to_do(reports: list[dict[str, Any]]) -> None:

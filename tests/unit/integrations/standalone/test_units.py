@@ -108,15 +108,6 @@ def test_expandable_segments_are_refused_where_graphs_are_cuda_graphs(
     run.with_graphs().close()
 
 
-def test_a_unit_that_was_not_called_is_refused(one_rank: None) -> None:
-    run = v1_run()
-    run.network.order = [0, 2]
-    with run.with_graphs(warmup_steps=1) as graphs:
-        run.step()
-        with pytest.raises(ConfigurationError, match=r"unit layers\.1"), graphs.step():
-            pass
-
-
 def test_a_model_that_is_wrapped_twice_is_refused(one_rank: None) -> None:
     inside = nn.Sequential(DistributedDataParallel(nn.Linear(1, 1)), v1_run().model)
     with pytest.raises(HookError, match="by Megatron-FSDP and DistributedDataParallel"):
