@@ -23,6 +23,7 @@ LONGEST = (
     "integrations/standalone/test_sharded.py",
     "runs/test_random_models.py",
     "moe/test_repeats.py",
+    "random_units/test_random_units.py",
     "backends/tape/test_own_loop.py",
     "moe/test_four_ranks.py",
     "fastpath/test_fast_path.py",
@@ -36,7 +37,6 @@ LONGEST = (
     "runs/test_moved_buffers.py",
     "compiled/test_refused_layers.py",
     "runs/test_packed_sequences.py",
-    "integrations/standalone/test_autocast.py",
     "examples/test_standalone_transformer.py",
     "compiled/test_together.py",
 )

@@ -221,12 +221,3 @@ def test_a_schedule_that_is_replaced_twice_runs_a_step_once(loop: Loop) -> None:
     undo()
     assert loop.events.count("begin") == 1 and loop.events.count("eager") == 1
     assert loop.session.counters.repeated == 1
-
-
-def test_the_undo_puts_back_what_was_there(loop: Loop) -> None:
-    loop.undo()
-    loop.undo_repeats()
-    loop.bound.rows = 200
-    loop.step(batches())
-    loop.passes(batches())
-    assert "eager" not in loop.events and "begin" not in loop.events
