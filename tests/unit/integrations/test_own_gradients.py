@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +12,12 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.integrations import own_gradients
 from megatron_cg.integrations.own_gradients import own_gradient
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.unit.counted import expect
+from tests.unit.trainers import trainer_of
 
 Made = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From a replay's output and a leaf."""
@@ -77,17 +84,38 @@ def test_only_a_gradient_that_may_be_kept_is_copied(case: str) -> None:
     assert copied is (case in COPIED)
 
 
-def test_weights_under_megatron_fsdp_need_no_copy_of_their_gradient(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.integrations import own_gradients
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-    from tests.unit.trainers import trainer_of
-
-    monkeypatch.setattr(own_gradients, "_Copied", None)
+@contextmanager
+def graphed() -> Iterator[Any]:
+    """A trainer of two layers of Megatron's with graphs."""
     with trainer_of(CpuModelConfig(layers=2), graphs=True) as trainer:
         trainer.step()
         trainer.capture(TapeBackend())
+        yield trainer
+
+
+def test_weights_under_megatron_fsdp_need_no_copy_of_their_gradient(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_gradients, "_Copied", None)
+    with graphed() as trainer:
         trainer.step()
-        assert trainer.session.counters.replayed == 2
+        expect(trainer.session.counters, replayed=2)
+
+
+def test_a_leaf_before_a_layer_keeps_its_gradient(one_rank: None) -> None:
+    """As the output of an encoder that is cut off, or a prompt that is learned."""
+    kept = []
+    with graphed() as trainer:
+        model = trainer.model
+        shape = (CpuModelConfig().sequence_length, 2, CpuModelConfig().hidden_size)
+        for _ in range(2):
+            leaf = torch.randn(shape).to(torch.bfloat16).requires_grad_()
+            trainer.model = partial(model, decoder_input=leaf)
+            with trainer._fsdp.no_sync():
+                trainer._forward().sum().backward()
+            assert leaf.grad is not None
+            kept.append((leaf.grad, leaf.grad.clone()))
+        trainer.model = model
+        expect(trainer.session.counters, replayed=2 * 2)
+    assert all(torch.equal(gradient, copy) for gradient, copy in kept)
+    assert not torch.equal(*(copy for _, copy in kept))

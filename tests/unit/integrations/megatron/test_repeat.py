@@ -153,6 +153,24 @@ def test_ranks_without_batches_and_lists_of_iterators(loop: Loop, kind: str) -> 
     assert [batch.get("tokens") for batch in result] == ([0, 1] if kind == "list" else [None] * 2)
 
 
+def test_an_iterators_other_members_are_there(loop: Loop) -> None:
+    class Data:
+        name = "a name"
+
+        def __next__(self) -> dict[str, int]:
+            return {}
+
+    seen = []
+
+    def forward(data: Any) -> None:
+        next(data)
+        seen.append((data.name, iter(data) is data))
+
+    loop.forward = forward
+    loop.step(Data())
+    assert seen == [("a name", True)] * 2
+
+
 def test_a_failed_step_leaves_no_mode_behind(loop: Loop) -> None:
     loop.bound.rows = 200
 

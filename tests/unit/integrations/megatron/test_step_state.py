@@ -64,6 +64,27 @@ def test_the_largest_logits(generators: list[torch.Generator]) -> None:
     assert_restored(state, lambda: id(attention.current_max_attn_logits), change)
 
 
+def test_moe_metrics_in_place_and_new_ones_go(generators: list[torch.Generator]) -> None:
+    from megatron.core.transformer.moe.moe_logging import (
+        destroy_moe_metrics_tracker,
+        get_moe_metrics_tracker,
+    )
+
+    destroy_moe_metrics_tracker()
+    state = StepState([])
+    state.save()
+    state.restore()
+    tracker = get_moe_metrics_tracker()
+    tracker.record("one", torch.tensor(1.5), 1, 2)
+    values = tracker.metrics["one"].values
+    state.save()
+    tracker.record("one", torch.tensor(1.5), 2, 2)
+    tracker.record("two", torch.tensor(1.5), 2, 2)
+    state.restore()
+    assert set(tracker.metrics) == {"one"}
+    assert tracker.metrics["one"].values is values and values.tolist() == [1.5, 0.0]
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_sums_of_losses_for_the_log(
     generators: list[torch.Generator], index: int, monkeypatch: pytest.MonkeyPatch
