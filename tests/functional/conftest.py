@@ -14,11 +14,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from megatron_cg.tools.align.command import Plan, arguments
 from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import Options
-from megatron_cg.tools.align.run import align_on_gpus, example_script, make_run
+from megatron_cg.tools.align.run import Plan, align_on_gpus, arguments, example_script, make_run
 from megatron_cg.tools.align.token_data import TokenStream, from_text, python_sources
 from tests.functional.cases import Case
 

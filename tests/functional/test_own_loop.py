@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.align.command import environment
-from megatron_cg.tools.align.run import torch_cudnn
+from megatron_cg.tools.align.run import environment, torch_cudnn
 from tests.functional.conftest import skip_without
 from tests.functional.loops import EAGER, GROUPS, MICROBATCHES, STEPS, WARMUP, Group, Run
 

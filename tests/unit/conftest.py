@@ -15,7 +15,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT
+from megatron_cg.tools.align.run import DETERMINISTIC_ENVIRONMENT
 from megatron_cg.tools.cpu import launch
 from megatron_cg.upstream.symbols import installed_version
 

@@ -1,4 +1,4 @@
-"""Runs one call of ``megatron-cg align``, from its arguments to the result."""
+"""Runs one call of ``megatron-cg align``, from its arguments to the table of the result."""
 
 from __future__ import annotations
 
@@ -11,18 +11,37 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.align.align_tables import print_report
-from megatron_cg.tools.align.command import Plan, by_run
-from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, NOT_COMPARABLE, Outcome
+from megatron_cg.consensus.exchange import AgreementTime
+from megatron_cg.telemetry.capture_report import counts_text
+from megatron_cg.tools.align.compare import (
+    DIFFERENT,
+    FAILED,
+    IDENTICAL,
+    NOT_COMPARABLE,
+    Comparison,
+    Outcome,
+    Value,
+)
 from megatron_cg.tools.align.presets import Preset, load_preset
 from megatron_cg.tools.align.processes import LaunchError, Options, check_start
-from megatron_cg.tools.align.run import align_on_gpus, check_gpus, example_script, gpu_count
+from megatron_cg.tools.align.run import (
+    Plan,
+    align_on_gpus,
+    by_run,
+    check_gpus,
+    example_script,
+    gpu_count,
+)
 from megatron_cg.tools.align.tape import TAPE_NOTICE, align_on_tape, describe, tape_plan
 from megatron_cg.tools.align.token_data import TokenStream, existing, from_text, python_sources
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, NOT_COMPARABLE: 2, FAILED: 3}
+_SHOWN_SHARDS = 5
+_COLOURS = {IDENTICAL: "green", DIFFERENT: "red"}
 Align = Callable[[TokenStream], Outcome]
 
 
@@ -35,7 +54,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="megatron-cg-align-") as temporary:
         directory = (args.work_dir or Path(temporary)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        options = Options(directory, timeout=args.timeout, eager_record=args.eager_record)
+        options = Options(directory, timeout=args.timeout)
         prepare = _on_tape if backend == TAPE else _on_gpus
         align = prepare(args, preset, options, extra)
         if args.data_path:
@@ -88,6 +107,59 @@ def _on_tape(args: Any, preset: Preset, options: Options, extra: Sequence[str]) 
         scopes=None if args.scopes is None else tuple(args.scopes),
         torch_gemm=args.cg_grouped_gemm == "torch",
     )
-    check_start(options, processes)
+    check_start(options)
     print(describe(plan.model, processes), flush=True)
     return partial(align_on_tape, plan, processes, options=options)
+
+
+def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
+    """Print the steps of rank 0, what else was compared, the result and ``notice``."""
+    comparison = outcome.comparison
+    if outcome.log_tail:
+        console.print("[bold]End of its log[/bold]")
+        console.print(outcome.log_tail, markup=False, highlight=False, soft_wrap=True)
+    if comparison.values:
+        console.print(_table(title, comparison))
+    if comparison.shards:
+        _print_shards(console, comparison)
+    if comparison.graphs:
+        console.print(f"graphs, all ranks: {counts_text(comparison.graphs)}", soft_wrap=True)
+        votes = (outcome.graphed or {}).get(0, {}).get("agreement")
+        if votes:
+            console.print(f"agreement, rank 0: {AgreementTime(**votes).text()}", soft_wrap=True)
+    colour = _COLOURS.get(comparison.status, "red")
+    reason = f": {comparison.reason}" if comparison.reason else ", to the last bit"
+    reason += f" ({notice})" if notice else ""
+    console.print(f"[bold {colour}]{comparison.status.upper()}[/]{escape(reason)}", soft_wrap=True)
+
+
+def _table(title: str, comparison: Comparison) -> Table:
+    table = Table("step", "what", title=escape(title))
+    for column in ("eager", "with graphs", "difference"):
+        table.add_column(column, justify="right")
+    table.add_column("bits")
+    for value in comparison.values:
+        if value.rank == 0 or not value.same:
+            table.add_row(*_row(value))
+    return table
+
+
+def _row(value: Value) -> tuple[str, ...]:
+    where = value.name if value.rank == 0 else f"{value.name} (rank {value.rank})"
+    bits = "same" if value.same else "[bold red]differ[/]"
+    difference = "0" if value.same else f"{value.difference:.3e}"
+    numbers = (_shown(value.eager), _shown(value.graphed), difference)
+    return (str(value.step), escape(where), *numbers, bits)
+
+
+def _shown(text: str | None) -> str:
+    return "absent" if text is None else f"{float.fromhex(text):.9g}"
+
+
+def _print_shards(console: Console, comparison: Comparison) -> None:
+    different = comparison.different_shards
+    console.print(f"parameter shards, all ranks: {comparison.shards}, different: {len(different)}")
+    for name in different[:_SHOWN_SHARDS]:
+        console.print(f"  differs: {name}", markup=False, highlight=False, soft_wrap=True)
+    if len(different) > _SHOWN_SHARDS:
+        console.print(f"  ... and {len(different) - _SHOWN_SHARDS} more")

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from megatron_cg.telemetry.read_record import RecordError, captured_after, read_run
-
-__all__ = ["Comparison", "RecordError", "Run", "Value", "compare", "read_run"]
+from megatron_cg.telemetry.read_record import captured_after
 
 IDENTICAL, DIFFERENT, FAILED = "identical", "different", "failed"
 NOT_COMPARABLE = "not comparable"

@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.telemetry.read_record import RecordError, read_run
 from megatron_cg.tools.align.compare import (
     FAILED,
     Comparison,
     Outcome,
-    RecordError,
     compare,
-    missing_ranks,
-    read_run,
 )
 
 OVERDUE = "did not end within --timeout"
@@ -57,6 +55,7 @@ class Options:
     timeout: float
     """Time limit of one run."""
     eager_record: Path | None = None
+    """The record of an eager run that was made before; then only the graph run is made."""
     mutation: str | None = None
     """What a script of tests does to the graph run alone, by ``MEGATRON_CG_MUTATE``."""
 
@@ -135,29 +134,12 @@ class Run:
         return self.log.read_text(errors="replace")
 
 
-def check_start(options: Options, nproc: int) -> None:
-    """Refuse runs that could not be compared at the end, before anything is created or started.
-
-    Raises LaunchError when the folder has records of an earlier run, or when the eager record has
-    graphs or another number of ranks. Raises RecordError when it cannot be read.
-    """
+def check_start(options: Options) -> None:
+    """Raise LaunchError if the folder has records of an earlier run."""
     for name in options.names:
         record = options.directory / name / "record"
         if record.exists():
             raise LaunchError(f"{record} holds an earlier run: give another --work-dir.")
-    if options.eager_record is None:
-        return
-    run = read_run(options.eager_record)
-    wrong = missing_ranks(run)
-    if run[min(run)]["captures"]:
-        wrong = "graphs, so it is not of an eager run"
-    elif len(run) != nproc:
-        wrong = wrong or f"{len(run)} ranks, and this run is to have {nproc}"
-    if wrong:
-        raise LaunchError(
-            f"--eager-record {options.eager_record} has {wrong}: the runs could not be compared. "
-            "Leave it out to train both."
-        )
 
 
 def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:

@@ -11,7 +11,6 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_cg.tools.align import command
 from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import Preset, TapeShape
 from megatron_cg.tools.align.processes import (
@@ -21,6 +20,7 @@ from megatron_cg.tools.align.processes import (
     Run,
     run_and_compare,
 )
+from megatron_cg.tools.align.run import environment
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
@@ -102,7 +102,7 @@ def align_on_tape(
     plan: TrainingPlan, processes: int, data: TokenStream, options: Options
 ) -> Outcome:
     """Train eagerly, train with tapes as ``plan`` says, compare."""
-    env = command.environment(os.environ, root=_ROOT, cudnn=None)
+    env = environment(os.environ, root=_ROOT, cudnn=None)
     # Uses no GPU, even if there is one.
     env["CUDA_VISIBLE_DEVICES"] = ""
     plan = replace(plan, tokens=data.prefix)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_cg.nearest import did_you_mean
-from megatron_cg.tools.align.command import BASE_FLAGS, GRAPH_FLAGS
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.align.run import example_script
+from megatron_cg.tools.align.run import BASE_FLAGS, GRAPH_FLAGS, example_script
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.launch_line import LaunchLine, joined, read_flags, read_line

@@ -51,9 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     backends = ("auto", TRANSFORMER_ENGINE, NATIVE, TAPE)
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
     add(
-        "--eager-record", type=Path, metavar="DIR", help="the eager/record of an earlier --work-dir"
-    )
-    add(
         "--work-dir",
         type=Path,
         metavar="DIR",

@@ -13,11 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.telemetry.read_record import captured_after, read_run, record_files
+from megatron_cg.telemetry.read_record import (
+    RecordError,
+    captured_after,
+    read_run,
+    record_files,
+)
 from megatron_cg.tools.align.compare import (
     NOT_COMPARABLE,
     Comparison,
-    RecordError,
     Run,
     Value,
     compare,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.align.compare import Comparison, compare, read_run
+from megatron_cg.telemetry.read_record import read_run
+from megatron_cg.tools.align.compare import Comparison, compare
 from megatron_cg.tools.cpu.launch import run_plans
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.align.compare import compare, read_run
+from megatron_cg.telemetry.read_record import read_run
+from megatron_cg.tools.align.compare import compare
 from megatron_cg.tools.cpu.launch import run_processes
 
 STRATEGIES = ("optim", "optim_grads", "no_shard")

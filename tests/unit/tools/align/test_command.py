@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.align import run
-from megatron_cg.tools.align.command import Plan, arguments, by_run, environment
 from megatron_cg.tools.align.processes import LaunchError, Options
+from megatron_cg.tools.align.run import Plan, arguments, by_run, environment
 
 PLAN = Plan(
     script=Path("train.py"),

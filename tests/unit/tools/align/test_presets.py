@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.align.command import BASE_FLAGS, Plan, graph_flags
 from megatron_cg.tools.align.presets import Flag, Preset, load_preset, preset_names
+from megatron_cg.tools.align.run import BASE_FLAGS, Plan, graph_flags
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

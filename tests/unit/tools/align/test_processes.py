@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Outcome
 from megatron_cg.tools.align.processes import (
     OVERDUE,
@@ -22,7 +21,7 @@ from megatron_cg.tools.align.processes import (
     named_error,
     run_and_compare,
 )
-from tests.unit.tools.align.records import capture, make_rank
+from tests.unit.tools.align.records import make_rank
 
 RECORD = """
 import json, pathlib, sys
@@ -71,36 +70,12 @@ def test_two_runs_are_compared(loss: float, status: str, tmp_path: Path) -> None
     assert set(outcome.commands) == {"eager", "graphs"}
     # Their records are in the way of the next runs.
     with pytest.raises(LaunchError, match="holds an earlier run"):
-        check_start(Options(tmp_path, timeout=600), nproc=1)
+        check_start(Options(tmp_path, timeout=600))
     # And the eager one can be compared with again.
     again = make_runs(tmp_path / "again", "raise SystemExit(9)", recording(loss))[1:]
     options = Options(tmp_path / "again", timeout=600, eager_record=runs[0].record)
     assert options.names == ("graphs",)
     assert run_and_compare(again, options).comparison.status == status
-
-
-def refused(eager_record: Path, tmp_path: Path, nproc: int = 2) -> str:
-    with pytest.raises(MegatronCGError) as caught:
-        check_start(Options(tmp_path / "work", 60, eager_record=eager_record), nproc)
-    return str(caught.value)
-
-
-def write(directory: Path, *records: dict[str, Any]) -> Path:
-    directory.mkdir(parents=True)
-    for record in records:
-        (directory / f"rank{record['rank']}.jsonl").write_text(json.dumps(record))
-    return directory
-
-
-def test_an_eager_record_that_cannot_be_compared_is_refused_before_the_run(tmp_path: Path) -> None:
-    alone = write(tmp_path / "alone", make_rank())
-    half = write(tmp_path / "half", make_rank(world_size=2))
-    graphs = write(tmp_path / "graphs", make_rank() | {"captures": [capture(3)]})
-    assert "there is no folder" in refused(tmp_path / "nowhere", tmp_path)
-    assert "has 1 ranks, and this run is to have 2" in refused(alone, tmp_path)
-    assert "has records of 1 of its 2 ranks, none of 1" in refused(half, tmp_path)
-    assert "has graphs, so it is not of an eager run" in refused(graphs, tmp_path)
-    check_start(Options(tmp_path / "work", 60, eager_record=alone), 1)
 
 
 def failed(outcome: Outcome) -> str:

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.tools.align.compare import compare, read_run
+from megatron_cg.telemetry.read_record import read_run
+from megatron_cg.tools.align.compare import compare
 from megatron_cg.tools.cpu import launch
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan

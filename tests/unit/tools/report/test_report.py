@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.align.compare import RecordError
+from megatron_cg.telemetry.read_record import RecordError
 from megatron_cg.tools.cli.main import main
 from megatron_cg.tools.report import plots
 from megatron_cg.tools.report.report_page import (
