@@ -22,8 +22,9 @@ _MODULES, _GEMM = "--cuda-graph-modules", "--cg-grouped-gemm"
 _EXCHANGE, _ROWS, _LAYERS = "--cg-moe-exchange", "--cg-moe-rows", "--cg-layers"
 _RECOMPUTE = "--recompute-modules"
 LAUNCHER = "-m megatron_cg"
+_WHY = "all of each layer that graphs can hold"
 _CHOSEN = {
-    _MODULES: "all of each layer that graphs can hold",
+    _MODULES: _WHY,
     _GEMM: "counts of tokens stay on the GPU, so graphs can hold dropless experts",
     _EXCHANGE: "expert-parallel ranks of one host exchange tokens without padding",
     _ROWS: "room for this many times the average rows, so that it fits; a step with more is "
@@ -32,15 +33,10 @@ _CHOSEN = {
 }
 """The flags of a choice, and why they are given."""
 _ORDER = ("mamba", "attn", "mlp")
+_ROUNDS = 30
+"""Each mends at least one error, or is the last."""
 _LARGE_GEMM = 2e11
 """Operations of an expert's first GEMM beyond which one launch for all experts gains little."""
-_PIPELINE = (
-    "drop --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage "
-    "--num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-layout "
-    "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
-    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-    "--overlap-param-gather-with-optimizer-step"
-)
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 _FIXES = {
     "implementation": "add --cuda-graph-impl transformer_engine",
@@ -49,7 +45,7 @@ _FIXES = {
     "expert-parallel-overlap": _OVERLAP,
     "delayed-weight-gradients": _OVERLAP,
     "optimizer-graph": "drop --optimizer-cuda-graph",
-    "pipeline-parallel": _PIPELINE,
+    "pipeline-parallel": "no-pipeline",
     "max-connections": "set CUDA_DEVICE_MAX_CONNECTIONS 8",
     "expandable-segments": "set NCCL_GRAPH_REGISTER 0",
     "fp8-primary-weights": "add --keep-fp8-transpose-cache",
@@ -74,11 +70,18 @@ _MEGATRONS = {
     "check_weight_hash": "drop --check-weight-hash-across-dp-replicas-interval",
     "cross entropy loss fusion is disabled": "add --cross-entropy-fusion-impl native",
     "Delayed scaling does not support": "instead layernorm; instead moe_act",
-    "pipeline|interleaved schedule|virtual": _PIPELINE,
+    "pipeline|interleaved schedule|virtual": "no-pipeline",
     "overlap_moe_expert_parallel|delay_wgrad": _OVERLAP,
     "apply_rope_fusion": "add --no-rope-fusion",
 }
 """By a pattern of Megatron's own error: what to change."""
+
+
+_Choice = Mapping[str, tuple[str, ...]]
+
+
+def _choice(line: LaunchLine) -> _Choice:
+    return {name: v for name in _CHOSEN if (v := line.values(name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,9 @@ class Tried:
         return self.memory is not None and self.memory.total <= room
 
     @property
-    def choice(self) -> dict[str, tuple[str, ...]]:
+    def choice(self) -> _Choice:
         """What the line says of scopes, experts and layers."""
-        return {name: v for name in _CHOSEN if (v := self.line.values(name)) is not None}
+        return _choice(self.line)
 
     @property
     def refused(self) -> tuple[Violation, ...]:
@@ -139,18 +142,24 @@ def edit(given: LaunchLine, reader: Reader, room: int, gpus: int | None = None) 
     for fix, why in _needs(settings, given):
         editor.change(fix, why)
     tried: list[Tried] = []
+    accepted: list[Tried] = []
     for choice, why in _choices(settings, known, given):
         tried.append(editor.attempt(choice, why))
-        if tried[0].fits(room):
+        accepted = [trial for trial in tried if trial.memory is not None]
+        if accepted and accepted[0].fits(room):
             break
-    accepted = [trial for trial in tried if trial.memory is not None]
-    if not tried[0].fits(room):
+    else:
         large = [trial for trial in accepted if not trial.fits(room)]
         tried += filter(None, [_fewer_layers(editor, trial, room) for trial in large])
     fitting = [trial for trial in tried if trial.fits(room)]
     best = max(fitting, key=_captured_parts) if fitting else (accepted or tried)[0]
-    if best is not tried[0]:
-        best = _with_reason(best, tried[0], room)
+    first = tried[0]
+    if best is not first:
+        if first.memory is not None:
+            reason = f"{gib(first.memory.total)} of {gib(room)} would be needed otherwise"
+        else:
+            reason = f"{first.refused[0].found}: {first.refused[0].reason}"
+        best = replace(best, reasons={**best.reasons, _MODULES: reason, _LAYERS: reason})
     eager = None
     if best.memory is not None:
         run = replace(best.settings.run, cuda_graph_impl="none")
@@ -160,15 +169,6 @@ def edit(given: LaunchLine, reader: Reader, room: int, gpus: int | None = None) 
 
 def _captured_parts(trial: Tried) -> int:
     return sum(len(layer.captured) for layer in trial.layers)
-
-
-def _with_reason(best: Tried, first: Tried, room: int) -> Tried:
-    """``best`` with the reason why it is not the first choice."""
-    if first.memory is not None:
-        reason = f"{gib(first.memory.total)} of {gib(room)} would be needed otherwise"
-    else:
-        reason = f"{first.refused[0].found}: {first.refused[0].reason}"
-    return replace(best, reasons={**best.reasons, _MODULES: reason, _LAYERS: reason})
 
 
 def gib(size: int) -> str:
@@ -201,7 +201,6 @@ def _needs(settings: Settings, given: LaunchLine) -> Iterator[tuple[str, str]]:
         why = "graphs of this package are captured under Megatron-FSDP"
         yield "add --use-megatron-fsdp", why
         yield "add --data-parallel-sharding-strategy optim_grads_params", why
-        yield "drop --use-torch-fsdp2", why
     if run.cuda_graph_impl != "transformer_engine" or not run.wants_graphs:
         yield "drop --enable-cuda-graph --external-cuda-graph", "--cuda-graph-impl replaces it"
         yield "add --cuda-graph-impl transformer_engine", "layerwise graphs"
@@ -228,16 +227,15 @@ class _Editor:
     line: LaunchLine
     reasons: dict[str, str] = field(default_factory=dict)
 
-    def attempt(self, choice: Mapping[str, tuple[str, ...]] | None, why: str = "") -> Tried:
-        """The line with a choice (None: what it has) and with all fixes that it needs."""
+    def attempt(self, choice: _Choice, why: str) -> Tried:
+        """The line with a choice, and with all fixes that it needs."""
         trial = _Editor(self.reader, self.gpus, self.line, dict(self.reasons))
-        if choice is not None:
-            trial.change("drop --cuda-graph-scope", "--cuda-graph-modules replaces it")
-            for name, reason in {**_CHOSEN, _MODULES: why or _CHOSEN[_MODULES]}.items():
-                if name in choice:
-                    trial.change(" ".join(["add", name, *choice[name]]), reason)
-                else:
-                    trial.change(f"drop {name}", "the captured scopes are others, without it")
+        trial.change("drop --cuda-graph-scope", "--cuda-graph-modules replaces it")
+        for name, reason in {**_CHOSEN, _MODULES: why}.items():
+            if name in choice:
+                trial.change(" ".join(["add", name, *choice[name]]), reason)
+            else:
+                trial.change(f"drop {name}", "the captured scopes are others, without it")
         settings = trial.fixed()
         tried = Tried(trial.line, settings, trial.reasons)
         if tried.refused:
@@ -247,22 +245,18 @@ class _Editor:
 
     def fixed(self) -> Settings:
         """Fix what the tables can, until nothing changes; the settings of what came of it."""
-        seen = set()
-        while True:
-            settings = self.reader.settings(self.line, self.gpus)
-            before = str(self.line)
-            if before in seen:
-                return settings
-            seen.add(before)
+        for _ in range(_ROUNDS):
+            before, settings = self.line, self.reader.settings(self.line, self.gpus)
             for violation in settings.broken:
                 fixes = _FIXES.get(violation.rule, "")
                 self.change(fixes, f"{violation.found}: {violation.reason}")
             error = settings.megatron
-            if str(self.line) == before and error:
+            if self.line == before and error:
                 fixes = next((_MEGATRONS[p] for p in _MEGATRONS if re.search(p, error)), "")
                 self.change(fixes, f"Megatron: {error}")
-            if str(self.line) == before:
-                return settings
+            if self.line == before:
+                break
+        return settings
 
     def change(self, fixes: str, reason: str) -> None:
         """Apply fixes, separated by semicolons, for a reason."""
@@ -273,6 +267,12 @@ class _Editor:
             touched = [name for name in names if before.values(name) != self.line.values(name)]
             touched += {"launch": [LAUNCHER], "set": words[:1]}.get(verb, [])
             self.reasons |= dict.fromkeys(touched, reason)
+
+
+def _no_pipeline(line: LaunchLine) -> LaunchLine:
+    """The line without pipeline stages."""
+    line = line.without("--overlap-param-gather-with-optimizer-step")
+    return line.kept(lambda name: "pipeline" not in name)
 
 
 def _selective(line: LaunchLine) -> LaunchLine:
@@ -299,59 +299,52 @@ _VERBS: dict[str, Callable[..., LaunchLine]] = {
     "drop": LaunchLine.without,
     "set": LaunchLine.with_variable,
     "launch": LaunchLine.with_launcher,
+    "no-pipeline": _no_pipeline,
     "selective": _selective,
     "instead": _recompute_instead,
 }
 """What the first word of a fix does."""
 
 
-def _choices(
-    settings: Settings, gpus: Gpus, given: LaunchLine
-) -> Iterator[tuple[Mapping[str, tuple[str, ...]] | None, str]]:
-    """Ways to capture, the best first, and why; None stands for what the line has."""
-    run, args = settings.run, settings.args
+def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tuple[_Choice, str]]:
+    """Ways to capture, the best first, and why. What the line says comes first."""
+    run, args, against = settings.run, settings.args, ""
+    stated = _choice(given)
+    if scopes := given.values("--cuda-graph-scope"):
+        stated = {_MODULES: scopes, **stated}
     whole = run.cuda_graph_impl == "transformer_engine" and run.wants_graphs
-    if whole or given.has(_MODULES) or given.has("--cuda-graph-scope"):
-        yield None, ""
+    if whole or _MODULES in stated:
+        yield stated, "--cuda-graph-scope is its older name"
     available = available_scopes(run) or (frozenset({"attn", "moe" if run.is_moe else "mlp"}),)
     here = frozenset().union(*available)
     base = tuple(scope for scope in _ORDER if scope in here)
+    if "moe" in here and run.drops_and_pads:
+        yield {_MODULES: (*base, "moe")}, _WHY
+    elif "moe" in here and not (against := _against_whole(args, gpus)):
+        why = "with many small experts, whole MoE layers in graphs save most launches"
+        flags = {_MODULES: (*base, "moe"), _GEMM: ("torch",)}
+        if args.expert_model_parallel_size > 1:
+            flags[_EXCHANGE] = ("peer",)
+        yield flags, why
+        for rows in ("2", "1.5", "1.25") if args.expert_model_parallel_size > 1 else ():
+            yield {**flags, _ROWS: (rows,)}, why
     if "moe" in here:
-        against = _against_whole(run, args, gpus)
-        if run.drops_and_pads:
-            yield {_MODULES: (*base, "moe")}, ""
-        elif not against:
-            many = "with many small experts, whole MoE layers in graphs save most launches"
-            flags = {_MODULES: (*base, "moe"), _GEMM: ("torch",)}
-            if args.expert_model_parallel_size > 1:
-                flags[_EXCHANGE] = ("peer",)
-            yield flags, many
-            if args.expert_model_parallel_size > 1:
-                for rows in ("2", "1.5", "1.25"):
-                    yield {**flags, _ROWS: (rows,)}, many
-        why = f"experts stay eager: {against or 'they do not fit'}"
-        yield {_MODULES: (*base, "moe_router")}, why
+        yield (
+            {_MODULES: (*base, "moe_router")},
+            f"experts stay eager: {against or 'they do not fit'}",
+        )
     for scopes in dict.fromkeys([base, *((scope,) for scope in base)]):
         if scopes:
-            yield {_MODULES: scopes}, ""
+            yield {_MODULES: scopes}, _WHY
 
 
-def _against_whole(run: Any, args: Any, gpus: Gpus) -> str:
-    """Why graphs cannot hold whole MoE layers, or are not likely to pay; empty if they are."""
+def _against_whole(args: Any, gpus: Gpus) -> str:
+    """Why whole MoE layers are not tried, beside rules that refuse them; empty if they are."""
     ranks = args.expert_model_parallel_size
+    if ranks > 1 and gpus.per_node % ranks:
+        return f"{ranks} expert-parallel ranks are on several hosts"
     tokens = (args.micro_batch_size or 1) * (args.seq_length or 0) * ranks * args.moe_router_topk
     wide = 2 * (args.moe_ffn_hidden_size or args.ffn_hidden_size or 0)
-    reasons = {
-        "torch's grouped GEMM needs --bf16": not run.bf16,
-        "torch's grouped GEMM has no FP8 and FP4": run.fp8 or run.fp4,
-        "torch's grouped GEMM adds no bias": run.add_bias_linear,
-        "they are not grouped (--moe-grouped-gemm)": not run.moe_grouped_gemm,
-        f"the dispatcher is {run.moe_token_dispatcher_type}, not alltoall": (
-            run.moe_token_dispatcher_type != "alltoall"
-        ),
-        f"{ranks} expert-parallel ranks are on several hosts": ranks > 1 and gpus.per_node % ranks,
-        "they are few and large, and whole MoE layers do not pay": (
-            2.0 * tokens / args.num_experts * args.hidden_size * wide > _LARGE_GEMM
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    if 2.0 * tokens / args.num_experts * args.hidden_size * wide > _LARGE_GEMM:
+        return "they are few and large, and whole MoE layers do not pay"
+    return ""

@@ -199,8 +199,6 @@ def _reason(part: Part, run: RunArguments) -> str:
             "tokens per expert differ from step to step; moe captures them with --cg-grouped-gemm "
             "torch, or if each expert drops and pads to a capacity"
         )
-    if part.name == "token dispatch":
-        return "moe_preprocess captures its counting of tokens; its communication stays eager"
     return f"{part.scope} is not in --cuda-graph-modules"
 
 

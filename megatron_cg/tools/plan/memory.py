@@ -8,7 +8,7 @@ optimizer step, with fp32 copies of the gradients.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,50 +27,43 @@ _LENT = 0.65
 """The part of the graphs' pool in which gradient copies find room."""
 
 
+_ALWAYS, _POOL = "in every phase", "graphs' pool"
+_PASSES, _STEP = "forward and backward passes", "optimizer step"
+_OUTSIDE = "outside of torch's allocator"
+
+
 @dataclass(frozen=True)
 class Memory:
-    """Parameters in numbers, and bytes on one rank by phase and term.
-
-    Attributes:
-        parameters: of the whole model.
-        of_rank: those of a rank before sharding.
-        sharded: those of a rank after sharding.
-        always: what is allocated in every phase, outside of the graphs' pool.
-        pool: what the graphs' pool holds; nothing in an eager run.
-        passes: what only the forward and backward passes need.
-        step: what only the optimizer step needs.
-        outside: what is not torch's allocator's.
-    """
+    """Numbers of parameters, and bytes on one rank: ``terms`` by phase and name."""
 
     parameters: int
+    """Of the whole model."""
     of_rank: int
+    """Before sharding."""
     sharded: int
-    always: dict[str, int]
-    pool: dict[str, int]
-    passes: dict[str, int]
-    step: dict[str, int]
-    outside: dict[str, int]
+    """After sharding."""
+    terms: Mapping[str, Mapping[str, int]]
+
+    def _sum(self, phase: str) -> int:
+        return sum(self.terms[phase].values())
 
     @property
     def allocated(self) -> int:
         """The peak of ``torch.cuda.max_memory_allocated``, which does not count a pool's blocks."""
-        return _sum(self.always) + max(_sum(self.step), _sum(self.passes))
+        return self._sum(_ALWAYS) + max(self._sum(_STEP), self._sum(_PASSES))
 
     @property
     def reserved(self) -> int:
         """The peak of ``torch.cuda.max_memory_reserved``."""
-        pool = _sum(self.pool) * _POOL_FRAGMENTED
-        step = max(0, _sum(self.step) - pool * _LENT)
-        return int((_sum(self.always) + pool + max(step, _sum(self.passes))) * _FRAGMENTED)
+        pool = self._sum(_POOL) * _POOL_FRAGMENTED
+        step = max(0, self._sum(_STEP) - pool * _LENT)
+        peak = self._sum(_ALWAYS) + pool + max(step, self._sum(_PASSES))
+        return int(peak * _FRAGMENTED)
 
     @property
     def total(self) -> int:
         """What the GPU has to have."""
-        return self.reserved + _sum(self.outside)
-
-
-def _sum(terms: dict[str, int]) -> int:
-    return sum(terms.values())
+        return self.reserved + self._sum(_OUTSIDE)
 
 
 def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memory:
@@ -83,35 +76,39 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
     ends = Part("embedding", None, split=vocabulary * args.hidden_size * tables)
     parts = [*(part for layer in layers for part in layer.parts), ends]
     graphed = [layer for layer in layers if layer.captured]
+    state = rank.state(parts)
     outputs = [_outputs(shape, layer) for layer in graphed]
+    mask = args.micro_batch_size * args.seq_length**2 // args.context_parallel_size
+    mask *= args.create_attention_mask_in_dataloader
+    peer = graphed and shape.graph.cg_moe_exchange == "peer"
     logits = shape.bytes_of(vocabulary) * (1 + (args.mtp_num_layers or 0))
-    return Memory(
-        sum(part.split + part.whole + part.experts for part in parts),
-        rank.held(parts),
-        rank.held(parts, sharded=True),
-        always={
-            **rank.state(parts),
+    terms = {
+        _ALWAYS: {
+            **state,
             "FSDP buffers": rank.buffers(layers, ends),
             "workspaces": _MISCELLANEOUS,
             "static inputs": shape.hidden * len(graphed),
-            "attention masks": _masks(shape, graphed),
+            "attention masks": mask * sum(layer.holds("attention") for layer in graphed),
             "output gradients": sum(set(outputs)),
         },
-        pool={
+        _POOL: {
             "saved activations": sum(_saved(shape, *numbered) for numbered in enumerate(graphed)),
             "outputs": sum(outputs),
-            "gradients and workspace": max((rank.workspace(layer) for layer in graphed), default=0),
+            "gradients and workspace": max(map(rank.workspace, graphed), default=0),
         },
-        passes={
+        _PASSES: {
             "eager activations": _eager_activations(shape, layers),
             "logits": logits + logits * 4 // shape.width,  # again in fp32, for the loss
         },
-        step={"fp32 copies of gradients": rank.copies(parts)},
-        outside={
+        _STEP: {"fp32 copies of gradients": state["gradients"] * 2 * (rank.gradient_width == 2)},
+        _OUTSIDE: {
             "CUDA and NCCL": _CONTEXT + _EXPERT_GROUPS * (args.expert_model_parallel_size > 1),
-            "peer memory": _peer_memory(shape, graphed),
+            # One set of slots for all layers, for rows and what places them.
+            "peer memory": shape.rows * (shape.row_bytes + 4) if peer else 0,
         },
-    )
+    }
+    count = sum(part.split + part.whole + part.experts for part in parts)
+    return Memory(count, rank.held(parts), rank.held(parts, sharded=True), terms)
 
 
 class _Rank:
@@ -155,11 +152,6 @@ class _Rank:
             "optimizer state": optimizer * moments,
         }
 
-    def copies(self, parts: Sequence[Part]) -> int:
-        """Bytes of the fp32 copies that the optimizer step makes of gradients in bf16."""
-        width = 4 if self.gradient_width == 2 else 0
-        return self.held(parts, sharded=self.shards_gradients) * width
-
     def buffers(self, layers: Sequence[Layer], ends: Part) -> int:
         """Bytes of unsharded weights and gradients.
 
@@ -197,19 +189,10 @@ def _vocabulary(args: Any) -> int:
     return int(-(-(args.vocab_size or VOCABULARY) // step) * step)
 
 
-def _masks(shape: Shape, graphed: Sequence[Layer]) -> int:
-    args = shape.args
-    if not args.create_attention_mask_in_dataloader and args.cuda_graph_warmup_steps > 0:
-        return 0
-    mask = args.micro_batch_size * args.seq_length**2 // args.context_parallel_size
-    return int(mask * sum(layer.holds("attention") for layer in graphed))
-
-
 def _saved(shape: Shape, number: int, layer: Layer) -> int:
     """What the forward graph of a layer keeps; recompute of the whole layer keeps nothing."""
-    uniform = shape.run.recompute_method == "uniform"
-    recomputed = uniform or number < (shape.args.recompute_num_layers or 0)
-    if recomputes_layers(shape.run) and recomputed:
+    recomputed = number < (shape.args.recompute_num_layers or 0)
+    if recomputes_layers(shape.run) and (recomputed or shape.run.recompute_method == "uniform"):
         return 0
     return _activations(shape, layer)
 
@@ -236,11 +219,3 @@ def _outputs(shape: Shape, layer: Layer) -> int:
     """The hidden states, and what a graph that ends inside of a MoE layer hands over."""
     handed = 0 if layer.holds("experts") else sum(part.outputs for part in layer.captured)
     return shape.hidden + handed
-
-
-def _peer_memory(shape: Shape, graphed: Sequence[Layer]) -> int:
-    """One set of slots for all layers, into which other GPUs write rows and their weights."""
-    whole = any(layer.holds("experts") for layer in graphed)
-    if not whole or shape.graph.cg_moe_exchange != "peer":
-        return 0
-    return shape.rows * (shape.row_bytes + 4)

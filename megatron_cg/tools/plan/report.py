@@ -11,20 +11,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.tools.launch_line import Flag
+from megatron_cg.tools.launch_line import Flag, LaunchLine
 from megatron_cg.tools.plan.edit import LAUNCHER, Edited, Tried, gib
 from megatron_cg.tools.plan.layers import Layer, Shape
 from megatron_cg.tools.plan.memory import Memory
 
 WIDTH = 100
 _ROWS = Path(__file__).with_name("measured_rows.json")
-_PHASES = {
-    "always": "in every phase",
-    "pool": "graphs' pool",
-    "passes": "forward and backward passes",
-    "step": "optimizer step",
-    "outside": "outside of torch's allocator",
-}
 _SMALLER = (
     "It does not fit without graphs either: use more GPUs, a larger --expert-model-parallel-size "
     "or --tensor-model-parallel-size, a shorter --seq-length or a smaller --micro-batch-size, or "
@@ -58,23 +51,22 @@ def as_json(plan: Edited) -> dict[str, Any]:
 
 def changes(plan: Edited) -> list[dict[str, str]]:
     """What was added, changed and removed, each with its reason."""
-    old, new, reasons = plan.given, plan.best.line, plan.best.reasons
-    made = [("added", LAUNCHER, LAUNCHER)] if LAUNCHER in reasons else []
-    for name, value in new.variables.items():
-        if old.variables.get(name) != value:
-            made.append(("added", f"{name}={value}", name))
-    for flag in new.flags:
-        before = old.values(flag.name)
-        if before is None:
-            made.append(("added", str(flag), flag.name))
-        elif before != new.values(flag.name):
-            text = f"{Flag(flag.name, before)} -> {' '.join(flag.values)}"
-            made.append(("changed", text, flag.name))
-    made += [("removed", str(flag), flag.name) for flag in old.flags if not new.has(flag.name)]
-    return [
-        {"what": what, "flag": flag, "reason": reasons[name]}
-        for what, flag, name in dict.fromkeys(made)
-    ]
+    reasons, rows = plan.best.reasons, []
+    old, new = _pieces(plan.given), _pieces(plan.best.line)
+    if LAUNCHER in reasons:
+        new = {LAUNCHER: LAUNCHER, **new}
+    for name in {**new, **old}:
+        if old.get(name) != new.get(name):
+            what = "removed" if name not in new else "changed" if name in old else "added"
+            text = " -> ".join(pieces[name] for pieces in (old, new) if name in pieces)
+            rows.append({"what": what, "flag": text, "reason": reasons[name]})
+    return rows
+
+
+def _pieces(line: LaunchLine) -> dict[str, str]:
+    """Variables and flags by name, as they are written."""
+    pieces = {name: f"{name}={value}" for name, value in line.variables.items()}
+    return pieces | {flag.name: str(flag) for flag in line.flags}
 
 
 def _alike(layers: Sequence[Layer]) -> list[dict[str, Any]]:
@@ -124,10 +116,7 @@ def similar_runs(best: Tried, count: int = 2) -> list[str]:
     used = sum(
         part.split // shape.tensor
         + part.whole
-        + part.experts
-        * args.moe_router_topk
-        // (args.num_experts or 1)
-        // args.expert_tensor_parallel_size
+        + part.experts // (args.num_experts or 1) * args.moe_router_topk
         for layer in decoder
         for part in layer.parts
     )
@@ -187,12 +176,11 @@ def _lines(plan: dict[str, Any]) -> Iterator[str]:
     yield f"\nParameters: {memory['parameters']:,} in all, {memory['of_rank']:,} on a rank before"
     yield f"sharding, {memory['sharded']:,} after it."
     yield "\nMemory of one GPU, MiB:"
-    for phase, title in _PHASES.items():
-        rows = {name: size for name, size in memory[phase].items() if size}
-        if rows:
-            yield f"  {title}:"
-        for name, size in rows.items():
-            yield f"    {name:<40}{size / 2**20:>12,.0f}"
+    for phase, terms in memory["terms"].items():
+        yield f"  {phase}:"
+        for name, size in terms.items():
+            if size:
+                yield f"    {name:<40}{size / 2**20:>12,.0f}"
     yield from _verdict(plan)
     yield "\nMeasured runs most like it:"
     for text in (*plan["similar"], *plan["notes"]):

@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
 from megatron_cg.arguments.megatron import add_arguments, read
-from megatron_cg.arguments.schema import BACKENDS, VARIABLES
+from megatron_cg.arguments.schema import BACKENDS
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import LaunchLine, LaunchLineError
 from megatron_cg.upstream.patch import set_attribute
@@ -35,7 +35,6 @@ TE_VERSION = "2.20.2"
 """The release whose rules apply where Transformer Engine is not installed."""
 VOCABULARY = 131_072
 """If only the tokenizer knows it."""
-_TE = "transformer-engine"
 _HOPPER = (9, 0)
 _OF_TE = (
     "megatron.core.transformer.moe.moe_utils",
@@ -104,7 +103,12 @@ class Reader:
         args, unknown = self.parse(line)
         args.world_size = gpus
         run, graph = read(args)
-        where = _environment(line.variables, BACKENDS[graph.cg_backend])
+        here = Environment.read(BACKENDS[graph.cg_backend])
+        where = replace(
+            here,
+            versions={"transformer-engine": TE_VERSION, **here.versions},
+            variables={**here.variables, **line.variables},
+        )
         broken = violations(run, graph, where)
         notes = [*notices(run, graph, where), *_limits(args)]
         if unknown:
@@ -120,8 +124,6 @@ def _limits(args: Any) -> Iterator[str]:
     layers = args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json
     if layers or (args.spec and not args.hybrid_layer_pattern):
         yield "a layer spec decides the layers; they are counted as those of the other flags"
-    if args.experimental_attention_variant:
-        yield f"{args.experimental_attention_variant} is counted as plain attention"
     if args.padded_vocab_size is None and args.vocab_size is None:
         yield f"the tokenizer's vocabulary is counted as {VOCABULARY:,}; --vocab-size says it"
 
@@ -131,16 +133,6 @@ def fewest_gpus(args: Any) -> int:
     dense = args.tensor_model_parallel_size * args.context_parallel_size
     expert = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     return math.lcm(dense, args.expert_model_parallel_size * expert)
-
-
-def _environment(given: Mapping[str, str], backend: str) -> Environment:
-    """The environment of a run on another machine: TE is there, and the line's variables."""
-    here = Environment.read(backend)
-    return replace(
-        here,
-        versions={_TE: TE_VERSION, **here.versions},
-        variables={**here.variables, **{n: given[n] for n in VARIABLES if n in given}},
-    )
 
 
 def _megatrons_error(args: Any, graph: GraphArguments, variables: Mapping[str, str]) -> str | None:
@@ -155,7 +147,7 @@ def _megatrons_error(args: Any, graph: GraphArguments, variables: Mapping[str, s
             core_transformer_config_from_args(_without_experts(args, graph))
             _check_experts(args)
         except (Exception, SystemExit) as error:
-            return error_text(error)
+            return _text_of(error)
     return None
 
 
@@ -201,22 +193,15 @@ def _hopper(variables: Mapping[str, str]) -> Iterator[None]:
             undo.callback(set_attribute(utils, "_te_version", Version(TE_VERSION)))
         for module in map(importlib.import_module, _OF_TE):
             missing = [name for name, value in vars(module).items() if value is None]
-            for name in missing:
-                if name.startswith("fused_"):
-                    undo.callback(set_attribute(module, name, _in_the_run))
+            for name in [name for name in missing if name.startswith("fused_")]:
+                undo.callback(set_attribute(module, name, lambda *_a, **_n: None))
         undo.callback(allow_full_recompute())
         yield
 
 
-def _in_the_run(*_args: Any, **_named: Any) -> None:
-    """Stands for a function that the run has."""
-
-
-def error_text(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     """An error in one line; for a bare assertion, the line of Megatron that raises it."""
-    text = " ".join(str(error).split())
-    if text:
-        name = "" if isinstance(error, AssertionError | ValueError) else f"{type(error).__name__}: "
-        return name + text
+    if text := " ".join(str(error).split()):
+        return text
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.line} ({type(error).__name__} in {last.name})"

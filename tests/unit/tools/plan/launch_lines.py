@@ -26,8 +26,7 @@ _MOCK = (
 )
 _DATA = (
     "--data-path /data/text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-    "some/model "
-    "--split 99,1,0 --no-mmap-bin-files --num-workers 6 --data-cache-path cache "
+    "some/model --split 99,1,0 --no-mmap-bin-files --num-workers 6 --data-cache-path cache "
 )
 _FSDP = (
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
@@ -49,18 +48,16 @@ _LLAMA_70B = (
 )
 _QWEN = (
     "--transformer-impl transformer_engine --use-mcore-models --use-flash-attn "
-    "--disable-bias-linear "
-    "--untie-embeddings-and-output-weights --position-embedding-type rope --rotary-percent 1.0 "
-    "--rotary-base 1000000 --rotary-seq-len-interpolation-factor 1 --normalization RMSNorm "
-    "--swiglu "
-    "--norm-epsilon 1e-06 --group-query-attention --num-query-groups 4 --kv-channels 128 "
-    "--qk-layernorm --seq-length 4096 --max-position-embeddings 40960 --attention-dropout 0.0 "
-    "--make-vocab-size-divisible-by 1187 --hidden-dropout 0.0 --num-experts 128 --vocab-size "
-    "151643 "
-    "--moe-router-load-balancing-type aux_loss --moe-router-topk 8 --moe-grouped-gemm "
-    "--moe-aux-loss-coeff 1e-3 --moe-permute-fusion --moe-router-dtype fp32 "
-    "--expert-tensor-parallel-size 1 --dist-ckpt-strictness log_all --auto-detect-ckpt-format "
-    f"--log-params-norm --init-method-std 0.02 {_TRAINED}{_DATA}"
+    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope "
+    "--rotary-percent 1.0 --rotary-base 1000000 --rotary-seq-len-interpolation-factor 1 "
+    "--normalization RMSNorm --swiglu --norm-epsilon 1e-06 --group-query-attention "
+    "--num-query-groups 4 --kv-channels 128 --qk-layernorm --seq-length 4096 "
+    "--max-position-embeddings 40960 --attention-dropout 0.0 --make-vocab-size-divisible-by 1187 "
+    "--hidden-dropout 0.0 --num-experts 128 --vocab-size 151643 --moe-router-load-balancing-type "
+    "aux_loss --moe-router-topk 8 --moe-grouped-gemm --moe-aux-loss-coeff 1e-3 "
+    "--moe-permute-fusion --moe-router-dtype fp32 --expert-tensor-parallel-size 1 "
+    "--dist-ckpt-strictness log_all --auto-detect-ckpt-format --log-params-norm --init-method-std "
+    f"0.02 {_TRAINED}{_DATA}"
 )
 _QWEN_30B = (
     f"{_QWEN}--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
@@ -73,26 +70,25 @@ _QWEN_235B = (
 )
 _DEEPSEEK = (
     "--transformer-impl transformer_engine --use-mcore-models --use-flash-attn "
-    "--disable-bias-linear "
-    "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
-    "--kv-channels 128 --seq-length 4096 --max-position-embeddings 4096 --rotary-base 10000 "
-    "--position-embedding-type rope --make-vocab-size-divisible-by 3232 --normalization RMSNorm "
-    "--norm-epsilon 1e-6 --swiglu --untie-embeddings-and-output-weights --multi-latent-attention "
-    "--attention-dropout 0.0 --hidden-dropout 0.0 --qk-layernorm --num-experts 256 "
-    "--moe-layer-freq ([0]*3+[1]*58) --moe-ffn-hidden-size 2048 --vocab-size 129280 "
-    "--moe-shared-expert-intermediate-size 2048 --moe-router-load-balancing-type seq_aux_loss "
-    "--moe-router-topk 8 --moe-grouped-gemm --moe-aux-loss-coeff 1e-4 --moe-router-group-topk 4 "
-    "--moe-router-num-groups 8 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-permute-fusion "
-    "--moe-router-bias-update-rate 1e-3 --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
-    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --rotary-scaling-factor 40 --mscale 1.0 "
-    "--mscale-all-dim 1.0 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 "
+    "--disable-bias-linear --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 "
+    "--num-attention-heads 128 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096 "
+    "--rotary-base 10000 --position-embedding-type rope --make-vocab-size-divisible-by 3232 "
+    "--normalization RMSNorm --norm-epsilon 1e-6 --swiglu --untie-embeddings-and-output-weights "
+    "--multi-latent-attention --attention-dropout 0.0 --hidden-dropout 0.0 --qk-layernorm "
+    "--num-experts 256 --moe-layer-freq ([0]*3+[1]*58) --moe-ffn-hidden-size 2048 --vocab-size "
+    "129280 --moe-shared-expert-intermediate-size 2048 --moe-router-load-balancing-type "
+    "seq_aux_loss --moe-router-topk 8 --moe-grouped-gemm --moe-aux-loss-coeff 1e-4 "
+    "--moe-router-group-topk 4 --moe-router-num-groups 8 --moe-router-topk-scaling-factor 2.5 "
+    "--moe-router-dtype fp32 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-permute-fusion --moe-router-bias-update-rate 1e-3 --q-lora-rank 1536 --kv-lora-rank "
+    "512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --rotary-scaling-factor 40 "
+    "--mscale 1.0 --mscale-all-dim 1.0 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 "
     f"--expert-tensor-parallel-size 1 --enable-experimental {_TRAINED}{_DATA}"
 )
 _GPT_OSS = (
     "--transformer-impl transformer_engine --use-mcore-models --no-masked-softmax-fusion "
-    "--untie-embeddings-and-output-weights --no-rope-fusion --normalization RMSNorm "
-    "--hidden-size 2880 --ffn-hidden-size 2880 --num-attention-heads 64 --group-query-attention "
+    "--untie-embeddings-and-output-weights --no-rope-fusion --normalization RMSNorm --hidden-size "
+    "2880 --ffn-hidden-size 2880 --num-attention-heads 64 --group-query-attention "
     "--num-query-groups 8 --kv-channels 64 --seq-length 4096 --max-position-embeddings 40960 "
     "--rotary-percent 1.0 --rotary-base 150000 --no-bias-gelu-fusion --no-bias-dropout-fusion "
     "--padded-vocab-size 201088 --quick-geglu --glu-linear-offset 1.0 --softmax-type learnable "
@@ -100,17 +96,16 @@ _GPT_OSS = (
     "--position-embedding-type yarn --rotary-scaling-factor 32 --attention-dropout 0.0 "
     "--hidden-dropout 0.0 --moe-router-load-balancing-type none --moe-router-topk 4 "
     "--moe-aux-loss-coeff 0.0 --moe-grouped-gemm --moe-permute-fusion --moe-ffn-hidden-size 2880 "
-    "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall "
-    "--moe-router-score-function softmax "
-    f"--enable-gpt-oss --micro-batch-size 1 {_TRAINED}{_DATA}"
+    "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-router-score-function "
+    f"softmax --enable-gpt-oss --micro-batch-size 1 {_TRAINED}{_DATA}"
 )
 _NEMOTRON = (
-    "--hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME "
-    "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hidden-size 2688 "
+    "--hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME --spec "
+    "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hidden-size 2688 "
     "--num-attention-heads 32 --group-query-attention --num-query-groups 2 --kv-channels 128 "
-    "--mamba-num-heads 64 --squared-relu --untie-embeddings-and-output-weights "
-    "--init-method-std 0.0173 --position-embedding-type none --ffn-hidden-size 1856 "
-    "--seq-length 8192 --max-position-embeddings 8192 --attention-dropout 0.0 --hidden-dropout 0.0 "
+    "--mamba-num-heads 64 --squared-relu --untie-embeddings-and-output-weights --init-method-std "
+    "0.0173 --position-embedding-type none --ffn-hidden-size 1856 --seq-length 8192 "
+    "--max-position-embeddings 8192 --attention-dropout 0.0 --hidden-dropout 0.0 "
     "--disable-bias-linear --normalization RMSNorm --num-experts 128 --moe-router-topk 6 "
     "--moe-router-score-function sigmoid --moe-grouped-gemm --moe-aux-loss-coeff 1e-4 "
     "--moe-router-topk-scaling-factor 2.5 --moe-router-enable-expert-bias --moe-router-dtype fp32 "
@@ -127,8 +122,8 @@ LINES = {
         f"{_LLAMA_8B}{_FP8}--fp8-param-gather {_FSDP}"
     ),
     "Llama 3 8B, DDP, BF16": (
-        f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node=8 pretrain_gpt.py {_LLAMA_8B}"
-        "--ckpt-format torch_dist --cuda-graph-impl none"
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node=8 pretrain_gpt.py "
+        f"{_LLAMA_8B}--ckpt-format torch_dist --cuda-graph-impl none"
     ),
     "Llama 3 70B, pipeline": (
         "CUDA_DEVICE_MAX_CONNECTIONS=1 srun -N 8 --ntasks-per-node 8 python -u pretrain_gpt.py "
@@ -144,12 +139,11 @@ LINES = {
     "Qwen3 30B-A3B, FSDP, MXFP8": (
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True CUDA_DEVICE_MAX_CONNECTIONS=8 srun -N 2 "
         "--ntasks-per-node 8 --mpi=pmix bash -x -c 'cd /opt/Megatron-LM; python3 -u "
-        "pretrain_gpt.py "
-        f"{_QWEN_30B.replace(chr(39), '')}{_FSDP}--micro-batch-size 4 --global-batch-size 128 "
-        "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --grad-reduce-in-bf16 "
-        "--fp8-recipe mxfp8 --fp8-format e4m3 --fp8-param-gather --cross-entropy-loss-fusion "
-        "--cross-entropy-fusion-impl te --recompute-granularity selective --recompute-modules "
-        "moe_act --no-create-attention-mask-in-dataloader'"
+        f"pretrain_gpt.py {_QWEN_30B.replace(chr(39), '')}{_FSDP}--micro-batch-size 4 "
+        "--global-batch-size 128 --expert-model-parallel-size 4 --moe-token-dispatcher-type "
+        "alltoall --grad-reduce-in-bf16 --fp8-recipe mxfp8 --fp8-format e4m3 --fp8-param-gather "
+        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te --recompute-granularity "
+        "selective --recompute-modules moe_act --no-create-attention-mask-in-dataloader'"
     ),
     "Qwen3 30B-A3B, pipeline, BF16": (
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun "
@@ -158,16 +152,15 @@ LINES = {
         "--num-layers-per-virtual-pipeline-stage 12 --moe-token-dispatcher-type alltoall"
     ),
     "Qwen3 235B-A22B, pipeline, DeepEP": (
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NCCL_GRAPH_REGISTER=0 srun -n 256 python "
-        f"pretrain_gpt.py {_QWEN_235B}--micro-batch-size 1 --global-batch-size 2048 "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NCCL_GRAPH_REGISTER=0 srun -n 256 "
+        f"python pretrain_gpt.py {_QWEN_235B}--micro-batch-size 1 --global-batch-size 2048 "
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 8 "
         "--num-virtual-stages-per-pipeline-rank 4 --expert-model-parallel-size 32 "
         "--moe-token-dispatcher-type flex --moe-enable-deepep --overlap-moe-expert-parallel-comm "
         "--delay-wgrad-compute --account-for-embedding-in-pipeline-split "
         "--account-for-loss-in-pipeline-split --recompute-granularity selective "
-        "--recompute-modules "
-        "moe_act layernorm --moe-router-force-load-balancing --cuda-graph-impl transformer_engine "
-        "--cuda-graph-scope moe_router moe_preprocess"
+        "--recompute-modules moe_act layernorm --moe-router-force-load-balancing "
+        "--cuda-graph-impl transformer_engine --cuda-graph-scope moe_router moe_preprocess"
     ),
     "DeepSeek-V3, FSDP, HybridEP": (
         f"WORLD_SIZE=1024 python pretrain_gpt.py {_DEEPSEEK}{_FSDP}--micro-batch-size 1 "
@@ -183,13 +176,12 @@ LINES = {
     ),
     "GPT-OSS 120B, BF16": (
         f"srun -N 8 torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py {_GPT_OSS}--num-layers "
-        "36 "
-        "--num-experts 128 --global-batch-size 256 --expert-model-parallel-size 8 "
+        "36 --num-experts 128 --global-batch-size 256 --expert-model-parallel-size 8 "
         "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 4"
     ),
     "Nemotron hybrid, FSDP": (
-        f"srun -N 8 --gpus-per-node 8 python -u pretrain_hybrid.py {_NEMOTRON}{_FSDP}"
-        "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 "
+        "srun -N 8 --gpus-per-node 8 python -u pretrain_hybrid.py "
+        f"{_NEMOTRON}{_FSDP}--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 "
         "--moe-token-dispatcher-type alltoall"
     ),
 }

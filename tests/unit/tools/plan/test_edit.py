@@ -38,16 +38,11 @@ def test_every_preset_can_be_made_to_run(name: str, plan: Plan) -> None:
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CORE = "--recompute-granularity selective --recompute-modules core_attn --attention-dropout 0.1"
 MENDED = [
-    ("--pipeline-model-parallel-size 2", "", "--pipeline-model-parallel-size"),
     ("--optimizer-cuda-graph", "", "--optimizer-cuda-graph"),
     ("--cpu-offloading-num-layers 1", "", "--cpu-offloading-num-layers"),
     (CORE, "", "--recompute-modules"),
-    ("--ckpt-format torch_dist", "--ckpt-format fsdp_dtensor", ""),
     ("--cuda-graph-impl local --use-megatron-fsdp", "--cuda-graph-impl transformer_engine", ""),
-    ("--external-cuda-graph --cuda-graph-scope attn", "--cuda-graph-scope attn", "--external"),
-    ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "fusion-impl native", ""),
-    ("--fp8-format hybrid --fp8-param-gather", "--keep-fp8-transpose-cache", ""),
-    ("--overlap-param-gather", "--overlap-grad-reduce", ""),
+    ("--external-cuda-graph --cuda-graph-scope attn", "--cuda-graph-modules attn", "--external"),
     (f"{FULL} --hidden-dropout 0.1", "--recompute-granularity selective", "--recompute-method"),
     (f"{FULL} --hidden-dropout 0.0", FULL.partition(" --recompute-m")[0], "selective"),
 ]
@@ -78,7 +73,6 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
         ("--cuda-graph-modules attn moe moe_router", "attn moe"),
         ("--cuda-graph-modules moe", "moe"),
         ("--cuda-graph-modules moe --cg-grouped-gemm torch --cg-moe-exchange peer", "attn moe"),
-        ("--cuda-graph-modules moe --cg-moe-rows 0.5", "attn moe"),
         ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", "attn moe"),
     ],
 )
@@ -161,19 +155,6 @@ def test_a_script_may_have_flags_of_its_own(plan: Plan) -> None:
     assert "taken for the script's own: --my-flag 1" in said(found)
 
 
-def test_variables_are_mended_where_they_are_set(plan: Plan) -> None:
-    launcher = (
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun "
-        "--nproc-per-node 2"
-    )
-    found = plan(preset("llama", launcher=launcher))
-    assert str(found.best.line).startswith(
-        "NCCL_GRAPH_REGISTER=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-        "CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun"
-    )
-    assert found.accepted and changes(again(found, plan)) == []
-
-
 @pytest.mark.parametrize(
     ("memory", "on"),
     [(20, "attn mlp on 8"), (12.4, "attn on fewer"), (9, "does not fit")],
@@ -190,14 +171,6 @@ def test_less_memory_means_fewer_layers_until_nothing_fits(
     fewer = found.best.line.values("--cg-layers")
     assert (fewer is not None, parts < 16) == ("fewer" in on, "fewer" in on)
     assert changes(again(found, plan, memory)) == []
-
-
-def test_rows_are_bounded_before_scopes_are_left_out(plan: Plan) -> None:
-    line = preset("qwen3-moe", "--expert-model-parallel-size 8", "torchrun --nproc-per-node 8")
-    assert plan(line).best.settings.graph.cg_moe_rows is None
-    found = plan(line, 32)
-    assert found.accepted and found.best.settings.graph.cg_moe_rows is not None
-    assert "moe" in found.best.settings.run.cuda_graph_modules
 
 
 def test_the_mask_that_the_data_loader_makes_is_counted(plan: Plan) -> None:
