@@ -50,17 +50,36 @@ TE_VERSION = "2.20.2"
 _CPU = torch.device("cpu")
 
 
-class FakeStream:
-    """A stream on which all work is finished as soon as it is issued.
-
-    Takes and ignores torch.cuda.Stream's arguments; all its waits return at once.
-    """
-
-    cuda_stream = 0
-    device = _CPU
+class _Done:
+    """Work that is finished as soon as it is issued; takes and ignores torch's arguments."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         self.stream_id = 0
+
+    def synchronize(self) -> None:
+        """Return at once. Raises HostSyncError in a capture."""
+        host_waits("synchronize of a stream or an event")
+
+    def query(self) -> bool:
+        """Return True: no work is pending."""
+        return True
+
+
+class FakeEvent(_Done):
+    """In place of ``torch.cuda.Event``: it has happened."""
+
+    def record(self, stream: object = None) -> None:
+        """Do nothing."""
+
+    def wait(self, stream: object = None) -> None:
+        """Do nothing."""
+
+
+class FakeStream(_Done):
+    """In place of ``torch.cuda.Stream``; all its waits return at once."""
+
+    cuda_stream = 0
+    device = _CPU
 
     def wait_stream(self, stream: object) -> None:
         """Do nothing."""
@@ -72,44 +91,11 @@ class FakeStream:
         """Return ``event``, or a new one, as already reached."""
         return FakeEvent() if event is None else event
 
-    def synchronize(self) -> None:
-        """Return at once. Raises HostSyncError in a capture."""
-        host_waits("Stream.synchronize")
-
-    def query(self) -> bool:
-        """Return True: no work is pending."""
-        return True
-
     def __enter__(self) -> FakeStream:
         return self
 
     def __exit__(self, *_exc: object) -> None:
         return None
-
-
-class FakeEvent:
-    """An event that has happened. Takes and ignores torch.cuda.Event's arguments."""
-
-    def __init__(self, *_args: object, **_kwargs: object) -> None:
-        return None
-
-    def record(self, stream: object = None) -> None:
-        """Do nothing."""
-
-    def wait(self, stream: object = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Return at once. Raises HostSyncError in a capture."""
-        host_waits("Event.synchronize")
-
-    def query(self) -> bool:
-        """Return True: it has happened."""
-        return True
-
-    def elapsed_time(self, _end: object) -> float:
-        """Return 0.0 ms: there is no device clock to read."""
-        return 0.0
 
 
 def converted(device: Any) -> Any:

@@ -74,7 +74,7 @@ def _worker(
 
 
 def run_plans(jobs: Sequence[tuple[TrainingPlan, Path]], processes: int = 2) -> None:
-    """Train each plan in turn, in the same processes; see ``train`` in ``voting.py``.
+    """Train each plan in turn, in the same processes; see ``train`` in ``train.py``.
 
     Each process writes ``rank<N>.jsonl`` in the plan's directory. A failed plan ends all of them.
     """
@@ -82,7 +82,7 @@ def run_plans(jobs: Sequence[tuple[TrainingPlan, Path]], processes: int = 2) -> 
 
 
 def _train_all(jobs: Sequence[tuple[TrainingPlan, Path]]) -> None:
-    from megatron_cg.tools.cpu.voting import train
+    from megatron_cg.tools.cpu.train import train
 
     for plan, directory in jobs:
         train(plan, directory)

@@ -2,28 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_cg.backends.base import Backend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
+from megatron_cg.integrations.megatron.full_recompute import (
+    allow_full_recompute,
+    recompute_in_layers,
+)
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.packs import packs_as_inputs
 from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
+from megatron_cg.moe.install import use_device_counts
 from megatron_cg.moe.shared_expert import shared_experts_resume
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
-from megatron_cg.tools.cpu.batches import Batches
+from megatron_cg.telemetry.record import Recorder, recording
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
+from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from megatron_cg.tools.cpu.training_plan import TrainingPlan
 from megatron_cg.upstream.megatron import capturing_flag
+
+
+class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
+    """Endless (tokens, labels), each (batch, sequence) int64; ranks take turns in the stream.
+
+    ``prefix`` names a dataset in Megatron's indexed format; None uses the bytes of Python's own
+    ``os.py``. Each id is taken modulo ``vocabulary``. ``group`` has the ranks that take turns, all
+    if None.
+    """
+
+    def __init__(
+        self,
+        prefix: Path | None,
+        batch: int,
+        sequence: int,
+        vocabulary: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        stream = _text() if prefix is None else _indexed(prefix)
+        # A stream shorter than a sequence repeats, as in Megatron's own datasets.
+        stream = stream.repeat(sequence // stream.numel() + 1)
+        self._stream = stream % vocabulary
+        self._batch, self._sequence = batch, sequence
+        self._next, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._count = max(1, (stream.numel() - 1) // sequence)
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = []
+        for _ in range(self._batch):
+            start = (self._next % self._count) * self._sequence
+            rows.append(self._stream[start : start + self._sequence + 1])
+            self._next += self._ranks
+        block = torch.stack(rows)
+        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+
+def _text() -> torch.Tensor:
+    data = Path(os.__file__).read_bytes()
+    return torch.from_numpy(numpy.frombuffer(data, dtype=numpy.uint8).astype(numpy.int64))
+
+
+def _indexed(prefix: Path, limit: int = 2**20) -> torch.Tensor:
+    """Return the first documents of a dataset as one stream of about ``limit`` tokens."""
+    documents, length = [], 0
+    for document in IndexedDataset(str(prefix)):
+        documents.append(numpy.asarray(document, dtype=numpy.int64))
+        length += documents[-1].size
+        if length >= limit:
+            break
+    return torch.from_numpy(numpy.concatenate(documents))
 
 
 class Trainer:
@@ -156,3 +219,85 @@ class Trainer:
             # The model passes one mask for the whole batch, so the graph uses that shape.
             inputs["attention_mask"] = inputs["attention_mask"][:1].clone()
         return (hidden.requires_grad_(),), inputs
+
+
+class VotingTrainer(Trainer):
+    """Ranks decide together: captures at :meth:`start`, and again when any rank requests it.
+
+    Args:
+        plan: the training plan.
+        policy: what happens when a graph must not be replayed.
+        backend: the capture backend.
+    """
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        policy: ReplayPolicy | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(plan)
+        self._policy, self._backend = policy, backend or TapeBackend()
+        self.agreement = Agreement()
+        self.controller = GraphController(self.agreement, self._capture, self._static_inputs.forget)
+
+    def start(self) -> None:
+        """Capture, on all ranks. Raises as :meth:`GraphController.capture` does."""
+        self.controller.capture()
+
+    def step(self) -> tuple[float, float]:
+        """As :meth:`Trainer.step`; applies the ranks' decision before it and votes after it."""
+        self.controller.before_step()
+        numbers = super().step()
+        self.controller.after_step()
+        return numbers
+
+    def stop(self) -> None:
+        """Delete the graphs, if there are any; keep their counts."""
+        self.controller.delete()
+
+    def close(self) -> None:
+        """Stop voting and delete the graphs. Safe to call twice."""
+        self.controller.close()
+        self.stop()
+
+    def _capture(self) -> Session:
+        session = self.capture(self._backend, self.agreement, policy=self._policy)
+        session.on_close(lambda: setattr(self, "session", None))
+        return session
+
+
+def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -> None:
+    """Run ``plan`` in this process and write its record to ``directory/rank<N>.jsonl``.
+
+    ``backend`` captures its graphs; the tape if None.
+
+    The record's file is written also when training fails, with the error's name and text.
+    """
+    recorder = Recorder(directory)
+    recorder.begin(plan.setup())
+    relaxed = ExitStack()
+    try:
+        relaxed.callback(allow_full_recompute())
+        if plan.device_counts:
+            relaxed.enter_context(in_place_of_te())
+            relaxed.callback(use_device_counts())
+        trainer = VotingTrainer(plan, backend=backend)
+        with recording(recorder), closing(trainer):
+            for number in range(plan.steps):
+                if plan.graphs and number == plan.warmup_steps:
+                    trainer.start()
+                start = time.perf_counter()
+                loss, norm = trainer.step()
+                losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
+                recorder.add_step(losses, norm, False, start)
+            if plan.graphs:
+                recorder.note("graphs", trainer.controller.counters.as_dict())
+                recorder.note("agreement", trainer.agreement.time.as_dict())
+            recorder.finish([trainer.model])
+    except BaseException as error:
+        recorder.fail(error)
+        raise
+    finally:
+        relaxed.close()
+        parallel_state.destroy_model_parallel()

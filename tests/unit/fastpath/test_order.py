@@ -73,8 +73,8 @@ def layers_of(trainer: Any) -> Any:
 
 def started(layers: int = LAYERS) -> Any:
     """A trainer whose first gathers are known, so that only the eager passes differ."""
+    from megatron_cg.tools.cpu.train import VotingTrainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.tools.cpu.voting import VotingTrainer
 
     trainer: Any = VotingTrainer(TrainingPlan(CpuModelConfig(layers=layers), graphs=True))
     trainer.step()

@@ -26,8 +26,8 @@ def play() -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from megatron_cg.replay.mismatch_policy import ReplayPolicy
+    from megatron_cg.tools.cpu.train import VotingTrainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.tools.cpu.voting import VotingTrainer
 
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)
     plan = TrainingPlan(model, graphs=True)
@@ -44,7 +44,7 @@ def play() -> dict[str, Any]:
             numbers += [trainer.step() for _ in range(AFTER)]
         except ReplayMismatchError as found:
             error = str(found)
-        report = trainer.report()
+        report = trainer.controller.counters.as_dict()
         trainer.close()
         parallel_state.destroy_model_parallel()
         return {"numbers": numbers, "error": error, "graphs": report}
@@ -67,7 +67,7 @@ def play() -> dict[str, Any]:
 
 def shape_changes(trainer: Any) -> None:
     """From now on one sequence a microbatch."""
-    from megatron_cg.tools.cpu.batches import Batches
+    from megatron_cg.tools.cpu.train import Batches
 
     shape = trainer.plan.model
     trainer._batches = Batches(None, 1, shape.sequence_length, shape.vocabulary)

@@ -23,9 +23,8 @@ STRATEGIES = ("optim", "optim_grads", "no_shard")
 
 
 def train_all(root: Path) -> None:
-    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.train import Trainer, train
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.tools.cpu.voting import train
 
     step = Trainer.step
 

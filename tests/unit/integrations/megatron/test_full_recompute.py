@@ -77,7 +77,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_all(root: Path) -> None:
-    from megatron_cg.tools.cpu.voting import train
+    from megatron_cg.tools.cpu.train import train
 
     for name, plan in PLANS.items():
         train(eager(plan), root / name / "eager")

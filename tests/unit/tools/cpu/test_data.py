@@ -16,7 +16,7 @@ TEXT = b"abcdefgh"
 def test_a_text_shorter_than_a_sequence_begins_again(
     one_rank: None, tmp_path: Path, sequence: int
 ) -> None:
-    from megatron_cg.tools.cpu.batches import Batches
+    from megatron_cg.tools.cpu.train import Batches
 
     file = tmp_path / "text"
     file.write_bytes(TEXT)

@@ -23,7 +23,7 @@ from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
 def write_down_and_train(folder: Path, plan: TrainingPlan) -> None:
     """Each rank's hash of a string and number of threads, and two runs."""
-    from megatron_cg.tools.cpu.voting import train
+    from megatron_cg.tools.cpu.train import train
 
     said = (hash("a string"), torch.get_num_threads())
     (folder / f"rank{dist.get_rank()}").write_text(repr(said))

@@ -39,7 +39,7 @@ def tape_pair(one_rank: None, tmp_path: Path) -> Path:
 
 
 def train_recorded(plan: TrainingPlan, directory: Path) -> None:
-    from megatron_cg.tools.cpu.voting import VotingTrainer
+    from megatron_cg.tools.cpu.train import VotingTrainer
 
     recorder = Recorder(directory)
     with recording(recorder), closing(VotingTrainer(plan)) as trainer:
@@ -51,5 +51,5 @@ def train_recorded(plan: TrainingPlan, directory: Path) -> None:
             losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
             recorder.add_step(losses, norm, False, start)
         if plan.graphs:
-            recorder.note("graphs", trainer.report())
+            recorder.note("graphs", trainer.controller.counters.as_dict())
         recorder.finish([trainer.model])
