@@ -60,9 +60,11 @@ class TrainingPlan:
     device_counts: bool = False
 
     def setup(self) -> Setup:
-        """What a record says of the run; the captured scopes and its length may differ."""
+        """What a record says of the run; captured scopes, buffers and its length may differ."""
         model = asdict(self.model)
         del model["graph_modules"]
+        for name in ("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"):
+            model["fsdp_options"].pop(name, None)
         names = ("microbatches", "micro_batch_size", "learning_rate")
         return {
             "model": model,
