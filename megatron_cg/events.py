@@ -20,8 +20,6 @@ class CaptureBegan:
     """The ``MegatronFSDP``."""
     units: Sequence[Any]
     """:class:`megatron_cg.replay.unit.Unit`, in the order of their forward passes."""
-    votes: Any
-    """The time that votes have cost this rank (``AgreementTime``); None without other ranks."""
 
 
 @dataclass(frozen=True)

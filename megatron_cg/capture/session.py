@@ -140,8 +140,7 @@ class Session:
         self._require(Phase.EAGER)
         self._require_no_other_graphs()
         self._wait_for_earlier_work()
-        votes = self._agreement.time if self._agreement is not None else None
-        emit(CaptureBegan(self._sharding.wrapped, self._units, votes))
+        emit(CaptureBegan(self._sharding.wrapped, self._units))
         whole = False
         try:
             self.phase = Phase.CAPTURING

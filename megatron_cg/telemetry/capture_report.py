@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.events import (
     CaptureBegan,
@@ -29,22 +28,20 @@ from megatron_cg.telemetry.record import add_capture, memory, note
 
 logger = logging.getLogger(__name__)
 
-MIB = 2**20
+_MIB = 2**20
 
 
 class _Capture:
     """One capture, from :class:`CaptureBegan` to :class:`CaptureEnded`."""
 
     def __init__(self, began: CaptureBegan) -> None:
-        self._model, self._units, self._votes = began.model, tuple(began.units), began.votes
-        self._memory = memory()
-        self._since, self._voted = time.perf_counter(), _seconds_of(began.votes)
+        self._model, self._units = began.model, tuple(began.units)
+        self._memory, self._since = memory(), time.perf_counter()
 
     def end(self, counters: Counters | None, error: BaseException | None) -> None:
         """Record the capture; all graphs replay from now on, or it failed with ``error``."""
-        voting = _seconds_of(self._votes) - self._voted
         entry = {
-            "seconds": {"capture": time.perf_counter() - self._since - voting, "vote": voting},
+            "seconds": time.perf_counter() - self._since,
             "memory": {"before": self._memory, "after": memory()},
             "layers": 0 if counters is None else len(self._units),
             "graphs": 0 if counters is None else counters.captured,
@@ -64,21 +61,17 @@ class _Capture:
             return []
 
 
-def _seconds_of(votes: AgreementTime | None) -> float:
-    return 0.0 if votes is None else votes.waiting_ms / 1e3
-
-
 def _summary(capture: Mapping[str, Any]) -> str:
     """A summary line of an entry of a record's ``captures``."""
     text = (
         f"graphs captured: {capture['graphs']}, of {capture['layers']} layers, "
-        f"in {sum(capture['seconds'].values()):.1f} s"
+        f"in {capture['seconds']:.1f} s"
     )
     before, after = capture["memory"]["before"], capture["memory"]["after"]
     if before is None or after is None:
         return f"{text}; no GPU memory, since no GPU is used"
     allocated, reserved = (
-        (after[name] - before[name]) / MIB for name in ("allocated_bytes", "reserved_bytes")
+        (after[name] - before[name]) / _MIB for name in ("allocated_bytes", "reserved_bytes")
     )
     return f"{text}; {allocated:+.0f} MiB of GPU memory allocated, {reserved:+.0f} MiB reserved"
 
@@ -129,7 +122,7 @@ def counts_text(counts: Mapping[str, int]) -> str:
     replayed = counts.get("replayed", 0)
     if not replayed:
         return words
-    copied = counts.get("bytes_copied", 0) / replayed / 2**20
+    copied = counts.get("bytes_copied", 0) / replayed / _MIB
     guard = counts.get("guard_ns", 0) / replayed / 1e3
     return (
         f"{words}; a replay: {counts.get('inputs_in_place', 0) / replayed:.1f} inputs in place, "

@@ -32,9 +32,8 @@ _TENSORBOARD = Symbol("megatron-core", f"{_VARIABLES}:get_tensorboard_writer", "
 _WANDB = Symbol("megatron-core", f"{_VARIABLES}:get_wandb_writer", "a writer or None")
 RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
 
-_COUNTS = ("captured", "replayed", "eager", "mismatched", "recaptured", "verified")
-_REPEATED = "repeated"
-_SHOWN = (*_COUNTS, _REPEATED, "inputs_copied", "bytes_copied", "waiting_ms")
+_COUNTS = ("captured", "replayed", "eager", "mismatched", "recaptured", "verified", "repeated")
+_SHOWN = (*_COUNTS, "inputs_copied", "bytes_copied", "waiting_ms")
 Counted = tuple[Counters, AgreementTime]
 Totals = dict[str, float]
 
@@ -79,24 +78,19 @@ def follow_log(helpers: Sequence[Any]) -> Callable[[], None]:
 
 
 def totals(counted: Sequence[Counted]) -> Totals:
-    """The values to show, by name, summed over models: since the run began, on this rank.
-
-    Repeated steps are among them once there are any.
-    """
+    """The values to show, by name, summed over models: since the run began, on this rank."""
     sums: Totals = dict.fromkeys(_SHOWN, 0)
     for counters, votes in counted:
         for name, value in (counters.as_dict() | votes.as_dict()).items():
             if name in sums:
                 sums[name] += value
-    if not sums[_REPEATED]:
-        del sums[_REPEATED]
     return sums
 
 
 def log_line(last: Totals, now: Totals) -> str:
     """One line in Megatron's format: the increments since the previous line, on this rank."""
     new = {name: value - last.get(name, 0) for name, value in now.items()}
-    counts = " | ".join(f"{name}: {new[name]:.0f}" for name in (*_COUNTS, _REPEATED) if name in new)
+    counts = " | ".join(f"{name}: {new[name]:.0f}" for name in _COUNTS)
     copied = f"copied: {new['inputs_copied']:.0f} tensors, {new['bytes_copied'] / 2**20:.1f} MiB"
     votes = f"votes (ms): {new['waiting_ms']:.1f}"
     return f" megatron_cg | {counts} | {copied} | {votes} |"

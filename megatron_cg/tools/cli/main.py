@@ -15,10 +15,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.nearest import did_you_mean
 from megatron_cg.version import __version__
 
 COMMANDS = {
@@ -89,19 +87,8 @@ def _run(words: Sequence[str]) -> int:
     return code
 
 
-class _Parser(argparse.ArgumentParser):
-    """Suggests the closest valid word."""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            names = [str(choice) for choice in action.choices]
-            hint = did_you_mean(str(value), names)
-            text = f"there is no {str(value)!r}{hint}; there are {', '.join(names)}"
-            raise argparse.ArgumentError(action, text)
-
-
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="megatron-cg", description="Partial CUDA graphs under Megatron-FSDP, bit for bit."
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -115,13 +102,10 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         sub.set_defaults(run=module.run)
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        sub = commands.choices[args.command]
-        flags = [*sub._option_string_actions]
-        hints = (did_you_mean(word.partition("=")[0], flags) for word in unknown if word[0] == "-")
-        hint = next(filter(None, hints), "")
-        if args.command in TAKING_FLAGS:
-            hint += " (Megatron's own come after a bare --)"
-        sub.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        takes_flags = args.command in TAKING_FLAGS
+        hint = " (Megatron's own come after a bare --)" if takes_flags else ""
+        text = f"unrecognized arguments: {' '.join(unknown)}{hint}"
+        commands.choices[args.command].error(text)
     return args
 
 

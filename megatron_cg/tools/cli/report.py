@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="records of a run, or of align's two")
-    add("--against", type=Path, metavar="DIR2", help="another run to compare it with")
+    add("--against", type=Path, metavar="DIR2", help="another run, the eager one, as the reference")
     add("--out", type=Path, metavar="FILE", help="the page (default DIR/report.html)")
 
 

@@ -190,11 +190,9 @@ def difference(quantity: Quantity) -> str:
     if not quantity.compared:
         return "The runs have no step in common."
     if not quantity.unequal:
-        numbers = f"all {quantity.compared} numbers have"
-        if quantity.compared == 1:
-            numbers = "the one number has"
         return (
-            f"The difference is exactly zero at every step: {numbers} the same bits in both runs."
+            f"The difference is exactly zero at every step: all {quantity.compared} numbers have "
+            "the same bits in both runs."
         )
     step, rank = quantity.unequal[0]
     at, widest = max(quantity.difference.items(), key=lambda point: width(point[1]))

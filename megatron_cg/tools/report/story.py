@@ -191,7 +191,7 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
     Args:
         directory: contains ``eager`` and ``graphs``, or one of them, or one run's ``rank0.jsonl``,
             or a ``record`` with it.
-        against: another such folder of one run, to compare with.
+        against: another such folder of one run, the reference, as an eager run is.
 
     Raises RecordError if there is no record, or if two runs are compared with a third.
     """
@@ -214,19 +214,7 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
     names = _title(directory), _title(against)
     if names[0] == names[1]:
         names = str(directory), str(against)
-    title = " against ".join(names)
-    made = [(run, f"{names[0]} ({_kind(run)})"), (other, f"{names[1]} ({_kind(other)})")]
-    if _kind(run) == EAGER and _kind(other) == GRAPHS:
-        # The eager run is the reference, whatever the order of the arguments.
-        made.reverse()
-    (run, name), (other, other_name) = made
-    return Story(title, run, name, other, other_name)
-
-
-def _kind(run: Run) -> str:
-    """Whether any rank of the run captured graphs."""
-    ranks = run.values()
-    return GRAPHS if any(rank["captures"] or rank["graphs"] for rank in ranks) else EAGER
+    return Story(" against ".join(names), run, names[0], other, names[1])
 
 
 def _records(directory: Path) -> Path | None:

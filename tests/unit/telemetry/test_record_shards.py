@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import torch
 
+from megatron_cg.telemetry.record_shards import digest, parameter_digests
 from tests.unit.ranks import on_ranks
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
@@ -15,7 +16,6 @@ def digests_change(strategy: str, *, own: bool) -> bool:
     """Whether digests are others after this rank's own or all other weights have changed."""
     from megatron.core import parallel_state
 
-    from megatron_cg.telemetry.record_shards import parameter_digests
     from megatron_cg.tools.cpu.cpu_model import build
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 
@@ -45,15 +45,30 @@ def changes() -> dict[str, list[bool]]:
     }
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, list[bool]]]:
-    return on_ranks(changes)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_copies_of_other_ranks_weights_are_left_out(
-    found: list[dict[str, list[bool]]], strategy: str
-) -> None:
+def test_copies_of_other_ranks_weights_are_left_out() -> None:
     """Their state at the end of a run is random where only the optimizer's are sharded."""
-    for rank in found:
-        assert rank[strategy] == [True, False]
+    for rank in on_ranks(changes):
+        assert rank == {strategy: [True, False] for strategy in STRATEGIES}
+
+
+def test_a_digest_sees_one_bit_the_dtype_and_the_shape() -> None:
+    tensor = torch.linspace(0, 1, 8).to(torch.float8_e4m3fn)
+    assert digest(tensor) == digest(tensor.clone())
+    changed = tensor.clone()
+    changed.view(torch.uint8)[-1] ^= 1
+    others = (changed, tensor.reshape(2, 4), tensor.view(torch.uint8))
+    assert len({digest(tensor), *map(digest, others)}) == 4
+    assert digest(tensor[:0]) != digest(tensor)
+
+
+def test_under_fsdp_main_and_model_weights_are_told_apart(dense_model: Any) -> None:
+    buffer = dense_model.module.param_and_grad_buffer
+    before = parameter_digests(dense_model)
+    names = {buffer.param_to_name[parameter] for parameter in buffer.params}
+    assert {name.partition(":")[2] for name in before} == names
+    for group in buffer.parameter_groups:
+        if group.main_weight_buffer is not None:
+            group.main_weight_buffer.data.add_(1)
+    after = parameter_digests(dense_model)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {name for name in before if name.startswith("main:")} != set()
