@@ -38,6 +38,10 @@ _ROUNDS = 30
 _LARGE_GEMM = 2e11
 """Operations of an expert's first GEMM beyond which one launch for all experts gains little."""
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+_SELECTIVE = (
+    "drop --recompute-method --recompute-num-layers; add --recompute-granularity selective; "
+    f"add {_RECOMPUTE} layernorm"
+)
 _FIXES = {
     "implementation": "add --cuda-graph-impl transformer_engine",
     "double-buffer": "add --fsdp-double-buffer",
@@ -53,23 +57,22 @@ _FIXES = {
     "moe-without-drop-and-pad": f"add {_GEMM} torch",
     "experts-tensor-parallel": "add --expert-tensor-parallel-size 1",
     "cg-layers": f"drop {_LAYERS}",
-    "full-recompute-of-parts": "selective",
-    "dropout-in-full-recompute": "selective",
-    "low-precision-full-recompute": "selective",
-    "hybrid-full-recompute": "selective",
-    "moe-recompute-around-router": "instead moe moe_act",
-    "dropout-in-recomputed-attention": "instead core_attn",
+    "full-recompute-of-parts": _SELECTIVE,
+    "dropout-in-full-recompute": _SELECTIVE,
+    "low-precision-full-recompute": _SELECTIVE,
+    "hybrid-full-recompute": _SELECTIVE,
+    "moe-recompute-around-router": f"replace {_RECOMPUTE} moe moe_act",
     "cpu-offloading": "drop --cpu-offloading-num-layers",
 }
-"""By rule of this package: what to change. ``instead`` is about modules of selective recompute."""
+"""By rule of this package: what to change."""
 _MEGATRONS = {
     "fsdp_dtensor` checkpointing format": "add --ckpt-format fsdp_dtensor",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "set CUDA_DEVICE_MAX_CONNECTIONS 8",
-    "NCCL_GRAPH_REGISTER=0": "set NCCL_GRAPH_REGISTER 0",
     "overlap-param-gather with --overlap-grad-reduce": "add --overlap-grad-reduce",
     "check_weight_hash": "drop --check-weight-hash-across-dp-replicas-interval",
     "cross entropy loss fusion is disabled": "add --cross-entropy-fusion-impl native",
-    "Delayed scaling does not support": "instead layernorm; instead moe_act",
+    "Delayed scaling does not support": (
+        f"replace {_RECOMPUTE} layernorm; replace {_RECOMPUTE} moe_act"
+    ),
     "pipeline|interleaved schedule|virtual": "no-pipeline",
     "overlap_moe_expert_parallel|delay_wgrad": _OVERLAP,
     "apply_rope_fusion": "add --no-rope-fusion",
@@ -80,7 +83,8 @@ _MEGATRONS = {
 _Choice = Mapping[str, tuple[str, ...]]
 
 
-def _choice(line: LaunchLine) -> _Choice:
+def choice_of(line: LaunchLine) -> _Choice:
+    """What a line says of scopes, experts and layers."""
     return {name: v for name in _CHOSEN if (v := line.values(name)) is not None}
 
 
@@ -98,11 +102,6 @@ class Tried:
     def fits(self, room: int) -> bool:
         """Whether the run has room."""
         return self.memory is not None and self.memory.total <= room
-
-    @property
-    def choice(self) -> _Choice:
-        """What the line says of scopes, experts and layers."""
-        return _choice(self.line)
 
     @property
     def refused(self) -> tuple[Violation, ...]:
@@ -135,10 +134,9 @@ def edit(given: LaunchLine, reader: Reader, room: int, gpus: int | None = None) 
 
     Raises LaunchLineError if the flags cannot be read.
     """
-    args, _ = reader.parse(given)
-    known = Gpus(gpus) if gpus else gpus_of(given, fewest_gpus(args))
+    settings = reader.settings(given, megatron=False)
+    known = Gpus(gpus) if gpus else gpus_of(given, fewest_gpus(settings.args))
     editor = _Editor(reader, known.count, given)
-    settings = reader.settings(given, known.count, megatron=False)
     for fix, why in _needs(settings, given):
         editor.change(fix, why)
     tried: list[Tried] = []
@@ -178,13 +176,13 @@ def gib(size: int) -> str:
 
 def _fewer_layers(editor: _Editor, trial: Tried, room: int) -> Tried | None:
     """The same choice on as many of the first layers as fit; None if not even one does."""
-    few, best = 0, None
-    many = sum(not layer.is_prediction for layer in trial.layers)
+    few, best, choice = 0, None, choice_of(trial.line)
+    many = sum(layer.name.isdecimal() for layer in trial.layers)
     while many - few > 1:
         middle = (few + many) // 2
-        scopes = trial.choice.get(_MODULES) or ("layer",)
+        scopes = choice.get(_MODULES) or ("layer",)
         layers = tuple(f"{scope}:0-{middle - 1}" for scope in scopes)
-        fewer = editor.attempt({**trial.choice, _LAYERS: layers}, trial.reasons.get(_MODULES, ""))
+        fewer = editor.attempt({**choice, _LAYERS: layers}, trial.reasons.get(_MODULES, ""))
         if fewer.fits(room):
             few, best = middle, fewer
         else:
@@ -275,23 +273,13 @@ def _no_pipeline(line: LaunchLine) -> LaunchLine:
     return line.kept(lambda name: "pipeline" not in name)
 
 
-def _selective(line: LaunchLine) -> LaunchLine:
-    """The line with selective recompute of what graphs can recompute, instead of full."""
-    line = line.without("--recompute-method", "--recompute-num-layers")
-    modules = ("layernorm", "moe_act") if line.has("--moe-grouped-gemm") else ("layernorm",)
-    line = line.with_flag("--recompute-granularity", "selective")
-    return line.with_flag(_RECOMPUTE, *modules)
-
-
-def _recompute_instead(line: LaunchLine, module: str, *others: str) -> LaunchLine:
-    """The line that recomputes ``others`` instead of ``module``, or nothing."""
-    modules = line.values(_RECOMPUTE) or ("core_attn",)
-    if module not in modules:
+def _replace(line: LaunchLine, name: str, value: str, *others: str) -> LaunchLine:
+    """The line with ``others`` instead of one value of a flag, and without one that has none."""
+    values = line.values(name) or ()
+    if value not in values:
         return line
-    kept = [name for name in dict.fromkeys((*modules, *others)) if name != module]
-    if kept:
-        return line.with_flag(_RECOMPUTE, *kept)
-    return line.without(_RECOMPUTE, "--recompute-granularity", "--recompute-activations")
+    kept = [other for other in dict.fromkeys((*values, *others)) if other != value]
+    return line.with_flag(name, *kept) if kept else line.without(name)
 
 
 _VERBS: dict[str, Callable[..., LaunchLine]] = {
@@ -300,8 +288,7 @@ _VERBS: dict[str, Callable[..., LaunchLine]] = {
     "set": LaunchLine.with_variable,
     "launch": LaunchLine.with_launcher,
     "no-pipeline": _no_pipeline,
-    "selective": _selective,
-    "instead": _recompute_instead,
+    "replace": _replace,
 }
 """What the first word of a fix does."""
 
@@ -309,7 +296,7 @@ _VERBS: dict[str, Callable[..., LaunchLine]] = {
 def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tuple[_Choice, str]]:
     """Ways to capture, the best first, and why. What the line says comes first."""
     run, args, against = settings.run, settings.args, ""
-    stated = _choice(given)
+    stated = choice_of(given)
     if scopes := given.values("--cuda-graph-scope"):
         stated = {_MODULES: scopes, **stated}
     whole = run.cuda_graph_impl == "transformer_engine" and run.wants_graphs

@@ -61,11 +61,6 @@ class Layer:
     captured: tuple[Part, ...] = ()
     eager: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def is_prediction(self) -> bool:
-        """Whether it predicts a further token."""
-        return self.name.startswith("MTP")
-
     def holds(self, *names: str) -> bool:
         """Whether its graph holds one of these parts."""
         return any(part.name in names for part in self.captured)
@@ -142,11 +137,10 @@ def layers_of(settings: Settings) -> tuple[Layer, ...]:
         attention = "latent attention" if args.multi_latent_attention else "attention"
         has = available_scopes(known) or ()
         kinds = [(attention, "MoE" if "moe" in scopes else "MLP") for scopes in has]
-    parts = {kind: _parts(shape, kind) for kind in dict.fromkeys(kinds)}
     decoder = []
     for number, kind in enumerate(kinds):
         scopes = selection.scopes(number, len(kinds), run.cuda_graph_modules)
-        decoder.append(_captured(f"{number}", kind, parts[kind], scopes, run))
+        decoder.append(_layer(shape, f"{number}", kind, scopes))
     return (*decoder, *_predictions(shape, kinds[-1]))
 
 
@@ -162,22 +156,17 @@ def _predictions(shape: Shape, kind: tuple[str, ...]) -> Iterator[Layer]:
         why, count = f"it runs {count} times before its first backward pass", 1
     joined = Part("projection", None, split=2 * args.hidden_size**2, saved=3 * shape.hidden)
     for number in range(count):
-        parts = _parts(shape, kind)
-        layer = _captured(f"MTP {number}", kind, parts, run.scope_names, run)
+        layer = _layer(shape, f"MTP {number}", kind, run.scope_names)
         if why:
-            eager = tuple((part.name, why) for part in parts)
+            eager = tuple((part.name, why) for part in layer.parts)
             layer = replace(layer, scopes=(), captured=(), eager=eager)
-        yield replace(layer, parts=(*parts, joined))
+        yield replace(layer, parts=(*layer.parts, joined))
 
 
-def _captured(
-    name: str,
-    kind: Sequence[str],
-    parts: tuple[Part, ...],
-    active: Sequence[str],
-    run: RunArguments,
-) -> Layer:
-    """The layer with what its graph holds, and why not the rest."""
+def _layer(shape: Shape, name: str, kind: Sequence[str], active: Sequence[str]) -> Layer:
+    """The layer with what its graph holds by its ``active`` scopes, and why not the rest."""
+    run = shape.run
+    parts = tuple(part for made in kind for part in _MAKERS[made](shape))
     scopes = set(active) if run.wants_graphs else set()
     inside = {"moe_router", "moe_preprocess"} if "moe" in scopes else set()
     whole = WHOLE_LAYER in scopes
@@ -200,17 +189,6 @@ def _reason(part: Part, run: RunArguments) -> str:
             "torch, or if each expert drops and pads to a capacity"
         )
     return f"{part.scope} is not in --cuda-graph-modules"
-
-
-def _parts(shape: Shape, kind: Sequence[str]) -> tuple[Part, ...]:
-    makers = {
-        "attention": _attention,
-        "latent attention": _latent_attention,
-        "Mamba mixer": _mamba,
-        "MLP": _mlp,
-        "MoE": _moe,
-    }
-    return tuple(part for name in kind for part in makers[name](shape))
 
 
 def _attention(shape: Shape) -> Iterator[Part]:
@@ -283,3 +261,13 @@ def _moe(shape: Shape) -> Iterator[Part]:
     saved = shape.norm + (0 if run.recomputes("moe") else shape.rows * columns * width)
     experts = count * inner * wide * (shape.gated + 1)
     yield Part("experts", "moe", whole=latent, experts=experts, saved=saved)
+
+
+_MAKERS = {
+    "attention": _attention,
+    "latent attention": _latent_attention,
+    "Mamba mixer": _mamba,
+    "MLP": _mlp,
+    "MoE": _moe,
+}
+"""What makes the parts of a layer, by kind."""

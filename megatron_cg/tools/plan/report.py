@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.launch_line import Flag, LaunchLine
-from megatron_cg.tools.plan.edit import LAUNCHER, Edited, Tried, gib
+from megatron_cg.tools.plan.edit import LAUNCHER, Edited, Tried, choice_of, gib
 from megatron_cg.tools.plan.layers import Layer, Shape
 from megatron_cg.tools.plan.memory import Memory
 
@@ -42,7 +42,7 @@ def as_json(plan: Edited) -> dict[str, Any]:
         "others": [
             {"choice": _words(tried), "fits": tried.fits(plan.room), "total": tried.memory.total}
             for tried in plan.tried
-            if tried.memory is not None and tried.choice != best.choice
+            if tried.memory is not None and choice_of(tried.line) != choice_of(best.line)
         ],
         "similar": similar_runs(best) if best.layers else [],
         "notes": list(best.settings.notes),
@@ -99,7 +99,7 @@ def _memory(memory: Memory | None) -> dict[str, Any] | None:
 
 
 def _words(tried: Tried) -> str:
-    flags = [str(Flag(name, values)) for name, values in tried.choice.items()]
+    flags = [str(Flag(name, values)) for name, values in choice_of(tried.line).items()]
     return " ".join(flags) or "whole layers"
 
 
@@ -112,7 +112,7 @@ def similar_runs(best: Tried, count: int = 2) -> list[str]:
     """
     shape = Shape(best.settings)
     args, run = best.settings.args, best.settings.run
-    decoder = [layer for layer in best.layers if not layer.is_prediction]
+    decoder = [layer for layer in best.layers if layer.name.isdecimal()]
     used = sum(
         part.split // shape.tensor
         + part.whole

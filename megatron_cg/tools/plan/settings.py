@@ -76,32 +76,23 @@ class Reader:
         parser = _Parser(allow_abbrev=False, add_help=False)
         self._parser = add_arguments(arguments.add_megatron_arguments(parser))
 
-    def parse(self, line: LaunchLine) -> tuple[Any, tuple[str, ...]]:
-        """Megatron's namespace, and the words that its parser does not know.
+    def settings(self, line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Settings:
+        """What the line's flags mean on ``gpus``; without ``megatron`` by our rules only.
 
-        Raises LaunchLineError in the caller's terms.
+        Raises LaunchLineError in the user's terms.
         """
-        words = line.words
-        variables = [word for word in words if "$" in word]
+        variables = [word for word in line.words if "$" in word]
         hint = f". {variables[0]}: give the line as the shell expands it" if variables else ""
         try:
-            args, unknown_words = self._parser.parse_known_args(words)
-        except LaunchLineError as error:
-            raise LaunchLineError(f"{error}{hint}") from None
-        except (AssertionError, KeyError, ValueError, SyntaxError) as error:
+            args, unknown = self._parser.parse_known_args(line.words)
+        except (LaunchLineError, AssertionError, KeyError, ValueError, SyntaxError) as error:
             # Megatron looks a scope up in its enumeration, and argparse lets that error through.
-            raise LaunchLineError(f"a flag has a wrong value: {error}{hint}") from None
+            raise LaunchLineError(f"the flags cannot be read: {error}{hint}") from None
         if args.yaml_cfg is not None:
             text = "--yaml-cfg: give the run's settings on the command line; no rule reads the file"
             raise LaunchLineError(text)
         args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
-        args.rank = 0
-        return args, tuple(unknown_words)
-
-    def settings(self, line: LaunchLine, gpus: int, *, megatron: bool = True) -> Settings:
-        """What the line's flags mean on ``gpus``; without ``megatron`` by our rules only."""
-        args, unknown = self.parse(line)
-        args.world_size = gpus
+        args.rank, args.world_size = 0, gpus
         run, graph = read(args)
         here = Environment.read(BACKENDS[graph.cg_backend])
         where = replace(
@@ -113,8 +104,8 @@ class Reader:
         notes = [*notices(run, graph, where), *_limits(args)]
         if unknown:
             notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
-        error = _megatrons_error(args, graph, line.variables) if megatron else None
-        return Settings(args, run, graph, broken, error, tuple(notes))
+        megatrons = _megatrons_error(args, graph, line.variables) if megatron else None
+        return Settings(args, run, graph, broken, megatrons, tuple(notes))
 
 
 def _limits(args: Any) -> Iterator[str]:

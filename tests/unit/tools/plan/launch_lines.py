@@ -14,11 +14,9 @@ _DENSE = (
 )
 _TRAINED = (
     "--train-samples 1953125 --lr-decay-samples 1949218 --lr-warmup-samples 3906 --lr 0.00015 "
-    "--min-lr 0.00001 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 "
-    "--adam-beta2 0.95 --bf16 --manual-gc --log-interval 1 --eval-iters 32 --eval-interval 100 "
-    "--save-interval 1000 --log-throughput --save ckpt --load ckpt --tensorboard-dir logs "
-    "--distributed-timeout-minutes 60 --use-distributed-optimizer --overlap-grad-reduce "
-    "--overlap-param-gather "
+    "--min-lr 0.00001 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --bf16 "
+    "--manual-gc --save ckpt --save-interval 1000 --load ckpt --use-distributed-optimizer "
+    "--overlap-grad-reduce --overlap-param-gather "
 )
 _MOCK = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --split '99,1,0' "

@@ -97,11 +97,6 @@ def test_the_launcher_says_how_many_gpus_there_are(
     assert (found.count, bool(found.guess)) == (count, guessed)
 
 
-def test_a_guess_is_a_multiple_of_the_parallel_sizes() -> None:
-    assert gpus_of(read("python b.py"), 3).count == 6
-    assert gpus_of(read("python b.py"), 12).count == 12
-
-
 @pytest.mark.parametrize("line", ["", "llama", "--bf16", "torchrun -m mine --lr 1", "'no script'"])
 def test_what_has_no_script_is_refused_with_what_to_give(line: str) -> None:
     with pytest.raises(LaunchLineError, match="whole command that starts the run"):
