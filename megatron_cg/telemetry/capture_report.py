@@ -2,17 +2,24 @@
 
 Nothing here waits for the GPU or queries it. Times are host times. Memory is what torch's allocator
 has on record.
+
+Megatron's ``_layer_is_graphable`` says whether a layer has any of the scopes of a config. Only
+layers have a ``layer_number``, from 1. A layer that is captured with its own scopes sees them in a
+view of its config (``upstream/megatron.py``).
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
+from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.events import (
     CaptureBegan,
@@ -23,12 +30,27 @@ from megatron_cg.events import (
     subscribe,
 )
 from megatron_cg.replay.counters import Counters
-from megatron_cg.telemetry.coverage import coverage
+from megatron_cg.replay.unit import Unit
 from megatron_cg.telemetry.record import add_capture, memory, note
+from megatron_cg.upstream.megatron import LayerConfig
+from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
+
+_TRANSFORMER = "megatron.core.transformer"
+_LAYER = Symbol(
+    "megatron-core", f"{_TRANSFORMER}.module:GraphableMegatronModule", "layers that have scopes"
+)
+_GRAPHABLE = Symbol(
+    "megatron-core",
+    f"{_TRANSFORMER}.cuda_graphs:_layer_is_graphable",
+    "which layers have a scope",
+    parameters=("layer", "config"),
+)
+_SCOPES = Symbol("megatron-core", f"{_TRANSFORMER}.enums:CudaGraphModule", "the scopes by name")
+RELIES_ON = (_LAYER, _GRAPHABLE, _SCOPES)
 
 
 class _Capture:
@@ -59,6 +81,47 @@ class _Capture:
         except UpstreamChangedError as error:
             logger.warning("megatron_cg: what was graphed is not recorded: %s", error)
             return []
+
+
+def coverage(model: nn.Module, units: Sequence[Unit]) -> list[dict[str, Any]]:
+    """One row for each layer of ``model``, in order: its ``name``, ``kind`` (class) and scopes.
+
+    ``graphed`` are the scopes in its graph. Without Megatron's layers the rows are the units, each
+    graphed as a whole.
+    """
+    captured = {unit.layer: unit.name for unit in units}
+    layers: list[Any] = []
+    if f"{_TRANSFORMER}.cuda_graphs" in sys.modules:
+        kind = _LAYER.find()
+        layers = [m for m in model.modules() if isinstance(m, kind) and hasattr(m, "layer_number")]
+    if not layers:
+        return [_row(unit.name, unit.layer, [WHOLE_LAYER]) for unit in units]
+    return [
+        _row(captured[layer], layer, _scopes_of(layer))
+        if layer in captured
+        else _row(f"layer {layer.layer_number - 1}", layer, [])
+        for layer in layers
+    ]
+
+
+def _row(name: str, layer: nn.Module, graphed: list[str]) -> dict[str, Any]:
+    return {"name": name, "kind": type(layer).__name__, "graphed": graphed}
+
+
+def _scopes_of(layer: Any) -> list[str]:
+    """The scopes of its config that ``layer`` has."""
+    asked = [getattr(module, "name", module) for module in layer.config.cuda_graph_modules or ()]
+    if not asked:
+        return [WHOLE_LAYER]
+    config = vars(layer.config).get("_config", layer.config)
+    return [
+        scope
+        for scope in SCOPES
+        if scope in asked
+        and _GRAPHABLE.find()(
+            layer, LayerConfig(config, cuda_graph_modules=[_SCOPES.find()[scope]])
+        )
+    ]
 
 
 def _summary(capture: Mapping[str, Any]) -> str:

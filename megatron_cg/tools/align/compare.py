@@ -64,8 +64,6 @@ class Outcome:
     """The result of two runs, and its evidence."""
 
     comparison: Comparison
-    commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Each run's command line."""
     log_tail: str = ""
     """The end of the log of a failed run; the records are then None."""
     eager: Run | None = None

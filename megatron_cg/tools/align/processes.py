@@ -144,22 +144,21 @@ def check_start(options: Options) -> None:
 
 def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
     """Make the runs in turn and compare their records. Leaves no process behind."""
-    commands = {run.name: run.words for run in runs}
     failed = _run_all(runs, options)
     if failed is not None:
         reason = f"the {failed.name} run {failed.overdue or _end(failed)}"
-        return Outcome(Comparison(FAILED, reason), commands, log_tail(failed.text()))
+        return Outcome(Comparison(FAILED, reason), log_tail(failed.text()))
     for run in runs:
         if not run.record.exists():
             why = "training did not begin, or the log says why the record was not written"
             reason = f"the {run.name} run left no record: {why}"
-            return Outcome(Comparison(FAILED, reason), commands, log_tail(run.text()))
+            return Outcome(Comparison(FAILED, reason), log_tail(run.text()))
     try:
         eager = read_run(options.eager_record or runs[0].record)
         graphed = read_run(runs[-1].record)
     except RecordError as error:
-        return Outcome(Comparison(FAILED, str(error)), commands, log_tail(runs[-1].text()))
-    return Outcome(compare(eager, graphed), commands, eager=eager, graphed=graphed)
+        return Outcome(Comparison(FAILED, str(error)), log_tail(runs[-1].text()))
+    return Outcome(compare(eager, graphed), eager=eager, graphed=graphed)
 
 
 def _run_all(runs: Sequence[Run], options: Options) -> Run | None:

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from megatron_cg.telemetry.coverage import NO_SUCH_PART
 from megatron_cg.tools.align.compare import (
     DIFFERENT,
     FAILED,
@@ -97,18 +96,12 @@ def _numbers(story: Story) -> list[list[str]]:
 
 
 def _coverage(story: Story) -> Iterator[list[str]]:
-    """For equal neighbouring layers: their names, class, scopes in a graph, the others and why."""
+    """For equal neighbouring layers: their names, class and the scopes in a graph."""
     rows = story.captures[-1]["coverage"] if story.captures else ()
-    for _, group in groupby(rows, lambda row: (row["kind"], row["graphed"], row["eager"])):
+    for _, group in groupby(rows, lambda row: (row["kind"], row["graphed"])):
         first, *others = group
         last = f" to {others[-1]['name'].rpartition(' ')[2]}" if others else ""
-        reasons: dict[str, list[str]] = {}
-        for scope, reason in first["eager"].items():
-            if reason != NO_SUCH_PART:
-                reasons.setdefault(reason, []).append(scope)
-        eager = "; ".join(f"{', '.join(scopes)}: {why}" for why, scopes in reasons.items())
-        graphed = ", ".join(first["graphed"]) or "nothing"
-        yield [first["name"] + last, first["kind"], graphed, eager or "nothing"]
+        yield [first["name"] + last, first["kind"], ", ".join(first["graphed"]) or "nothing"]
 
 
 def _facts(story: Story) -> list[list[str]]:

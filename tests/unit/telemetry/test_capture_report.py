@@ -13,7 +13,7 @@ from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.integrations.megatron.scopes import give_scopes
 from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.telemetry import capture_report as reporting
-from megatron_cg.telemetry.coverage import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED, coverage
+from megatron_cg.telemetry.capture_report import coverage
 from megatron_cg.telemetry.read_record import captured_after, read_run
 from megatron_cg.telemetry.record import Recorder, recording
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
@@ -96,24 +96,19 @@ def test_graphs_stay_where_their_map_cannot_be_drawn(
     assert "what was graphed is not recorded" in data["events"][0]["text"]
 
 
-def test_the_map_names_why_a_part_is_eager(trainer: Any) -> None:
+def test_the_map_has_the_scopes_that_each_layer_has_and_that_were_captured(trainer: Any) -> None:
     layers = list(trainer.model.module.module.module.decoder.layers)
     config = layers[0].config
     scopes = type(config.cuda_graph_modules[0])
-    config.cuda_graph_modules = [scopes.attn, scopes.mlp]
+    config.cuda_graph_modules = [scopes.attn, scopes.mlp, scopes.moe_router]
     undo = give_scopes(layers[0], [scopes.mlp])
-    first, second = coverage(trainer.model, units_of(layers[:1]))
-    undo()
+    first, second = coverage(trainer.model, units_of(layers))
     assert (first["name"], first["kind"]) == ("layer 0", "TransformerLayer")
-    assert first["graphed"] == ["mlp"] and first["eager"]["attn"] == NOT_SELECTED
-    assert second["graphed"] == [] and second["eager"]["mlp"] == NOT_SELECTED
-    assert first["eager"]["moe_router"] == second["eager"]["mamba"] == NO_SUCH_PART
-    config.cuda_graph_modules = [scopes.attn]
-    rows = coverage(trainer.model, units_of(layers))
-    assert [row["eager"]["mlp"] for row in rows] == [NOT_ASKED] * 2
+    assert first["graphed"] == ["mlp"] and second["graphed"] == ["attn", "mlp"]
+    undo()
     config.cuda_graph_modules = []
     rows = coverage(trainer.model, units_of(layers[1:]))
-    assert [(row["graphed"], row["eager"]) for row in rows] == [
-        ([], {"layer": NOT_SELECTED}),
-        (["layer"], {}),
+    assert [(row["name"], row["graphed"]) for row in rows] == [
+        ("layer 0", []),
+        ("layer 1", ["layer"]),
     ]

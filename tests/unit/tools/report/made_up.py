@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.replay.counters import Counters
-from megatron_cg.telemetry.coverage import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED
 from megatron_cg.telemetry.read_record import FORMAT
 
 MIB = 2**20
@@ -79,14 +78,8 @@ def _capture() -> dict[str, Any]:
 
 
 def _layer(index: int) -> dict[str, Any]:
-    moe = index >= 2
-    graphed = ["attn"] if index < LAYERS - 4 else []
-    eager = {"mamba": NO_SUCH_PART, "moe" if moe else "mlp": NOT_ASKED}
-    if not graphed:
-        eager["attn"] = NOT_SELECTED
-    graphed += ["moe_router"] * moe
-    kind = "TransformerLayer"
-    return {"name": f"layer {index}", "kind": kind, "graphed": graphed, "eager": eager}
+    graphed = ["attn"] * (index < LAYERS - 4) + ["moe_router"] * (index >= 2)
+    return {"name": f"layer {index}", "kind": "TransformerLayer", "graphed": graphed}
 
 
 def write(directory: Path, *records: dict[str, Any]) -> Path:
