@@ -13,7 +13,7 @@ from tests.unit.random_units.programs import Program, draw
 from tests.unit.random_units.search import each
 from tests.unit.random_units.training import Outcome, clean, outcome_of
 
-SEEDS = range(30)
+SEEDS = range(50)
 REFUSED = {
     "seed inside": "sets a seed in its forward pass",
     "fork rng": "sets a seed in its forward pass",
