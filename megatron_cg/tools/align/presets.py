@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.nearest import did_you_mean
@@ -23,21 +24,6 @@ class PresetError(MegatronCGError):
 
 
 @dataclass(frozen=True)
-class TapeShape:
-    """A preset's shape that is small enough for a CPU; ``experts=0`` is a dense model."""
-
-    layers: int
-    hidden: int
-    heads: int
-    ffn: int
-    vocab: int
-    seq: int
-    experts: int = 0
-    topk: int = 0
-    scopes: tuple[str, ...] = ("attn",)
-
-
-@dataclass(frozen=True)
 class Preset:
     """One model shape: Megatron's flags for a GPU run, and a small shape for the tape."""
 
@@ -48,8 +34,8 @@ class Preset:
     nproc: int
     flags: Mapping[str, Flag]
     """Megatron's flags by name, without the leading dashes; true is a flag without a value."""
-    tape: TapeShape | None = None
-    """None for a model that cannot be built on a CPU."""
+    tape: Mapping[str, Any] | None = None
+    """Fields of ``CpuModelConfig``; None for a model that cannot be built on a CPU."""
 
     def arguments(self) -> list[str]:
         """The flags as a command line."""
@@ -74,16 +60,13 @@ def load_preset(name: str) -> Preset:
         hint = did_you_mean(name, names)
         raise PresetError(f"there is no preset {name!r}{hint}; there are {', '.join(names)}.")
     data = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    tape = data.pop("tape", None)
-    if tape is not None:
-        tape["scopes"] = tuple(tape.get("scopes", ("attn",)))
     return Preset(
         name,
         " ".join(data["description"].split()),
         tuple(data["scopes"]),
         data["nproc"],
         data["flags"],
-        TapeShape(**tape) if tape else None,
+        data.get("tape"),
     )
 
 

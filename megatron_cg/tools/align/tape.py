@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_cg.tools.align.compare import Outcome
-from megatron_cg.tools.align.presets import Preset, TapeShape
+from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.align.processes import (
     NO_DROPLESS,
     LaunchError,
@@ -29,16 +29,6 @@ TAPE_NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
 _ROOT = Path(__file__).resolve().parents[3]
 
 
-def tape_shape(preset: Preset) -> TapeShape:
-    """The preset's small shape. Raises LaunchError if it has none."""
-    if preset.tape is None:
-        raise LaunchError(
-            f"preset {preset.name} cannot be built on a CPU ({preset.description}) Give another "
-            "--preset, or run on GPUs."
-        )
-    return preset.tape
-
-
 def tape_plan(
     preset: Preset,
     *,
@@ -53,10 +43,15 @@ def tape_plan(
     grouped ones, and those in tapes compute by torch's grouped GEMM. Raises LaunchError if a CPU
     has no such run.
     """
-    shape = tape_shape(preset)
-    scopes = shape.scopes if scopes is None else scopes
+    if preset.tape is None:
+        raise LaunchError(
+            f"preset {preset.name} cannot be built on a CPU ({preset.description}) Give another "
+            "--preset, or run on GPUs."
+        )
+    model = CpuModelConfig(**preset.tape)
+    scopes = tuple(model.graph_modules if scopes is None else scopes)
     wants_experts = torch_gemm or any("moe" in scope for scope in scopes)
-    if "mamba" in scopes or (wants_experts and not shape.experts):
+    if "mamba" in scopes or (wants_experts and not model.experts):
         lacking = "Mamba layers" if "mamba" in scopes else "experts"
         raise LaunchError(
             f"the small model of {preset.name} has no {lacking}: leave out --scopes and "
@@ -66,18 +61,7 @@ def tape_plan(
         raise LaunchError(NO_DROPLESS)
     if warmup_steps >= steps:
         raise LaunchError(f"--steps {steps} leaves no step after --warmup-steps {warmup_steps}.")
-    model = CpuModelConfig(
-        layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        heads=shape.heads,
-        vocabulary=shape.vocab,
-        sequence_length=shape.seq,
-        experts=shape.experts,
-        topk=shape.topk,
-        grouped=torch_gemm,
-        graph_modules=scopes,
-    )
+    model = replace(model, grouped=torch_gemm, graph_modules=scopes)
     return TrainingPlan(model, steps, warmup_steps, graphs=True, device_counts=torch_gemm)
 
 
