@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron_cg.errors import MegatronCGError
@@ -95,8 +96,8 @@ class LaunchLine:
         return replace(self, flags=tuple(flag for flag in self.flags if wanted(flag.name)))
 
     def without(self, *names: str) -> LaunchLine:
-        """The line without these flags."""
-        return self.kept(lambda given: given not in names)
+        """The line without these flags; a name may have wildcards."""
+        return self.kept(lambda given: not any(fnmatchcase(given, name) for name in names))
 
     def followed_by(self, *words: str) -> LaunchLine:
         """The line with flags at its end, where they override others."""

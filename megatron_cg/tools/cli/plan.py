@@ -35,10 +35,9 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     # Imports torch and Megatron.
     from megatron_cg.tools.plan.edit import edit
     from megatron_cg.tools.plan.report import as_json, text_of
-    from megatron_cg.tools.plan.settings import Reader
 
     room = int(args.gpu_memory * _USABLE * 2**30)
-    plan = as_json(edit(line, Reader(), room, args.gpus))
+    plan = as_json(edit(line, room, args.gpus))
     if args.json is not None:
         args.json.write_text(json.dumps(plan, indent=1), encoding="utf-8")
     sys.stdout.write(text_of(plan))

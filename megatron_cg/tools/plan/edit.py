@@ -16,7 +16,7 @@ from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.layers import Layer, layers_of
 from megatron_cg.tools.plan.memory import Memory, memory_of
-from megatron_cg.tools.plan.settings import Reader, Settings, fewest_gpus
+from megatron_cg.tools.plan.settings import Settings, fewest_gpus, settings_of
 
 _MODULES, _GEMM = "--cuda-graph-modules", "--cg-grouped-gemm"
 _EXCHANGE, _ROWS, _LAYERS = "--cg-moe-exchange", "--cg-moe-rows", "--cg-layers"
@@ -37,6 +37,7 @@ _ROUNDS = 30
 """Each mends at least one error, or is the last."""
 _LARGE_GEMM = 2e11
 """Operations of an expert's first GEMM beyond which one launch for all experts gains little."""
+_PIPELINE = "drop --*pipeline* --overlap-param-gather-with-optimizer-step"
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 _SELECTIVE = (
     "drop --recompute-method --recompute-num-layers; add --recompute-granularity selective; "
@@ -49,7 +50,7 @@ _FIXES = {
     "expert-parallel-overlap": _OVERLAP,
     "delayed-weight-gradients": _OVERLAP,
     "optimizer-graph": "drop --optimizer-cuda-graph",
-    "pipeline-parallel": "no-pipeline",
+    "pipeline-parallel": _PIPELINE,
     "max-connections": "set CUDA_DEVICE_MAX_CONNECTIONS 8",
     "expandable-segments": "set NCCL_GRAPH_REGISTER 0",
     "fp8-primary-weights": "add --keep-fp8-transpose-cache",
@@ -73,7 +74,7 @@ _MEGATRONS = {
     "Delayed scaling does not support": (
         f"replace {_RECOMPUTE} layernorm; replace {_RECOMPUTE} moe_act"
     ),
-    "pipeline|interleaved schedule|virtual": "no-pipeline",
+    "pipeline|interleaved schedule|virtual": _PIPELINE,
     "overlap_moe_expert_parallel|delay_wgrad": _OVERLAP,
     "apply_rope_fusion": "add --no-rope-fusion",
 }
@@ -129,14 +130,14 @@ class Edited:
         return self.best.fits(self.room)
 
 
-def edit(given: LaunchLine, reader: Reader, room: int, gpus: int | None = None) -> Edited:
+def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     """Change ``given`` so that it trains with graphs in ``room`` bytes, on ``gpus`` if given.
 
     Raises LaunchLineError if the flags cannot be read.
     """
-    settings = reader.settings(given, megatron=False)
+    settings = settings_of(given, megatron=False)
     known = Gpus(gpus) if gpus else gpus_of(given, fewest_gpus(settings.args))
-    editor = _Editor(reader, known.count, given)
+    editor = _Editor(known.count, given)
     for fix, why in _needs(settings, given):
         editor.change(fix, why)
     tried: list[Tried] = []
@@ -220,14 +221,13 @@ def _needs(settings: Settings, given: LaunchLine) -> Iterator[tuple[str, str]]:
 class _Editor:
     """Applies fixes to a line; ``reasons`` has why, by flag."""
 
-    reader: Reader
     gpus: int
     line: LaunchLine
     reasons: dict[str, str] = field(default_factory=dict)
 
     def attempt(self, choice: _Choice, why: str) -> Tried:
         """The line with a choice, and with all fixes that it needs."""
-        trial = _Editor(self.reader, self.gpus, self.line, dict(self.reasons))
+        trial = _Editor(self.gpus, self.line, dict(self.reasons))
         trial.change("drop --cuda-graph-scope", "--cuda-graph-modules replaces it")
         for name, reason in {**_CHOSEN, _MODULES: why}.items():
             if name in choice:
@@ -244,7 +244,7 @@ class _Editor:
     def fixed(self) -> Settings:
         """Fix what the tables can, until nothing changes; the settings of what came of it."""
         for _ in range(_ROUNDS):
-            before, settings = self.line, self.reader.settings(self.line, self.gpus)
+            before, settings = self.line, settings_of(self.line, self.gpus)
             for violation in settings.broken:
                 fixes = _FIXES.get(violation.rule, "")
                 self.change(fixes, f"{violation.found}: {violation.reason}")
@@ -267,12 +267,6 @@ class _Editor:
             self.reasons |= dict.fromkeys(touched, reason)
 
 
-def _no_pipeline(line: LaunchLine) -> LaunchLine:
-    """The line without pipeline stages."""
-    line = line.without("--overlap-param-gather-with-optimizer-step")
-    return line.kept(lambda name: "pipeline" not in name)
-
-
 def _replace(line: LaunchLine, name: str, value: str, *others: str) -> LaunchLine:
     """The line with ``others`` instead of one value of a flag, and without one that has none."""
     values = line.values(name) or ()
@@ -287,7 +281,6 @@ _VERBS: dict[str, Callable[..., LaunchLine]] = {
     "drop": LaunchLine.without,
     "set": LaunchLine.with_variable,
     "launch": LaunchLine.with_launcher,
-    "no-pipeline": _no_pipeline,
     "replace": _replace,
 }
 """What the first word of a fix does."""

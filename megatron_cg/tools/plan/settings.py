@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,47 +66,46 @@ class _Parser(argparse.ArgumentParser):
         raise LaunchLineError(message)
 
 
-class Reader:
-    """Reads lines with one parser."""
+@cache
+def _parser() -> argparse.ArgumentParser:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about packages that the machine of the run has
+        from megatron.training import arguments
+    return add_arguments(
+        arguments.add_megatron_arguments(_Parser(allow_abbrev=False, add_help=False))
+    )
 
-    def __init__(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about packages that the machine of the run has
-            from megatron.training import arguments
 
-        parser = _Parser(allow_abbrev=False, add_help=False)
-        self._parser = add_arguments(arguments.add_megatron_arguments(parser))
+def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Settings:
+    """What the line's flags mean on ``gpus``; without ``megatron`` by our rules only.
 
-    def settings(self, line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Settings:
-        """What the line's flags mean on ``gpus``; without ``megatron`` by our rules only.
-
-        Raises LaunchLineError in the user's terms.
-        """
-        variables = [word for word in line.words if "$" in word]
-        hint = f". {variables[0]}: give the line as the shell expands it" if variables else ""
-        try:
-            args, unknown = self._parser.parse_known_args(line.words)
-        except (LaunchLineError, AssertionError, KeyError, ValueError, SyntaxError) as error:
-            # Megatron looks a scope up in its enumeration, and argparse lets that error through.
-            raise LaunchLineError(f"the flags cannot be read: {error}{hint}") from None
-        if args.yaml_cfg is not None:
-            text = "--yaml-cfg: give the run's settings on the command line; no rule reads the file"
-            raise LaunchLineError(text)
-        args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
-        args.rank, args.world_size = 0, gpus
-        run, graph = read(args)
-        here = Environment.read(BACKENDS[graph.cg_backend])
-        where = replace(
-            here,
-            versions={"transformer-engine": TE_VERSION, **here.versions},
-            variables={**here.variables, **line.variables},
-        )
-        broken = violations(run, graph, where)
-        notes = [*notices(run, graph, where), *_limits(args)]
-        if unknown:
-            notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
-        megatrons = _megatrons_error(args, graph, line.variables) if megatron else None
-        return Settings(args, run, graph, broken, megatrons, tuple(notes))
+    Raises LaunchLineError in the user's terms.
+    """
+    variables = [word for word in line.words if "$" in word]
+    hint = f". {variables[0]}: give the line as the shell expands it" if variables else ""
+    try:
+        args, unknown = _parser().parse_known_args(line.words)
+    except (LaunchLineError, AssertionError, KeyError, ValueError, SyntaxError) as error:
+        # Megatron looks a scope up in its enumeration, and argparse lets that error through.
+        raise LaunchLineError(f"the flags cannot be read: {error}{hint}") from None
+    if args.yaml_cfg is not None:
+        text = "--yaml-cfg: give the run's settings on the command line; no rule reads the file"
+        raise LaunchLineError(text)
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    args.rank, args.world_size = 0, gpus
+    run, graph = read(args)
+    here = Environment.read(BACKENDS[graph.cg_backend])
+    where = replace(
+        here,
+        versions={"transformer-engine": TE_VERSION, **here.versions},
+        variables={**here.variables, **line.variables},
+    )
+    broken = violations(run, graph, where)
+    notes = [*notices(run, graph, where), *_limits(args)]
+    if unknown:
+        notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
+    megatrons = _megatrons_error(args, graph, line.variables) if megatron else None
+    return Settings(args, run, graph, broken, megatrons, tuple(notes))
 
 
 def _limits(args: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Launch lines of models that people train, with the flags that are published for them.
+"""Launch lines of models that people train, with the published flags that a plan may depend on.
 
 Shapes and settings are those of Megatron-LM's examples, the Megatron MoE model zoo and
 Megatron-Bridge. Each is started in another way.
@@ -6,11 +6,13 @@ Megatron-Bridge. Each is started in another way.
 
 from __future__ import annotations
 
+_MODEL = (
+    "--use-mcore-models --untie-embeddings-and-output-weights --normalization RMSNorm "
+    "--attention-dropout 0.0 --hidden-dropout 0.0 "
+)
 _DENSE = (
-    "--use-mcore-models --swiglu --normalization RMSNorm --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --position-embedding-type rope --rotary-percent 1.0 "
-    "--attention-dropout 0.0 --hidden-dropout 0.0 --attention-backend fused "
-    "--group-query-attention --num-query-groups 8 --kv-channels 128 --init-method-std 0.0134 "
+    f"{_MODEL}--swiglu --disable-bias-linear --position-embedding-type rope --attention-backend "
+    "fused --group-query-attention --num-query-groups 8 --kv-channels 128 "
 )
 _TRAINED = (
     "--train-samples 1953125 --lr-decay-samples 1949218 --lr-warmup-samples 3906 --lr 0.00015 "
@@ -36,26 +38,19 @@ _LLAMA_8B = (
     f"{_DENSE}--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
     "--seq-length 8192 --max-position-embeddings 8192 --rotary-base 1000000 --apply-layernorm-1p "
     f"--micro-batch-size 1 --global-batch-size 128 {_TRAINED}{_MOCK}--cross-entropy-loss-fusion "
-    "--empty-unused-memory-level 1 --exit-duration-in-mins 235 --decoupled-lr 5.0e-4 "
-    "--decoupled-min-lr 4.5e-5 --tensor-model-parallel-size 1 --context-parallel-size 1 "
-    "--sequence-parallel "
+    "--tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel "
 )
 _LLAMA_70B = (
     f"{_DENSE}--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
     f"--max-position-embeddings 8192 --rotary-base 500000 --seq-length 8192 {_TRAINED}{_MOCK}"
 )
 _QWEN = (
-    "--transformer-impl transformer_engine --use-mcore-models --use-flash-attn "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope "
-    "--rotary-percent 1.0 --rotary-base 1000000 --rotary-seq-len-interpolation-factor 1 "
-    "--normalization RMSNorm --swiglu --norm-epsilon 1e-06 --group-query-attention "
-    "--num-query-groups 4 --kv-channels 128 --qk-layernorm --seq-length 4096 "
-    "--max-position-embeddings 40960 --attention-dropout 0.0 --make-vocab-size-divisible-by 1187 "
-    "--hidden-dropout 0.0 --num-experts 128 --vocab-size 151643 --moe-router-load-balancing-type "
-    "aux_loss --moe-router-topk 8 --moe-grouped-gemm --moe-aux-loss-coeff 1e-3 "
-    "--moe-permute-fusion --moe-router-dtype fp32 --expert-tensor-parallel-size 1 "
-    "--dist-ckpt-strictness log_all --auto-detect-ckpt-format --log-params-norm --init-method-std "
-    f"0.02 {_TRAINED}{_DATA}"
+    f"{_MODEL}--disable-bias-linear --position-embedding-type rope --rotary-base 1000000 --swiglu "
+    "--group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --seq-length "
+    "4096 --max-position-embeddings 40960 --make-vocab-size-divisible-by 1187 --num-experts 128 "
+    "--vocab-size 151643 --moe-router-load-balancing-type aux_loss --moe-router-topk 8 "
+    "--moe-grouped-gemm --moe-aux-loss-coeff 1e-3 --moe-permute-fusion --moe-router-dtype fp32 "
+    f"--expert-tensor-parallel-size 1 {_TRAINED}{_DATA}"
 )
 _QWEN_30B = (
     f"{_QWEN}--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
@@ -67,49 +62,43 @@ _QWEN_235B = (
     "--cross-entropy-fusion-impl te --enable-experimental "
 )
 _DEEPSEEK = (
-    "--transformer-impl transformer_engine --use-mcore-models --use-flash-attn "
-    "--disable-bias-linear --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 "
+    f"{_MODEL}--disable-bias-linear --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 "
     "--num-attention-heads 128 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096 "
     "--rotary-base 10000 --position-embedding-type rope --make-vocab-size-divisible-by 3232 "
-    "--normalization RMSNorm --norm-epsilon 1e-6 --swiglu --untie-embeddings-and-output-weights "
-    "--multi-latent-attention --attention-dropout 0.0 --hidden-dropout 0.0 --qk-layernorm "
-    "--num-experts 256 --moe-layer-freq ([0]*3+[1]*58) --moe-ffn-hidden-size 2048 --vocab-size "
-    "129280 --moe-shared-expert-intermediate-size 2048 --moe-router-load-balancing-type "
-    "seq_aux_loss --moe-router-topk 8 --moe-grouped-gemm --moe-aux-loss-coeff 1e-4 "
-    "--moe-router-group-topk 4 --moe-router-num-groups 8 --moe-router-topk-scaling-factor 2.5 "
-    "--moe-router-dtype fp32 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-permute-fusion --moe-router-bias-update-rate 1e-3 --q-lora-rank 1536 --kv-lora-rank "
-    "512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --rotary-scaling-factor 40 "
-    "--mscale 1.0 --mscale-all-dim 1.0 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 "
-    f"--expert-tensor-parallel-size 1 --enable-experimental {_TRAINED}{_DATA}"
+    "--swiglu --multi-latent-attention --qk-layernorm --num-experts 256 --moe-layer-freq "
+    "([0]*3+[1]*58) --moe-ffn-hidden-size 2048 --vocab-size 129280 "
+    "--moe-shared-expert-intermediate-size 2048 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-router-topk 8 --moe-grouped-gemm --moe-aux-loss-coeff 1e-4 --moe-router-group-topk 4 "
+    "--moe-router-num-groups 8 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-permute-fusion "
+    "--q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    "--v-head-dim 128 --rotary-scaling-factor 40 --mtp-num-layers 1 --expert-tensor-parallel-size "
+    f"1 --enable-experimental {_TRAINED}{_DATA}"
 )
 _GPT_OSS = (
-    "--transformer-impl transformer_engine --use-mcore-models --no-masked-softmax-fusion "
-    "--untie-embeddings-and-output-weights --no-rope-fusion --normalization RMSNorm --hidden-size "
-    "2880 --ffn-hidden-size 2880 --num-attention-heads 64 --group-query-attention "
-    "--num-query-groups 8 --kv-channels 64 --seq-length 4096 --max-position-embeddings 40960 "
-    "--rotary-percent 1.0 --rotary-base 150000 --no-bias-gelu-fusion --no-bias-dropout-fusion "
-    "--padded-vocab-size 201088 --quick-geglu --glu-linear-offset 1.0 --softmax-type learnable "
-    "--window-attn-skip-freq 2 --activation-func-clamp-value 7.0 --window-size 128,0 "
-    "--position-embedding-type yarn --rotary-scaling-factor 32 --attention-dropout 0.0 "
-    "--hidden-dropout 0.0 --moe-router-load-balancing-type none --moe-router-topk 4 "
-    "--moe-aux-loss-coeff 0.0 --moe-grouped-gemm --moe-permute-fusion --moe-ffn-hidden-size 2880 "
-    "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-router-score-function "
-    f"softmax --enable-gpt-oss --micro-batch-size 1 {_TRAINED}{_DATA}"
+    f"{_MODEL}--no-masked-softmax-fusion --no-rope-fusion --hidden-size 2880 --ffn-hidden-size "
+    "2880 --num-attention-heads 64 --group-query-attention --num-query-groups 8 --kv-channels 64 "
+    "--seq-length 4096 --max-position-embeddings 40960 --rotary-base 150000 --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion --padded-vocab-size 201088 --quick-geglu --glu-linear-offset 1.0 "
+    "--softmax-type learnable --window-attn-skip-freq 2 --activation-func-clamp-value 7.0 "
+    "--window-size 128,0 --position-embedding-type yarn --rotary-scaling-factor 32 "
+    "--moe-router-load-balancing-type none --moe-router-topk 4 --moe-grouped-gemm "
+    "--moe-permute-fusion --moe-ffn-hidden-size 2880 --moe-router-dtype fp32 "
+    "--moe-token-dispatcher-type alltoall --moe-router-score-function softmax --enable-gpt-oss "
+    f"--micro-batch-size 1 {_TRAINED}{_DATA}"
 )
 _NEMOTRON = (
-    "--hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME --spec "
+    f"{_MODEL}--hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME --spec "
     "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hidden-size 2688 "
     "--num-attention-heads 32 --group-query-attention --num-query-groups 2 --kv-channels 128 "
-    "--mamba-num-heads 64 --squared-relu --untie-embeddings-and-output-weights --init-method-std "
-    "0.0173 --position-embedding-type none --ffn-hidden-size 1856 --seq-length 8192 "
-    "--max-position-embeddings 8192 --attention-dropout 0.0 --hidden-dropout 0.0 "
-    "--disable-bias-linear --normalization RMSNorm --num-experts 128 --moe-router-topk 6 "
-    "--moe-router-score-function sigmoid --moe-grouped-gemm --moe-aux-loss-coeff 1e-4 "
-    "--moe-router-topk-scaling-factor 2.5 --moe-router-enable-expert-bias --moe-router-dtype fp32 "
-    "--moe-router-load-balancing-type seq_aux_loss --moe-shared-expert-intermediate-size 3712 "
-    "--moe-permute-fusion --use-fused-weighted-squared-relu --cross-entropy-loss-fusion "
-    "--cross-entropy-fusion-impl native --enable-experimental --vocab-size 131072 "
+    "--mamba-num-heads 64 --squared-relu --position-embedding-type none --ffn-hidden-size 1856 "
+    "--seq-length 8192 --max-position-embeddings 8192 --disable-bias-linear --num-experts 128 "
+    "--moe-router-topk 6 --moe-router-score-function sigmoid --moe-grouped-gemm "
+    "--moe-aux-loss-coeff 1e-4 --moe-router-topk-scaling-factor 2.5 "
+    "--moe-router-enable-expert-bias --moe-router-dtype fp32 --moe-router-load-balancing-type "
+    "seq_aux_loss --moe-shared-expert-intermediate-size 3712 --moe-permute-fusion "
+    "--use-fused-weighted-squared-relu --cross-entropy-loss-fusion --cross-entropy-fusion-impl "
+    "native --enable-experimental --vocab-size 131072 "
     "--check-weight-hash-across-dp-replicas-interval 20000 --attention-backend flash "
     f"--micro-batch-size 1 --global-batch-size 768 {_TRAINED}{_DATA}"
 )

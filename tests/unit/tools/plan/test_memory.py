@@ -10,7 +10,7 @@ import pytest
 
 from megatron_cg.tools.launch_line import read_line
 from megatron_cg.tools.plan.memory import memory_of
-from megatron_cg.tools.plan.settings import Reader
+from megatron_cg.tools.plan.settings import settings_of
 
 RESULTS = Path(__file__).parents[4] / "benchmarks/results"
 
@@ -30,10 +30,10 @@ RUNS = recorded()
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_memory_is_within_a_tenth_of_a_recorded_run(name: str, reader: Reader) -> None:
+def test_memory_is_within_a_tenth_of_a_recorded_run(name: str) -> None:
     run = RUNS[name]
     memory = run["ranks"][0]["timed"]["memory"]
-    settings = reader.settings(read_line(run["command"]), run["key"]["nproc"])
+    settings = settings_of(read_line(run["command"]), run["key"]["nproc"])
     assert not settings.megatron
     planned = memory_of(settings)
     assert planned.allocated == pytest.approx(memory["peak_allocated"], rel=0.03)
