@@ -24,7 +24,6 @@ from megatron_cg.tools.align.compare import (
     NOT_COMPARABLE,
     Comparison,
     Outcome,
-    Value,
 )
 from megatron_cg.tools.align.presets import Preset, load_preset
 from megatron_cg.tools.align.processes import LaunchError, Options, check_start
@@ -41,6 +40,7 @@ from megatron_cg.tools.align.token_data import TokenStream, existing, from_text,
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, NOT_COMPARABLE: 2, FAILED: 3}
 _SHOWN_SHARDS = 5
+_DIFFER = "[bold red]differ[/]"
 _COLOURS = {IDENTICAL: "green", DIFFERENT: "red"}
 Align = Callable[[TokenStream], Outcome]
 
@@ -140,20 +140,14 @@ def _table(title: str, comparison: Comparison) -> Table:
     table.add_column("bits")
     for value in comparison.values:
         if value.rank == 0 or not value.same:
-            table.add_row(*_row(value))
+            name = value.name if value.rank == 0 else f"{value.name} (rank {value.rank})"
+            numbers = [
+                "absent" if text is None else f"{float.fromhex(text):.9g}"
+                for text in (value.eager, value.graphed)
+            ]
+            result = ("0", "same") if value.same else (f"{value.difference:.3e}", _DIFFER)
+            table.add_row(str(value.step), escape(name), *numbers, *result)
     return table
-
-
-def _row(value: Value) -> tuple[str, ...]:
-    where = value.name if value.rank == 0 else f"{value.name} (rank {value.rank})"
-    bits = "same" if value.same else "[bold red]differ[/]"
-    difference = "0" if value.same else f"{value.difference:.3e}"
-    numbers = (_shown(value.eager), _shown(value.graphed), difference)
-    return (str(value.step), escape(where), *numbers, bits)
-
-
-def _shown(text: str | None) -> str:
-    return "absent" if text is None else f"{float.fromhex(text):.9g}"
 
 
 def _print_shards(console: Console, comparison: Comparison) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from megatron_cg.telemetry.read_record import captured_after
@@ -134,12 +133,11 @@ def _setting(values: Mapping[str, Any], name: str) -> str:
 def missing_ranks(run: Run) -> str:
     """A clause that names the first ranks without a record; empty if all ranks have one."""
     size = next(iter(run.values()))["world_size"]
-    if len(run) == size:
+    absent = [str(rank) for rank in range(size) if rank not in run]
+    if not absent:
         return ""
-    absent = (rank for rank in range(size) if rank not in run)
-    first = list(islice(absent, _SHOWN))
-    more = ", ..." if len(run) + len(first) < size else ""
-    return f"records of {len(run)} of its {size} ranks, none of {', '.join(map(str, first))}{more}"
+    names = ", ".join([*absent[:_SHOWN], *(["..."] * (len(absent) > _SHOWN))])
+    return f"records of {len(run)} of its {size} ranks, none of {names}"
 
 
 def _missing_ranks(eager: Run, graphed: Run, labels: Labels) -> str:

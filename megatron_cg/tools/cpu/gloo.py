@@ -126,8 +126,7 @@ def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
 def _default_options(timeout: timedelta | None) -> Any:
     """The options that torch itself uses for a group without options (torch 2.11, init.cpp)."""
     options = _OPTIONS.find()()
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options._devices = [_device(name) for name in names or [""]]
+    options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
     if timeout is not None:
         options._timeout = timeout
     return options

@@ -145,10 +145,3 @@ def test_what_cannot_be_run_is_refused_with_code_2(
 ) -> None:
     assert main(["align", *line.split()]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("line", ["--steps 0", "--steps x", "--warmup-steps -1", "--nproc 0"])
-def test_numbers_are_checked(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["align", *line.split()])
-    assert caught.value.code == 2 and line.split(maxsplit=1)[0] in capsys.readouterr().err

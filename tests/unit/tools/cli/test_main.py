@@ -14,15 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.arguments.schema import SCOPES
-from megatron_cg.tools.align.presets import preset_names
 from megatron_cg.tools.cli.main import (
-    COMMANDS,
     DEFECT,
     ENDING,
     INTERRUPTED,
     NO_READER,
-    TAKING_FLAGS,
     USAGE_ERROR,
     ended_in_order,
     main,
@@ -143,16 +139,6 @@ def test_neither_help_nor_the_package_loads_torch_or_megatron(words: list[str]) 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr == "\n" and bool(done.stdout) is bool(words)
-
-
-def test_help_names_commands_presets_and_scopes(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, names in ((["--help"], COMMANDS), (["align", "--help"], (*preset_names(), *SCOPES))):
-        with pytest.raises(SystemExit):
-            main(words)
-        # Without line ends, for a name may be broken at its dash.
-        said = "".join(capsys.readouterr().out.split())
-        assert all(name in said for name in names)
-    assert set(TAKING_FLAGS) < set(COMMANDS)
 
 
 COMMAND = """
