@@ -71,9 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about packages that the machine of the run has
         from megatron.training import arguments
-    return add_arguments(
-        arguments.add_megatron_arguments(_Parser(allow_abbrev=False, add_help=False))
-    )
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    return add_arguments(arguments.add_megatron_arguments(parser))
 
 
 def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Settings:
@@ -135,20 +134,15 @@ def _megatrons_error(args: Any, graph: GraphArguments, variables: Mapping[str, s
         warnings.simplefilter("ignore")
         try:
             arguments.validate_args(args)
-            core_transformer_config_from_args(_without_experts(args, graph))
+            shown = copy.copy(args)
+            if graph.cg_grouped_gemm == "torch":
+                # Megatron's rule against dropless experts has no effect in the run.
+                shown.cuda_graph_modules = [s for s in args.cuda_graph_modules if s.name != "moe"]
+            core_transformer_config_from_args(shown)
             _check_experts(args)
         except (Exception, SystemExit) as error:
             return _text_of(error)
     return None
-
-
-def _without_experts(args: Any, graph: GraphArguments) -> Any:
-    """What Megatron's config is made of: its rule against dropless experts has no effect here."""
-    if graph.cg_grouped_gemm != "torch":
-        return args
-    changed = copy.copy(args)
-    changed.cuda_graph_modules = [s for s in args.cuda_graph_modules if s.name != "moe"]
-    return changed
 
 
 def _check_experts(args: Any) -> None:
