@@ -14,7 +14,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_cg.tools.align.compare import (
     DIFFERENT,
-    FAILED,
     IDENTICAL,
     NOT_COMPARABLE,
     Run,
@@ -33,9 +32,6 @@ from megatron_cg.tools.report.story import (
     width,
 )
 from megatron_cg.version import __version__
-
-_SHOWN = 20
-"""Maximum number of rows in a table of differences."""
 
 
 def page(story: Story) -> str:
@@ -66,33 +62,11 @@ def page(story: Story) -> str:
         ),
         memory=plots.plotted(partial(plots.memory, story)) if with_memory else None,
         peaks=peaks(story),
-        numbers=_numbers(story),
-        shards=[[shard] for shard in story.comparison.different_shards] if story.comparison else [],
-        shown=_SHOWN,
         work=_work(total) if total or story.captures else "",
         coverage=list(_coverage(story)),
         facts=_facts(story),
         commands={n: shlex.join(record.get("command") or ()) for n, record in story.records},
     )
-
-
-def _numbers(story: Story) -> list[list[str]]:
-    """The numbers that are not equal: step, rank, name, both values, difference."""
-    unequal = [value for value in story.values if not value.same]
-    if story.comparison is not None and story.comparison.status == FAILED:
-        # Where a run failed, it lacks every later number, and the verdict says so.
-        unequal = [value for value in unequal if None not in (value.eager, value.graphed)]
-    return [
-        [
-            *(str(value.step), str(value.rank), value.name),
-            *(
-                "none" if text is None else repr(float.fromhex(text))
-                for text in (value.eager, value.graphed)
-            ),
-            f"{value.difference:.3e}",
-        ]
-        for value in unequal
-    ]
 
 
 def _coverage(story: Story) -> Iterator[list[str]]:

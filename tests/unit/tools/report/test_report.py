@@ -154,7 +154,7 @@ def test_the_page_of_two_real_runs(tape_pair: Path, capsys: pytest.CaptureFixtur
 def test_a_page_of_all_that_a_record_can_hold_loads_nothing(made_up: Path, undrawn: None) -> None:
     text = page(read_story(made_up))
     assert headings(text) == [
-        *("Mismatches and faults", "Different", "Losses and gradient norm", "Step times"),
+        *("Mismatches and faults", "Losses and gradient norm", "Step times"),
         *("GPU memory", "What was captured", "Versions, machine and flags"),
     ]
     assert not re.findall(r"https?:|@import|<script|<link|<iframe", text)
@@ -166,17 +166,6 @@ def test_a_page_of_all_that_a_record_can_hold_loads_nothing(made_up: Path, undra
         ("layer 2 to 19", "attn, moe_router"),
         ("layer 20 to 23", "moe_router"),
     ]
-
-
-def test_numbers_and_shards_that_differ_are_listed(undrawn: None) -> None:
-    run = make_record(off=17) | {"parameters": {f"main:w{number}": "b" for number in range(30)}}
-    text = page(pair(run))
-    assert "24 of 120 numbers and 31 parameter shards" in text and "the first 20" in text
-    assert len(re.findall(r"<td>lm loss</td>", text)) == 20
-    assert len(re.findall(r"<td>rank 0 main:w", text)) == 20
-    # A run that failed lacks every later number, which is no difference of its own.
-    text = page(pair(make_record(steps=6) | FAILED))
-    assert "Different" not in headings(text) and "RuntimeError: out of luck" in text
 
 
 def test_text_of_a_run_cannot_become_markup(undrawn: None) -> None:
