@@ -16,13 +16,6 @@ from megatron_cg.arguments.layout import available_scopes, decoder_symbols
 from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
 from megatron_cg.tools.plan.settings import Settings
 
-_OF_SYMBOL = {
-    **dict.fromkeys("*GD", ("attention",)),
-    "+": ("latent attention",),
-    "M": ("Mamba mixer",),
-    "-": ("MLP",),
-    "E": ("MoE",),
-}
 _SLOT_ROWS = 128
 """``--cg-moe-rows`` rounds the rows of a slot up to a multiple of this."""
 
@@ -124,19 +117,19 @@ class Shape:
 
 
 def layers_of(settings: Settings) -> tuple[Layer, ...]:
-    """All layers of the model: the decoder's by number, then those of multi-token prediction."""
+    """All layers of the model: the decoder's by number, then those of multi-token prediction.
+
+    A layer's kind is Megatron's symbols of its parts, as in a hybrid pattern.
+    """
     run, args, shape = settings.run, settings.args, Shape(settings)
     selection = LayerSelection.parse(settings.graph.cg_layers)
-    kinds: list[tuple[str, ...]]
-    if run.hybrid_layer_pattern is not None:
-        symbols = decoder_symbols(run.hybrid_layer_pattern)
-        kinds = [_OF_SYMBOL.get(symbol, ("MLP",)) for symbol in symbols]
-    else:
+    kinds = [*decoder_symbols(run.hybrid_layer_pattern or "")]
+    if run.hybrid_layer_pattern is None:
         # A layer spec is taken to change no kind of a layer.
         known = replace(run, custom_layers=False, num_layers=args.num_layers)
-        attention = "latent attention" if args.multi_latent_attention else "attention"
-        has = available_scopes(known) or ()
-        kinds = [(attention, "MoE" if "moe" in scopes else "MLP") for scopes in has]
+        attention = "+" if args.multi_latent_attention else "*"
+        available = available_scopes(known) or ()
+        kinds = [attention + ("E" if "moe" in scopes else "-") for scopes in available]
     decoder = []
     for number, kind in enumerate(kinds):
         scopes = selection.scopes(number, len(kinds), run.cuda_graph_modules)
@@ -144,12 +137,11 @@ def layers_of(settings: Settings) -> tuple[Layer, ...]:
     return (*decoder, *_predictions(shape, kinds[-1]))
 
 
-def _predictions(shape: Shape, kind: tuple[str, ...]) -> Iterator[Layer]:
+def _predictions(shape: Shape, kind: str) -> Iterator[Layer]:
     """Layers of multi-token prediction: a projection, and a layer like the decoder's last."""
     args, run, why = shape.args, shape.run, ""
     if run.hybrid_layer_pattern is not None:
-        symbols = run.hybrid_layer_pattern.partition("/")[2].partition("/")[0]
-        kind = tuple(name for symbol in symbols for name in _OF_SYMBOL.get(symbol, ()))
+        kind = run.hybrid_layer_pattern.partition("/")[2].partition("/")[0]
         why = "Megatron captures no MTP layer of a hybrid model"
     count = args.mtp_num_layers or 0
     if prediction_is_repeated(run):
@@ -163,10 +155,11 @@ def _predictions(shape: Shape, kind: tuple[str, ...]) -> Iterator[Layer]:
         yield replace(layer, parts=(*layer.parts, joined))
 
 
-def _layer(shape: Shape, name: str, kind: Sequence[str], active: Sequence[str]) -> Layer:
+def _layer(shape: Shape, name: str, kind: str, active: Sequence[str]) -> Layer:
     """The layer with what its graph holds by its ``active`` scopes, and why not the rest."""
     run = shape.run
-    parts = tuple(part for made in kind for part in _MAKERS[made](shape))
+    made = [_KINDS.get(symbol, _KINDS["*"]) for symbol in kind]
+    parts = tuple(part for _, make in made for part in make(shape))
     scopes = set(active) if run.wants_graphs else set()
     inside = {"moe_router", "moe_preprocess"} if "moe" in scopes else set()
     whole = WHOLE_LAYER in scopes
@@ -174,7 +167,7 @@ def _layer(shape: Shape, name: str, kind: Sequence[str], active: Sequence[str]) 
     eager = tuple((part.name, _reason(part, run)) for part in parts if part not in captured)
     exist = {part.scope for part in parts}
     used = tuple(scope for scope in active if captured and (whole or scope in exist))
-    return Layer(name, " + ".join(kind), parts, used, captured, eager)
+    return Layer(name, " + ".join(called for called, _ in made), parts, used, captured, eager)
 
 
 def _reason(part: Part, run: RunArguments) -> str:
@@ -263,11 +256,11 @@ def _moe(shape: Shape) -> Iterator[Part]:
     yield Part("experts", "moe", whole=latent, experts=experts, saved=saved)
 
 
-_MAKERS = {
-    "attention": _attention,
-    "latent attention": _latent_attention,
-    "Mamba mixer": _mamba,
-    "MLP": _mlp,
-    "MoE": _moe,
+_KINDS = {
+    "*": ("attention", _attention),
+    "+": ("latent attention", _latent_attention),
+    "M": ("Mamba mixer", _mamba),
+    "-": ("MLP", _mlp),
+    "E": ("MoE", _moe),
 }
-"""What makes the parts of a layer, by kind."""
+"""By Megatron's symbol in a hybrid pattern: what it is called, and what makes its parts."""

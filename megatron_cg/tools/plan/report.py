@@ -103,8 +103,8 @@ def _words(tried: Tried) -> str:
     return " ".join(flags) or "whole layers"
 
 
-def similar_runs(best: Tried, count: int = 2) -> list[str]:
-    """A sentence for each of the ``count`` measured runs that are nearest.
+def similar_runs(best: Tried) -> list[str]:
+    """A sentence for each of the two measured runs that are nearest.
 
     Graphs remove the host's time to launch kernels, which hardly depends on sizes; the GPU's work
     does. So runs are compared by the work of one layer: tokens of a microbatch on one GPU, times
@@ -133,7 +133,7 @@ def similar_runs(best: Tried, count: int = 2) -> list[str]:
         f"{row['shape']}, {row['gpus']}, {row['captured']}: {row['eager_ms']:,} ms eagerly"
         f"{_busy(row, 'eager')}, {row['graphs_ms']:,} with graphs{_busy(row, 'graphs')}. A layer "
         f"here has {work / row['work_per_layer']:.2g} times its work ({row['results']})"
-        for row in rows[:count]
+        for row in rows[:2]
     ]
 
 
