@@ -45,16 +45,10 @@ def test_the_runs_differ_in_the_graph_flags_alone() -> None:
     )
     rest = [word.replace("/graphs", "/eager") for word in graphed[start + len(flags) :]]
     assert eager == [*graphed[:start], "--cuda-graph-impl", "none", *rest]
-
-
-def test_both_run_under_the_launcher_and_record_in_the_same_type() -> None:
-    for graphs in (False, True):
-        line = words(graphs)
-        launcher = line.index("megatron_cg")
-        assert line[launcher - 1 : launcher + 2] == ["-m", "megatron_cg", "train.py"]
-        assert value("--cg-record", line) == "/r" and value("--nproc-per-node", line) == "2"
-        assert {"--te-rng-tracker", "--deterministic-mode", "--use-megatron-fsdp"} <= set(line)
-        assert "--bf16" in line and "--bf16" not in words(graphs, replace(PLAN, bf16=False))
+    assert value("--cg-record", eager) == "/r" and value("--nproc-per-node", eager) == "2"
+    assert "--bf16" in eager and "--bf16" not in words(False, replace(PLAN, bf16=False))
+    # No scope is the whole layer.
+    assert "--cuda-graph-modules" not in words(True, replace(PLAN, scopes=()))
 
 
 def test_extra_flags_come_last_so_that_they_win() -> None:
@@ -72,11 +66,6 @@ def test_flags_about_graphs_are_for_the_graph_run_alone() -> None:
         "--cg-verify-interval 1 --cg-layers attn:0-1 mlp:2 --cg-no-fsdp-fast-path "
         "--cg-on-mismatch=error"
     )
-
-
-def test_no_scope_is_the_whole_layer() -> None:
-    line = words(True, Plan(Path("train.py"), 2, (), 12, scopes=()))
-    assert "--cuda-graph-modules" not in line and "--cuda-graph-impl" in line
 
 
 def test_the_environment_is_deterministic_and_finds_the_package() -> None:
