@@ -15,18 +15,16 @@ _DENSE = (
     "fused --group-query-attention --num-query-groups 8 --kv-channels 128 "
 )
 _TRAINED = (
-    "--train-samples 1953125 --lr-decay-samples 1949218 --lr-warmup-samples 3906 --lr 0.00015 "
-    "--min-lr 0.00001 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --bf16 "
-    "--manual-gc --save ckpt --save-interval 1000 --load ckpt --use-distributed-optimizer "
-    "--overlap-grad-reduce --overlap-param-gather "
+    "--train-samples 1953125 --lr 0.00015 --bf16 --save ckpt --save-interval 1000 --load ckpt "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
 )
 _MOCK = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --split '99,1,0' "
-    "--no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 "
+    "--no-create-attention-mask-in-dataloader "
 )
 _DATA = (
-    "--data-path /data/text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-    "some/model --split 99,1,0 --no-mmap-bin-files --num-workers 6 --data-cache-path cache "
+    "--data-path /data/text_document --tokenizer-type HuggingFaceTokenizer "
+    "--tokenizer-model some/model --split 99,1,0 "
 )
 _FSDP = (
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "

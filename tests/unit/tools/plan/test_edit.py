@@ -33,7 +33,6 @@ def test_every_preset_can_be_made_to_run(name: str, plan: Plan) -> None:
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MENDED = [
     ("--optimizer-cuda-graph", "", "--optimizer-cuda-graph"),
-    ("--cpu-offloading-num-layers 1", "", "--cpu-offloading-num-layers"),
     ("--cuda-graph-impl local --use-megatron-fsdp", "--cuda-graph-impl transformer_engine", ""),
     ("--external-cuda-graph --cuda-graph-scope attn", "--cuda-graph-modules attn", "--external"),
     ("--my-flag 1", "--my-flag 1", ""),
@@ -64,7 +63,6 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
         ("--moe-token-dispatcher-type flex", "attn moe_router"),
         ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "attn"),
         ("--cuda-graph-modules attn moe_router moe_preprocess", "attn moe_router moe_preprocess"),
-        ("--cuda-graph-modules attn moe moe_router", "attn moe"),
         ("--cuda-graph-modules moe", "moe"),
         ("--cuda-graph-modules moe --cg-grouped-gemm torch --cg-moe-exchange peer", "attn moe"),
         ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", "attn moe"),
