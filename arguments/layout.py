@@ -25,7 +25,7 @@ _HYBRID = {
 
 
 def decoder_symbols(pattern: str) -> str:
-    """The decoder's letters of a hybrid pattern, without pipeline bars and prediction layers."""
+    """The decoder's letters of a hybrid pattern, without pipeline bars and MTP layers."""
     return pattern.split("/", maxsplit=1)[0].replace("|", "")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
-from megatron_cg.arguments.schema import NATIVE, prediction_is_repeated
+from megatron_cg.arguments.schema import NATIVE, mtp_is_repeated
 
 _RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
 
@@ -58,7 +58,7 @@ _FUSION = (
         "their bits would differ",
     ),
     _fusion(
-        lambda c: prediction_is_repeated(c.run),
+        lambda c: mtp_is_repeated(c.run),
         "--mtp-use-repeated-layer and --mtp-num-layers {run.mtp_num_layers}",
         "each use of such a weight overwrites the gradient of the one before it, without graphs "
         "as well",

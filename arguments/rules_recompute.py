@@ -8,7 +8,7 @@ recomputes itself inside its graph (``integrations/megatron/full_recompute.py``)
 from __future__ import annotations
 
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
-from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated, recomputes_layers
+from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated, recomputes_layers
 
 _PARTS = ("attn", "mlp", "moe", "mamba")
 """The scopes that together are a layer."""
@@ -27,7 +27,7 @@ def _partial_layers(given: Configuration) -> list[Facts]:
     """The first layer of which a graph holds a part, not the whole; 0 if that is not known.
 
     The checkpoint of a whole layer is inside its graph, so the graph holds the whole layer. A layer
-    of multi-token prediction is like the last one, and has all scopes of the run.
+    of MTP is like the last one, and has all scopes of the run.
     """
     run = given.run
     if not recomputes_layers(run):
@@ -94,7 +94,7 @@ _FULL = (
         lambda c: (
             recomputes_layers(c.run)
             and c.run.recompute_method == "uniform"
-            and prediction_is_repeated(c.run)
+            and mtp_is_repeated(c.run)
         ),
         "--recompute-granularity full --recompute-method uniform with --mtp-use-repeated-layer and "
         "--mtp-num-layers {run.mtp_num_layers}",

@@ -62,7 +62,7 @@ class GraphArguments:
         "Capture a scope on some layers only: SCOPE:RANGES, where RANGES are layer indices from "
         "0 of the decoder, such as attn:0-23 moe_router:4- mlp:0-3,8. SCOPE is a name from "
         "--cuda-graph-modules, or 'layer' where that is empty. A scope that is not named here is "
-        "captured on all layers. Multi-token-prediction layers are not counted and not affected.",
+        "captured on all layers. MTP layers are not counted and not affected.",
         nargs="+",
         metavar="SCOPE:RANGES",
     )
@@ -208,7 +208,7 @@ class RunArguments:
     delay_wgrad_compute: bool = _setting(False, "weight gradients after the layer's backward")
     overlap_dispatch_backward_with_experts_wgrad: bool = _setting(False, "the same for experts")
     mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
-    mtp_use_repeated_layer: bool = _setting(False, "one prediction layer is run at every depth")
+    mtp_use_repeated_layer: bool = _setting(False, "one MTP layer is run at every depth")
     moe_routing_trace_path: str | None = _setting(None, "where choices of routers are written")
     sft: bool = _setting(False, "fine-tuning, on packed sequences")
     rl_use_sequence_packing: bool = _setting(False, "reinforcement learning on packed sequences")
@@ -273,7 +273,7 @@ def recomputes_layers(settings: Any) -> bool:
     return bool(settings.recompute_granularity == "full")
 
 
-def prediction_is_repeated(settings: Any) -> bool:
+def mtp_is_repeated(settings: Any) -> bool:
     """Whether one layer predicts all further tokens, so that it runs several times in a pass.
 
     It has no graph: that would keep the activations of one run alone; see Note [Order of replays]

@@ -19,7 +19,7 @@ Note [Which layers]
     nothing, and each layer is a chunk of its own. ``block`` recomputes the first
     ``recompute_num_layers`` layers.
 
-    A layer of multi-token prediction is recomputed by ``uniform`` alone. Megatron also recomputes
+    An MTP layer is recomputed by ``uniform`` alone. Megatron also recomputes
     the projection before it, which no graph holds; here that keeps its activations. One that is
     repeated is refused (``arguments/rules_recompute.py``).
 
@@ -56,14 +56,14 @@ _CHECKPOINTS = Symbol(
     "where Megatron puts the checkpoints of full recompute",
     fingerprints=("b74d031a67fcc88b",),
 )
-_PREDICTION = Symbol(
+_MTP = Symbol(
     "megatron-core",
     "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
     "._checkpointed_forward",
     "where Megatron puts the checkpoint of a layer of multi-token prediction",
     fingerprints=("d9391af079bd5b25",),
 )
-RELIES_ON = (_CHECKPOINTS, _PREDICTION)
+RELIES_ON = (_CHECKPOINTS, _MTP)
 _LOST = Violation(
     "full-recompute-lost-gradients",
     "--recompute-granularity full, and a layer whose input needs no gradient",

@@ -9,7 +9,7 @@ from megatron.core.transformer import cuda_graphs
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
+from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated
 from megatron_cg.upstream.megatron import LayerConfig
 from megatron_cg.upstream.patch import Undo, all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -59,7 +59,7 @@ class LayerScopes:
 
     def _keep_captured(self, helper: Any) -> None:
         """Without pipeline parallelism Megatron's helper has one list of layers."""
-        repeated = prediction_is_repeated(self._config)
+        repeated = mtp_is_repeated(self._config)
         pairs = [
             (layer, is_mtp)
             for layer, is_mtp in zip(

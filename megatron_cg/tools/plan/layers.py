@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megatron_cg.arguments import RunArguments
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.layout import available_scopes, decoder_symbols
-from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
+from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated
 from megatron_cg.tools.plan.settings import Settings
 
 _SLOT_ROWS = 128
@@ -134,17 +134,17 @@ def layers_of(settings: Settings) -> tuple[Layer, ...]:
     for number, kind in enumerate(kinds):
         scopes = selection.scopes(number, len(kinds), run.cuda_graph_modules)
         decoder.append(_layer(shape, f"{number}", kind, scopes))
-    return (*decoder, *_predictions(shape, kinds[-1]))
+    return (*decoder, *_mtp_layers(shape, kinds[-1]))
 
 
-def _predictions(shape: Shape, kind: str) -> Iterator[Layer]:
+def _mtp_layers(shape: Shape, kind: str) -> Iterator[Layer]:
     """Layers of multi-token prediction: a projection, and a layer like the decoder's last."""
     args, run, why = shape.args, shape.run, ""
     if run.hybrid_layer_pattern is not None:
         kind = run.hybrid_layer_pattern.partition("/")[2].partition("/")[0]
         why = "Megatron captures no MTP layer of a hybrid model"
     count = args.mtp_num_layers or 0
-    if prediction_is_repeated(run):
+    if mtp_is_repeated(run):
         why, count = f"it runs {count} times before its first backward pass", 1
     joined = Part("projection", None, split=2 * args.hidden_size**2, saved=3 * shape.hidden)
     for number in range(count):
