@@ -234,7 +234,8 @@ class GuardedCapture:
     ) -> tuple[GuardedGraph, ...]:
         in_flight, made = InFlight(), list[GuardedGraph]()
         for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
-            inputs = Inputs(args[index], kwargs[index], borrowed, unit.inputs)
+            asks = self._observers[index].asks_for_gradients
+            inputs = Inputs(args[index], kwargs[index], borrowed, unit.inputs, same_gradients=asks)
             device_type = args[index][0].device.type
             replay = self._backend.replay_function(graph)
             made.append(

@@ -120,6 +120,11 @@ class Observer:
         if self._state is not None:
             self._refuse_global_hooks()
 
+    @property
+    def asks_for_gradients(self) -> bool:
+        """Whether code of strange modules may do something else for an input without gradient."""
+        return self._state is not None and self._state.asks_for_gradients
+
     def key_sets(self) -> list[KeySet]:
         """What strange modules may not get later; known code reads nothing that somebody adds."""
         if self._state is None:

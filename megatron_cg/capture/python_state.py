@@ -92,6 +92,8 @@ class PythonState:
         """Those in code of no library, which may ask whether there is such an attribute."""
         self._any_name = False
         """Whether code may read attributes by names that it computes."""
+        self.asks_for_gradients = False
+        """Whether code asks for ``requires_grad``, as torch's reentrant checkpoint does."""
         self._functions: list[Callable[..., Any]] = []
         self._codes: dict[int, CodeType] = {}
         self._globals: dict[tuple[int, str], tuple[Any, str, str]] = {}
@@ -262,7 +264,11 @@ class PythonState:
         """Note what code may read that has these globals."""
         self._codes[id(code)] = code
         self.names.update(code.co_names, _texts(code.co_consts))
-        package = str(names.get("__name__")).partition(".")[0]
+        module = str(names.get("__name__"))
+        package = module.partition(".")[0]
+        # torch.autograd itself asks at the begin of each backward pass.
+        own = package == "megatron_cg" or module == "torch.autograd"
+        self.asks_for_gradients |= not own and "requires_grad" in code.co_names
         if package in _LIBRARIES:
             return
         self.own_names.update(code.co_names, _texts(code.co_consts))

@@ -33,7 +33,7 @@ _CAUSE = {
     "dtype": "The precision of this input has changed",
     "stride": "The strides of the input have changed, for example by a transpose or expand",
     "device": "The input is on another device",
-    "requires_grad": "At capture this input needed no gradient, so the graph computes none for it",
+    "requires_grad": "The graph computes gradients for the inputs that needed one at capture",
 }
 
 
@@ -51,6 +51,7 @@ class Inputs:
 
     They are taken from the samples, as they are after capture. ``borrowed`` are those that are the
     model's own tensors; see ``static_inputs.py``. ``names`` are those of positional samples.
+    ``same_gradients`` says that all inputs that needed a gradient at capture must need one.
     """
 
     def __init__(
@@ -59,7 +60,10 @@ class Inputs:
         kwargs: Mapping[str, torch.Tensor],
         borrowed: Sequence[torch.Tensor] = (),
         names: Sequence[str] = ("hidden_states",),
+        *,
+        same_gradients: bool = False,
     ) -> None:
+        self._same_gradients = same_gradients
         labels = [*names, *(f"number {index}" for index in range(len(names), len(args)))]
         own = {id(tensor) for tensor in borrowed}
         storages = [tensor.untyped_storage() for tensor in (*args, *kwargs.values())]
@@ -97,7 +101,7 @@ class Inputs:
                 tensor.device,
                 tensor.requires_grad,
             ):
-                mismatch = _other_kind(tensor, spec)
+                mismatch = self._other_kind(tensor, spec)
                 if mismatch is not None:
                     return mismatch
         for number, address in self._borrowed:
@@ -110,6 +114,21 @@ class Inputs:
                     "It was one tensor in all steps before capture, so the graph reads it in "
                     "place. Copying another tensor there would overwrite the model's own.",
                 )
+        return None
+
+    def _other_kind(self, tensor: Any, spec: _Spec) -> Mismatch | None:
+        if not isinstance(tensor, torch.Tensor):
+            subject, cause = f"argument {spec.name}", "A graph takes only tensors."
+            return Mismatch("structure", subject, "a tensor", described(tensor), cause)
+        for name, before, now in zip(FIELDS, spec.fields, _fields(tensor), strict=True):
+            if before != now:
+                return _field(name, spec, before, now)
+        # An input that needs no gradient any more gets one that nobody reads. But code may look at
+        # that: torch's reentrant checkpoint then computes no gradients of weights either.
+        if tensor.requires_grad > spec.requires_grad or (
+            self._same_gradients and tensor.requires_grad != spec.requires_grad
+        ):
+            return _field("requires_grad", spec, spec.requires_grad, tensor.requires_grad)
         return None
 
     def are_returned(self, outputs: Iterable[Any]) -> bool:
@@ -181,19 +200,6 @@ def described(value: Any) -> str:
 
 def _fields(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
-
-
-def _other_kind(tensor: Any, spec: _Spec) -> Mismatch | None:
-    if not isinstance(tensor, torch.Tensor):
-        subject, cause = f"argument {spec.name}", "A graph takes only tensors."
-        return Mismatch("structure", subject, "a tensor", described(tensor), cause)
-    for name, before, now in zip(FIELDS, spec.fields, _fields(tensor), strict=True):
-        if before != now:
-            return _field(name, spec, before, now)
-    # The opposite case is correct; it only computes a gradient that nobody reads.
-    if tensor.requires_grad and not spec.requires_grad:
-        return _field("requires_grad", spec, False, True)
-    return None
 
 
 def _field(clause: str, spec: _Spec, expected: Any, actual: Any) -> Mismatch:

@@ -126,6 +126,7 @@ def alone() -> Iterator[Program]:
         yield Program(1, sharding=option, micro=2)
     yield Program(1, between="skip")
     yield Program(1, embed=False, input_grad=True)
+    yield Program(1, (("reentrant checkpoint",),), ((5, "detached inputs", 0),))
     yield Program(1, around="not")
 
 
