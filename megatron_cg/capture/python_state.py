@@ -266,7 +266,7 @@ class PythonState:
         self.names.update(code.co_names, _texts(code.co_consts))
         module = str(names.get("__name__"))
         package = module.partition(".")[0]
-        # torch.autograd itself asks at the begin of each backward pass.
+        # torch.autograd itself asks at the start of each backward pass.
         own = package == "megatron_cg" or module == "torch.autograd"
         self.asks_for_gradients |= not own and "requires_grad" in code.co_names
         if package in _LIBRARIES:
