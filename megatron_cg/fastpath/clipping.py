@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.fastpath.local_tensors import APPLIER, Launch, Shorter, are_plain
-from megatron_cg.fastpath.part import NotApplicableError
+from megatron_cg.fastpath.part import NotApplicableError, part_symbol
 from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over
-from megatron_cg.upstream.symbols import Symbol
 
 _MODULE = "megatron.core.optimizer.optimizer"
 _KERNELS = "megatron.core.optimizer.clip_grads"
@@ -46,11 +45,7 @@ _METHODS = {
 """The methods of an optimizer that clip, with the fingerprint of each."""
 
 
-def _megatron(path: str, expected: str, *has: str, body: str = "") -> Symbol:
-    bodies = (body,) if body else ()
-    return Symbol("megatron-core", path, expected, attributes=has, fingerprints=bodies)
-
-
+_megatron = partial(part_symbol, "megatron-core")
 _OPTIMIZER = _megatron(
     f"{_MODULE}:MegatronOptimizer",
     "the optimizer",

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, compress
 from operator import is_
 from typing import Any
@@ -34,9 +35,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from megatron_cg.fastpath.part import NotApplicableError
+from megatron_cg.fastpath.part import NotApplicableError, part_symbol
 from megatron_cg.upstream.patch import put_over, undone_after
-from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,7 @@ APPLIER, _PLAIN = "multi_tensor_applier", {torch.Tensor, nn.Parameter}
 _MODULE = "transformer_engine.pytorch.optimizers.fused_adam"
 
 
-def _engine(path: str, expected: str, *has: str, body: str = "") -> Symbol:
-    bodies = (body,) if body else ()
-    return Symbol("transformer-engine", path, expected, attributes=has, fingerprints=bodies)
-
-
+_engine = partial(part_symbol, "transformer-engine")
 _ADAM = _engine(
     f"{_MODULE}:FusedAdam",
     "the optimizer",

@@ -267,6 +267,20 @@ class VotingTrainer(Trainer):
         return session
 
 
+def record_steps(plan: TrainingPlan, trainer: VotingTrainer, recorder: Recorder) -> None:
+    """Train the steps of ``plan``, and record their numbers and the counts of graphs."""
+    for number in range(plan.steps):
+        if plan.graphs and number == plan.warmup_steps:
+            trainer.start()
+        start = time.perf_counter()
+        loss, norm = trainer.step()
+        losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
+        recorder.add_step(losses, norm, False, start)
+    if plan.graphs:
+        recorder.note("graphs", trainer.controller.counters.as_dict())
+        recorder.note("agreement", trainer.agreement.time.as_dict())
+
+
 def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -> None:
     """Run ``plan`` in this process and write its record to ``directory/rank<N>.jsonl``.
 
@@ -284,16 +298,7 @@ def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -
             relaxed.callback(use_device_counts())
         trainer = VotingTrainer(plan, backend=backend)
         with recording(recorder), closing(trainer):
-            for number in range(plan.steps):
-                if plan.graphs and number == plan.warmup_steps:
-                    trainer.start()
-                start = time.perf_counter()
-                loss, norm = trainer.step()
-                losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
-                recorder.add_step(losses, norm, False, start)
-            if plan.graphs:
-                recorder.note("graphs", trainer.controller.counters.as_dict())
-                recorder.note("agreement", trainer.agreement.time.as_dict())
+            record_steps(plan, trainer, recorder)
             recorder.finish([trainer.model])
     except BaseException as error:
         recorder.fail(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -39,17 +38,9 @@ def tape_pair(one_rank: None, tmp_path: Path) -> Path:
 
 
 def train_recorded(plan: TrainingPlan, directory: Path) -> None:
-    from megatron_cg.tools.cpu.train import VotingTrainer
+    from megatron_cg.tools.cpu.train import VotingTrainer, record_steps
 
     recorder = Recorder(directory)
     with recording(recorder), closing(VotingTrainer(plan)) as trainer:
-        for number in range(plan.steps):
-            if plan.graphs and number == plan.warmup_steps:
-                trainer.start()
-            start = time.perf_counter()
-            loss, norm = trainer.step()
-            losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
-            recorder.add_step(losses, norm, False, start)
-        if plan.graphs:
-            recorder.note("graphs", trainer.controller.counters.as_dict())
+        record_steps(plan, trainer, recorder)
         recorder.finish([trainer.model])
