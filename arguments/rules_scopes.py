@@ -30,7 +30,6 @@ _PART = {
 _PACKS = (
     "packed sequences (--sft, --rl-use-sequence-packing or --dataloader-inter-document-masking)"
 )
-_BEHIND_ATTENTION = "type --cuda-graph-modules mlp, or other scopes behind attention"
 
 
 def _has_scope(given: Configuration, *scopes: str) -> bool:
@@ -100,15 +99,6 @@ def _layer_selection(given: Configuration) -> list[Facts]:
         {**asdict(violation), "found": violation.found.removeprefix("--cg-layers ")}
         for violation in (*broken, *unfit)
     ]
-
-
-def _packs_and_captures_mamba(given: Configuration) -> bool:
-    whole = given.run.is_whole_layer and given.run.hybrid_layer_pattern is not None
-    return given.run.packs_sequences and (whole or _has_scope(given, "mamba"))
-
-
-def _bounds_packs_of_attention(given: Configuration) -> bool:
-    return given.graph.cg_pack_sequences is not None and given.run.captures("attn")
 
 
 SCOPE_RULES = (
@@ -225,24 +215,14 @@ _OPTIONS = (
 
 _PACKED_SEQUENCES = (
     Rule(
-        "pack-sequences-least",
-        lambda c: c.graph.cg_pack_sequences is not None and c.graph.cg_pack_sequences < 1,
-        "--cg-pack-sequences {graph.cg_pack_sequences}",
-        "it is the most sequences that a pack has",
-        "type --cg-pack-sequences 64, or as many as your packs have",
-        without_graphs=True,
-    ),
-    Rule(
         "packed-sequences",
-        lambda c: (
-            c.graph.cg_pack_sequences is None and c.run.packs_sequences and c.run.captures("attn")
-        ),
-        f"{_PACKS} with captured attention",
+        lambda c: c.run.packs_sequences and (c.run.captures("attn") or c.run.captures("mamba")),
+        f"{_PACKS} with captured attention or Mamba mixers",
         "a pack's boundaries reach the layer in a PackedSeqParams, and Megatron's graphs take only "
         "tensors (cu_seqlens differs from step to step in length and values, max_seqlen is a "
         "number)",
-        "add --cg-pack-sequences N, where N is the most sequences of a pack; or leave attn out of "
-        "--cuda-graph-modules",
+        "leave attn and mamba out of --cuda-graph-modules: name scopes behind attention, such as "
+        "mlp or moe_router",
     ),
     Rule(
         "packed-microbatches",
@@ -251,31 +231,6 @@ _PACKED_SEQUENCES = (
         "Megatron joins the samples of a microbatch into one, and its graphs have the shape of "
         "separate samples: none would be replayed",
         "type --micro-batch-size 1, and a longer --seq-length for as many tokens",
-    ),
-    Rule(
-        "packed-mamba",
-        _packs_and_captures_mamba,
-        f"{_PACKS} with captured Mamba mixers",
-        "a mixer reads from PackedSeqParams which sequence each token belongs to, and Megatron's "
-        "graphs take no such object",
-        _BEHIND_ATTENTION,
-    ),
-    Rule(
-        "pack-sequences-hybrid",
-        lambda c: _bounds_packs_of_attention(c) and c.run.hybrid_layer_pattern is not None,
-        "--cg-pack-sequences with captured attention of a hybrid model",
-        "the flag acts in GPTModel. HybridModel passes packs on as they are, with an index of "
-        "tokens for its Mamba mixers",
-        _BEHIND_ATTENTION,
-    ),
-    Rule(
-        "pack-sequences-context-parallel",
-        lambda c: _bounds_packs_of_attention(c) and c.run.context_parallel_size > 1,
-        "--cg-pack-sequences with --context-parallel-size {run.context_parallel_size}",
-        "each rank then has two parts of every sequence, and the positions in them are not "
-        "computed on the device",
-        "type --context-parallel-size 1, or drop --cg-pack-sequences and leave attn out of "
-        "--cuda-graph-modules",
     ),
 )
 

@@ -123,15 +123,6 @@ class GraphArguments:
         "expert-parallel ranks must be on one host.",
         choices=("nccl", "peer"),
     )
-    cg_pack_sequences: int | None = _flag(
-        None,
-        "Graphs of attention take packs of up to N sequences. All packs then have N + 1 "
-        "boundaries, in eager passes too, so give the flag to the eager run with which a run with "
-        "graphs is compared. Attention of a pack with more sequences runs eagerly; if graphs hold "
-        "collectives, such a pack on one rank alone ends the run.",
-        type=int,
-        metavar="N",
-    )
     cg_record: str | None = _flag(
         None,
         "Write each step's loss and gradient norm, and at the end the digest of every parameter "
@@ -214,7 +205,6 @@ class RunArguments:
     rl_use_sequence_packing: bool = _setting(False, "reinforcement learning on packed sequences")
     dataloader_inter_document_masking: bool = _setting(False, "each document is a pack's sequence")
     micro_batch_size: int | None = _setting(None, "samples of a microbatch")
-    context_parallel_size: int = _setting(1, "ranks that share each sequence")
     te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")
 
     @property

@@ -15,7 +15,7 @@ from megatron_cg.arguments.rule import Configuration, Facts, Rule
 from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments, flag_of
 from megatron_cg.errors import Violation
 
-ANY_RUN = ("cg_record", "cg_report", "cg_grouped_gemm", "cg_pack_sequences")
+ANY_RUN = ("cg_record", "cg_report", "cg_grouped_gemm")
 """Fields of GraphArguments that are useful without graphs."""
 
 
@@ -56,7 +56,7 @@ def violations(
     """Every broken rule, in the order of :data:`RULES`; empty when the run can be graphed.
 
     In a run without layerwise graphs under Megatron-FSDP only the rules ``without_graphs`` apply:
-    flags of ours that would have no effect, the grouped GEMM, and the form of packs.
+    flags of ours that would have no effect, and the grouped GEMM.
     """
     given = Configuration(run, graph, environment)
     return tuple(

@@ -61,7 +61,6 @@ def enable(
     moe_rows: float | None = None,
     moe_exchange: Exchange = "nccl",
     full_recompute: bool = False,
-    pack_sequences: int | None = None,
 ) -> None:
     """Make partial CUDA graphs work under Megatron-FSDP; see ``megatron.patches.enable``."""
     from megatron_cg.integrations.megatron.patches import enable as enable_patches
@@ -71,7 +70,6 @@ def enable(
         moe_rows=moe_rows,
         moe_exchange=moe_exchange,
         full_recompute=full_recompute,
-        pack_sequences=pack_sequences,
     )
 
 

@@ -13,7 +13,7 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.functional.tampering import captures, environment, life, packs, replay, routings
+from tests.functional.tampering import captures, environment, life, replay, routings
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 VARIABLES = ("MEGATRON_CG_MUTATE", "MEGATRON_CG_SCENARIO")
@@ -41,7 +41,6 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "collect": lambda _: environment.collect_garbage_in_capture(),
     "fault": replay.fault,
     "route": routings.route,
-    "pack": lambda _: packs.pack(),
     "earlier-error": lambda _: environment.fail_earlier(),
 }
 

@@ -36,7 +36,6 @@ LONGEST = (
     "backends/tape/test_training.py",
     "runs/test_moved_buffers.py",
     "compiled/test_refused_layers.py",
-    "runs/test_packed_sequences.py",
     "examples/test_standalone_transformer.py",
     "compiled/test_together.py",
 )

@@ -28,7 +28,6 @@ from megatron_cg.consensus.exchange import Agreement, AgreementTime
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
-from megatron_cg.integrations.megatron.packs import packs_as_inputs
 from megatron_cg.integrations.megatron.repeat import repeat_if_bounded
 from megatron_cg.integrations.megatron.scopes import LayerScopes
 from megatron_cg.integrations.megatron.steps import Source, Steps
@@ -248,7 +247,6 @@ class FsdpHelper:
     def _changes(self) -> Iterator[Undo]:
         """Changes of the layers that last as long as the graphs."""
         yield without_unused_masks(self._layers, self._inputs)
-        yield packs_as_inputs(self._layers, self._inputs)
         yield shared_experts_resume(self._layers)
         yield weight_gradients_returned(self.helper.model[0], self._layers)
         yield recompute_in_layers(self.helper.model[0], self._inputs)

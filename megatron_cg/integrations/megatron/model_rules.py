@@ -10,7 +10,6 @@ from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
-from megatron_cg.integrations.megatron.packs import most_sequences
 from megatron_cg.moe.install import bound_of, counts_on_device, peer_memory_of
 
 
@@ -47,7 +46,6 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
         rows = bound.factor if bound is not None else None
         exchange: Any = "nccl" if peer_memory_of(fsdp) is None else "peer"
         given = replace(given, cg_grouped_gemm="torch", cg_moe_rows=rows, cg_moe_exchange=exchange)
-    given = replace(given, cg_pack_sequences=most_sequences())
     broken = violations(run, given, Environment.read(backend))
     if broken:
         raise ConfigurationError(broken)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm, at_least, one_of, refuse
+from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm, one_of, refuse
 from megatron_cg.integrations.megatron.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -80,7 +80,6 @@ def enable(
     moe_rows: float | None = None,
     moe_exchange: Exchange = "nccl",
     full_recompute: bool = False,
-    pack_sequences: int | None = None,
 ) -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
@@ -99,7 +98,6 @@ def enable(
         moe_exchange: as ``--cg-moe-exchange``, for such loops.
         full_recompute: for such loops too: whether configs that are made from now on may have
             ``recompute_granularity="full"`` beside graphs, which Megatron refuses.
-        pack_sequences: as ``--cg-pack-sequences``, for such loops.
 
     Raises:
         ArgumentError: an argument has a wrong value.
@@ -108,14 +106,12 @@ def enable(
     global _active
     broken = list(one_of("grouped_gemm", grouped_gemm, get_args(GroupedGemm)))
     broken += one_of("moe_exchange", moe_exchange, get_args(Exchange))
-    broken += () if pack_sequences is None else at_least("pack_sequences", pack_sequences, 1)
     refuse(broken or list(_wrong_for_gemm(moe_rows, moe_exchange, grouped_gemm)))
     with ExitStack() as undo:
         given = GraphArguments(
             cg_grouped_gemm=grouped_gemm,
             cg_moe_rows=moe_rows,
             cg_moe_exchange=moe_exchange,
-            cg_pack_sequences=pack_sequences,
         )
         undo.callback(_build_models_for(given, full_recompute=full_recompute))
         if _active is not None:
@@ -194,7 +190,6 @@ def _wrong_for_gemm(rows: object, exchange: Exchange, grouped_gemm: str) -> Iter
 def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     """Let models that are built from now on compute as these settings say; returns the undo."""
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-    from megatron_cg.integrations.megatron.packs import fix_packs
     from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.moe.install import bound_rows, exchange_by_peers, use_device_counts
     from megatron_cg.moe.row_bound import RowBound
@@ -209,8 +204,6 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
                 yield repeat_steps()
         if full_recompute:
             yield allow_full_recompute()
-        if given.cg_pack_sequences is not None:
-            yield fix_packs(given.cg_pack_sequences)
 
     return all_of(changes())
 

@@ -77,10 +77,8 @@ RELIES_ON = (
     ),
 )
 
-PACK = "packed_seq_params"
+_PACK = "packed_seq_params"
 """The keyword by which a layer gets the boundaries of packed sequences, in an object."""
-BOUNDARIES = "cu_seqlens"
-"""The keyword of a graph that has them as an input; see ``integrations/megatron/packs.py``."""
 HIDDEN = "hidden_states"
 _NOTED = ("hidden_shape", "hidden_shape_before_permute", "num_out_tokens", "capacity")
 
@@ -159,7 +157,6 @@ def attach_replay(
         if not direct:
             missed = _not_passed_on(args, kwargs)
             return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
-        kwargs = _pack_as_tensor(kwargs)
         return _no_tensor(args, kwargs) or partial(replay, args, kwargs)
 
     def replay(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -186,14 +183,6 @@ def _noted_in(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return attributes, {k: v for k, v in values.items() if isinstance(v, int | tuple)}
 
 
-def _pack_as_tensor(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A pack's boundaries instead of the pack, if it has the form of all packs."""
-    boundaries = getattr(kwargs.get(PACK), "boundaries", None)
-    if boundaries is None:
-        return kwargs
-    return {**kwargs, PACK: None, BOUNDARIES: boundaries}
-
-
 def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
     """Find an argument that is not a tensor. At capture each was a tensor or was not given.
 
@@ -207,9 +196,8 @@ def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | Non
                 f"argument {name}",
                 "not given",
                 described(value),
-                "A graph takes only tensors. Inference contexts run eagerly, and so do packed "
-                "sequences without --cg-pack-sequences N, or a pack of more than N sequences or "
-                "with padding between them.",
+                "A graph takes only tensors, so the pass runs eagerly. If each step has packed "
+                "sequences, leave attn out of --cuda-graph-modules.",
             )
     return None
 
@@ -221,11 +209,11 @@ def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch |
     output alone. The router would count padding, and balance the samples of a pack as one.
     """
     hidden = args[0] if args else kwargs.get(HIDDEN)
-    sample = getattr(kwargs.get(PACK), "tokens_per_sample", None)
+    sample = getattr(kwargs.get(_PACK), "tokens_per_sample", None)
     samples = hidden.shape[0] // sample if sample and hidden is not None else 1
     for name, value in (
         ("argument padding_mask", kwargs.get("padding_mask")),
-        (f"{PACK}.tokens_per_sample", sample if samples > 1 else None),
+        (f"{_PACK}.tokens_per_sample", sample if samples > 1 else None),
     ):
         if value is not None:
             return Mismatch(

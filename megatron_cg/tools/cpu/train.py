@@ -25,7 +25,6 @@ from megatron_cg.integrations.megatron.full_recompute import (
     recompute_in_layers,
 )
 from megatron_cg.integrations.megatron.masks import ObservedInputs
-from megatron_cg.integrations.megatron.packs import packs_as_inputs
 from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.moe.install import use_device_counts
@@ -185,7 +184,6 @@ class Trainer:
             **options,
         )
         with ExitStack() as lasting:
-            lasting.callback(packs_as_inputs(layers, self._static_inputs))
             args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
             lasting.callback(shared_experts_resume(layers))
             lasting.callback(weight_gradients_returned(self.model, layers))

@@ -275,28 +275,8 @@ NUMERICS = (
     case("packed-sequences", _ATTENTION_AND_ROUTER, rl_use_sequence_packing=True),
     case("packed-sequences", _ATTENTION_AND_ROUTER, dataloader_inter_document_masking=True),
     case("packed-sequences", cuda_graph_modules=(), sft=True, num_experts=None),
-    case(
-        "packed-mamba",
-        cuda_graph_modules=("mamba",),
-        sft=True,
-        hybrid_layer_pattern="M*",
-        num_experts=None,
-    ),
+    case("packed-sequences", cuda_graph_modules=("mamba",), sft=True, hybrid_layer_pattern="M*-"),
     case("packed-microbatches", cuda_graph_modules=("moe_router",), sft=True, micro_batch_size=2),
-    case(
-        "pack-sequences-hybrid",
-        graph={"cg_pack_sequences": 8},
-        cuda_graph_modules=("attn",),
-        hybrid_layer_pattern="M*-",
-        num_experts=None,
-    ),
-    case("pack-sequences-least", graph={"cg_pack_sequences": 0}),
-    case(
-        "pack-sequences-context-parallel",
-        _ATTENTION_AND_ROUTER,
-        graph={"cg_pack_sequences": 8},
-        context_parallel_size=2,
-    ),
 )
 
 BACKEND = (
