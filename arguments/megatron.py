@@ -22,7 +22,6 @@ from megatron_cg.arguments.schema import (
     Environment,
     GraphArguments,
     RunArguments,
-    dtype_name,
     flag_of,
 )
 from megatron_cg.arguments.validation import notices, violations
@@ -33,11 +32,8 @@ logger = logging.getLogger(__name__)
 
 _GROUP = "megatron_cg"
 _FIELDS = [field.name for field in dataclasses.fields(RunArguments)]
-_DTYPES = ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype")
 
 DISTRIBUTED = (
-    "data_parallel_sharding_strategy",
-    *_DTYPES,
     "fsdp_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail",
     "fp8_param_gather",
@@ -52,7 +48,6 @@ OPTIMIZER = ("optimizer_cuda_graph",)
 NOT_IN_CONFIGS = (
     "use_megatron_fsdp",
     "hybrid_layer_pattern",
-    "gradient_ranks",
     "custom_layers",
     "moe_routing_trace_path",
     "sft",
@@ -149,7 +144,6 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         "fsdp_double_buffer": _any(
             namespace, "fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer"
         ),
-        "gradient_ranks": _gradient_ranks(namespace),
         "moe_router_load_balancing_type": tuple(
             _scope_names(_get(namespace, "moe_router_load_balancing_type"))
         ),
@@ -157,24 +151,8 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         or _get(namespace, "tensor_model_parallel_size"),
         "cpu_offloading": _get(namespace, "cpu_offloading_num_layers") > 0,
     }
-    derived |= {name: dtype_name(_get(namespace, name)) for name in _DTYPES}
     unchanged = {name: _get(namespace, name) for name in _FIELDS if name not in derived}
     return RunArguments(**unchanged, **derived)
-
-
-def _gradient_ranks(namespace: argparse.Namespace) -> int | None:
-    """Known once Megatron's ``parse_args`` has read ``WORLD_SIZE``."""
-    world = getattr(namespace, "world_size", None)
-    if world is None:
-        return None
-    tensor = _get(namespace, "tensor_model_parallel_size")
-    shares = [tensor]
-    if _get(namespace, "num_experts"):
-        of_an_expert = _get(namespace, "expert_tensor_parallel_size") or tensor
-        shares.append(of_an_expert * _get(namespace, "expert_model_parallel_size"))
-    others = _get(namespace, "pipeline_model_parallel_size")
-    others *= _get(namespace, "num_distributed_optimizer_instances")
-    return int(world // (max(shares) * others))
 
 
 def validate(namespace: argparse.Namespace, environment: Environment | None = None) -> None:
@@ -296,7 +274,6 @@ def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = Non
     for name in DISTRIBUTED:
         value = _field(ddp_config, "DistributedDataParallelConfig", name)
         values[name] = values.get(name) or value
-    values |= {name: dtype_name(values[name]) for name in _DTYPES}
     frequency, recipe = values["moe_layer_freq"], values["fp8_recipe"]
     values |= {
         "cuda_graph_modules": tuple(scope.name for scope in values["cuda_graph_modules"]),

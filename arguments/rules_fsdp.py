@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from megatron_cg.arguments.rule import Configuration, Facts, Rule
-from megatron_cg.arguments.schema import NATIVE, mtp_is_repeated
+from megatron_cg.arguments.rule import Configuration, Rule
+from megatron_cg.arguments.schema import NATIVE
 
 _RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
 
@@ -13,70 +11,6 @@ _RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
 def _fp8_weights(given: Configuration) -> bool:
     return given.run.fp8 is not None and given.run.fp8_param_gather
 
-
-def _gradients_of_another_dtype(given: Configuration) -> list[Facts]:
-    """The flag that makes the fused GEMM write another dtype than a graph's gradients have."""
-    run, own = given.run, "bf16" if given.run.bf16 else "fp32"
-    flag, written = "--megatron-fsdp-grad-comm-dtype", run.megatron_fsdp_grad_comm_dtype
-    if written == "auto":
-        flag, written = "--megatron-fsdp-main-grads-dtype", run.megatron_fsdp_main_grads_dtype
-    facts = {"flag": flag, "written": written, "own": own}
-    return [facts] if written not in ("auto", own) else []
-
-
-def _fusion(
-    broken: Callable[[Configuration], bool | Sequence[Facts]], found: str, reason: str
-) -> Rule:
-    """Refused where bits would differ, or where runs without graphs are wrong."""
-    return Rule(
-        "gradient-accumulation-fusion",
-        lambda c: c.run.gradient_accumulation_fusion and broken(c),
-        f"gradient accumulation fusion, which is on by default, with {found}",
-        reason,
-        "add --no-gradient-accumulation-fusion",
-    )
-
-
-_FUSION = (
-    _fusion(
-        lambda c: c.run.data_parallel_sharding_strategy in ("no_shard", "optim"),
-        "--data-parallel-sharding-strategy {run.data_parallel_sharding_strategy}",
-        "Megatron-FSDP sets overwrite_main_grad on weights without sharded gradients too "
-        "(megatron-core 0.19.2), so each microbatch overwrites the gradients of the one before "
-        "it, without graphs as well",
-    ),
-    _fusion(
-        lambda c: c.run.gradient_ranks is not None and c.run.gradient_ranks < 2,
-        "gradients that only one rank has (one GPU, or as many expert-parallel ranks as GPUs)",
-        "Megatron-FSDP then keeps them whole, and each microbatch overwrites those of the one "
-        "before it (megatron-core 0.19.2), without graphs as well",
-    ),
-    _fusion(
-        _gradients_of_another_dtype,
-        "{flag} {written}",
-        "the GEMM would write gradients in {written}; a graph hands over gradients in {own}, so "
-        "their bits would differ",
-    ),
-    _fusion(
-        lambda c: mtp_is_repeated(c.run),
-        "--mtp-use-repeated-layer and --mtp-num-layers {run.mtp_num_layers}",
-        "each use of such a weight overwrites the gradient of the one before it, without graphs "
-        "as well",
-    ),
-    _fusion(
-        lambda c: c.run.transformer_impl != "transformer_engine",
-        "--transformer-impl {run.transformer_impl}",
-        "Megatron's own layers then compute gradients by another GEMM than without the fusion, "
-        "and a graph holds the one without, so their bits would differ",
-    ),
-    _fusion(
-        lambda c: c.run.use_transformer_engine_op_fuser,
-        "--use-transformer-engine-op-fuser",
-        "fused operations tell Megatron-FSDP in Python, by grad_added_to_main_grad, that a "
-        "gradient is in its buffer already; a replay runs no Python, so the placeholder that it "
-        "returns is taken for the gradient",
-    ),
-)
 
 RULES = (
     Rule(
@@ -103,7 +37,14 @@ RULES = (
         "and a replayed graph reads memory that was freed",
         "add --fsdp-db-use-persist-buf-on-alloc-fail",
     ),
-    *_FUSION,
+    Rule(
+        "gradient-accumulation-fusion",
+        lambda c: c.run.gradient_accumulation_fusion,
+        "gradient accumulation fusion, which is on by default",
+        "a layer then writes its weights' gradients into Megatron-FSDP's buffers and says so from "
+        "Python, which a replay does not run; a graph has to hand its gradients over",
+        "add --no-gradient-accumulation-fusion",
+    ),
     Rule(
         "expert-parallel-overlap",
         lambda c: c.run.overlap_moe_expert_parallel_comm,

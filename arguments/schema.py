@@ -153,10 +153,6 @@ class RunArguments:
     optimizer_cuda_graph: bool = _setting(False, "the optimizer's step is a graph of its own")
     fsdp_double_buffer: bool = _setting(False, "unsharded parameters live in two fixed buffers")
     fsdp_db_use_persist_buf_on_alloc_fail: bool = _setting(False, "other buffers stay too")
-    data_parallel_sharding_strategy: str = _setting("optim_grads_params", "what is sharded")
-    gradient_ranks: int | None = _setting(None, "fewest ranks that share gradients, if known")
-    megatron_fsdp_main_grads_dtype: str = _setting("auto", "dtype of reduced gradients")
-    megatron_fsdp_grad_comm_dtype: str = _setting("auto", "dtype in which they are reduced")
     gradient_accumulation_fusion: bool = _setting(True, "weight gradients go into main_grad in TE")
     num_layers: int | None = _setting(None, "decoder layers, without multi-token prediction")
     hybrid_layer_pattern: str | None = _setting(None, "one letter a layer, of a hybrid model")
@@ -186,7 +182,6 @@ class RunArguments:
     hidden_dropout: float = _setting(0.1, "dropout after attention and MLP")
     cpu_offloading: bool = _setting(False, "activations of whole layers go to the CPU")
     fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
-    transformer_impl: str = _setting("transformer_engine", "whose modules layers are made of")
     bf16: bool = _setting(False, "parameters and activations are bfloat16")
     fp16: bool = _setting(False, "they are float16; without both they are float32")
     fp8: str | None = _setting(None, "FP8 format, if any")
@@ -244,14 +239,6 @@ class RunArguments:
     def recomputes(self, module: str) -> bool:
         """Whether Megatron recomputes ``module`` selectively."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
-
-
-_DTYPES = {"None": "auto", "torch.float32": "fp32", "torch.bfloat16": "bf16"}
-
-
-def dtype_name(dtype: Any) -> str:
-    """A dtype as flags name it. Megatron replaces names by dtypes, and ``auto`` by None."""
-    return _DTYPES.get(str(dtype), str(dtype))
 
 
 def recomputes_layers(settings: Any) -> bool:

@@ -32,7 +32,6 @@ from megatron_cg.integrations.megatron.repeat import repeat_if_bounded
 from megatron_cg.integrations.megatron.scopes import LayerScopes
 from megatron_cg.integrations.megatron.steps import Source, Steps
 from megatron_cg.integrations.megatron.units import units_of
-from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.moe.install import peer_memory_of
 from megatron_cg.moe.shared_expert import shared_experts_resume
@@ -248,7 +247,6 @@ class FsdpHelper:
         """Changes of the layers that last as long as the graphs."""
         yield without_unused_masks(self._layers, self._inputs)
         yield shared_experts_resume(self._layers)
-        yield weight_gradients_returned(self.helper.model[0], self._layers)
         yield recompute_in_layers(self.helper.model[0], self._inputs)
         yield self._scopes.give(self._layers)
 

@@ -34,8 +34,6 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
         )
     optimizer_config = getattr(optimizer, "config", None)
     run = run_of(with_decoder(model), model.config, fsdp.ddp_config, optimizer_config)
-    if run.gradient_accumulation_fusion:
-        run = replace(run, gradient_ranks=_gradient_ranks(run.num_experts))
     if run.cuda_graph_impl == "none":
         raise HookError(
             "cuda_graph_impl of the model's config is none: build it with "
@@ -59,16 +57,3 @@ def with_decoder(model: Any) -> Any:
         return get_attr_wrapped_model(model, "decoder", allow_none=False, return_model_obj=True)
     except RuntimeError:
         return None
-
-
-def _gradient_ranks(experts: int | None) -> int:
-    """Over how many ranks the fewest gradients are sharded."""
-    from megatron.core import parallel_state
-
-    dense = parallel_state.get_data_parallel_world_size(
-        with_context_parallel=True, partial_data_parallel=True
-    )
-    if not experts:
-        return int(dense)
-    expert = parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True)
-    return int(min(dense, expert))

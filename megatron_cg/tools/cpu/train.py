@@ -26,7 +26,6 @@ from megatron_cg.integrations.megatron.full_recompute import (
 )
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import units_of
-from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.moe.install import use_device_counts
 from megatron_cg.moe.shared_expert import shared_experts_resume
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
@@ -186,7 +185,6 @@ class Trainer:
         with ExitStack() as lasting:
             args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
             lasting.callback(shared_experts_resume(layers))
-            lasting.callback(weight_gradients_returned(self.model, layers))
             lasting.callback(recompute_in_layers(self.model, self._static_inputs))
             with session.capturing(), capturing_flag():
                 graphs = session.capture(

@@ -124,8 +124,9 @@ class _Rank:
         self.shards_weights = strategy == "optim_grads_params"
         self.shards_gradients = strategy in ("optim_grads_params", "optim_grads")
         self.shards_optimizer = strategy != "no_shard"
-        dtype = settings.run.megatron_fsdp_main_grads_dtype
-        self.gradient_width = {"fp32": 4, "bf16": 2}.get(dtype, self.shape.width)
+        # ``auto`` is the dtype of the parameters; Megatron replaces the flag's names by dtypes.
+        dtype = args.megatron_fsdp_main_grads_dtype
+        self.gradient_width = getattr(dtype, "itemsize", self.shape.width)
 
     def _counts(self, parts: Sequence[Part]) -> tuple[int, int]:
         dense = sum(part.split // self.shape.tensor + part.whole for part in parts)

@@ -49,7 +49,6 @@ _ROUTER: dict[str, Any] = {"cuda_graph_modules": ("moe_router", "moe_preprocess"
 _GROUPED: dict[str, Any] = {"moe_grouped_gemm": True, "add_bias_linear": False}
 _DROPLESS: dict[str, Any] = {**_GROUPED, "cuda_graph_modules": ("attn", "moe")}
 _BOUNDED: dict[str, Any] = {**_DROPLESS, "expert_model_parallel_size": 2}
-_FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 _SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 _FULL: dict[str, Any] = {
     "recompute_granularity": "full",
@@ -67,13 +66,7 @@ FSDP = (
     case("implementation", cuda_graph_impl="local"),
     case("double-buffer", fsdp_double_buffer=False),
     case("persistent-fallback", fsdp_db_use_persist_buf_on_alloc_fail=False),
-    case("gradient-accumulation-fusion", _FUSED, data_parallel_sharding_strategy="optim"),
-    case("gradient-accumulation-fusion", _FUSED, mtp_use_repeated_layer=True, mtp_num_layers=2),
-    case("gradient-accumulation-fusion", _FUSED, gradient_ranks=1),
-    case("gradient-accumulation-fusion", _FUSED, megatron_fsdp_main_grads_dtype="fp32"),
-    case("gradient-accumulation-fusion", _FUSED, megatron_fsdp_grad_comm_dtype="fp32"),
-    case("gradient-accumulation-fusion", _FUSED, transformer_impl="local"),
-    case("gradient-accumulation-fusion", _FUSED, use_transformer_engine_op_fuser=True),
+    case("gradient-accumulation-fusion", gradient_accumulation_fusion=True),
     case("expert-parallel-overlap", overlap_moe_expert_parallel_comm=True),
     case("delayed-weight-gradients", delay_wgrad_compute=True),
     case("optimizer-graph", optimizer_cuda_graph=True),

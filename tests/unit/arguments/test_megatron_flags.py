@@ -6,7 +6,6 @@ import argparse
 import copy
 import dataclasses
 import logging
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,28 +105,6 @@ def test_derived_settings(argv: str, field: str, expected: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "ranks"),
-    [
-        ("", 8),
-        ("--tensor-model-parallel-size 2", 4),
-        ("--context-parallel-size 2", 8),
-        ("--expert-model-parallel-size 8", 8),
-        ("--num-experts 8 --expert-model-parallel-size 4", 2),
-        ("--num-experts 8 --expert-model-parallel-size 2 --tensor-model-parallel-size 4", 1),
-        ("--num-experts 8 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 4),
-        ("--num-distributed-optimizer-instances 4", 2),
-    ],
-)
-def test_ranks_that_share_gradients(argv: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.training.arguments import parse_args
-
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr(sys, "argv", ["script", *argv.split()])
-    assert read_run(parse_args()).gradient_ranks == ranks
-    assert read_run(parse(*argv.split())).gradient_ranks is None
-
-
-@pytest.mark.parametrize(
     "argv",
     [
         "--cuda-graph-modules full",
@@ -203,11 +180,12 @@ def test_all_violations_of_a_bad_command_line_in_one_error() -> None:
         "--use-megatron-fsdp --cuda-graph-impl transformer_engine --cuda-graph-modules mlp "
         "--num-layers 2 --num-experts 4 --cg-layers attn:0 mlp"
     )
-    with pytest.raises(ConfigurationError, match="7 reasons") as caught:
+    with pytest.raises(ConfigurationError, match="8 reasons") as caught:
         validate(parse(*bare.split()), Environment())
     assert [violation.rule for violation in caught.value.violations] == [
         "double-buffer",
         "persistent-fallback",
+        "gradient-accumulation-fusion",
         "scope-selects-nothing",
         "cg-layers",
         "cg-layers",
@@ -277,17 +255,6 @@ def test_values_come_from_all_three_configs() -> None:
     assert run.delay_wgrad_compute
     # The layers that were built count, whatever moe_layer_freq says.
     assert (run.num_layers, run.moe_layer_freq, run.custom_layers) == (2, (0, 1), False)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"), [(None, "auto"), (torch.float32, "fp32"), (torch.bfloat16, "bf16")]
-)
-def test_dtypes_of_gradients_are_named_as_by_flags(dtype: Any, name: str) -> None:
-    distributed = DistributedDataParallelConfig(
-        megatron_fsdp_main_grads_dtype=dtype, megatron_fsdp_grad_comm_dtype=dtype
-    )
-    run = run_of(model(layer()), config(), distributed)
-    assert run.megatron_fsdp_main_grads_dtype == run.megatron_fsdp_grad_comm_dtype == name
 
 
 def test_a_hybrid_models_layers_are_those_of_its_pattern() -> None:

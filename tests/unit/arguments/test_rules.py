@@ -157,7 +157,6 @@ def test_no_rule_looks_at_a_run_without_layerwise_graphs(change: dict[str, Any])
     assert "--cg-layers attn:0-3 --cg-verify-interval 5" in violation.found
 
 
-_FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 _FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_param_gather": True}
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
@@ -170,14 +169,6 @@ FULL: dict[str, Any] = {
 @pytest.mark.parametrize(
     "change",
     [
-        {**_FUSED, "megatron_fsdp_main_grads_dtype": "bf16"},
-        {
-            **_FUSED,
-            "megatron_fsdp_main_grads_dtype": "fp32",
-            "megatron_fsdp_grad_comm_dtype": "bf16",
-        },
-        {**_FUSED, "gradient_ranks": 2},
-        {**_FUSED, "mtp_num_layers": 2},
         {"fp8": "hybrid"},
         {"fp8_param_gather": True},
         {**_FP8, "keep_fp8_transpose_cache": True},
