@@ -18,7 +18,7 @@ import torch
 from megatron_cg.upstream.symbols import Symbol
 
 RELIES_ON = tuple(
-    Symbol("torch", f"torch._C:{name}", "the allocator's end of a capture that CUDA refused")
+    Symbol(f"torch._C:{name}", "the allocator's end of a capture that CUDA refused")
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
 )
 

@@ -18,11 +18,8 @@ from megatron_cg.backends.te.te_if_loaded import rng_states
 from megatron_cg.upstream.symbols import Symbol
 
 _RANDOM = "megatron.core.tensor_parallel.random"
-_TRACKER = Symbol(
-    "megatron-core", f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the RNG tracker; None before it is made"
-)
+_TRACKER = Symbol(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the RNG tracker; None before it is made")
 _STATES = Symbol(
-    "megatron-core",
     f"{_RANDOM}:CudaRNGStatesTracker",
     "the RNG tracker, which draws from one of its states",
     attributes=("states_",),

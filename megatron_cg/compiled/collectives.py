@@ -32,7 +32,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 
 
 def _of_megatron(path: str, expected: str, *fingerprints: str) -> Symbol:
-    return Symbol("megatron-core", path, expected, fingerprints=fingerprints)
+    return Symbol(path, expected, fingerprints=fingerprints)
 
 
 _TRACKER_CLASS = _of_megatron(f"{_RANDOM}:CudaRNGStatesTracker", "a tracker of random states")

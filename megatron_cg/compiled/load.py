@@ -40,7 +40,6 @@ from megatron_cg.upstream.patch import Undo, all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _LOAD = Symbol(
-    "torch",
     "torch.compiler:load_compiled_function",
     "decodes a compiled function from a file",
     parameters=("file",),

@@ -30,9 +30,7 @@ Capability = tuple[int, int] | None
 """The compute capability of the GPUs; None for the CPU."""
 
 _GROUPS = {
-    role: Symbol(
-        "megatron-core", f"megatron.core.parallel_state:get_{name}_group", f"the group {role}"
-    )
+    role: Symbol(f"megatron.core.parallel_state:get_{name}_group", f"the group {role}")
     for role, name in (
         ("tp", "tensor_model_parallel"),
         ("cp", "context_parallel"),

@@ -29,17 +29,13 @@ from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _FAKE_STORE = Symbol(
-    "torch",
     "torch.testing._internal.distributed.fake_pg:FakeStore",
     "the store of a fake process group, and what registers its backend",
 )
 _PARALLEL_STATE = "megatron.core.parallel_state"
-_DESTROY = Symbol(
-    "megatron-core", f"{_PARALLEL_STATE}:destroy_model_parallel", "forgets Megatron's groups"
-)
+_DESTROY = Symbol(f"{_PARALLEL_STATE}:destroy_model_parallel", "forgets Megatron's groups")
 _DISPATCHER_MODULE = "megatron.core.transformer.moe.token_dispatcher"
 _DISPATCHER = Symbol(
-    "megatron-core",
     f"{_DISPATCHER_MODULE}:MoEAlltoAllTokenDispatcher",
     "the class that keeps a stream for all its objects",
     attributes=("cuda_dtoh_stream",),

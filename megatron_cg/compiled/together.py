@@ -55,11 +55,10 @@ logger = logging.getLogger(__name__)
 
 
 def _dynamo(path: str, expected: str, **checks: tuple[str, ...]) -> Symbol:
-    return Symbol("torch", f"torch._dynamo.{path}", expected, **checks)
+    return Symbol(f"torch._dynamo.{path}", expected, **checks)
 
 
 _SET_HOOK = Symbol(
-    "torch",
     "torch._C._dynamo.eval_frame:set_guard_complete_hook",
     "sets the function that is asked after each check of guards; returns the previous one",
 )

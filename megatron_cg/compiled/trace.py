@@ -43,29 +43,24 @@ from megatron_cg.errors import ArtifactRefusedError, PrecompileError
 from megatron_cg.upstream.symbols import Symbol
 
 _AOT_COMPILED = Symbol(
-    "torch",
     "torch._dynamo.aot_compile:AOTCompiledFunction",
     "a compiled function that can be saved",
     attributes=("save_compiled_function", "fn", "disable_guard_check"),
 )
 _OUTPUT_CODE = Symbol(
-    "torch",
     "torch._inductor.output_code:RegionalOutputCode",
     "serialises a graph, and calls post_compile after loading",
     attributes=("post_compile", "prepare_for_serialization", "_graph_module"),
 )
-_GUARDS = Symbol(
-    "torch", "torch.compiler:skip_all_guards_unsafe", "leaves all guards out of compiled code"
-)
+_GUARDS = Symbol("torch.compiler:skip_all_guards_unsafe", "leaves all guards out of compiled code")
 _FRESH_CACHE = Symbol(
-    "torch", "torch._inductor.utils:fresh_cache", "compiles with a new cache on disk in a block"
+    "torch._inductor.utils:fresh_cache", "compiles with a new cache on disk in a block"
 )
 _CACHES = Symbol(
-    "torch",
     "torch._functorch._aot_autograd.autograd_cache:should_use_local_autograd_cache",
     "whether compiled code gets an entry of a cache, which is what can be saved",
 )
-_NORM = Symbol("torch", "torch.ops:aten._fused_rms_norm", "RMSNorm as one operation")
+_NORM = Symbol("torch.ops:aten._fused_rms_norm", "RMSNorm as one operation")
 RELIES_ON = (_AOT_COMPILED, _OUTPUT_CODE, _GUARDS, _FRESH_CACHE, _CACHES, _NORM)
 
 

@@ -21,12 +21,10 @@ from megatron_cg.upstream.patch import put_over, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _STORE = Symbol(
-    "torch",
     "torch.distributed.distributed_c10d:_get_default_store",
     "where all ranks of the default group can write",
 )
 _NAME = Symbol(
-    "torch",
     "torch.distributed.distributed_c10d:_process_group_name",
     "the name of a new group, equal on its ranks",
     parameters=("ranks", "use_hashed_name"),

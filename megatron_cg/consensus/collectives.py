@@ -21,13 +21,11 @@ from megatron_cg.upstream.symbols import Symbol
 
 RELIES_ON = (
     Symbol(
-        "torch",
         "torch.distributed:ProcessGroup",
         "a group that counts its collectives",
         attributes=("_get_sequence_number_for_group",),
     ),
     Symbol(
-        "torch",
         "torch.distributed.distributed_c10d:_world",
         "all groups of this process",
         attributes=("pg_map",),

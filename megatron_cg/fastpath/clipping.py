@@ -45,29 +45,28 @@ _METHODS = {
 """The methods of an optimizer that clip, with the fingerprint of each."""
 
 
-_megatron = partial(part_symbol, "megatron-core")
-_OPTIMIZER = _megatron(
+_OPTIMIZER = part_symbol(
     f"{_MODULE}:MegatronOptimizer",
     "the optimizer",
     *(_APART, "config", "grad_norms_by_group", "get_parameters", "get_grad_stats_parallel_group"),
 )
-_GROUPS = _megatron(f"{_MODULE}:SEPARATE_GRAD_NORM_GROUPS", "what is clipped apart")
-_GROUP = _megatron(f"{_MODULE}:GRAD_NORM_GROUP_ATTR", "how a parameter is marked to be")
+_GROUPS = part_symbol(f"{_MODULE}:SEPARATE_GRAD_NORM_GROUPS", "what is clipped apart")
+_GROUP = part_symbol(f"{_MODULE}:GRAD_NORM_GROUP_ATTR", "how a parameter is marked to be")
 _FUNCTIONS = tuple(
-    _megatron(f"{_KERNELS}:{name}", "the norm's and the scaling's kernels, and what runs them")
+    part_symbol(f"{_KERNELS}:{name}", "the norm's and the scaling's kernels, and what runs them")
     for name in (APPLIER, "l2_norm_impl", "multi_tensor_scale_tensor_impl")
 )
 REPLACES = (
     *(
-        _megatron(f"{_OPTIMIZER.path}.{name}", "what clips gradients", body=body)
+        part_symbol(f"{_OPTIMIZER.path}.{name}", "what clips gradients", body=body)
         for name, body in _METHODS.items()
     ),
-    _megatron(f"{_KERNELS}:get_grad_norm_fp32", "the norm", body="b0a60a12290590e0"),
-    _megatron(f"{_KERNELS}:clip_grad_by_total_norm_fp32", "the scaling", body="5649d79e2c3dcbe6"),
+    part_symbol(f"{_KERNELS}:get_grad_norm_fp32", "the norm", body="b0a60a12290590e0"),
+    part_symbol(f"{_KERNELS}:clip_grad_by_total_norm_fp32", "the scaling", body="5649d79e2c3dcbe6"),
 )
 RELIES_ON = (
     *(*REPLACES, _OPTIMIZER, _GROUPS, _GROUP, *_FUNCTIONS),
-    _megatron(
+    part_symbol(
         "megatron.core.optimizer.optimizer_config:OptimizerConfig",
         "the optimizer's options",
         *("clip_grad", *_PRECISION),

@@ -62,15 +62,10 @@ from megatron_cg.upstream.symbols import Symbol, changed
 
 MODULE, _NAME = "transformer_engine.pytorch.module.grouped_linear", "_GroupedLinear"
 _FORWARD = Symbol(
-    "transformer-engine",
-    f"{MODULE}:{_NAME}.forward",
-    "a grouped GEMM",
-    parameters=("ctx", "inp", "weights_and_biases"),
+    f"{MODULE}:{_NAME}.forward", "a grouped GEMM", parameters=("ctx", "inp", "weights_and_biases")
 )
-_BACKWARD = Symbol(
-    "transformer-engine", f"{MODULE}:{_NAME}.backward", "its gradients", parameters=("ctx",)
-)
-_EXECUTES = Symbol("torch", "torch._C:_will_engine_execute_node", "what a backward pass comes to")
+_BACKWARD = Symbol(f"{MODULE}:{_NAME}.backward", "its gradients", parameters=("ctx",))
+_EXECUTES = Symbol("torch._C:_will_engine_execute_node", "what a backward pass comes to")
 RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES, CURRENT_PASS)
 MANY = 4
 """Minimum number of a grouped GEMM's weights; with fewer, detaching does not pay off."""

@@ -25,7 +25,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, compress
 from operator import is_
 from typing import Any
@@ -44,18 +43,19 @@ APPLIER, _PLAIN = "multi_tensor_applier", {torch.Tensor, nn.Parameter}
 _MODULE = "transformer_engine.pytorch.optimizers.fused_adam"
 
 
-_engine = partial(part_symbol, "transformer-engine")
-_ADAM = _engine(
+_ADAM = part_symbol(
     f"{_MODULE}:FusedAdam",
     "the optimizer",
     *("capturable", "master_weights", "use_decoupled_grad", "multi_tensor_adam", "adam_w_mode"),
     "_dummy_overflow_buf",
 )
-_APPLIER = _engine(f"{_MODULE}:{APPLIER}", "what runs its kernel")
-_AT_MOST = _engine(f"{_MODULE}:_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", "the tensors of one call")
+_APPLIER = part_symbol(f"{_MODULE}:{APPLIER}", "what runs its kernel")
+_AT_MOST = part_symbol(
+    f"{_MODULE}:_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", "the tensors of one call"
+)
 REPLACES = (
-    _engine(f"{_ADAM.path}.step", "its step", body="80a579d335ac25c3"),
-    _engine(
+    part_symbol(f"{_ADAM.path}.step", "its step", body="80a579d335ac25c3"),
+    part_symbol(
         "transformer_engine.pytorch.optimizers.multi_tensor_apply:MultiTensorApply.__call__",
         "what runs its kernel",
         body="ac91ff4a196ee3fc",
@@ -63,7 +63,7 @@ REPLACES = (
 )
 RELIES_ON = (
     *(*REPLACES, _ADAM, _APPLIER, _AT_MOST),
-    _engine(f"{_APPLIER.path}.chunk_size", "how much of a tensor a block takes"),
+    part_symbol(f"{_APPLIER.path}.chunk_size", "how much of a tensor a block takes"),
 )
 
 

@@ -27,10 +27,10 @@ class NotApplicableError(Exception):
     """A part is not applicable to this model; the text says why. Users never see it as an error."""
 
 
-def part_symbol(distribution: str, path: str, expected: str, *has: str, body: str = "") -> Symbol:
+def part_symbol(path: str, expected: str, *has: str, body: str = "") -> Symbol:
     """A symbol that a part relies on: what it ``has``, and the fingerprint of its ``body``."""
     bodies = (body,) if body else ()
-    return Symbol(distribution, path, expected, attributes=has, fingerprints=bodies)
+    return Symbol(path, expected, attributes=has, fingerprints=bodies)
 
 
 def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:

@@ -8,11 +8,7 @@ from typing import Any
 
 from megatron_cg.upstream.symbols import Symbol
 
-_PLACES = (
-    ("megatron-core", "megatron.core.distributed.fsdp.src.megatron_fsdp"),
-    ("megatron-fsdp", "megatron_fsdp"),
-)
-
+_PLACES = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp")
 
 _CLASSES = {
     "MegatronFSDP": "the wrapped model",
@@ -45,17 +41,14 @@ def fsdp_function(
 def fsdp_v2(path: str, expected: str, *attributes: str) -> tuple[Symbol, ...]:
     """A class or function of Megatron-FSDP v2, by its path below ``experimental``."""
     return tuple(
-        Symbol(distribution, f"{package}.experimental.{path}", expected, attributes=attributes)
-        for distribution, package in _PLACES
+        Symbol(f"{package}.experimental.{path}", expected, attributes=attributes)
+        for package in _PLACES
     )
 
 
 def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol, ...]:
     module = "megatron_fsdp" if path.startswith("MegatronFSDP") else "param_and_grad_buffer"
-    return tuple(
-        Symbol(distribution, f"{package}.{module}:{path}", expected, **more)
-        for distribution, package in _PLACES
-    )
+    return tuple(Symbol(f"{package}.{module}:{path}", expected, **more) for package in _PLACES)
 
 
 def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
@@ -69,8 +62,7 @@ def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
     for symbol in symbols:
         module = symbol.path.partition(":")[0]
         other = any(
-            module.startswith(f"{place}.") and not own.startswith(f"{place}.")
-            for _, place in _PLACES
+            module.startswith(f"{place}.") and not own.startswith(f"{place}.") for place in _PLACES
         )
         if module in sys.modules and not other:
             reasons.append(symbol.unknown_body())

@@ -41,12 +41,12 @@ from megatron_cg.upstream.symbols import Symbol, changed
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 RELIES_ON = (
-    Symbol("torch", f"{_GROUP}.wait_for_unshard", "what copies gathered parameters out"),
-    Symbol("torch", f"{_GROUP}._to_sharded", "what frees them"),
-    Symbol("torch", f"{_GROUP}.is_unsharded", "whether they are there"),
-    Symbol("torch", f"{_PARAM}._setattr_on_modules", "what sets it", parameters=("param",)),
-    Symbol("torch", f"{_PARAM}.free_unsharded_param", "what frees one of them"),
-    Symbol("torch", f"{_PARAM}.init_all_gather_outputs", "what allocates one of them"),
+    Symbol(f"{_GROUP}.wait_for_unshard", "what copies gathered parameters out"),
+    Symbol(f"{_GROUP}._to_sharded", "what frees them"),
+    Symbol(f"{_GROUP}.is_unsharded", "whether they are there"),
+    Symbol(f"{_PARAM}._setattr_on_modules", "what sets it", parameters=("param",)),
+    Symbol(f"{_PARAM}.free_unsharded_param", "what frees one of them"),
+    Symbol(f"{_PARAM}.init_all_gather_outputs", "what allocates one of them"),
 )
 
 

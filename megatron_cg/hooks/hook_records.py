@@ -38,7 +38,6 @@ FLAG_REGISTRIES = (
 
 RELIES_ON = (
     Symbol(
-        "torch",
         "torch.nn:Module",
         "the registries of a module's hooks",
         attributes=(*(kind.value for kind in HookKind), *FLAG_REGISTRIES),

@@ -46,7 +46,7 @@ from megatron_cg.memory.storage import StorageReference
 from megatron_cg.upstream.symbols import Symbol
 
 _BEGIN, _END, _RELEASE = (
-    Symbol("torch", f"torch._C:{name}", "what turns allocations to a pool")
+    Symbol(f"torch._C:{name}", "what turns allocations to a pool")
     for name in (
         "_cuda_beginAllocateCurrentThreadToPool",
         "_cuda_endAllocateToPool",

@@ -30,7 +30,7 @@ from megatron_cg.upstream.symbols import Symbol
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 RELIES_ON = tuple(
-    Symbol("megatron-core", f"{_DISPATCHER}.{name}", expected, fingerprints=fingerprints)
+    Symbol(f"{_DISPATCHER}.{name}", expected, fingerprints=fingerprints)
     for name, expected, fingerprints in (
         ("preprocess", "what counts tokens", ()),
         ("dispatch_preprocess", "what permutes tokens by expert", ()),

@@ -24,7 +24,6 @@ from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _TE = "transformer_engine.pytorch.module.grouped_linear"
 _GEMM = Symbol(
-    "transformer-engine",
     f"{_TE}:_GroupedLinear.forward",
     "a grouped GEMM",
     parameters=(
@@ -33,13 +32,11 @@ _GEMM = Symbol(
     ),
 )
 _LAYER_OF_TE = Symbol(
-    "transformer-engine",
     f"{_TE}:GroupedLinear.forward",
     "what passes settings to the grouped GEMM",
     fingerprints=("2fdb193f2bdd91b2",),
 )
 _DISPATCHER = Symbol(
-    "megatron-core",
     "megatron.core.transformer.moe.moe_layer:MoEAlltoAllTokenDispatcher",
     "the dispatcher that a layer makes",
 )

@@ -62,12 +62,9 @@ LIMIT = timedelta(minutes=10)
 """How long an exchange outside of graphs waits for a rank, as long as NCCL's default."""
 
 _SYMMETRIC = "torch.distributed._symmetric_memory"
-_EMPTY = Symbol("torch", f"{_SYMMETRIC}:empty", "memory that other GPUs can map")
-_RENDEZVOUS = Symbol(
-    "torch", f"{_SYMMETRIC}:rendezvous", "what maps it", parameters=("tensor", "group")
-)
+_EMPTY = Symbol(f"{_SYMMETRIC}:empty", "memory that other GPUs can map")
+_RENDEZVOUS = Symbol(f"{_SYMMETRIC}:rendezvous", "what maps it", parameters=("tensor", "group"))
 _HANDLE = Symbol(
-    "torch",
     "torch._C._distributed_c10d:_SymmetricMemory",
     "mapped memory",
     attributes=("barrier", "buffer_ptrs", "rank"),

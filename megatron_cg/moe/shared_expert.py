@@ -35,7 +35,6 @@ from megatron_cg.upstream.symbols import Symbol
 
 _MODULE = "megatron.core.transformer.moe.shared_experts"
 _STATES = Symbol(
-    "megatron-core",
     f"{_MODULE}:SharedExpertState",
     "which stage of a shared expert is next",
     attributes=("IDLE", "PRE_FORWARD_COMM_DONE"),
@@ -47,18 +46,15 @@ _RESULTS = (
 RELIES_ON = (
     _STATES,
     Symbol(
-        "megatron-core",
         f"{_MODULE}:SharedExpertMLP",
         "a shared expert, with what its stages keep on it",
         attributes=("_overlap_state", "stream", "use_shared_expert_gate", *_RESULTS),
     ),
     Symbol(
-        "megatron-core",
         f"{_MODULE}:SharedExpertMLP.linear_fc1_forward_and_act",
         "the second stage of a shared expert",
     ),
     Symbol(
-        "megatron-core",
         "megatron.core.transformer.module:GraphableMegatronModule._te_cuda_graph_capture",
         "the part of a layer that its graph holds",
     ),

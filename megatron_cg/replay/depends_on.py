@@ -45,8 +45,7 @@ GLOBAL_HOOKS = (
 )
 """Registries of hooks on every module; torch 2.11, ``torch/nn/modules/module.py``."""
 RELIES_ON = tuple(
-    Symbol("torch", f"torch.nn.modules.module:{name}", "hooks on every module")
-    for name in GLOBAL_HOOKS
+    Symbol(f"torch.nn.modules.module:{name}", "hooks on every module") for name in GLOBAL_HOOKS
 )
 
 _REPLACED = (

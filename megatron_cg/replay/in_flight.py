@@ -40,7 +40,7 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import Symbol
 
-_USERS = Symbol("torch", "torch._C:_storage_Use_Count", "how many tensors use a storage")
+_USERS = Symbol("torch._C:_storage_Use_Count", "how many tensors use a storage")
 RELIES_ON = (_USERS,)
 
 

@@ -40,16 +40,13 @@ logger = logging.getLogger(__name__)
 _MIB = 2**20
 
 _TRANSFORMER = "megatron.core.transformer"
-_LAYER = Symbol(
-    "megatron-core", f"{_TRANSFORMER}.module:GraphableMegatronModule", "layers that have scopes"
-)
+_LAYER = Symbol(f"{_TRANSFORMER}.module:GraphableMegatronModule", "layers that have scopes")
 _GRAPHABLE = Symbol(
-    "megatron-core",
     f"{_TRANSFORMER}.cuda_graphs:_layer_is_graphable",
     "which layers have a scope",
     parameters=("layer", "config"),
 )
-_SCOPES = Symbol("megatron-core", f"{_TRANSFORMER}.enums:CudaGraphModule", "the scopes by name")
+_SCOPES = Symbol(f"{_TRANSFORMER}.enums:CudaGraphModule", "the scopes by name")
 RELIES_ON = (_LAYER, _GRAPHABLE, _SCOPES)
 
 

@@ -45,7 +45,7 @@ _PACKAGE = "megatron-core"
 _MODULE = "megatron.training.training"
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
 _TRAIN, _EVALUATE, _STEP = (
-    Symbol(_PACKAGE, f"{_MODULE}:{name}", "a function of Megatron's loop", parameters=parameters)
+    Symbol(f"{_MODULE}:{name}", "a function of Megatron's loop", parameters=parameters)
     for name, parameters in (
         ("train", ("forward_step_func", "model")),
         ("evaluate", ("forward_step_func", "data_iterator", "model")),

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_cg.upstream.symbols import Symbol
 
-_ARGS = Symbol("megatron-core", "megatron.training.global_vars:get_args", "the run's arguments")
+_ARGS = Symbol("megatron.training.global_vars:get_args", "the run's arguments")
 RELIES_ON = (_ARGS,)
 
 Setup = dict[str, dict[str, Any]]

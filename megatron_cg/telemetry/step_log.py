@@ -20,16 +20,11 @@ from megatron_cg.upstream.symbols import Symbol
 
 _TRAINING = "megatron.training.training"
 _VARIABLES = "megatron.training.global_vars"
-_LOG = Symbol(
-    "megatron-core",
-    f"{_TRAINING}:training_log",
-    "what logs after each step",
-    parameters=("iteration",),
-)
-_PRINT = Symbol("megatron-core", f"{_TRAINING}:print_rank_last", "what prints a line of the log")
-_ARGS = Symbol("megatron-core", f"{_VARIABLES}:get_args", "the run's arguments")
-_TENSORBOARD = Symbol("megatron-core", f"{_VARIABLES}:get_tensorboard_writer", "a writer or None")
-_WANDB = Symbol("megatron-core", f"{_VARIABLES}:get_wandb_writer", "a writer or None")
+_LOG = Symbol(f"{_TRAINING}:training_log", "what logs after each step", parameters=("iteration",))
+_PRINT = Symbol(f"{_TRAINING}:print_rank_last", "what prints a line of the log")
+_ARGS = Symbol(f"{_VARIABLES}:get_args", "the run's arguments")
+_TENSORBOARD = Symbol(f"{_VARIABLES}:get_tensorboard_writer", "a writer or None")
+_WANDB = Symbol(f"{_VARIABLES}:get_wandb_writer", "a writer or None")
 RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
 
 _COUNTS = ("captured", "replayed", "eager", "mismatched", "recaptured", "verified", "repeated")

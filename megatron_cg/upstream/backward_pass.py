@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from megatron_cg.upstream.symbols import Symbol
 
-CURRENT_PASS = Symbol(
-    "torch", "torch._C:_current_graph_task_id", "which backward pass is under way"
-)
+CURRENT_PASS = Symbol("torch._C:_current_graph_task_id", "which backward pass is under way")
 NO_PASS = -1
 """What it returns outside of backward passes."""
 RELIES_ON = (CURRENT_PASS,)

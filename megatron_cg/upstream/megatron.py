@@ -23,14 +23,11 @@ from megatron_cg.upstream.symbols import Symbol
 
 _START, _END, _IS_CAPTURING = (
     Symbol(
-        "megatron-core",
-        f"megatron.core.transformer.cuda_graphs:{name}",
-        "a function of Megatron's capturing flag",
+        f"megatron.core.transformer.cuda_graphs:{name}", "a function of Megatron's capturing flag"
     )
     for name in ("_set_capture_start", "_set_capture_end", "is_graph_capturing")
 )
 _RULES = Symbol(
-    "megatron-core",
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     "Megatron's rules of a model",
 )

@@ -97,8 +97,14 @@ def changed(distribution: str, symbol: str, expected: str) -> UpstreamChangedErr
     return UpstreamChangedError(distribution, version, symbol, expected)
 
 
-def lookup(distribution: str, path: str, expected: str) -> Any:
-    """The object at ``module:attribute.path`` that we rely on in ``distribution``.
+def _distribution_of(path: str) -> str:
+    """The distribution that has the module of ``path``."""
+    package = re.split(r"[.:]", path, maxsplit=1)[0]
+    return "megatron-core" if package == "megatron" else package.replace("_", "-")
+
+
+def lookup(path: str, expected: str) -> Any:
+    """The object at ``module:attribute.path`` that we rely on in another package.
 
     Raises UpstreamChangedError, with package, version and symbol, if it is not there.
     """
@@ -108,7 +114,7 @@ def lookup(distribution: str, path: str, expected: str) -> Any:
         for name in filter(None, attributes.split(".")):
             found = getattr(found, name)
     except (ImportError, AttributeError) as error:
-        raise changed(distribution, path, expected) from error
+        raise changed(_distribution_of(path), path, expected) from error
     return found
 
 
@@ -116,7 +122,6 @@ def lookup(distribution: str, path: str, expected: str) -> Any:
 class Symbol:
     """A symbol of another package that one of our modules relies on."""
 
-    distribution: str
     path: str
     """``module:attribute.path``; ``<locals>.`` precedes the name of a function defined inside."""
     expected: str
@@ -129,6 +134,11 @@ class Symbol:
     """For a function that we replace: fingerprints of its code in the releases that the replacement
     was written for. A different fingerprint is not an error: the replacement then stays off, and
     ``megatron-cg doctor`` prints it."""
+
+    @property
+    def distribution(self) -> str:
+        """The distribution that has it, as pip names it."""
+        return _distribution_of(self.path)
 
     def unknown_body(self) -> str | None:
         """Why our replacement of this function may do something else; None if it does the same.
@@ -163,7 +173,7 @@ class Symbol:
         self.find()
         module, _, path = self.path.partition(":")
         outer, _, name = path.rpartition(".")
-        return lookup(self.distribution, f"{module}:{outer}", self.expected), name
+        return lookup(f"{module}:{outer}", self.expected), name
 
     @cached_property
     def cached(self) -> Any:
@@ -179,7 +189,7 @@ class Symbol:
         Raises UpstreamChangedError if it is not there, or lacks a parameter or attribute.
         """
         outer, _, inner = self.path.partition(f".{_INSIDE}.")
-        found = lookup(self.distribution, outer, self.expected)
+        found = lookup(outer, self.expected)
         for name in filter(None, inner.split(f".{_INSIDE}.")):
             found = next((code for code in _codes_in(found) if code.co_name == name), None)
             if found is None:

@@ -33,9 +33,7 @@ from megatron_cg.upstream.patch import garbage_collection_kept
 from megatron_cg.upstream.symbols import Symbol
 
 _STORAGE = Symbol(
-    "torch",
-    "torch._C:_construct_storage_from_data_pointer",
-    "a storage that does not own its memory",
+    "torch._C:_construct_storage_from_data_pointer", "a storage that does not own its memory"
 )
 RELIES_ON = (_STORAGE,)
 

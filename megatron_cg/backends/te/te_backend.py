@@ -19,7 +19,6 @@ from megatron_cg.backends.te.te_if_loaded import (
     FP8_RECIPE,
     GRAPH,
     IS_CAPTURING,
-    PACKAGE,
 )
 from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
@@ -29,18 +28,14 @@ from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute, u
 from megatron_cg.upstream.symbols import Symbol
 
 _MAKE = Symbol(
-    PACKAGE,
     f"{GRAPH}:make_graphed_callables",
     "TE's capture of modules, which TE 2.19 is the first to do around hooks",
     parameters=("capture_time_hooks",),
 )
-_AUTOCAST = Symbol(PACKAGE, f"{FP8}.get_autocast_state", "a snapshot of what autocast sets")
-_SET_AUTOCAST = Symbol(PACKAGE, f"{FP8}.set_autocast_state", "what puts such a snapshot back")
-_FP8_STATE = Symbol(
-    PACKAGE, FP8, "FP8 state of all modules", attributes=("reduce_and_update_fp8_tensors",)
-)
+_AUTOCAST = Symbol(f"{FP8}.get_autocast_state", "a snapshot of what autocast sets")
+_SET_AUTOCAST = Symbol(f"{FP8}.set_autocast_state", "what puts such a snapshot back")
+_FP8_STATE = Symbol(FP8, "FP8 state of all modules", attributes=("reduce_and_update_fp8_tensors",))
 _MODULE = Symbol(
-    PACKAGE,
     "transformer_engine.pytorch.module.base:TransformerEngineBaseModule",
     "a module of TE with FP8 state",
     attributes=("fp8_meta", "get_fp8_meta_tensors", "reset_fp8_meta_tensors"),

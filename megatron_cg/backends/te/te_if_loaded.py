@@ -9,19 +9,17 @@ from typing import Any
 
 from megatron_cg.upstream.symbols import Symbol
 
-PACKAGE = "transformer-engine"
 GRAPH = "transformer_engine.pytorch.graph"
 FP8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"
-START_CAPTURING = Symbol(PACKAGE, f"{GRAPH}:set_capture_start", "a setter of TE's capturing flag")
-IS_CAPTURING = Symbol(PACKAGE, f"{GRAPH}:is_graph_capturing", "a query of TE's capturing flag")
-END_CAPTURING = Symbol(PACKAGE, f"{GRAPH}:set_capture_end", "a setter of TE's capturing flag")
+START_CAPTURING = Symbol(f"{GRAPH}:set_capture_start", "a setter of TE's capturing flag")
+IS_CAPTURING = Symbol(f"{GRAPH}:is_graph_capturing", "a query of TE's capturing flag")
+END_CAPTURING = Symbol(f"{GRAPH}:set_capture_end", "a setter of TE's capturing flag")
 RNG_STATES = Symbol(
-    PACKAGE,
     "transformer_engine.pytorch.distributed:get_all_rng_states",
     "the generators of TE's RNG tracker",
 )
-FP8_ENABLED = Symbol(PACKAGE, f"{FP8}.is_fp8_enabled", "whether quantization is on")
-FP8_RECIPE = Symbol(PACKAGE, f"{FP8}.get_fp8_recipe", "the recipe in use")
+FP8_ENABLED = Symbol(f"{FP8}.is_fp8_enabled", "whether quantization is on")
+FP8_RECIPE = Symbol(f"{FP8}.get_fp8_recipe", "the recipe in use")
 RELIES_ON = (START_CAPTURING, IS_CAPTURING, END_CAPTURING, RNG_STATES, FP8_ENABLED, FP8_RECIPE)
 
 

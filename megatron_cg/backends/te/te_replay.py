@@ -27,8 +27,8 @@ _MAKER = (
     "transformer_engine.pytorch.graph:_make_graphed_callables.<locals>"
     ".make_graphed_autograd_function"
 )
-_FUNCTION = Symbol(_PACKAGE, f"{_MAKER}.<locals>.Graphed", "what replays a graph")
-_CALLED = Symbol(_PACKAGE, f"{_MAKER}.<locals>.functionalized", "what applies it")
+_FUNCTION = Symbol(f"{_MAKER}.<locals>.Graphed", "what replays a graph")
+_CALLED = Symbol(f"{_MAKER}.<locals>.functionalized", "what applies it")
 RELIES_ON = (_FUNCTION, _CALLED)
 _OWN_ARGUMENTS = 3
 """TE's own: whether FP8 weights are cast, a stream, and an event."""

@@ -51,13 +51,11 @@ from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _CHECKPOINTS = Symbol(
-    "megatron-core",
     "megatron.core.recompute:checkpointed_forward",
     "where Megatron puts the checkpoints of full recompute",
     fingerprints=("b74d031a67fcc88b",),
 )
 _MTP = Symbol(
-    "megatron-core",
     "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
     "._checkpointed_forward",
     "where Megatron puts the checkpoint of a layer of multi-token prediction",

@@ -43,36 +43,29 @@ from megatron_cg.upstream.symbols import Symbol, changed
 
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
 _HELPER = f"{_GRAPHS}:TECudaGraphHelper"
-RELIES_ON = tuple(
-    Symbol("megatron-core", path, expected, attributes=attributes)
-    for path, expected, attributes in (
-        (
-            "megatron.core.transformer.transformer_config:TransformerConfig",
-            "the model's config",
-            ("mtp_num_layers", "mtp_use_repeated_layer"),
-        ),
-        (f"{_HELPER}._discover_layers", "which layers are captured", ()),
-        (f"{_HELPER}._get_sample_arguments", "static inputs", ()),
-        (f"{_HELPER}._reset_after_capture", "gradients cleared", ()),
-        (f"{_GRAPHS}:_set_capture_end", "the setter of the capturing flag", ()),
-        (f"{_GRAPHS}:HAVE_TE_GRAPHS", "what the helper asserts", ()),
-        (f"{_GRAPHS}:is_te_min_version", "what asks for TE's release", ()),
-        (
-            "megatron.core.transformer.transformer_layer:is_te_min_version",
-            "what asks for TE's release",
-            (),
-        ),
-        (
-            "megatron.core.transformer.module:GraphableMegatronModule.get_layer_static_inputs",
-            "what makes hidden states for captures",
-            (),
-        ),
-        (
-            "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler",
-            "what scales the auxiliary loss of routers",
-            ("main_loss_backward_scale", "set_loss_scale"),
-        ),
-    )
+_TRANSFORMER = "megatron.core.transformer"
+RELIES_ON = (
+    Symbol(
+        f"{_TRANSFORMER}.transformer_config:TransformerConfig",
+        "the model's config",
+        attributes=("mtp_num_layers", "mtp_use_repeated_layer"),
+    ),
+    Symbol(f"{_HELPER}._discover_layers", "which layers are captured"),
+    Symbol(f"{_HELPER}._get_sample_arguments", "static inputs"),
+    Symbol(f"{_HELPER}._reset_after_capture", "gradients cleared"),
+    Symbol(f"{_GRAPHS}:_set_capture_end", "the setter of the capturing flag"),
+    Symbol(f"{_GRAPHS}:HAVE_TE_GRAPHS", "what the helper asserts"),
+    Symbol(f"{_GRAPHS}:is_te_min_version", "what asks for TE's release"),
+    Symbol(f"{_TRANSFORMER}.transformer_layer:is_te_min_version", "what asks for TE's release"),
+    Symbol(
+        f"{_TRANSFORMER}.module:GraphableMegatronModule.get_layer_static_inputs",
+        "what makes hidden states for captures",
+    ),
+    Symbol(
+        f"{_TRANSFORMER}.moe.moe_utils:MoEAuxLossAutoScaler",
+        "what scales the auxiliary loss of routers",
+        attributes=("main_loss_backward_scale", "set_loss_scale"),
+    ),
 )
 for _symbol in RELIES_ON:
     _symbol.find()

@@ -39,18 +39,14 @@ MASK = "attention_mask"
 
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _SAMPLES = Symbol(
-    "megatron-core",
     f"{_LAYER}.get_layer_static_inputs",
     "where Megatron makes attention masks for captures",
     fingerprints=("79b27aa0a43a2949",),
 )
 _REPLAY_ARGS = Symbol(
-    "megatron-core",
-    f"{_LAYER}._get_te_cuda_graph_replay_args",
-    "where Megatron makes attention masks for replays",
+    f"{_LAYER}._get_te_cuda_graph_replay_args", "where Megatron makes attention masks for replays"
 )
 _ATTENTION = Symbol(
-    "megatron-core",
     "megatron.core.transformer.attention:Attention",
     "an attention that is called with masks",
     attributes=("core_attention", "attn_mask_type"),

@@ -37,28 +37,17 @@ from megatron_cg.upstream.symbols import Symbol
 if TYPE_CHECKING:
     from megatron_cg.integrations.megatron.helper import FsdpHelper
 
-_PARSER = Symbol(
-    "megatron-core", "megatron.training.arguments:add_megatron_arguments", "what fills the parser"
-)
-_RULES = Symbol(
-    "megatron-core", "megatron.training.arguments:validate_args", "Megatron's own rules"
-)
+_PARSER = Symbol("megatron.training.arguments:add_megatron_arguments", "what fills the parser")
+_RULES = Symbol("megatron.training.arguments:validate_args", "Megatron's own rules")
 _HELPER_OF_TRAIN = Symbol(
-    "megatron-core",
-    "megatron.training.training:TECudaGraphHelper",
-    "the capture helper that train() makes",
+    "megatron.training.training:TECudaGraphHelper", "the capture helper that train() makes"
 )
 _INIT = Symbol(
-    "megatron-core",
     "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.__init__",
     "what a capture helper is made with",
     parameters=("model", "config", "optimizers"),
 )
-_COMPILE = Symbol(
-    "megatron-core",
-    "megatron.core.datasets.utils:compile_helpers",
-    "what runs make for datasets",
-)
+_COMPILE = Symbol("megatron.core.datasets.utils:compile_helpers", "what runs make for datasets")
 RELIES_ON = (_PARSER, _RULES, _HELPER_OF_TRAIN, _INIT, _COMPILE)
 _RECOMPUTES = Violation(
     "full-recompute-without-fsdp",

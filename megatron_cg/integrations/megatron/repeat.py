@@ -48,7 +48,6 @@ from megatron_cg.upstream.symbols import Symbol
 _FORWARD, _DATA, _MODEL = "forward_step_func", "data_iterator", "model"
 _MICROBATCHES, _EVALUATES = "num_microbatches", "forward_only"
 _PASSES = Symbol(
-    "megatron-core",
     "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
     "all passes of a step without pipeline parallelism",
     parameters=(_FORWARD, _DATA, _MODEL, _MICROBATCHES, _EVALUATES),

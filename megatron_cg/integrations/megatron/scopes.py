@@ -16,9 +16,7 @@ from megatron_cg.upstream.symbols import Symbol
 
 RELIES_ON = (
     Symbol(
-        "megatron-core",
-        "megatron.core.transformer.cuda_graphs:_layer_is_graphable",
-        "which layers have a scope",
+        "megatron.core.transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"
     ),
 )
 

@@ -37,17 +37,14 @@ _HELPERS = {
     "megatron.core.transformer.experimental_attention_variant.dsa": "DSAIndexerLossLoggingHelper",
 }
 _RNG = Symbol(
-    "megatron-core",
-    "megatron.core.tensor_parallel.random:get_cuda_rng_tracker",
-    "Megatron's random states",
+    "megatron.core.tensor_parallel.random:get_cuda_rng_tracker", "Megatron's random states"
 )
 _MACHINE = Symbol(
-    "megatron-core",
     "megatron.core.rerun_state_machine:_GLOBAL_RERUN_STATE_MACHINE",
     "Megatron's checks of results; None in a loop without them",
 )
 _TRACKERS = tuple(
-    Symbol("megatron-core", f"{module}:{name}.tracker", "sums of losses for the log")
+    Symbol(f"{module}:{name}.tracker", "sums of losses for the log")
     for module, name in _HELPERS.items()
 )
 RELIES_ON = (_RNG, _MACHINE, *_TRACKERS)

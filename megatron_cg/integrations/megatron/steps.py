@@ -27,7 +27,6 @@ from megatron_cg.upstream.symbols import Symbol
 
 _ITERATION = "iteration"
 _STEP = Symbol(
-    "megatron-core",
     "megatron.training.training:train_step",
     "one training step, a global that train() looks up for each",
     parameters=("optimizer", _ITERATION),

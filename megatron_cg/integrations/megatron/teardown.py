@@ -37,19 +37,14 @@ logger = logging.getLogger(__name__)
 
 _C10D = "torch.distributed.distributed_c10d"
 _DESTROY, _DESTROY_OF_TORCH, _ABORT_OF_TORCH = (
-    Symbol("torch", path, expected, parameters=("group",))
+    Symbol(path, expected, parameters=("group",))
     for path, expected in (
         ("torch.distributed:destroy_process_group", "the end of process groups"),
         (f"{_C10D}:destroy_process_group", "the same, where torch's own callers look"),
         (f"{_C10D}:_abort_process_group", "the end of process groups after an error"),
     )
 )
-_MEMBERS = Symbol(
-    "torch",
-    f"{_C10D}:GroupMember",
-    "what names the default group",
-    attributes=("WORLD",),
-)
+_MEMBERS = Symbol(f"{_C10D}:GroupMember", "what names the default group", attributes=("WORLD",))
 RELIES_ON = (_DESTROY, _DESTROY_OF_TORCH, _ABORT_OF_TORCH, _MEMBERS)
 
 _installed = ExitStack()

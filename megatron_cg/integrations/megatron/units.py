@@ -57,24 +57,18 @@ _TRACKER = "_MOE_METRICS_TRACKER"
 _REPLAY, _ACTION = "router_replay", "router_replay_action"
 RELIES_ON = (
     Symbol(
-        "megatron-core",
         _LAYER,
         "a layer with graphs",
         attributes=("cuda_graphs", "cuda_graph_manual_hooks", "_get_submodules_under_cudagraphs"),
     ),
-    *(
-        Symbol("megatron-core", path, expected, attributes=attributes)
-        for path, expected, attributes in (
-            (f"{_LAYER}._should_call_te_cudagraph", "what __call__ asks", ()),
-            (f"{_LAYER}._te_cuda_graph_replay", "the replay", ()),
-            (f"{_LAYER}._te_cuda_graph_capture", "the part of a layer that its graph holds", ()),
-            (f"{_METRICS}:{_TRACKER}", "Megatron's MoE metrics tracker", ()),
-            (f"{_METRICS}:MoEMetricsTracker", "what it is", ("metrics",)),
-            (f"{_METRICS}:MetricEntry", "an entry of its metrics", ("values",)),
-            (f"{_MOE}.router_replay:RouterReplay", "what repeats a router's choices", (_ACTION,)),
-            (f"{_MOE}.router:TopKRouter", "the router that has one", (_REPLAY,)),
-        )
-    ),
+    Symbol(f"{_LAYER}._should_call_te_cudagraph", "what __call__ asks"),
+    Symbol(f"{_LAYER}._te_cuda_graph_replay", "the replay"),
+    Symbol(f"{_LAYER}._te_cuda_graph_capture", "the part of a layer that its graph holds"),
+    Symbol(f"{_METRICS}:{_TRACKER}", "Megatron's MoE metrics tracker"),
+    Symbol(f"{_METRICS}:MoEMetricsTracker", "what it is", attributes=("metrics",)),
+    Symbol(f"{_METRICS}:MetricEntry", "an entry of its metrics", attributes=("values",)),
+    Symbol(f"{_MOE}.router_replay:RouterReplay", "repeats choices", attributes=(_ACTION,)),
+    Symbol(f"{_MOE}.router:TopKRouter", "the router that has one", attributes=(_REPLAY,)),
 )
 
 _PACK = "packed_seq_params"

@@ -23,12 +23,8 @@ from megatron_cg.integrations.standalone.surroundings import AutocastState
 from megatron_cg.upstream.patch import Undo, put_over
 from megatron_cg.upstream.symbols import Symbol
 
-_RUN = Symbol(
-    "torch", "torch.autograd:_engine_run_backward", "what every backward pass from Python calls"
-)
-_NUMBER = Symbol(
-    "torch", "torch.autograd:_get_sequence_nr", "the number of the next node of this thread"
-)
+_RUN = Symbol("torch.autograd:_engine_run_backward", "what every backward pass from Python calls")
+_NUMBER = Symbol("torch.autograd:_get_sequence_nr", "the number of the next node of this thread")
 RELIES_ON = (_RUN, _NUMBER)
 _Edge = tuple[Any, int]
 _CAST = (

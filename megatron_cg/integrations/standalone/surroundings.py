@@ -30,7 +30,6 @@ from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.symbols import Symbol
 
 _HOOKS = Symbol(
-    "torch",
     "torch._C:_autograd._top_saved_tensors_default_hooks",
     "the saved-tensor hooks that apply now, or None",
 )

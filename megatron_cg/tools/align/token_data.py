@@ -11,7 +11,6 @@ from megatron_cg.errors import MegatronCGError
 from megatron_cg.upstream.symbols import Symbol
 
 _BUILDER = Symbol(
-    "megatron-core",
     "megatron.core.datasets.indexed_dataset:IndexedDatasetBuilder",
     "the writer of Megatron's indexed format",
     attributes=("add_item", "end_document", "finalize"),

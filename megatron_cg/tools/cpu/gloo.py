@@ -29,13 +29,11 @@ from megatron_cg.upstream.symbols import Symbol
 
 _MODULE = "torch.distributed.distributed_c10d"
 _GROUP = Symbol(
-    "torch",
     f"{_MODULE}:ProcessGroupGloo",
     "the class of gloo's groups",
     attributes=("create_device", "create_default_device"),
 )
 _OPTIONS = Symbol(
-    "torch",
     f"{_MODULE}:ProcessGroupGloo._Options",
     "what a gloo group is made with",
     attributes=("_devices", "_threads", "_timeout"),

@@ -127,7 +127,7 @@ def settings() -> None:
     from megatron_cg.arguments.megatron import read_run
 
     path = "megatron.training.arguments:add_megatron_arguments"
-    fill = lookup("megatron-core", path, "what fills the parser")
+    fill = lookup(path, "what fills the parser")
     read_run(fill(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
 
 

@@ -333,7 +333,7 @@ def test_process_groups_come_first() -> None:
 
 
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = Symbol("torch", together._EXCHANGE.path, "exchanges sizes", fingerprints=("0",))
+    changed = Symbol(together._EXCHANGE.path, "exchanges sizes", fingerprints=("0",))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(together, "_EXCHANGE", changed)
     with pytest.raises(UpstreamChangedError, match="has another body"), compile_together():

@@ -61,7 +61,7 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def symbol(path: str, **expected: Any) -> Symbol:
-    return Symbol("some-package", path, "for a test", **expected)
+    return Symbol(path, "for a test", **expected)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_symbol_that_is_as_expected_is_found(
 def test_a_symbol_that_is_not_names_package_and_symbol(
     upstream: types.ModuleType, path: str, expected: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(UpstreamChangedError, match="some-package") as raised:
+    with pytest.raises(UpstreamChangedError, match="upstream") as raised:
         symbol(path, **expected).find()
     assert said in str(raised.value)
 
@@ -136,8 +136,8 @@ def test_a_missing_symbol_and_a_broken_module_are_said(
     (package / "__init__.py").touch()
     (package / "one.py").write_text(
         "from megatron_cg.upstream.symbols import Symbol\n"
-        "RELIES_ON = (Symbol('torch', 'torch:gone', 'a thing'), Symbol('torch', 'torch', 'it'),\n"
-        "             Symbol('not-there', 'not_there', 'another'))\n"
+        "RELIES_ON = (Symbol('torch:gone', 'a thing'), Symbol('torch', 'it'),\n"
+        "             Symbol('not_there', 'another'))\n"
     )
     (package / "two.py").write_text("import gone\nRELIES_ON = ()\n")
     (package / "three.py").write_text("RELIED = 1\n")
