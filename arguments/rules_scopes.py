@@ -149,6 +149,16 @@ SCOPE_RULES = (
         f"{_DROP_AND_PAD}",
     ),
     Rule(
+        "preprocess-shared-expert",
+        lambda c: (
+            _has_scope(c, "moe_preprocess") and c.run.is_moe and c.run.moe_shared_expert_overlap
+        ),
+        "--cuda-graph-modules moe_preprocess with --moe-shared-expert-overlap",
+        "the graph would end between two stages of the shared expert, which Megatron (0.19.2) "
+        "leaves in a state that its next pass does not accept",
+        "drop moe_preprocess from --cuda-graph-modules, or drop --moe-shared-expert-overlap",
+    ),
+    Rule(
         "scope-selects-nothing",
         _scopes_on_no_layer,
         "--cuda-graph-modules {scope}",

@@ -133,7 +133,8 @@ def _experts(chance: random.Random, processes: int) -> CpuModelConfig:
         options |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     if chance.random() < 0.3:
         options["moe_shared_expert_intermediate_size"] = 32
-        options["moe_shared_expert_overlap"] = chance.random() < 0.5
+        overlaps = chance.random() < 0.5
+        options["moe_shared_expert_overlap"] = overlaps and "moe_preprocess" not in scopes
         options["moe_shared_expert_gate"] = chance.random() < 0.5
     if "recompute_method" in options:
         options.pop("moe_input_jitter_eps", None)
@@ -200,7 +201,7 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-    from megatron_cg.moe.install import exchange_by_peers, use_device_counts
+    from megatron_cg.moe.install import use_device_counts
     from megatron_cg.tools.cpu import cpu_model
     from megatron_cg.tools.cpu.fakes import replaced
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
@@ -219,9 +220,7 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
         undo.enter_context(replaced(cpu_model, "gpt_model", gpt_model))
         if drawn.torch_gemm:
             undo.enter_context(in_place_of_te())
-            undo.callback(use_device_counts())
-        if graphs and drawn.peers:
-            undo.callback(exchange_by_peers())
+            undo.callback(use_device_counts(by_peers=graphs and drawn.peers))
         if graphs:
             undo.callback(allow_full_recompute())
             yield replace(drawn.model, options=options)

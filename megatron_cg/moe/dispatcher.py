@@ -18,10 +18,12 @@ Note [Order of rows]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import nn
 
 from megatron_cg.moe.row_bound import RowBound, clipped
 from megatron_cg.moe.slots import Collective, Places, Transport, exchange, find_places
@@ -29,7 +31,12 @@ from megatron_cg.upstream.megatron import is_capturing
 from megatron_cg.upstream.symbols import Symbol
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
-RELIES_ON = tuple(
+_SHARED = Symbol(
+    "megatron.core.transformer.moe.shared_experts:SharedExpertState",
+    "which stage of an overlapped shared expert is next",
+    attributes=("IDLE",),
+)
+DISPATCHING = tuple(
     Symbol(f"{_DISPATCHER}.{name}", expected, fingerprints=fingerprints)
     for name, expected, fingerprints in (
         ("preprocess", "what counts tokens", ()),
@@ -42,11 +49,19 @@ RELIES_ON = tuple(
         ("token_combine", "the exchange of results", ("35f14f0f8aacff3b",)),
     )
 )
+RELIES_ON = (_SHARED, *DISPATCHING)
 
 
 def largest_slot(sent: int, topk: int, local: int) -> int:
     """Rows that a rank sends to one with ``local`` experts at most, of ``sent`` rows."""
     return sent // topk * min(topk, local)
+
+
+def shared_experts_idle(layers: Iterable[nn.Module]) -> None:
+    """Let overlapped shared experts begin anew if a capture failed between two of their stages."""
+    for module in (module for layer in layers for module in layer.modules()):
+        if hasattr(module, "_overlap_state"):
+            module._overlap_state = _SHARED.find().IDLE
 
 
 class DeviceCounts:

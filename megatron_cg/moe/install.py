@@ -13,13 +13,12 @@ from torch import nn
 
 from megatron_cg.arguments.rules_experts import router_violation
 from megatron_cg.errors import ArgumentError
-from megatron_cg.events import CaptureEnded, Event, subscribe
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
-from megatron_cg.moe.peer_memory import PeerMemory, explain
+from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.megatron import relax_rules
-from megatron_cg.upstream.patch import all_of, put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _TE = "transformer_engine.pytorch.module.grouped_linear"
@@ -43,12 +42,18 @@ _DISPATCHER = Symbol(
 RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER)
 
 
-def use_device_counts() -> Callable[[], None]:
+def use_device_counts(bound: RowBound | None = None, *, by_peers: bool = False) -> Undo:
     """Let models built from now on have experts whose token counts stay on the device.
 
     Experts compute by :class:`GroupedGemm`. A model whose config captures whole MoE layers (``moe``
     in ``cuda_graph_modules``) without drop and pad gets :class:`DeviceDispatcher`, and Megatron's
-    rule against it does not apply. A second call changes nothing.
+    rule against it does not apply.
+
+    Args:
+        bound: bounds the rows that these layers exchange. Whoever passes one has the steps repeated
+            that exceed it.
+        by_peers: exchange tokens by peer memory, which the layers of an expert-parallel group
+            share.
 
     Returns:
         The undo.
@@ -57,71 +62,31 @@ def use_device_counts() -> Callable[[], None]:
         UpstreamChangedError: Megatron or Transformer Engine lacks what this replaces, or a function
             that this replaces has another body. Then nothing is changed.
     """
-    if _GEMM.find() is GroupedGemm.forward:
-        return lambda: None
+    _GEMM.find()
     theirs = _DISPATCHER.find()
     # On the CPU the stand-in for Transformer Engine has no settings to pass.
     of_te = (_LAYER_OF_TE,) if installed_version(_LAYER_OF_TE.distribution) else ()
-    for symbol in (*of_te, *dispatcher.RELIES_ON):
+    for symbol in (*of_te, *dispatcher.DISPATCHING):
         symbol.require_known_body()
+    # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
+    of_group = cache(PeerMemory)
 
     def make_dispatcher(*args: Any, **named: Any) -> Any:
-        kind = dispatcher.DeviceDispatcher if captures_experts(named["config"]) else theirs
-        return kind(*args, **named)
+        if not captures_experts(named["config"]):
+            return theirs(*args, **named)
+        made = dispatcher.DeviceDispatcher(*args, **named)
+        if bound is not None:
+            bound.place()
+            made.bound = bound
+        if by_peers and made.ep_size > 1:
+            made.transport = of_group(made.ep_group)
+        return made
 
     with ExitStack() as undo:
         undo.callback(set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
         undo.callback(put_over(*_DISPATCHER.place(), make_dispatcher))
         undo.callback(relax_rules(_check))
         return undo.pop_all().close
-
-
-def bound_rows(bound: RowBound) -> Callable[[], None]:
-    """Bound the rows of layers that dispatch by counts on the device and are built from now on.
-
-    Whoever calls it, after :func:`use_device_counts`, has the steps repeated that exceed the bound.
-    Returns the undo.
-    """
-
-    def bind(made: dispatcher.DeviceDispatcher) -> None:
-        bound.place()
-        made.bound = bound
-
-    return _after_making(bind)
-
-
-def exchange_by_peers() -> Callable[[], None]:
-    """Let layers that dispatch by counts on the device, built from now on, use peer memory.
-
-    Those of one expert-parallel group share it. Call :func:`use_device_counts` first.
-    Returns the undo.
-    """
-    # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
-    of_group = cache(PeerMemory)
-
-    def connect(made: dispatcher.DeviceDispatcher) -> None:
-        if made.ep_size > 1:
-            made.transport = of_group(made.ep_group)
-
-    def hear(event: Event) -> None:
-        error = event.error if isinstance(event, CaptureEnded) else None
-        if error is not None and "CUDA error" in str(error):
-            explain(error)
-
-    return all_of((_after_making(connect), subscribe(hear)))
-
-
-def _after_making(change: Callable[[dispatcher.DeviceDispatcher], None]) -> Callable[[], None]:
-    """Change each dispatcher of ours that is made from now on; returns the undo."""
-    make = _DISPATCHER.find()
-
-    def make_and_change(*args: Any, **named: Any) -> Any:
-        made = make(*args, **named)
-        if isinstance(made, dispatcher.DeviceDispatcher):
-            change(made)
-        return made
-
-    return put_over(*_DISPATCHER.place(), make_and_change)
 
 
 def counts_on_device(model: nn.Module) -> bool:

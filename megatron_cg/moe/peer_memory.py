@@ -197,23 +197,11 @@ class PeerMemory:
         return _Slots(rows, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
 
 
-def explain(error: BaseException) -> None:
-    """Log what an error of the GPU may have to do with exchanges."""
-    logger.error(
-        "megatron_cg: the GPU is in an error state (%s). If this log has a line about "
-        "CUDASymmetricMemory::barrier, an expert-parallel rank did not come to an exchange within "
-        "%g minutes. The log of that rank has the reason.",
-        _first_line(error),
-        LIMIT.total_seconds() / 60,
-    )
-
-
 def _at_rest() -> bool:
     """Whether the GPU has run all that is queued; False if it is in an error state."""
     try:
         torch.cuda.synchronize()
-    except RuntimeError as error:
-        explain(error)
+    except RuntimeError:
         return False
     return True
 

@@ -203,9 +203,8 @@ CASES = [
     # A shared expert that runs beside the exchange of tokens, on a stream of its own.
     *_cases(
         "overlapped-",
-        ("router", MLA, ROUTER, (*OVERLAP, *EP2), ()),
-        ("preprocess", MLA, PREPROCESS, (*OVERLAP, *EP2), VERIFIED),
-        ("preprocess-native", MLA, PREPROCESS, (*OVERLAP, *EP2), NATIVE),
+        ("router", MLA, ROUTER, (*OVERLAP, *EP2), VERIFIED),
+        ("router-native", MLA, ROUTER, (*OVERLAP, *EP2), NATIVE),
         ("capacity", MLA, EXPERTS, (*OVERLAP, *EP2, *CAPACITY), ()),
         ("dropless-ep2", MLA, EXPERTS, (*OVERLAP, *EP2), TORCH_GEMM),
     ),

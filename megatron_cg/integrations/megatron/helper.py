@@ -33,8 +33,8 @@ from megatron_cg.integrations.megatron.scopes import LayerScopes
 from megatron_cg.integrations.megatron.steps import Source, Steps
 from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
+from megatron_cg.moe.dispatcher import shared_experts_idle
 from megatron_cg.moe.install import peer_memory_of
-from megatron_cg.moe.shared_expert import shared_experts_resume
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
@@ -239,7 +239,7 @@ class FsdpHelper:
     def _changes(self) -> Iterator[Undo]:
         """Changes of the layers that last as long as the graphs."""
         yield without_unused_masks(self._layers, self._inputs)
-        yield shared_experts_resume(self._layers)
+        yield partial(shared_experts_idle, self._layers)
         yield recompute_in_layers(self.helper.model[0], self._inputs)
         yield self._scopes.give(self._layers)
 

@@ -180,16 +180,15 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     """Let models that are built from now on compute as these settings say; returns the undo."""
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.repeat import repeat_steps
-    from megatron_cg.moe.install import bound_rows, exchange_by_peers, use_device_counts
+    from megatron_cg.moe.install import use_device_counts
     from megatron_cg.moe.row_bound import RowBound
 
     def changes() -> Iterator[Undo]:
         if given.cg_grouped_gemm == "torch":
-            yield use_device_counts()
-            if given.cg_moe_exchange == "peer":
-                yield exchange_by_peers()
-            if given.cg_moe_rows is not None:
-                yield bound_rows(RowBound(given.cg_moe_rows))
+            factor = given.cg_moe_rows
+            bound = RowBound(factor) if factor is not None else None
+            yield use_device_counts(bound, by_peers=given.cg_moe_exchange == "peer")
+            if bound is not None:
                 yield repeat_steps()
         if full_recompute:
             yield allow_full_recompute()

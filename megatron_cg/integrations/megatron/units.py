@@ -39,7 +39,6 @@ from torch import nn
 
 from megatron_cg.integrations.megatron.scopes import leave_out
 from megatron_cg.integrations.own_gradients import own_gradient
-from megatron_cg.moe.shared_expert import gate_in_region
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.guard import Mismatch
@@ -101,8 +100,7 @@ def units_of(layers: Sequence[Any]) -> list[Unit]:
 def _graphed(layer: Any) -> tuple[nn.Module, ...]:
     """The modules below ``layer`` whose forward runs inside its graph."""
     covered: Sequence[nn.Module] = layer._get_submodules_under_cudagraphs()
-    inside = [m for root in covered for m in root.modules() if m is not layer]
-    return tuple(dict.fromkeys([*inside, *gate_in_region(layer)]))
+    return tuple(m for root in covered for m in root.modules() if m is not layer)
 
 
 def _is_direct(layer: Any) -> bool:

@@ -26,8 +26,8 @@ from megatron_cg.integrations.megatron.full_recompute import (
 )
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import units_of
+from megatron_cg.moe.dispatcher import shared_experts_idle
 from megatron_cg.moe.install import use_device_counts
-from megatron_cg.moe.shared_expert import shared_experts_resume
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.telemetry.record import Recorder, recording
@@ -184,7 +184,7 @@ class Trainer:
         )
         with ExitStack() as lasting:
             args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
-            lasting.callback(shared_experts_resume(layers))
+            lasting.callback(shared_experts_idle, layers)
             lasting.callback(recompute_in_layers(self.model, self._static_inputs))
             with session.capturing(), capturing_flag():
                 graphs = session.capture(

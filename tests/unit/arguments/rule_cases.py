@@ -91,6 +91,7 @@ SCOPES = (
 
 SCOPES_BEYOND_MEGATRON = (
     case("preprocess-synchronizes", _ROUTER, moe_router_padding_for_quantization=True),
+    case("preprocess-shared-expert", _ROUTER, moe_shared_expert_overlap=True),
     case("scope-selects-nothing", cuda_graph_modules=("attn", "mamba")),
     case("scope-selects-nothing", _ATTENTION_AND_ROUTER, hybrid_layer_pattern="E|E/**"),
     case("scope-selects-nothing", layers=("moe_router:0-1",), moe_layer_freq=(0, 0, 1, 1)),

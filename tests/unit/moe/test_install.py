@@ -15,9 +15,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 import megatron_cg
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
-from megatron_cg.events import CaptureEnded, emit
 from megatron_cg.moe.grouped_gemm import GroupedGemm
-from megatron_cg.moe.install import bound_rows, exchange_by_peers, use_device_counts
+from megatron_cg.moe.install import use_device_counts
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.tools.cpu import grouped_linear
@@ -124,11 +123,11 @@ def test_the_undo_puts_everything_back(in_place_of_te: None) -> None:
         ]
 
     before = found()
-    first, second = use_device_counts(), use_device_counts()
-    assert found()[0] is GroupedGemm
+    first = use_device_counts()
     during = found()
-    second()
-    assert found() == during and all(a is not b for a, b in zip(before, during, strict=True))
+    assert during[0] is GroupedGemm and all(a is not b for a, b in zip(before, during, strict=True))
+    use_device_counts()()
+    assert found() == during
     first()
     assert found() == before
 
@@ -148,20 +147,19 @@ def test_a_changed_dispatcher_is_refused_before_anything_is_changed(
 
 
 def test_only_dispatchers_in_graphs_are_bounded(model_parallel: None, used: None) -> None:
-    before = moe_layer.MoEAlltoAllTokenDispatcher
     assert dispatcher().bound is None
     bound = RowBound(1.25)
-    undo = bound_rows(bound)
+    undo = use_device_counts(bound)
     assert dispatcher().bound is bound
     assert not hasattr(dispatcher(cuda_graph_impl="none"), "bound")
     undo()
-    assert moe_layer.MoEAlltoAllTokenDispatcher is before and dispatcher().bound is None
+    assert dispatcher().bound is None
 
 
 def test_dispatchers_of_a_group_share_peer_memory(
     model_parallel: None, used: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undo = exchange_by_peers()
+    undo = use_device_counts(by_peers=True)
     assert dispatcher().transport is None  # One rank exchanges nothing.
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "__init__", of_two_ranks)
     one, other = dispatcher().transport, dispatcher().transport
@@ -176,7 +174,7 @@ def test_a_group_of_the_same_name_made_later_has_peer_memory_of_its_own(
     from megatron.core import parallel_state
 
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "__init__", of_two_ranks)
-    undo = exchange_by_peers()
+    undo = use_device_counts(by_peers=True)
     group: Any = torch.distributed.group.WORLD
     before, name = dispatcher().transport, group.group_name
     parallel_state.destroy_model_parallel()
@@ -222,7 +220,7 @@ def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: N
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     shape = CpuModelConfig(layers=1, experts=4, grouped=True, graph_modules=("attn", "moe"))
-    undo = bound_rows(RowBound(1.25))
+    undo = use_device_counts(RowBound(1.25))
     trainer = Trainer(TrainingPlan(shape))
     undo()
     with pytest.raises(ConfigurationError) as error:
@@ -230,16 +228,3 @@ def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: N
     rules = [violation.rule for violation in error.value.violations]
     assert rules == ["rows-without-expert-parallel"]
     assert "drop --cg-moe-rows" in str(error.value)
-
-
-@pytest.mark.parametrize("words", ["CUDA error: unspecified launch failure", "out of memory"])
-def test_a_capture_that_ends_with_the_gpu_tells_of_exchanges(
-    words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    undo = exchange_by_peers()
-    emit(CaptureEnded(error=RuntimeError(words)))
-    undo()
-    emit(CaptureEnded(error=RuntimeError("CUDA error: after it")))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == words.startswith("CUDA error") == sum(words in text for text in told)
-    assert all("CUDASymmetricMemory::barrier" in text for text in told)

@@ -257,10 +257,7 @@ def test_rows_are_written_between_two_barriers_and_read_after_them(
 
 
 def test_nothing_is_freed_on_a_gpu_in_an_error_state(
-    one_rank: None,
-    mapped: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
@@ -275,4 +272,3 @@ def test_nothing_is_freed_on_a_gpu_in_an_error_state(
     leave()
     del leave
     assert memory.bytes == (5 + 7) * 8 and not collected(memory)
-    assert "rank did not come to an exchange within 10 minutes. The log of that" in caplog.text

@@ -205,7 +205,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.moe import row_bound
-    from megatron_cg.moe.install import bound_rows, use_device_counts
+    from megatron_cg.moe.install import use_device_counts
     from megatron_cg.moe.row_bound import RowBound
     from megatron_cg.replay.mismatch_policy import ReplayPolicy
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
@@ -229,9 +229,8 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
         undo.callback(allow_full_recompute())
         if ours:
             undo.enter_context(in_place_of_te())
-            undo.callback(use_device_counts())
             bound = RowBound(FACTOR) if case.real else forced_bound(case.exceeds)
-            undo.callback(bound_rows(bound))
+            undo.callback(use_device_counts(bound))
         trainer = undo.enter_context(trainer_of(plan))
         if ours:
             trainer.before = getattr(bound, "before", trainer.before)

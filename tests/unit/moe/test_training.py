@@ -50,10 +50,7 @@ MODELS = {
     "one rank has all experts": Model(ways=("graphs", "fast", "layer")),
     "experts on two ranks": Model(2, ways=("eager", "graphs", "fast", "router", "layer", "peer")),
     "one expert a rank": Model(2, ONE_CHOICE, experts=2),
-    "shared experts, overlapped": Model(2, OVERLAPPED, ways=("fast", "router", "alone", "layer")),
-    "overlapped, ZeRO-2": Model(
-        2, OVERLAPPED, {"data_parallel_sharding_strategy": "optim_grads"}, ways=("router",)
-    ),
+    "shared experts, overlapped": Model(2, OVERLAPPED, ways=("fast", "alone", "layer")),
     "overlapped, drop and pad": Model(2, {**OVERLAPPED, **DROP_AND_PAD}, grouped=False),
     "probabilities on the input": Model(2, {**ONE_CHOICE, "moe_apply_probs_on_input": True}),
 }
@@ -75,7 +72,6 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     from megatron_cg.moe import grouped_gemm
     from megatron_cg.moe.install import (
         counts_on_device,
-        exchange_by_peers,
         peer_memory_of,
         use_device_counts,
     )
@@ -88,9 +84,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     with ExitStack() as undo:
         if ours:
             undo.enter_context(in_place_of_te())
-            undo.callback(use_device_counts())
-        if way == "peer":
-            undo.callback(exchange_by_peers())
+            undo.callback(use_device_counts(by_peers=way == "peer"))
         shape = CpuModelConfig(
             layers=LAYERS,
             experts=model.experts,
