@@ -78,12 +78,11 @@ class GraphArguments:
         "training without graphs.",
         choices=("error", "eager"),
     )
-    cg_on_mismatch: Literal["eager", "recapture", "error"] = _flag(
+    cg_on_mismatch: Literal["eager", "error"] = _flag(
         "eager",
         "What to do when a graph must not be replayed, because an input, a buffer or a module is "
-        "not as it was at capture: run that part eagerly (default), run it eagerly and capture "
-        "again between two steps, on all ranks, or stop with the error.",
-        choices=("eager", "recapture", "error"),
+        "not as it was at capture: run that part eagerly (default), or stop with the error.",
+        choices=("eager", "error"),
     )
     cg_verify_interval: int = _flag(
         0,

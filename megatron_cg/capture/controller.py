@@ -1,4 +1,4 @@
-"""Capture, recapture and deletion of one model's graphs over its training steps.
+"""Capture and deletion of one model's graphs over its training steps.
 
 Its users define how to capture. The controller decides, together with all ranks, when graphs are
 deleted.
@@ -16,27 +16,24 @@ from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.refusals import clear_frames
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.boundary import Boundary
-from megatron_cg.consensus.decision import Decision, Level, Vote
+from megatron_cg.consensus.decision import Decision
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError, PhaseError
 from megatron_cg.events import GraphsDeleted, emit
 from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.guard.inputs import STATIC_INPUT
 
 logger = logging.getLogger(__name__)
 
 
 class GraphController:
-    """Captures one model's graphs, and recaptures or gives up when all ranks decide so.
+    """Captures one model's graphs, and gives them up when all ranks decide so.
 
     Every rank calls :meth:`before_step` and :meth:`after_step` around each training step.
 
     Args:
         agreement: the votes of all ranks; no vote has been posted yet.
-        capture: captures and returns the session, or raises; called again for a recapture.
-        forget_inputs: called before a recapture if an input that never changed has changed, or a
-            new input has appeared.
+        capture: captures and returns the session, or raises.
         goes_on: whether training continues eagerly after a failed capture.
         option: what a user types for that.
         clean_up: called after such a failure.
@@ -46,16 +43,15 @@ class GraphController:
         self,
         agreement: Agreement,
         capture: Callable[[], Session],
-        forget_inputs: Callable[[], None],
         *,
         goes_on: bool = False,
         option: str = "",
         clean_up: Callable[[], None] | None = None,
     ) -> None:
         self._agreement = agreement
-        self._capture, self._forget_inputs = capture, forget_inputs
+        self._capture = capture
         self._goes_on, self._option, self._clean_up = goes_on, option, clean_up
-        self._boundary = Boundary(agreement, self._vote, self.recapture, self._give_up)
+        self._boundary = Boundary(agreement, self._digest, self._give_up)
         self._earlier = Counters()
         self.session: Session | None = None
         """The current graphs; None before capture and after deletion."""
@@ -94,18 +90,6 @@ class GraphController:
         except Exception as error:
             self._fail(error)
 
-    def recapture(self) -> None:
-        """Delete the graphs and capture again; on all ranks, between two steps."""
-        if self.session is not None:
-            mismatches = self.session.mismatches
-            if mismatches.saw(STATIC_INPUT) or mismatches.saw("structure"):
-                self._forget_inputs()
-        self.delete()
-        self.capture()
-        if self.session is not None:
-            self.session.mismatches.captured_again = True
-            self.session.counters.recaptured += 1
-
     def delete(self) -> None:
         """Delete the graphs, if there are any, and undo all that capture changed."""
         session, self.session = self.session, None
@@ -134,11 +118,8 @@ class GraphController:
         self._boundary.close()
         self._agreement.close()
 
-    def _vote(self) -> Vote:
-        if self.session is None:
-            return Vote()
-        wants = Level.RECAPTURE if self.session.mismatches.wants_recapture else Level.KEEP
-        return Vote(wants, graphs=self.session.digest)
+    def _digest(self) -> int:
+        return self.session.digest if self.session is not None else 0
 
     def _give_up(self, decision: Decision) -> None:
         logger.error("All ranks train eagerly from here on: %s.", decision.reason())

@@ -39,11 +39,6 @@ class StaticInputs:
         self._steps += 1
         return all_of(look_before(layer, self._called) for layer in self._layers)
 
-    def forget(self) -> None:
-        """Forget which inputs seemed never to change, after one has changed."""
-        self._seen.clear()
-        self._steps = 0
-
     def replace_in(
         self, layer: nn.Module, samples: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from megatron_cg.compiled.region import (
     short,
 )
 from megatron_cg.compiled.trace import Rank, loading_for
-from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, digest, ranks_text
+from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
 from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
@@ -221,7 +221,7 @@ def _decided(
     stage: _Stage, own: Exception | None, votes: Agreement, held: str
 ) -> ArtifactRefusedError | None:
     """The refusal of all ranks, or None if all go on."""
-    vote = Vote(Level.KEEP if own is None else Level.GIVE_UP, graphs=digest([held]))
+    vote = Vote(against=own is not None, graphs=digest([held]))
     failed = stage is _Stage.COMPARED and not isinstance(own, ArtifactRefusedError | None)
     limit = FAILED_ALONE if failed else None
     try:
@@ -238,10 +238,10 @@ def _decided(
         return ArtifactRefusedError(
             f"the artifact could not be {stage.name.lower()}: {type(own).__name__}: {own}"
         )
-    if decision.asked:
+    if decision.against:
         return ArtifactRefusedError(
-            f"{ranks_text(decision.asked)} refused the artifact, for the reason in its own log, so "
-            "no rank uses it"
+            f"{ranks_text(decision.against)} refused the artifact, for the reason in its own log, "
+            "so no rank uses it"
         )
     if decision.minority:
         return ArtifactRefusedError(

@@ -41,7 +41,6 @@ from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
     Kind,
-    Level,
     Vote,
     digest,
     ranks_text,
@@ -181,14 +180,13 @@ class CompiledRegions:
         return states
 
     def _vote_on_guards(self, passed: bool) -> bool:
-        decision = self._vote(Kind.GUARD, Vote(Level.KEEP if passed else Level.RECAPTURE))
-        all_passed = decision.level is Level.KEEP
-        if not all_passed:
+        decision = self._vote(Kind.GUARD, Vote(against=not passed))
+        if decision.against:
             logger.info(
                 "megatron_cg: guards of a compiled region failed on %s; all ranks compile it.",
-                ranks_text(decision.asked),
+                ranks_text(decision.against),
             )
-        return all_passed
+        return not decision.against
 
     def _vote(self, kind: Kind, vote: Vote) -> Decision:
         self._serial += 1

@@ -1,10 +1,10 @@
-"""Decisions of all ranks between two training steps: capture again, or give up the graphs.
+"""Decision of all ranks between two training steps: keep the graphs, or give them up.
 
 Note [One step behind]
     Each rank posts its vote at the end of a step and collects all votes at the end of the next
-    step, so the exchange overlaps a whole step. A request of step n is done before step n + 2, on
-    all ranks. The vote after it is under way by then, and all collect it too. It is about graphs
-    that are being replaced: a request to recapture is dropped, one to give up still counts.
+    step, so the exchange overlaps a whole step. If ranks hold different graphs after step n, all
+    give up theirs before step n + 2. The vote after it is under way by then; all collect it too,
+    and drop it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from datetime import timedelta
 
-from megatron_cg.consensus.decision import Decision, Kind, Level, Vote
+from megatron_cg.consensus.decision import Decision, Kind, Vote
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import goes_on
 from megatron_cg.errors import MegatronCGError
@@ -25,27 +25,24 @@ CLOSING = timedelta(seconds=30)
 
 
 class Boundary:
-    """Votes of one model's ranks on what to do between steps.
+    """Votes of one model's ranks on whether all hold the same graphs.
 
     Every rank calls :meth:`before_step` and :meth:`after_step` around each training step.
 
     Args:
         agreement: has no posted vote.
-        vote: called after each step for this rank's request, which it repeats until it is done.
-        recapture: deletes the graphs and captures again; called on all ranks before the same step.
+        graphs: called after each step for the digest of this rank's graphs; 0 if it has none.
         give_up: continues without graphs; called with the reason on all ranks before the same step.
     """
 
     def __init__(
         self,
         agreement: Agreement,
-        vote: Callable[[], Vote],
-        recapture: Callable[[], None],
+        graphs: Callable[[], int],
         give_up: Callable[[Decision], None],
     ) -> None:
         self._agreement = agreement
-        self._vote = vote
-        self._recapture = recapture
+        self._graphs = graphs
         self._give_up = give_up
         self._steps = 0
         self._lost: int | None = None
@@ -73,9 +70,9 @@ class Boundary:
         if self._due is not None:
             self._known_lost = self._lost
         serial = self._steps if step is None else step
-        vote = self._vote()
-        self._lost = self._agreement.left if vote.graphs == 0 else None
-        self._agreement.post(Kind.STEP, vote, serial=serial)
+        graphs = self._graphs()
+        self._lost = self._agreement.left if graphs == 0 else None
+        self._agreement.post(Kind.STEP, Vote(graphs=graphs), serial=serial)
 
     def before_step(self) -> None:
         """Apply the decision, if any. Raises what applying it raises, and AgreementError."""
@@ -85,18 +82,12 @@ class Boundary:
             return
         if self._known_lost == self._agreement.left:
             self._agreement.together()
-        if due.level is Level.KEEP:
+        if not due.minority:
             return
-        under_way = self._agreement.collect()
-        if under_way is not None and under_way.level > due.level:
-            due = under_way
-        if due.level is Level.GIVE_UP:
-            logger.warning("megatron_cg: all ranks discard their graphs: %s.", due.reason())
-            self._give_up(due)
-            self._agreement.together()
-        else:
-            logger.info("megatron_cg: all ranks capture again: %s.", due.reason())
-            self._recapture()
+        self._agreement.collect()
+        logger.warning("megatron_cg: all ranks discard their graphs: %s.", due.reason())
+        self._give_up(due)
+        self._agreement.together()
 
     def close(self) -> None:
         """Collect the last vote and stop voting; call it before graphs or groups are destroyed.

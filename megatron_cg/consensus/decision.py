@@ -24,14 +24,6 @@ class AgreementError(MegatronCGError):
     """Ranks are out of step: one is gone or late, or they are at different votes."""
 
 
-class Level(IntEnum):
-    """What a rank requests; all ranks do the highest level that any rank requests."""
-
-    KEEP = 0
-    RECAPTURE = 1
-    GIVE_UP = 2
-
-
 class Kind(IntEnum):
     """What a vote is about. All ranks must hold votes of the same kinds in the same order."""
 
@@ -55,7 +47,8 @@ class Kind(IntEnum):
 class Vote:
     """The vote of one rank."""
 
-    level: Level = Level.KEEP
+    against: bool = False
+    """Whether something failed on this rank, so that no rank may go on with it."""
     size: int = 0
     """The static size that this rank would choose, such as the tokens of a microbatch."""
     graphs: int = 0
@@ -66,9 +59,8 @@ class Vote:
 class Decision:
     """What all ranks do; the same on all of them."""
 
-    level: Level = Level.KEEP
-    asked: tuple[int, ...] = ()
-    """The ranks that requested ``level``; empty for KEEP."""
+    against: tuple[int, ...] = ()
+    """The ranks that voted against it."""
     smallest: int = 0
     largest: int = 0
     minority: tuple[int, ...] = ()
@@ -82,10 +74,8 @@ class Decision:
     def reason(self) -> str:
         """Why this was decided, in words."""
         reasons = []
-        if self.asked:
-            again = self.level is Level.RECAPTURE
-            request = "to capture again" if again else "to discard the graphs"
-            reasons.append(f"{ranks_text(self.asked)} asked {request}")
+        if self.against:
+            reasons.append(f"{ranks_text(self.against)} voted against it")
         if self.minority:
             reasons.append(
                 f"{ranks_text(self.minority)} and the other ranks hold different sets of graphs"
@@ -109,7 +99,7 @@ def digest(names: Iterable[str]) -> int:
 
 def encode(kind: Kind, serial: int, vote: Vote) -> torch.Tensor:
     """The row of a rank, (5,) int64: two values say which vote it is, three are the vote."""
-    row = (kind, serial, vote.level, vote.size, vote.graphs)
+    row = (kind, serial, vote.against, vote.size, vote.graphs)
     return torch.tensor(row, dtype=torch.int64, device="cpu")
 
 
@@ -118,26 +108,18 @@ def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
 
     ``ranks`` are the ranks of the rows, if they are not those of the default group.
 
-    The highest level wins. Different sets of graphs mean GIVE_UP, whatever was requested: the
-    collectives of their replays would not pair.
-
     Raises:
         AgreementError: the rows belong to different votes; names the ranks and their votes.
     """
     ranks = range(len(rows)) if ranks is None else ranks
-    heads, (levels, sizes, graphs) = rows[:, :2], rows[:, 2:].unbind(1)
+    heads, (against, sizes, graphs) = rows[:, :2], rows[:, 2:].unbind(1)
     if not torch.equal(heads, heads[:1].expand_as(heads)):
         raise AgreementError(_mixed_up(heads.tolist(), ranks))
-    level = Level(int(levels.max()))
-    asked = levels.eq(level).nonzero().flatten().tolist() if level > Level.KEEP else ()
-    asked = tuple(ranks[row] for row in asked)
-    minority: tuple[int, ...] = ()
-    if not torch.equal(graphs, graphs[:1].expand_as(graphs)):
-        held = graphs.tolist()
-        most = Counter(held).most_common(1)[0][0]
-        minority = tuple(rank for rank, own in zip(ranks, held, strict=True) if own != most)
-        asked, level = asked if level is Level.GIVE_UP else (), Level.GIVE_UP
-    return Decision(level, asked, int(sizes.min()), int(sizes.max()), minority)
+    held = graphs.tolist()
+    most = Counter(held).most_common(1)[0][0]
+    minority = tuple(rank for rank, own in zip(ranks, held, strict=True) if own != most)
+    voted_against = tuple(ranks[row] for row in against.nonzero().flatten().tolist())
+    return Decision(voted_against, int(sizes.min()), int(sizes.max()), minority)
 
 
 def _mixed_up(heads: list[list[int]], group: Sequence[int]) -> str:

@@ -28,7 +28,6 @@ from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
     Kind,
-    Level,
     Vote,
     decide,
     digest,
@@ -256,7 +255,7 @@ class Agreement:
                 raise AgreementError(self._broken)
             if kind is not None:
                 with suppress(CaptureError):
-                    self._vote_on_capture(kind, Vote(Level.GIVE_UP))
+                    self._vote_on_capture(kind, Vote(against=True))
         except AgreementError as error:
             raise CaptureError(
                 "this rank's capture failed, and the other ranks did not complete the vote on it "
@@ -307,11 +306,11 @@ class Agreement:
         decision = self.agree(kind, vote, serial=self._captures)
         self._next = None
         other_sizes = kind is Kind.CAPTURE_START and not decision.sizes_agree
-        if decision.level is Level.GIVE_UP or other_sizes:
+        if decision.against or decision.minority or other_sizes:
             self.together()
-        if decision.asked:
+        if decision.against:
             raise CaptureError(
-                f"capture failed on {ranks_text(decision.asked)}, whose own log has the reason. "
+                f"capture failed on {ranks_text(decision.against)}, whose own log has the reason. "
                 "All ranks discard their graphs; hooks and state are as before"
             )
         if decision.minority or other_sizes:

@@ -13,7 +13,7 @@ from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChange
 from megatron_cg.upstream.symbols import installed_version
 
 OnFailure = Literal["error", "eager"]
-OnMismatch = Literal["eager", "recapture", "error"]
+OnMismatch = Literal["eager", "error"]
 GroupedGemm = Literal["te", "torch"]
 Exchange = Literal["nccl", "peer"]
 BackendName = Literal["transformer_engine", "te", "native", "tape"]

@@ -64,13 +64,10 @@ class EagerPasses:
         self._mismatches = mismatches
         self._replays = True
 
-    def for_mismatch(self, mismatch: Mismatch, *, fresh: bool = True) -> None:
-        """Prepare this pass to run eagerly because of ``mismatch``.
-
-        See :meth:`MismatchPolicy.mismatched` for ``fresh`` and the error that it raises.
-        """
+    def for_mismatch(self, mismatch: Mismatch) -> None:
+        """Prepare this pass to run eagerly; raises as :meth:`MismatchPolicy.mismatched`."""
         self._mismatches.issue_held()
-        self._mismatches.mismatched(mismatch, self.name, collectives=self.collectives, fresh=fresh)
+        self._mismatches.mismatched(mismatch, self.name, collectives=self.collectives)
         self._mismatches.counters.eager += 1
 
     def for_no_replay(self, why: str) -> None:

@@ -81,7 +81,7 @@ class GuardedGraph:
                 mismatch = None
             self._refuted = mismatch
         if mismatch is not None:
-            self.eager_passes.for_mismatch(mismatch, fresh=not self._replayed)
+            self.eager_passes.for_mismatch(mismatch)
             return self.eager_passes.run(self._eager, self._unit.layer, args, kwargs)
         is_first, self._replayed = not self._replayed, True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))

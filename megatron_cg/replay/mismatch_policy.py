@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class ReplayPolicy:
     """The values of the flags ``--cg-on-mismatch`` and ``--cg-verify-interval``."""
 
-    on_mismatch: Literal["eager", "recapture", "error"] = "eager"
+    on_mismatch: Literal["eager", "error"] = "eager"
     verify_interval: int = 0
     """Steps between two verifications; 0 means never."""
 
@@ -48,9 +48,6 @@ class MismatchPolicy:
         on_any_rank: Callable[[str, bool], bool] | None = None,
     ) -> None:
         self.counters = counters
-        self.wants_recapture = False
-        self.captured_again = False
-        """Whether a mismatch led to this capture. Another is requested only if this one helped."""
         self.issue_held: Callable[[], None] = lambda: None
         """Issues the all-gathers deferred until a launch; must be called before eager passes."""
         self.repeats = False
@@ -70,22 +67,17 @@ class MismatchPolicy:
         """Count training steps, to know when verification is due."""
         self._step += 1
 
-    def saw(self, clause: str) -> bool:
-        """Whether this clause of a guard has forbidden a replay."""
-        return any(seen == clause for _, (seen, _) in self._reported)
-
     @property
     def verifies(self) -> bool:
         """Whether replays of this step are verified."""
         interval = self._policy.verify_interval
         return interval > 0 and self._step % interval == 0
 
-    def mismatched(self, mismatch: Mismatch, layer: str, *, collectives: bool, fresh: bool) -> None:
+    def mismatched(self, mismatch: Mismatch, layer: str, *, collectives: bool) -> None:
         """Return if the unit ``layer`` must run eagerly instead of the replay.
 
         Raises ReplayMismatchError: ``--cg-on-mismatch error``, or the graph contains collectives
-        and the ranks cannot fall back together. ``fresh`` says that the graph has never replayed:
-        another capture would not help.
+        and the ranks cannot fall back together.
         """
         text = self._report(mismatch, layer)
         if self._policy.on_mismatch == "error":
@@ -93,8 +85,6 @@ class MismatchPolicy:
             raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
         if collectives:
             self.fall_back_together(f"{layer}/eager", text)
-        if self._policy.on_mismatch == "recapture" and not (fresh and self.captured_again):
-            self.wants_recapture = True
 
     def mismatched_in_backward(self, mismatch: Mismatch, layer: str) -> None:
         """Raise ReplayMismatchError: the backward of a replay cannot run eagerly."""

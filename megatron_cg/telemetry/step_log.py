@@ -27,7 +27,7 @@ _TENSORBOARD = Symbol(f"{_VARIABLES}:get_tensorboard_writer", "a writer or None"
 _WANDB = Symbol(f"{_VARIABLES}:get_wandb_writer", "a writer or None")
 RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
 
-_COUNTS = ("captured", "replayed", "eager", "mismatched", "recaptured", "verified", "repeated")
+_COUNTS = ("captured", "replayed", "eager", "mismatched", "verified", "repeated")
 _SHOWN = (*_COUNTS, "inputs_copied", "bytes_copied", "waiting_ms")
 Counted = tuple[Counters, AgreementTime]
 Totals = dict[str, float]

@@ -27,7 +27,7 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "buffer-moved": lambda _: captures.buffer_moved(),
     "host-read": captures.host_read,
     "delete": lambda step: life.delete_after(int(step)),
-    "recapture": lambda steps: life.recapture_before(map(int, steps.split(","))),
+    "again": lambda steps: life.captured_again_before(map(int, steps.split(","))),
     "capture-often": lambda times: life.capture_often(int(times)),
     "wrong-bit": replay.wrong_bit,
     "wrong-gradient": replay.wrong_gradient,

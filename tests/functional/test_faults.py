@@ -74,20 +74,6 @@ def test_experts_and_ranks_without_tokens_or_with_all_of_them(
         assert rank["graphs"]["replayed"] == LAYERS * MICROBATCHES * (STEPS - WARMUP)
 
 
-def test_buffers_that_move_on_one_rank_are_captured_again_by_all(align: Align) -> None:
-    outcome = align(
-        faulty("recapture", "address", "dense", "--cg-on-mismatch", "recapture"), script=SCRIPT
-    )
-    assert_trained_alike(outcome)
-    assert outcome.graphed is not None
-    counts = [outcome.graphed[index]["graphs"] for index in sorted(outcome.graphed)]
-    assert [count["captured"] for count in counts] == [2 * LAYERS] * 2
-    # Asked for after step 7, decided after step 8, done before step 9.
-    assert counts[0]["mismatched"] == 0
-    assert counts[1]["mismatched"] == counts[1]["eager"] == LAYERS * MICROBATCHES * 2
-    assert counts[1]["replayed"] == LAYERS * MICROBATCHES * (STEPS - WARMUP - 2)
-
-
 @pytest.mark.kills
 @pytest.mark.parametrize(
     ("fault", "flags", "words"),

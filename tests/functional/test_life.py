@@ -44,8 +44,8 @@ def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(name: str, al
 
 @pytest.mark.parametrize("name", ["dense", "experts", "peers"])
 def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
-    case = replace(LIFE[name], name=f"{name}-recaptured")
-    outcome = align(case, script=SCRIPT, mutation="recapture@6,7,10")
+    case = replace(LIFE[name], name=f"{name}-again")
+    outcome = align(case, script=SCRIPT, mutation="again@6,7,10")
     assert_identical(outcome, 12)
     assert outcome.graphed is not None
     for rank in outcome.graphed.values():

@@ -15,7 +15,7 @@ from tests.functional.life_cases import LIFE
 SCRIPT = Path(__file__).with_name("tampered.py")
 SECONDS = 1_800.0
 LAYERS, WARMUP = 2, 3
-RECAPTURED = (2_000, 4_500, 7_500)
+CAPTURED = (2_000, 4_500, 7_500)
 
 
 @pytest.mark.skipif(
@@ -23,7 +23,7 @@ RECAPTURED = (2_000, 4_500, 7_500)
 )
 def test_ten_thousand_steps_are_bit_equal(align: Callable[..., Outcome]) -> None:
     case = LIFE["long"]
-    mutation = "recapture@" + ",".join(map(str, RECAPTURED))
+    mutation = "again@" + ",".join(map(str, CAPTURED))
     outcome = align(case, script=SCRIPT, mutation=mutation, timeout=SECONDS)
     comparison = outcome.comparison
     assert comparison.status == "identical", comparison.reason + "\n" + outcome.log_tail
@@ -31,7 +31,7 @@ def test_ten_thousand_steps_are_bit_equal(align: Callable[..., Outcome]) -> None
     evaluated = {v.step for v in comparison.values if v.name.startswith("evaluation ")}
     assert evaluated == set(range(1000, case.steps + 1, 1000))
     assert outcome.graphed is not None
-    starts = (WARMUP + 1, *RECAPTURED, case.steps + 1)
+    starts = (WARMUP + 1, *CAPTURED, case.steps + 1)
     for rank in outcome.graphed.values():
         sessions = rank["sessions"]
         replayed = [LAYERS * (end - start) for start, end in pairwise(starts)]

@@ -106,7 +106,6 @@ class FsdpHelper:
             self.controller = GraphController(
                 self._agreement,
                 self._capture_or_reset,
-                self._inputs.forget,
                 goes_on=goes_on,
                 option="--cg-on-failure eager",
                 clean_up=self._after_failure,

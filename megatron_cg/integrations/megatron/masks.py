@@ -65,11 +65,6 @@ class ObservedInputs(StaticInputs):
         self._given: set[tuple[nn.Module, str]] = set()
         self._differentiated: set[nn.Module] = set()
 
-    def forget(self) -> None:
-        """Also forget which keywords were never given."""
-        super().forget()
-        self._none.clear()
-
     def is_never_given(self, layer: nn.Module, name: str) -> bool:
         """Whether a layer was called with that keyword and its value was always None."""
         return (layer, name) in self._none - self._given

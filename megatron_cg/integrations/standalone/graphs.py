@@ -129,7 +129,6 @@ class GraphedUnits:
             self._controller = GraphController(
                 self._agreement,
                 self._capture,
-                self._observer.static_inputs.forget,
                 goes_on=on_failure == "eager",
                 option="on_failure='eager'",
             )

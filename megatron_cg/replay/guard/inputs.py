@@ -21,7 +21,6 @@ FIELDS = ("shape", "dtype", "stride", "device")
 """Properties of a tensor that must be equal, by the name of the clause."""
 
 
-STATIC_INPUT = "static input"
 """The clause about inputs that never changed before capture; see ``static_inputs.py``."""
 
 NOT_INPUTS = frozenset({"is_first_microbatch", "cuda_graph_stream", "cuda_graph_event"})
@@ -107,7 +106,7 @@ class Inputs:
         for number, address in self._borrowed:
             if flat[number].data_ptr() != address:
                 return Mismatch(
-                    STATIC_INPUT,
+                    "static input",
                     f"the memory of argument {self._specs[number].name}",
                     hex(address),
                     hex(flat[number].data_ptr()),

@@ -218,7 +218,7 @@ class Trainer:
 
 
 class VotingTrainer(Trainer):
-    """Ranks decide together: captures at :meth:`start`, and again when any rank requests it.
+    """Ranks decide together: captures at :meth:`start`.
 
     Args:
         plan: the training plan.
@@ -235,7 +235,7 @@ class VotingTrainer(Trainer):
         super().__init__(plan)
         self._policy, self._backend = policy, backend or TapeBackend()
         self.agreement = Agreement()
-        self.controller = GraphController(self.agreement, self._capture, self._static_inputs.forget)
+        self.controller = GraphController(self.agreement, self._capture)
 
     def start(self) -> None:
         """Capture, on all ranks. Raises as :meth:`GraphController.capture` does."""

@@ -125,7 +125,7 @@ def delete_after(step: int) -> None:
     before_steps(delete)
 
 
-def recapture_before(steps: Iterable[int]) -> None:
+def captured_again_before(steps: Iterable[int]) -> None:
     """Delete the graphs before each of these steps and capture them again; note what each did."""
     wanted = set(steps)
     helpers: list[Any] = []
@@ -136,13 +136,13 @@ def recapture_before(steps: Iterable[int]) -> None:
             sessions.append(event.counters.as_dict())
             note("sessions", sessions)
 
-    def recapture(step: int) -> None:
+    def again(step: int) -> None:
         if step in wanted and helpers:
-            helpers[0].controller.recapture()
+            _capture_again(helpers[0])
 
     before_capture(helpers.append)
     subscribe(deleted)
-    before_steps(recapture)
+    before_steps(again)
 
 
 def capture_often(count: int, step: int = 6) -> None:
@@ -158,7 +158,7 @@ def capture_often(count: int, step: int = 6) -> None:
         if now != step:
             return
         for _ in range(count):
-            helpers[0].controller.recapture()
+            _capture_again(helpers[0])
             gc.collect()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -167,6 +167,11 @@ def capture_often(count: int, step: int = 6) -> None:
 
     before_capture(helpers.append)
     before_steps(often)
+
+
+def _capture_again(helper: Any) -> None:
+    helper.controller.delete()
+    helper.controller.capture()
 
 
 def two_passes_at(step: int) -> None:

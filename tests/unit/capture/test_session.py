@@ -20,7 +20,6 @@ from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseE
 from megatron_cg.events import CaptureEnded, Event, subscribe
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
-from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import bytes_of
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
@@ -232,19 +231,6 @@ class LeavesHooks(TapeBackend):
 def test_hooks_that_a_backend_leaves_below_the_units_are_taken_off(trainer: Any) -> None:
     with unchanged(trainer, Forced):
         trainer.capture(LeavesHooks())
-
-
-def test_another_capture_is_asked_for_unless_the_last_one_did_not_help(trainer: Any) -> None:
-    session = trainer.capture(TapeBackend(), policy=ReplayPolicy("recapture"))
-    attention, mismatches = layers_of(trainer)[0].self_attention, session.mismatches
-    for again, replays, asked in ((False, 0, True), (True, 0, False), (True, 1, True)):
-        mismatches.captured_again, mismatches.wants_recapture = again, False
-        for _ in range(replays):
-            trainer.step()
-        with attention.register_forward_hook(lambda *_: None):
-            trainer.step()
-        assert mismatches.wants_recapture is asked
-    expect(session.counters, replayed=5, mismatched=3)
 
 
 def forced(*_args: object) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_cg import compile_together
 from megatron_cg.compiled import together
 from megatron_cg.compiled.together import CompiledRegions
-from megatron_cg.consensus.decision import AgreementError, Decision, Level
+from megatron_cg.consensus.decision import AgreementError, Decision
 from megatron_cg.errors import PhaseError, UpstreamChangedError
 from megatron_cg.upstream.patch import applied
 from megatron_cg.upstream.symbols import Symbol
@@ -356,7 +356,7 @@ def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
 
         def agree(self, *_vote: Any, serial: int) -> Decision:
             self.posted = serial
-            return Decision(Level.RECAPTURE)
+            return Decision(against=(0,))
 
     votes: Any = Failed()
     regions = CompiledRegions(votes)

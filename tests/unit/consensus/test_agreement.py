@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import set_debug_level_from_env
 
-from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, digest
+from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.tools.cpu.launch import run_processes
@@ -40,8 +40,8 @@ def said(*calls: Callable[[], Any]) -> list[str]:
 
 
 def request(rank: int) -> Vote:
-    """Rank 1 wants a recapture, and another size than rank 0."""
-    return Vote(Level(rank), size=96 + 32 * rank, graphs=5)
+    """Rank 1 is against it, and has another size than rank 0."""
+    return Vote(against=rank == 1, size=96 + 32 * rank, graphs=5)
 
 
 def confirmed_by_both(rank: int, votes: Agreement) -> Any:
@@ -62,7 +62,7 @@ def failed_between(rank: int, votes: Agreement) -> Any:
     return said(votes.ready, votes.report_failure if rank == 1 else votes.confirm)
 
 
-def captured_again(rank: int, votes: Agreement) -> Any:
+def captured_twice(rank: int, votes: Agreement) -> Any:
     failed = said(votes.report_failure if rank == 1 else votes.ready)
     unopened = said(votes.ready, votes.confirm)
     votes.begin_capture()
@@ -85,7 +85,7 @@ def failed_alone(rank: int, _votes: Agreement) -> Any:
 
 def decided_at_once(rank: int, votes: Agreement) -> Any:
     decision = votes.agree(Kind.MISMATCH, request(rank))
-    return [decision.level, decision.asked, decision.smallest, decision.largest]
+    return [decision.against, decision.smallest, decision.largest]
 
 
 def decided_later(rank: int, votes: Agreement) -> Any:
@@ -93,11 +93,11 @@ def decided_later(rank: int, votes: Agreement) -> Any:
     nothing = votes.collect()
     votes.post(Kind.STEP, request(rank), serial=7)
     second = said(lambda: votes.post(Kind.STEP, request(rank)))
-    between = votes.agree(Kind.MISMATCH, Vote(Level.GIVE_UP if rank == 0 else Level.KEEP))
+    between = votes.agree(Kind.MISMATCH, Vote(against=rank == 0))
     third = said(lambda: votes.post(Kind.STEP, request(rank)))
     first = votes.collect()
     assert first is not None and votes.collect() is None and nothing is None
-    return [between.level, between.asked, first.level, first.asked, *second, *third]
+    return [between.against, first.against, *second, *third]
 
 
 def came_to_different_votes(rank: int, votes: Agreement) -> Any:
@@ -178,7 +178,7 @@ SCENARIOS = (
     failed_at_the_end,
     failed_before_the_start,
     failed_between,
-    captured_again,
+    captured_twice,
     other_sizes,
     other_graphs,
     failed_alone,
@@ -203,7 +203,7 @@ def vote_in_detail() -> list[Any]:
     votes, alone = Agreement(LONG), Agreement(SHORT)
     decision = votes.agree(Kind.STEP, request(rank))
     votes.post(Kind.STEP, Vote())
-    result = [decision.level.name, str(votes.collect()), *said(votes.ready, votes.confirm)]
+    result = [decision.against, str(votes.collect()), *said(votes.ready, votes.confirm)]
     missed = said(alone.ready) if rank == 0 else []
     # Both end together: rank 0's exchange has rank 1 to connect to.
     dist.barrier()
@@ -253,7 +253,7 @@ def test_one_failure_makes_all_give_up(outcome: Any, scenario: Any, before: int)
 
 
 def test_one_agreement_serves_one_capture_after_another(outcome: Any) -> None:
-    first, second = outcome(captured_again)
+    first, second = outcome(captured_twice)
     assert first[0].startswith(ON_ONE) and second[0] == "went on"
     for told in (first, second):
         start, end, ready, again, whole = told[1:]
@@ -281,13 +281,13 @@ def test_a_rank_that_fails_alone_does_not_go_on(outcome: Any) -> None:
 
 
 def test_all_learn_the_same_at_once(outcome: Any) -> None:
-    assert outcome(decided_at_once) == [[Level.RECAPTURE, [1], 96, 128]] * 2
+    assert outcome(decided_at_once) == [[[1], 96, 128]] * 2
 
 
 def test_a_posted_vote_outlives_one_made_at_once(outcome: Any) -> None:
     for told in outcome(decided_later):
-        assert told[:4] == [Level.GIVE_UP, [0], Level.RECAPTURE, [1]]
-        assert all(text.startswith("PhaseError: a vote is posted already") for text in told[4:])
+        assert told[:2] == [[0], [1]]
+        assert all(text.startswith("PhaseError: a vote is posted already") for text in told[2:])
 
 
 def test_ranks_at_different_votes_all_end_and_vote_no_more(outcome: Any) -> None:
@@ -352,9 +352,9 @@ def test_no_vote_is_taken_while_a_graph_is_captured(one_rank: None) -> None:
 def test_one_rank_agrees_with_itself(one_rank: None) -> None:
     votes = Agreement(LONG)
     votes.confirm()
-    votes.post(Kind.STEP, Vote(Level.RECAPTURE))
+    votes.post(Kind.STEP, Vote(against=True))
     decision = votes.collect()
-    assert decision is not None and decision.asked == (0,)
+    assert decision is not None and decision.against == (0,)
     votes.begin_capture()
     votes.report_failure()
     votes.fall_back_together("layer 0")
@@ -373,8 +373,8 @@ def test_an_agreement_closes_after_the_process_groups(tmp_path: Path) -> None:
 
 def test_votes_work_where_torch_checks_each_collective() -> None:
     (first, [missed]), (second, _) = on_ranks(vote_in_detail, RANKS)
-    level, posted, *rest = first
+    against, posted, *rest = first
     assert first == second
-    assert (level, rest) == (Level.RECAPTURE.name, ["went on"] * 2)
+    assert (against, rest) == ([1], ["went on"] * 2)
     assert posted != "None"
     assert missed.startswith("AgreementError: a rank is gone, or did not join a vote in time")

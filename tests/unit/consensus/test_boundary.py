@@ -1,4 +1,4 @@
-"""Between steps all ranks capture again, or none does; without that they hang."""
+"""Between steps all ranks give up their graphs, or none does; without that they hang."""
 
 from __future__ import annotations
 
@@ -14,82 +14,46 @@ import torch.distributed as dist
 
 from megatron_cg.consensus import boundary
 from megatron_cg.consensus.boundary import Boundary
-from megatron_cg.consensus.decision import AgreementError, Decision, Kind, Level, Vote
+from megatron_cg.consensus.decision import AgreementError, Decision, Kind, Vote
 from megatron_cg.consensus.exchange import Agreement
 from tests.unit.ranks import on_ranks
 
-KEEP, RECAPTURE, GIVE_UP = Level
 LONG = timedelta(minutes=10)
 RANKS = 4
 
 
 class Owner:
-    """Whose graphs a boundary decides on: one request a step, and what was done before which."""
+    """Whose graphs a boundary decides on: their digest after each step, and what was done when."""
 
-    def __init__(self, *requests: Vote | Level) -> None:
-        self.requests = [w if isinstance(w, Vote) else Vote(w) for w in requests]
+    def __init__(self, *held: int) -> None:
+        self.held = list(held)
         self.done: list[str] = []
         self.votes = Agreement(LONG)
-        self.boundary = Boundary(self.votes, self.vote, self.recapture, self.give_up)
+        self.boundary = Boundary(self.votes, self.graphs, self.give_up)
 
-    def vote(self) -> Vote:
-        return self.requests.pop(0)
-
-    def recapture(self) -> None:
-        self.done.append("recapture")
+    def graphs(self) -> int:
+        return self.held.pop(0)
 
     def give_up(self, decision: Decision) -> None:
         self.done.append(f"give up: {decision.reason()}")
 
     def run(self) -> list[str]:
-        """Train as many steps as there are requests; return what was done and when."""
-        while self.requests:
+        """Train as many steps as there are digests; return what was done and when."""
+        while self.held:
             self.boundary.before_step()
             self.done.append("step")
             self.boundary.after_step()
         return self.done
 
 
-def test_nothing_is_done_when_nobody_asks(one_rank: None) -> None:
-    owner = Owner(KEEP, KEEP, KEEP, KEEP)
+def test_nothing_is_done_when_all_hold_the_same(one_rank: None) -> None:
+    owner = Owner(1, 1, 2, 0)
     assert owner.run() == ["step"] * 4
     assert owner.votes.time.votes == 4
 
 
-def test_a_request_is_done_once_and_a_step_later(one_rank: None) -> None:
-    owner = Owner(KEEP, RECAPTURE, RECAPTURE, KEEP, KEEP, KEEP)
-    assert owner.run() == ["step"] * 3 + ["recapture"] + ["step"] * 3
-
-
-def test_a_step_that_is_begun_twice_recaptures_once(one_rank: None) -> None:
-    owner = Owner(RECAPTURE, KEEP)
-    owner.run()
-    owner.boundary.before_step()
-    owner.boundary.before_step()
-    assert owner.done == ["step", "step", "recapture"]
-
-
-def test_a_request_after_the_recapture_is_a_new_one(one_rank: None) -> None:
-    owner = Owner(RECAPTURE, RECAPTURE, RECAPTURE, KEEP, KEEP)
-    assert owner.run() == ["step", "step", "recapture", "step", "step", "recapture", "step"]
-
-
-@pytest.mark.parametrize("requests", [(RECAPTURE, GIVE_UP), (GIVE_UP, RECAPTURE)])
-def test_giving_up_comes_before_a_recapture(one_rank: None, requests: tuple[Level, Level]) -> None:
-    reason = "give up: rank 0 asked to discard the graphs"
-    assert Owner(*requests, KEEP, KEEP, KEEP).run() == ["step", "step", reason, *["step"] * 3]
-
-
-def test_what_changes_collectives_is_undone_once_all_give_up(one_rank: None) -> None:
-    owner = Owner(Vote(GIVE_UP, graphs=1), *[Vote(graphs=1)] * 3)
-    owner.votes.undo_together(lambda: owner.done.append("undo"))
-    reason = "give up: rank 0 asked to discard the graphs"
-    assert owner.run() == ["step", "step", reason, "undo", "step", "step"]
-
-
 def test_what_changes_collectives_is_undone_once_no_rank_has_graphs(one_rank: None) -> None:
-    held, none = Vote(graphs=1), Vote()
-    owner = Owner(none, none, held, none, none, none)
+    owner = Owner(0, 0, 1, 0, 0, 0)
     for number in range(6):
         owner.boundary.before_step()
         if number == 2:
@@ -102,8 +66,7 @@ def test_what_changes_collectives_is_undone_once_no_rank_has_graphs(one_rank: No
 
 
 def test_what_a_new_capture_has_changed_outlives_votes_of_before(one_rank: None) -> None:
-    held, none = Vote(graphs=1), Vote()
-    owner = Owner(none, none, none, held, held, held)
+    owner = Owner(0, 0, 0, 1, 1, 1)
     owner.votes.undo_together(lambda: owner.done.append("undo"))
     for number in range(6):
         owner.boundary.before_step()
@@ -125,22 +88,22 @@ def test_what_changes_collectives_is_undone_at_the_end_and_once(one_rank: None) 
 
 
 def test_nothing_is_decided_after_the_close(one_rank: None) -> None:
-    owner = Owner(RECAPTURE, RECAPTURE, RECAPTURE)
+    owner = Owner(1, 1, 1)
     for _ in range(2):
         owner.boundary.after_step()
     owner.boundary.close()
     owner.boundary.close()
     owner.boundary.before_step()
     owner.boundary.after_step()
-    assert owner.done == [] and len(owner.requests) == 1
-    owner.boundary = Boundary(owner.votes, owner.vote, owner.recapture, owner.give_up)
+    assert owner.done == [] and len(owner.held) == 1
+    owner.boundary = Boundary(owner.votes, owner.graphs, owner.give_up)
     assert owner.run() == ["step"]
 
 
 def test_a_boundary_closes_after_the_process_groups(tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    owner = Owner(KEEP)
+    owner = Owner(0)
     owner.run()
     dist.destroy_process_group()
     owner.boundary.close()
@@ -148,21 +111,22 @@ def test_a_boundary_closes_after_the_process_groups(tmp_path: Path) -> None:
 
 
 def test_a_vote_made_within_a_step_does_not_disturb_the_posted_one(one_rank: None) -> None:
-    owner = Owner(RECAPTURE, KEEP, KEEP)
+    owner = Owner(1)
     owner.boundary.after_step()
-    assert owner.votes.agree(Kind.MISMATCH, Vote()).level is KEEP
-    assert owner.run() == ["step", "recapture", "step"]
+    assert owner.votes.agree(Kind.MISMATCH, Vote(graphs=2)) == Decision()
+    decision = owner.votes.collect()
+    assert decision == Decision()
 
 
 def decided_together(rank: int) -> Any:
-    """Rank 2 asks for a recapture; later rank 1 holds other graphs than the rest."""
-    requests = [Vote(RECAPTURE if rank == 2 and step == 1 else KEEP) for step in range(5)]
-    requests += [Vote(graphs=1 + (rank == 1)), *[Vote()] * 3]
-    return Owner(*requests).run()
+    """Rank 1 loses its graphs; after all have given up theirs, what they left there is undone."""
+    owner = Owner(1, int(rank != 1), int(rank != 1), 0, 0, 0)
+    owner.votes.undo_together(lambda: owner.done.append("undo"))
+    return owner.run()
 
 
 def at_other_steps(rank: int) -> Any:
-    owner = Owner(KEEP)
+    owner = Owner(0)
     owner.boundary.after_step(10 + (rank == 3))
     try:
         owner.boundary.after_step()
@@ -173,7 +137,7 @@ def at_other_steps(rank: int) -> Any:
 
 def closed_alone(rank: int) -> Any:
     """Rank 0 has posted a vote to which the others never come, and closes."""
-    owner = Owner(KEEP)
+    owner = Owner(0)
     text = ""
     if rank == 0:
         owner.boundary.after_step()
@@ -201,10 +165,11 @@ def told() -> Callable[[Any], list[Any]]:
     return lambda scenario: [found[scenario.__name__] for found in ranks]
 
 
-def test_all_ranks_do_what_one_asks_for_before_the_same_step(told: Any) -> None:
-    minority = "give up: rank 1 and the other ranks hold different sets of graphs"
-    steps = [*["step"] * 3, "recapture", *["step"] * 4, minority, *["step"] * 2]
-    assert told(decided_together) == [steps] * RANKS
+def test_all_ranks_give_up_once_and_before_the_same_step(told: Any) -> None:
+    given_up = "give up: rank 1 and the other ranks hold different sets of graphs"
+    lost, *others = (found[3:5] for found in told(decided_together)[1:])
+    assert lost == ["undo", given_up] and others == [[given_up, "undo"]] * (RANKS - 2)
+    assert all(found[:3] + found[5:] == ["step"] * 6 for found in told(decided_together))
 
 
 def test_ranks_at_other_steps_all_end(told: Any) -> None:

@@ -13,7 +13,6 @@ from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
     Kind,
-    Level,
     Vote,
     decide,
     digest,
@@ -21,29 +20,26 @@ from megatron_cg.consensus.decision import (
     ranks_text,
 )
 
-KEEP, RECAPTURE, GIVE_UP = Level
-
 
 def decided(votes: Iterable[Vote]) -> Decision:
     return decide(torch.stack([encode(Kind.STEP, 3, vote) for vote in votes]))
 
 
-def levels(*asked: Level) -> Decision:
-    return decided(Vote(level) for level in asked)
+def against(*votes: bool) -> Decision:
+    return decided(map(Vote, votes))
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_votes_of_every_kind_have_one_shape(kind: Kind) -> None:
-    row = encode(kind, 2**40, Vote(GIVE_UP, 2**40, 2**63 - 1))
+    row = encode(kind, 2**40, Vote(True, 2**40, 2**63 - 1))
     assert row.dtype is torch.int64 and row.device.type == "cpu"
-    assert row.tolist() == [kind, 2**40, 2, 2**40, 2**63 - 1]
+    assert row.tolist() == [kind, 2**40, 1, 2**40, 2**63 - 1]
 
 
-def test_the_highest_level_wins_and_says_who_asked() -> None:
-    assert levels(KEEP, KEEP) == Decision()
-    assert levels(KEEP, RECAPTURE, KEEP, RECAPTURE) == Decision(RECAPTURE, (1, 3))
-    assert levels(RECAPTURE, KEEP, GIVE_UP) == Decision(GIVE_UP, (2,))
-    assert levels(GIVE_UP) == Decision(GIVE_UP, (0,))
+def test_a_decision_says_who_is_against_it() -> None:
+    assert against(False, False) == Decision()
+    assert against(False, True, False, True) == Decision((1, 3))
+    assert against(True) == Decision((0,))
 
 
 def test_sizes_that_differ_are_named() -> None:
@@ -51,17 +47,15 @@ def test_sizes_that_differ_are_named() -> None:
     other = decided([Vote(size=96), Vote(size=128), Vote(size=0)])
     assert same.sizes_agree and (same.smallest, same.largest) == (96, 96)
     assert (other.smallest, other.largest, other.sizes_agree) == (0, 128, False)
-    assert other.level is KEEP and other.reason() == "static sizes go from 0 to 128"
+    assert other.reason() == "static sizes go from 0 to 128"
 
 
-@pytest.mark.parametrize("level", Level)
 @pytest.mark.parametrize("minority", range(3))
-def test_another_set_of_graphs_is_given_up_whatever_was_asked(level: Level, minority: int) -> None:
+def test_the_ranks_that_hold_another_set_of_graphs_are_named(minority: int) -> None:
     votes = [Vote(graphs=digest(["a", "b"]))] * 3
-    votes[minority] = Vote(level, graphs=digest(["a"]))
+    votes[minority] = Vote(graphs=digest(["a"]))
     decision = decided(votes)
-    assert decision.level is GIVE_UP and decision.minority == (minority,)
-    assert decision.asked == ((minority,) if level is GIVE_UP else ())
+    assert decision.minority == (minority,) and decision.against == ()
     assert f"rank {minority} and the other ranks hold different sets" in decision.reason()
 
 
@@ -93,7 +87,7 @@ def test_a_digest_is_the_same_in_another_process() -> None:
     ],
 )
 def test_different_votes_are_an_error_that_names_them(others: torch.Tensor, named: str) -> None:
-    own = encode(Kind.STEP, 3, Vote(GIVE_UP))
+    own = encode(Kind.STEP, 3, Vote(against=True))
     with pytest.raises(AgreementError) as caught:
         decide(torch.stack([own, others, own]))
     assert f"ranks 0, 2 to step 3, {named}" in str(caught.value)
@@ -101,7 +95,6 @@ def test_different_votes_are_an_error_that_names_them(others: torch.Tensor, name
 
 
 def test_reasons_are_put_in_words() -> None:
-    assert levels(KEEP).reason() == "all ranks keep their graphs"
-    assert levels(KEEP, RECAPTURE).reason() == "rank 1 asked to capture again"
-    assert levels(GIVE_UP, GIVE_UP).reason() == "ranks 0, 1 asked to discard the graphs"
+    assert against(False).reason() == "all ranks keep their graphs"
+    assert against(True, True).reason() == "ranks 0, 1 voted against it"
     assert ranks_text(range(4096)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4088 more"

@@ -63,7 +63,7 @@ mismatch = Mismatch("shape", "x", "1", "2", "Cause.")
 try:
     if in_backward:
         policy.mismatched_in_backward(mismatch, "layer")
-    policy.mismatched(mismatch, "layer", collectives=False, fresh=False)
+    policy.mismatched(mismatch, "layer", collectives=False)
 except ReplayMismatchError:
     goes_on()  # The error is under way: as when a with block of graphs ends.
     if not caught:
@@ -98,7 +98,7 @@ def failed_votes() -> list[int]:
     vars(exchange)["exit_without_waiting"] = lambda: left.append(1)
     rank, counts = dist.get_rank(), []
     votes, late, last = Agreement(), Agreement(), Agreement()
-    boundary = Boundary(last, Vote, lambda: None, lambda _decision: None)
+    boundary = Boundary(last, lambda: 0, lambda _decision: None)
     with pytest.raises(AgreementError):
         votes.agree(Kind.STEP, Vote(), serial=rank)
     counts.append(len(left))

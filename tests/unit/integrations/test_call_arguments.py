@@ -34,7 +34,7 @@ def units(**given: Any) -> Any:
 
 
 BOTH: list[dict[str, Any]] = [
-    {"on_mismatch": "recaptur"},
+    {"on_mismatch": "eagr"},
     {"on_failure": "eagr"},
     {"verify_interval": -1},
     {"verify_interval": 1.5},
@@ -61,7 +61,7 @@ def test_a_wrong_argument_is_named(make: Any, given: dict[str, Any]) -> None:
 
 def test_all_mistakes_come_at_once_with_what_was_meant() -> None:
     with pytest.raises(ArgumentError, match="units names nothing") as error:
-        units(units=[], on_failure="eagr", on_mismatch="recaptur")
+        units(units=[], on_failure="eagr", on_mismatch="eror")
     assert len(error.value.violations) == 3
     assert str(error.value).count("did you mean") == 2
 

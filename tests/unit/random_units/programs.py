@@ -51,7 +51,6 @@ class Program:
     """Activation checkpointing around the first unit."""
     warmup: int = 2
     verify_interval: int = 0
-    on_mismatch: str = "eager"
 
     def __str__(self) -> str:
         default = Program(self.seed)
@@ -103,7 +102,6 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice(("use_reentrant", "not")) if chance.random() < 0.02 else "",
         chance.choice((2, 2, 3)),
         chance.choice((0, 0, 0, 1, 2)),
-        chance.choice(("eager", "eager", "eager", "recapture")),
     )
 
 

@@ -84,7 +84,6 @@ class Run:
             ["units.*"],
             backend=BACKEND,  # type: ignore[arg-type]
             warmup_steps=self.program.warmup,
-            on_mismatch=self.program.on_mismatch,  # type: ignore[arg-type]
             verify_interval=self.program.verify_interval,
         )
         try:

@@ -57,9 +57,8 @@ def play() -> dict[str, Any]:
         "untouched": run("eager"),
         "eager": run("eager", buffers_move, ranks=(1,)),
         "other parameter": run("eager", parameter_changes),
-        "recapture": run("recapture", buffers_move, ranks=(1,)),
-        "recapture that never helps": run("recapture", shape_changes, ranks=(1,)),
-        "table": run("recapture", table_changes, ranks=(1,)),
+        "other shape": run("eager", shape_changes, ranks=(1,)),
+        "table": run("eager", table_changes, ranks=(1,)),
         "error": run("error", buffers_move),
         "backward": run("eager", buffers_move_in_forward),
     }
@@ -127,37 +126,19 @@ def test_a_replaced_parameter_is_used_at_once(ranks: list[dict[str, Any]]) -> No
         assert rank["other parameter"]["graphs"]["mismatched"] == AFTER
 
 
-def test_all_ranks_capture_again_when_one_asks(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["recapture"]["numbers"] == rank["nothing"]["numbers"]
-        assert rank["recapture"]["graphs"]["captured"] == 2 * LAYERS
-    whole, moved = (rank["recapture"]["graphs"] for rank in ranks)
-    assert moved["mismatched"] > 0 and whole["mismatched"] == 0
-    assert moved["replayed"] > 0
-
-
-def test_a_table_that_changes_after_all_is_copied_from_the_next_capture_on(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_a_table_that_changes_after_all_runs_eagerly(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["table"]["numbers"] == rank["nothing"]["numbers"]
-        assert rank["table"]["graphs"]["captured"] == 2 * LAYERS
     counts = ranks[1]["table"]["graphs"]
-    assert counts["mismatched"] == 2 * LAYERS and counts["replayed"] == LAYERS * (AFTER - 2)
-    assert counts["inputs_copied"] == 3 * counts["replayed"]
+    assert counts["mismatched"] == LAYERS * AFTER and counts["replayed"] == 0
 
 
-def test_a_shape_that_stays_another_is_captured_again_for_once_only(
-    ranks: list[dict[str, Any]],
-) -> None:
-    """Capture takes its shapes from the configuration, so it cannot help; and nobody loops."""
-    name = "recapture that never helps"
+def test_another_shape_runs_eagerly_on_one_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank[name]["numbers"] == rank["other shape eagerly"]["numbers"]
-        assert rank[name]["numbers"] != rank["nothing"]["numbers"]
-        assert rank[name]["graphs"]["captured"] == 2 * LAYERS
-    assert ranks[1][name]["graphs"]["replayed"] == 0
-    assert ranks[0][name]["graphs"]["replayed"] == LAYERS * AFTER
+        assert rank["other shape"]["numbers"] == rank["other shape eagerly"]["numbers"]
+        assert rank["other shape"]["numbers"] != rank["nothing"]["numbers"]
+    assert ranks[1]["other shape"]["graphs"]["replayed"] == 0
+    assert ranks[0]["other shape"]["graphs"]["replayed"] == LAYERS * AFTER
 
 
 def test_with_the_policy_error_the_run_ends_with_unit_and_cause(

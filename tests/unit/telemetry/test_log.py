@@ -81,9 +81,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_lines_tell_what_is_new_and_writers_all_at_megatrons_intervals(run: Run) -> None:
     run.train(Helper())
     assert run.printed == [
-        " megatron_cg | captured: 3 | replayed: 2 | eager: 0 | mismatched: 0 | recaptured: 0 | "
+        " megatron_cg | captured: 3 | replayed: 2 | eager: 0 | mismatched: 0 | "
         "verified: 0 | repeated: 0 | copied: 4 tensors, 2.0 MiB | votes (ms): 1.0 |",
-        " megatron_cg | captured: 0 | replayed: 5 | eager: 0 | mismatched: 0 | recaptured: 0 | "
+        " megatron_cg | captured: 0 | replayed: 5 | eager: 0 | mismatched: 0 | "
         "verified: 0 | repeated: 0 | copied: 10 tensors, 5.0 MiB | votes (ms): 2.5 |",
     ]
     assert run.tensorboard.scalars == run.wandb.scalars
@@ -108,7 +108,7 @@ def test_another_signature_is_refused_by_name(run: Run, monkeypatch: pytest.Monk
 
 
 def test_all_sessions_are_in_the_totals() -> None:
-    one, two = Counters(captured=3, replayed=9), Counters(captured=3, recaptured=1, repeated=2)
+    one, two = Counters(captured=3, replayed=9), Counters(captured=3, eager=1, repeated=2)
     now = totals([(one, AgreementTime(2, 1.5)), (two, AgreementTime())])
-    assert (now["captured"], now["recaptured"], now["waiting_ms"]) == (6, 1, 1.5)
+    assert (now["captured"], now["eager"], now["waiting_ms"]) == (6, 1, 1.5)
     assert "captured: 6 | replayed: 9" in log_line({}, now) and "repeated: 2" in log_line({}, now)

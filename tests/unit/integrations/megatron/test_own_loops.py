@@ -75,22 +75,6 @@ def test_steps_are_followed_by_the_optimizer(trainer: Any) -> None:
     expect(session.counters, replayed=3 * LAYERS)
 
 
-def test_a_wish_to_capture_again_is_done_between_two_steps(trainer: Any) -> None:
-    helper = helper_for(trainer)
-    trainer.step()
-    helper.create_cudagraphs()
-    first: Any = ours().session
-    first.mismatches.wants_recapture = True
-    trainer.step()
-    assert ours().session is first
-    trainer.step()
-    second: Any = ours().session
-    assert second is not first
-    trainer.step()
-    expect(second.counters, captured=LAYERS, replayed=LAYERS, recaptured=1, eager=0)
-    helper.delete_cuda_graphs()
-
-
 def test_a_broken_rule_ends_the_run_before_anything_is_made(trainer: Any) -> None:
     trainer.model.config.gradient_accumulation_fusion = True
     step = trainer._optimizer.step

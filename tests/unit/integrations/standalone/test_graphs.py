@@ -143,16 +143,6 @@ def test_a_second_forward_before_the_first_backward_runs_eagerly(runs: Any) -> N
     expect(graphed.graphs.counters, replayed=3, eager=3, mismatched=3)
 
 
-def test_a_mismatch_captures_again_where_asked_for(runs: Any) -> None:
-    eager, graphed = runs({"on_mismatch": "recapture"})
-    train_both(eager, graphed, 2)
-    for run in (eager, graphed):
-        another_module(run)
-    train_both(eager, graphed, 4)
-    # The changed unit runs eagerly in the two steps that a vote takes.
-    expect(graphed.graphs.counters, captured=6, eager=2, mismatched=2, replayed=3 + 2 * 2 + 2 * 3)
-
-
 class Broken(TapeBackend):
     """Fails at the end of its capture."""
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote
+from megatron_cg.consensus.decision import AgreementError, Kind, Vote
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArgumentError
 from megatron_cg.integrations.standalone import graph_units, graphs
@@ -65,7 +65,7 @@ def train_on_some_ranks() -> list[Any]:
                 model(torch.ones(2 + (rank == 2 and step == 2), 4)).sum().backward()
         counts = made.counters
     votes = Agreement(group=trainers)
-    asked = votes.agree(Kind.STEP, Vote(Level(rank - 1))).asked
+    asked = votes.agree(Kind.STEP, Vote(against=rank == 2)).against
     with pytest.raises(AgreementError) as mixed:
         votes.agree(Kind.STEP, Vote(), serial=rank)
     dist.barrier()
