@@ -13,7 +13,6 @@ from megatron_cg.fastpath.main_weights import (
     install_main_gradients,
     install_main_weights,
 )
-from megatron_cg.memory.scratch import _Chunk
 from tests.unit.ranks import on_ranks
 
 
@@ -73,8 +72,8 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
     assert fsdp.forward is forward
 
 
-class OneChunk:
-    """Scratch memory in which all pieces of a caller are cut from one allocation."""
+class Scratch:
+    """Counts the pieces that it gives."""
 
     def __init__(self) -> None:
         self.pieces = 0
@@ -83,10 +82,8 @@ class OneChunk:
         return True
 
     def empty(self, _caller: Any, like: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-        chunk = _Chunk(range(len(like)), like, torch.empty((), dtype=dtype))
         self.pieces += len(like)
-        dense = torch.contiguous_format
-        return [*chunk.cut(torch.full_like(chunk.template, torch.nan, memory_format=dense))]
+        return [torch.full(one.shape, torch.nan, dtype=dtype) for one in like]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -160,7 +157,7 @@ def compare_attached() -> dict[str, Any]:
             found |= {"pieces": [], "equal": [], "restored": []}
             # Once with DTensors that Megatron-FSDP has made before, once without.
             for _ in range(2):
-                scratch: Any = OneChunk()
+                scratch: Any = Scratch()
                 undo = [install_main_gradients(fsdp, scratch)]
                 if name != "no shards":
                     undo.append(install_main_weights(fsdp))
