@@ -1,11 +1,11 @@
 """Main gradients and main weights, attached and copied from a table.
 
-Note [Once by Megatron-FSDP, then from a table]
+Note [From a table]
     Megatron-FSDP computes in every step which slice of which buffer belongs to which parameter.
-    Here each slice is cut once and reused as long as its buffer is the same tensor.
-    Megatron-FSDP's first copies would be allocated beside the graphs' memory, and the allocator
-    would keep that memory (2.4 GiB of the preset ``qwen3-moe``). So if copies can borrow memory,
-    Megatron-FSDP attaches gradients as for the precision-aware optimizer, which it does not copy.
+    Here each slice is cut once and reused as long as its buffer is the same tensor. Megatron-FSDP
+    makes the DTensors around the slices, in the first step. If one is not there, its own function
+    runs. Its copies would be allocated beside the graphs' memory, and the allocator would keep that
+    memory (2.4 GiB of the preset ``qwen3-moe``).
 
 Note [Copies in borrowed memory]
     The copies that the optimizer reads live from the end of a step's last backward pass to the
@@ -23,6 +23,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from megatron_cg.fastpath.part import NotApplicableError, float8_test
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.ranges import in_range
-from megatron_cg.upstream.patch import put_over, run_before, set_attribute
+from megatron_cg.upstream.patch import put_over, run_before
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +92,11 @@ class _GradientTable:
 
     @in_range("main gradients")
     def __call__(self) -> None:
-        decoupled = self._store.use_decoupled_grad
-        if not self._kinds or any(buffer.data is not data for buffer, data in self._read_from):
-            if not self._can_read_in_place():
-                self._original()
-                self._read(cast=not decoupled)
-                return
-            self._read_in_place()
-        attribute = "decoupled_grad" if decoupled else "grad"
+        moved = any(buffer.data is not data for buffer, data in self._read_from)
+        if (moved or not self._kinds) and not self._read():
+            self._original()
+            return
+        attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
         for gradients in self._kinds.values():
             gradients.attach(attribute, self._scratch)
         self.borrowed = self._scratch is not None and self._scratch.borrows()
@@ -118,54 +117,31 @@ class _GradientTable:
                 held,
             )
 
-    def _can_read_in_place(self) -> bool:
-        """Whether Megatron-FSDP has made all its DTensors; their dtype is that of the copies."""
-        known = self._store.dist_main_grad
-        return (
-            self._scratch is not None
-            and not self._store.use_decoupled_grad
-            and all(
-                name in known or self._buffer_of(p) is None
-                for name, p in self._store.optimizer_named_parameters
-            )
-        )
-
-    def _read_in_place(self) -> None:
-        """See Note [Once by Megatron-FSDP, then from a table]."""
-        with ExitStack() as undo:
-            undo.callback(set_attribute(self._store, "use_decoupled_grad", True))
-            for _, parameter in self._store.optimizer_named_parameters:
-                undo.callback(set_attribute(parameter, "decoupled_grad", None, shared=True))
-            self._original()
-            self._read(cast=True)
-
-    def _buffer_of(self, parameter: Any) -> Any:
-        number = self._store.param_to_param_group[parameter.orig_param]
-        return self._store.parameter_groups[number].main_grad_buffer
-
-    def _read(self, *, cast: bool) -> None:
-        """Read how Megatron-FSDP has just attached the gradients."""
-        of_group: dict[int, list[tuple[str, Any]]] = {}
-        for name, parameter in self._store.optimizer_named_parameters:
-            number = self._store.param_to_param_group[parameter.orig_param]
-            of_group.setdefault(number, []).append((name, parameter))
-        self._read_from, self._kinds = [], {}
-        for number, members in of_group.items():
-            group = self._store.parameter_groups[number]
-            if group.main_grad_buffer is not None:
-                self._read_group(group, members, cast=cast)
-
-    def _read_group(self, group: Any, members: list[tuple[str, Any]], *, cast: bool) -> None:
-        store, buffer, data = self._store, group.main_grad_buffer, group.main_grad_buffer.data
-        self._read_from.append((buffer, data))
+    def _read(self) -> bool:
+        """Read which slice is each parameter's; False if a DTensor is not made yet."""
+        store = self._store
         sharded = store.bucketing_policy.data_parallel_sharding_strategy != "no_shard"
-        for name, parameter in members:
-            casts = cast and group.main_weight_buffer is not None and parameter.dtype != data.dtype
+        buffers: dict[int, Any] = {}
+        kinds: dict[Kind, _GradientsOfKind] = {}
+        for name, parameter in store.optimizer_named_parameters:
+            original = parameter.orig_param
+            number = store.param_to_param_group[original]
+            group = store.parameter_groups[number]
+            buffer, gradient = group.main_grad_buffer, store.dist_main_grad.get(name)
+            if buffer is None:
+                continue
+            if gradient is None:
+                return False
+            buffers[number], data = buffer, buffer.data
+            has_main_weights = group.main_weight_buffer is not None and not store.use_decoupled_grad
+            casts = has_main_weights and parameter.dtype != data.dtype
             kind = (data.device, data.dtype, parameter.dtype) if casts else None
-            gradient = store.dist_main_grad[name]
-            item = buffer.param_idx[parameter.orig_param]
-            piece = buffer.get_item(item, only_shard=sharded).view(gradient._local_tensor.shape)
-            self._kinds.setdefault(kind, _GradientsOfKind(kind)).add(parameter, gradient, piece)
+            piece = buffer.get_item(buffer.param_idx[original], only_shard=sharded)
+            piece = piece.view(-1, *original.shape[1:])
+            kinds.setdefault(kind, _GradientsOfKind(kind)).add(parameter, gradient, piece)
+        self._kinds = kinds
+        self._read_from = [(buffer, buffer.data) for buffer in buffers.values()]
+        return True
 
 
 class _GradientsOfKind:
@@ -242,40 +218,25 @@ class _WeightTable:
     """Replaces ``copy_main_weights_to_model_weights``."""
 
     def __init__(self, store: Any) -> None:
-        groups = (g for g in store.parameter_groups if g.main_weight_buffer is not None)
-        self._groups = [_GroupWeights(group) for group in groups]
+        self._groups = [g for g in store.parameter_groups if g.main_weight_buffer is not None]
+        self._cut_from: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pieces: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        """The shards of each bucket's parameters, to copy to and from; no empty ones."""
 
     @torch.no_grad()
     def __call__(self) -> None:
-        for group in self._groups:
-            model, main = group.pieces()
+        data = [(g.model_weight_buffer.data, g.main_weight_buffer.data) for g in self._groups]
+        if not all(map(is_, chain(*data), chain(*self._cut_from))) or not self._pieces:
+            self._cut_from, self._pieces = data, list(map(_cut, self._groups))
+        for model, main in self._pieces:
             if model:
                 torch._foreach_copy_(model, main)
 
 
-class _GroupWeights:
-    """The shards of one bucket's parameters, in model weights and in main weights."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._cut_from: tuple[Any, Any] = (None, None)
-        self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-
-    def pieces(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Two lists of the same length, to copy to and from; an empty shard has no entry."""
-        model, main = self._group.model_weight_buffer, self._group.main_weight_buffer
-        if self._cut_from[0] is not model.data or self._cut_from[1] is not main.data:
-            shard = bool(model.is_data_distributed or main.is_data_distributed)
-            places = [main.param_idx[parameter] for parameter in self._group.params]
-            targets, sources = (
-                [buffer.get_item(place, only_shard=shard) for place in places]
-                for buffer in (model, main)
-            )
-            pairs = [
-                (to, source.view(to.shape))
-                for to, source in zip(targets, sources, strict=True)
-                if to.numel() > 0
-            ]
-            self._pieces = [to for to, _ in pairs], [source for _, source in pairs]
-            self._cut_from = (model.data, main.data)
-        return self._pieces
+def _cut(group: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    model, main = group.model_weight_buffer, group.main_weight_buffer
+    shard = bool(model.is_data_distributed or main.is_data_distributed)
+    places = [main.param_idx[parameter] for parameter in group.params]
+    pairs = [[buffer.get_item(at, only_shard=shard) for buffer in (model, main)] for at in places]
+    targets = [to for to, _ in pairs if to.numel() > 0]
+    return targets, [source.view(to.shape) for to, source in pairs if to.numel() > 0]
