@@ -5,18 +5,13 @@ Note [Shown one parameter a bucket]
     releases each bucket once, and skips all further parameters of the bucket. So it gets only one
     parameter per bucket here, and every FP8 parameter, because it also manages the FP8 caches.
     What it does with a bucket does not change.
-
-Note [Shown one module for all]
-    Before a backward pass, and before that of each unit, Megatron-FSDP sets the training state of
-    every module. It searches for the modules each time and sets the state through
-    ``nn.Module.__setattr__``. Here it gets one object that passes the state on to all modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -24,28 +19,13 @@ from torch import nn
 from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
-from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler
-from megatron_cg.hooks.hook_records import module_hooks
-from megatron_cg.upstream.patch import put_over, put_over_cell, set_cell
+from megatron_cg.upstream.patch import put_over, put_over_cell
 
-STATE = "_training_state"
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
-_ROOT, _HANDLER = "root_module", "custom_backward_handler"
+_HOOKS, _WALKS = "MegatronFSDP._register_fsdp_hooks.<locals>", "what walks over parameters"
 REPLACES = (
-    *(
-        symbol
-        for name, fingerprint in (
-            (_LISTED, "58e78d8b964985ee"),
-            (_RELEASE, "52f2f0ae05776b96"),
-            ("_pre_backward_param_unshard", "f9cab4dfe76d1d76"),
-            ("_root_pre_backward", "d22a2f9ba18eb095"),
-        )
-        for symbol in fsdp_function(
-            f"MegatronFSDP._register_fsdp_hooks.<locals>.{name}",
-            "what walks over parameters or modules",
-            fingerprint=fingerprint,
-        )
-    ),
+    *fsdp_function(f"{_HOOKS}.{_LISTED}", _WALKS, fingerprint="58e78d8b964985ee"),
+    *fsdp_function(f"{_HOOKS}.{_RELEASE}", _WALKS, fingerprint="52f2f0ae05776b96"),
     *fsdp_function(
         "MegatronFSDP.all_gather_and_wait_parameters_ready",
         "what waits for parameters and marks them",
@@ -57,11 +37,7 @@ REPLACES = (
         fingerprint="00cb9ee24111bcad",
     ),
 )
-RELIES_ON = (
-    *REPLACES,
-    *fsdp_class("MegatronFSDP", "pre_backward", STATE),
-    *fsdp_class("DataParallelBuffer", "get_item_from_bucket"),
-)
+RELIES_ON = (*REPLACES, *fsdp_class("DataParallelBuffer", "get_item_from_bucket"))
 
 
 class CachedParameters(list[nn.Parameter]):
@@ -91,24 +67,6 @@ class CachedParameters(list[nn.Parameter]):
         return iter(self.shown)
 
 
-class CachedModules:
-    """The modules of a unit; see Note [Shown one module for all]."""
-
-    def __init__(self, unit: nn.Module) -> None:
-        self.unit = unit
-        self._own = [vars(module) for module in unit.modules()]
-
-    def modules(self) -> Iterator[Any]:
-        """Yield this object; Megatron-FSDP calls this as it calls ``nn.Module.modules``."""
-        yield self
-
-    def _pass_on(self, state: Any) -> None:
-        for own in self._own:
-            own[STATE] = state
-
-    _training_state = property(None, _pass_on)
-
-
 def install_unshard(
     fsdp: Any, after_backward: Callable[[nn.Module], None], deferred: DeferredPrefetch
 ) -> Callable[[], None]:
@@ -128,23 +86,19 @@ def install_unshard(
     store, is_float8 = fsdp.param_and_grad_buffer, float8_test(fsdp)
     functions = list(hook_functions(fsdp))
     listed, release = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
-    root = find_cell([fsdp.pre_backward], _ROOT)
     # Megatron-FSDP's hooks run only in forward and backward passes, when modules hold their raw
     # parameters. So a list stays valid until the model is wrapped again.
     bucket_of, megatrons_list = store.param_to_param_group.__getitem__, listed.cell_contents
 
     @cache
-    def list_of_unit(module: Any, direction: str) -> CachedParameters:
-        unit = module.unit if isinstance(module, CachedModules) else module
-        return CachedParameters(megatrons_list(unit, direction), bucket_of, is_float8)
+    def list_of_unit(module: nn.Module, direction: str) -> CachedParameters:
+        return CachedParameters(megatrons_list(module, direction), bucket_of, is_float8)
 
     @cache
     def all_of_unit(module: nn.Module) -> CachedParameters:
         return CachedParameters(list(module.parameters()), bucket_of, is_float8)
 
     with ExitStack() as undo:
-        undo.callback(set_cell(root, CachedModules(root.cell_contents)))
-        undo.callback(_show_cached_modules(fsdp))
         undo.callback(put_over_cell(listed, list_of_unit))
         released = _released(release.cell_contents, all_of_unit, after_backward, deferred)
         undo.callback(put_over_cell(release, released))
@@ -155,31 +109,6 @@ def install_unshard(
             if buffer is not None and not any(map(is_float8, group.params)):
                 undo.callback(put_over(buffer, "fetch_bucket", _fetched(buffer)))
         return undo.pop_all().close
-
-
-def _show_cached_modules(fsdp: Any) -> Callable[[], None]:
-    """Pass each handler before a module's backward pass one object for all of its modules.
-
-    The change is made in the hook's closure variable, so the recorded hooks stay the same.
-    """
-    with ExitStack() as undo:
-        for module in fsdp.module.modules():
-            for record in module_hooks(module):
-                if classify(record) is FsdpRole.WRAPS_PRE_BACKWARD:
-                    cell = find_cell([record.fn], _HANDLER)
-                    if not is_root_handler(cell.cell_contents):
-                        undo.callback(put_over_cell(cell, _shown(module, cell.cell_contents)))
-        return undo.pop_all().close
-
-
-def _shown(unit: nn.Module, handler: Callable[..., None]) -> Callable[..., None]:
-    cached = CachedModules(unit)
-
-    @wraps(handler)
-    def before_backward(module: Any, *unused: Any) -> None:
-        handler(cached if module is unit else module, *unused)
-
-    return before_backward
 
 
 def _gathered(original: Callable[..., None]) -> Callable[..., None]:
