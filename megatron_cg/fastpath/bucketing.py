@@ -67,7 +67,7 @@ from megatron_cg.fastpath.buckets import (
     OfBucket,
     Together,
     current_stream,
-    in_one_piece,
+    stays,
     wait_for,
 )
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
@@ -160,7 +160,6 @@ class GradientBucketing:
         if (
             not any(used)
             and expected >= together.all
-            and not self._fsdp.report_nan_in_param_grad
             and (plain := together.plain(gradients)) is not None
         ):
             for part, copied in zip(together.parts, plain, strict=True):
@@ -265,7 +264,7 @@ class GradientBucketing:
         buffer = group.hfsdp_helper_gbuf or group.main_grad_buffer
         if group.fsdp_unit_id is None or not group.requires_grad or buffer is None:
             return
-        if any(getattr(parameter, "_is_shared", False) for parameter in group.params):
+        if not stays(buffer) or any(map(_is_handled_otherwise, group.params)):
             return
         bucket = Bucket(number, buffer, BucketViews(buffer), len(group.params))
         self._buckets.append(bucket)
@@ -277,8 +276,6 @@ class GradientBucketing:
         target: Any = parameter
         return bool(
             target.grad_added_to_main_grad
-            or getattr(target, "skip_backward_post_hook", False)
-            or self._fsdp.report_nan_in_param_grad
             # A user's hook after ours would find no gradient to change.
             or len(hooks_of_gradient(parameter)) > 1
         )
@@ -293,7 +290,7 @@ class GradientBucketing:
         if len(set(map(id, waiting))) < len(waiting):
             raise FastPathError(_TWICE)
         wait_for(bucket.stream, gradients)
-        self._copy(bucket, bucket.views.of(self._fetched(bucket), waiting), gradients)
+        self._copy(bucket, waiting, gradients)
         for parameter in waiting:
             parameter.grad = None
         *others, last = waiting
@@ -304,31 +301,24 @@ class GradientBucketing:
         self._begin(bucket)
         if bucket.complete_with(len(part.weights)) and bucket.waiting:
             self._hand_over_waiting(bucket)
-        fetched = self._fetched(bucket)
-        target = bucket.views.whole(fetched, part, part.weights)
-        source = in_one_piece(gradients) if target is not None else None
-        if target is not None and source is not None:
-            self._copy(bucket, [target], [source])
-        else:
-            self._copy(bucket, bucket.views.of(fetched, part.weights), gradients)
+        self._copy(bucket, part.weights, gradients)
         self._tell(bucket, part.others, part.weights[-1])
 
     @torch.no_grad()
     def _copy(
-        self, bucket: Bucket, pieces: list[torch.Tensor], gradients: list[torch.Tensor]
+        self, bucket: Bucket, weights: list[nn.Parameter], gradients: list[torch.Tensor]
     ) -> None:
-        if bucket.gradients.is_data_distributed:
+        self._make_room(bucket)
+        buffer, dtype = bucket.gradients, None
+        if buffer.is_data_distributed:
+            dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
+        pieces = bucket.views.of(buffer.fetch_bucket(dtype=dtype), weights)
+        if buffer.is_data_distributed:
             torch._foreach_copy_(pieces, gradients)
         else:
             # No other rank has a part of this buffer; it accumulates all microbatches of the step.
             torch._foreach_add_(pieces, gradients)
         self.copies += 1
-
-    def _fetched(self, bucket: Bucket) -> Any:
-        self._make_room(bucket)
-        dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
-        sharded = bucket.gradients.is_data_distributed
-        return bucket.gradients.fetch_bucket(dtype=dtype if sharded else None)
 
     def _ready(self, bucket: Bucket) -> set[nn.Parameter]:
         """Megatron-FSDP's own set of parameters in the bucket, until it is reduced and freed."""
@@ -351,6 +341,12 @@ class GradientBucketing:
         target: Any = last
         target.grad_added_to_main_grad = True
         self._original([last])
+
+
+def _is_handled_otherwise(parameter: Any) -> bool:
+    """Whether its gradient is shared, or computed after the backward pass of its unit."""
+    names = ("_is_shared", "skip_backward_post_hook")
+    return any(getattr(parameter, name, False) for name in names)
 
 
 def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]:

@@ -293,10 +293,8 @@ class Weights:
 
     def may_be_detached(self) -> bool:
         """Whether only Megatron-FSDP waits for their gradients."""
-        return (
-            not any(weight._backward_hooks for weight in self.parameters)
-            and all(len(hooks_of_gradient(weight)) == 1 for weight in self.parameters)
-            and not any(getattr(w, "skip_backward_post_hook", False) for w in self.parameters)
+        return not any(weight._backward_hooks for weight in self.parameters) and all(
+            len(hooks_of_gradient(weight)) == 1 for weight in self.parameters
         )
 
     def close(self) -> None:

@@ -99,6 +99,8 @@ class FastPath:
                 f"the sharding strategy is {strategy}, in which no hook tells that a unit's "
                 "backward pass is done"
             )
+        if self._fsdp.report_nan_in_param_grad:
+            raise NotApplicableError("each gradient is checked for NaN by itself")
         self.bucketing, undo = bucketing.install_gradients(self._fsdp)
         return undo
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.bucketing import GradientBucketing
-from megatron_cg.fastpath.buckets import BucketViews, in_one_piece
+from megatron_cg.fastpath.buckets import BucketViews
 
 SIZE = 2
 Gradients = list[torch.Tensor | None]
@@ -64,7 +64,6 @@ class Megatron:
             grad_reduce_queue=[],
             _enforce_double_buffer_limit=self.scratch.extend,
         )
-        self.report_nan_in_param_grad = False
         self.told: list[int] = []
         """Places of what its own function was called with."""
         self.parameters = [p for buffer in self.buffers for p in buffer.params]
@@ -156,26 +155,11 @@ def refused(case: Case) -> bool:
     return False
 
 
-@pytest.mark.parametrize("lie", ["neighbours", "gradients apart", "weights apart"])
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "summed"])
 @pytest.mark.parametrize("first", ["experts", "dense"])
-def test_plain_gradients_are_copied_at_once(
-    first: str, sharded: bool, lie: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_gradients_are_copied_at_once(first: str, sharded: bool) -> None:
     case = Case(6, sharded=sharded)
     megatron, (buffer,) = case.megatron, case.megatron.buffers
-    if lie == "gradients apart":
-        case.gradients = [gradient + 0.0 for gradient in case.gradients if gradient is not None]
-    elif lie == "weights apart":
-        buffer.param_idx = {parameter: 5 - place for parameter, place in buffer.param_idx.items()}
-    pieces: list[int] = []
-    copy = case.bucketing._copy
-
-    def counted(bucket: Any, into: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        pieces.append(len(into))
-        copy(bucket, into, gradients)
-
-    monkeypatch.setattr(case.bucketing, "_copy", counted)
     for number in (1, 2):
         megatron.begin()
         steps = [case.take, case.rest_comes]
@@ -194,7 +178,6 @@ def test_plain_gradients_are_copied_at_once(
         assert all(parameter.grad is None for parameter in megatron.parameters)
     assert megatron.told == [5 if first == "experts" else 3] * 2
     assert megatron.scratch == [0] * 4
-    assert sorted(pieces) == ([1, 1, 2, 2] if lie == "neighbours" else [2, 2, 4, 4])
     megatron.begin()
     assert not refused(case)
 
@@ -249,11 +232,6 @@ def written_by_somebody(case: Case) -> Gradients:
     return [*case.gradients[:2], torch.full((SIZE,), -1.0), case.gradients[3]]
 
 
-def checked_for_nan(case: Case) -> Gradients:
-    case.megatron.report_nan_in_param_grad = True
-    return case.gradients
-
-
 @pytest.mark.parametrize(
     ("change", "own"),
     [
@@ -261,7 +239,6 @@ def checked_for_nan(case: Case) -> Gradients:
         (no_gradient, [3, 2]),
         (a_gradient_from_before, [3]),
         (written_by_somebody, [2, 3]),
-        (checked_for_nan, [0, 1, 2, 3]),
     ],
 )
 def test_others_go_one_by_one_or_megatrons_own_way(
@@ -349,73 +326,36 @@ def test_a_part_that_comes_too_late_is_an_error() -> None:
         case.hook(case.weights[1], torch.ones(SIZE))
 
 
-def test_neighbours_are_one_tensor_of_the_same_memory() -> None:
-    whole = torch.arange(36.0)
-    pieces = [piece.view(3, 4) for piece in whole.split(12)]
-    found = in_one_piece(pieces[1:])
-    assert found is not None
-    assert found.data_ptr() == pieces[1].data_ptr() and torch.equal(found, whole[12:])
-    assert in_one_piece(pieces[:1]) is not None
-
-
-def other_order(whole: torch.Tensor) -> list[torch.Tensor]:
-    return [whole[4:8], whole[:4]]
-
-
-def with_a_gap(whole: torch.Tensor) -> list[torch.Tensor]:
-    return [whole[:4], whole[8:12]]
-
-
-def another_dtype(whole: torch.Tensor) -> list[torch.Tensor]:
-    return [whole[:4], whole.view(torch.int32)[4:8]]
-
-
-def strided(whole: torch.Tensor) -> list[torch.Tensor]:
-    return [whole[:4], whole[4:].view(2, -1)[:, :2]]
-
-
-@pytest.mark.parametrize("cut", [other_order, with_a_gap, another_dtype, strided])
-def test_others_are_not(cut: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
-    assert in_one_piece(cut(torch.zeros(16))) is None
-
-
-def test_neighbours_in_memory_of_two_storages_are_not() -> None:
-    memory = torch.zeros(64, dtype=torch.uint8)
-    halves = [torch.frombuffer(memory.numpy()[start:], dtype=torch.uint8, count=32)
-              for start in (0, 32)]  # fmt: skip
-    assert halves[0].data_ptr() + 32 == halves[1].data_ptr()
-    assert halves[0].untyped_storage().nbytes() == 32
-    assert in_one_piece(halves) is None
-
-
-@pytest.mark.parametrize(
-    ("allocator", "sharded", "kept"),
-    [
-        ("FixedPoolAllocator", True, True),
-        ("StorageResizeBased", True, False),
-        ("StorageResizeBased", False, True),
-    ],
-)
-def test_views_are_kept_only_where_memory_stays(allocator: str, sharded: bool, kept: bool) -> None:
-    """The last two parameters lie the other way round, so they are in no one piece."""
+def test_views_follow_their_bucket_to_other_memory() -> None:
     parameters = [nn.Parameter(torch.zeros(SIZE)) for _ in range(4)]
-    buffer: Any = Buffer(parameters, sharded)
-    buffer.temporary_bucket_allocator = type(allocator, (), {})()
-    buffer.param_idx = dict(zip(parameters, (0, 1, 3, 2), strict=True))
+    buffer: Any = Buffer(parameters, True)
     views, memory = BucketViews(buffer), torch.arange(16.0)
     # Another storage, and another place in it.
     for data in (torch.arange(8.0) + 20, memory[:8], memory[8:]):
         bucket = SimpleNamespace(data=data)
-        views_twice = [views.of(bucket, parameters) for _ in range(2)]
-        assert [a is b for a, b in zip(*views_twice, strict=True)] == [kept] * 4
-        assert views_twice[0][3].tolist() == data[4:6].tolist()
-        first, again, second, last = (
-            views.whole(bucket, key, parameters[part])
-            for key, part in (
-                *(("first", slice(2)), ("first", slice(2))),
-                *(("second", slice(1, 2)), ("last", slice(2, 4))),
-            )
-        )
-        assert first is not None and second is not None and last is None
-        assert first.tolist() == data[:4].tolist() and second.tolist() == data[2:4].tolist()
-        assert (first is again) == kept
+        first, second = (views.of(bucket, parameters) for _ in range(2))
+        assert all(a is b for a, b in zip(first, second, strict=True))
+        assert torch.equal(torch.cat(first), data)
+
+
+def no_memory_that_stays(megatron: Megatron) -> None:
+    megatron.buffers[0].temporary_bucket_allocator = object()
+
+
+def shared(megatron: Megatron) -> None:
+    megatron.parameters[1]._is_shared = True
+
+
+def computed_later(megatron: Megatron) -> None:
+    megatron.parameters[1].skip_backward_post_hook = True
+
+
+@pytest.mark.parametrize("change", [no_memory_that_stays, shared, computed_later])
+def test_buckets_that_are_megatron_s(change: Callable[[Megatron], None]) -> None:
+    megatron = Megatron(2, 2)
+    change(megatron)
+    bucketing = GradientBucketing(megatron, megatron.take)
+    known = [bucketing.knows(parameter) for parameter in megatron.parameters]
+    assert known == [False, False, True, True]
+    bucketing(megatron.parameters[:1])
+    assert megatron.told == [0]

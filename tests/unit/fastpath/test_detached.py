@@ -52,8 +52,6 @@ class _Grouped(torch.autograd.Function):
         rows, *weights = context.saved_tensors
         into = (gradient * rows).reshape(-1, rows.shape[-1]).sum(0)
         found = [(into * (1 + n / Grouped.spread)).to(Grouped.dtype) for n, _ in enumerate(weights)]
-        if Grouped.neighbours:
-            found = list(torch.stack(found))
         left_out = [n in Grouped.without or weight is None for n, weight in enumerate(weights)]
         each = [None if left else one for one, left in zip(found, left_out, strict=True)]
         return gradient * sum(weight for weight in weights if weight is not None), *each
@@ -64,8 +62,6 @@ class Grouped(nn.Module):
 
     dtype, spread = torch.float32, 7
     """Of the weights' gradients: their dtype, and how they differ."""
-    neighbours = False
-    """Whether they are pieces of one tensor."""
     without: tuple[int, ...] = ()
     """Places of weights that get none."""
 
@@ -86,7 +82,7 @@ class Grouped(nn.Module):
 def usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tests may change what the function computes, and leave it in its place."""
     own = _Grouped
-    for name in ("dtype", "spread", "neighbours", "without"):
+    for name in ("dtype", "spread", "without"):
         monkeypatch.setattr(Grouped, name, getattr(Grouped, name))
     yield
     assert _Grouped is own
@@ -190,7 +186,6 @@ class Program:
         self.again = not self.graphs and draw.random() < 0.3
         """Whether there are two backward passes after each forward pass."""
         self.dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16])
-        self.neighbours = draw.random() < 0.5
         self.without = draw.choice([(), (), (1, 3)]) if not self.graphs else ()
         kinds = [self.call, self.call, self.chain, self.penalty, self.eager]
         kinds += [] if self.graphs else [self.recomputed, self.reordered, self.with_constants]
@@ -252,7 +247,7 @@ class Program:
 @pytest.mark.parametrize("seed", range(80))
 def test_what_lies_in_buckets_is_what_autograd_has(seed: int) -> None:
     program = Program(seed)
-    for name in ("dtype", "neighbours", "without"):
+    for name in ("dtype", "without"):
         setattr(Grouped, name, getattr(program, name))
     Grouped.spread = 1
 
@@ -315,10 +310,6 @@ def hooked_after(case: Case) -> None:
     case.weights[1].register_post_accumulate_grad_hook(lambda _: None)
 
 
-def computed_later(case: Case) -> None:
-    case.weights[1].skip_backward_post_hook = True
-
-
 def few(case: Case) -> None:
     for weight in case.weights[MANY - 1 :]:
         weight.requires_grad_(False)
@@ -331,7 +322,7 @@ def one_is_there_twice(case: Case) -> None:
 @pytest.mark.parametrize(
     ("change", "graphs"),
     [
-        *((change, False) for change in (hooked, hooked_after, computed_later, few)),
+        *((change, False) for change in (hooked, hooked_after, few)),
         (one_is_there_twice, False),
         (hooked, True),
     ],
@@ -367,7 +358,7 @@ def test_few_weights_of_a_graph_are_detached_and_those_of_others_are_not(taken: 
     assert taken == [2]
 
 
-@pytest.mark.parametrize("change", [hooked, hooked_after, computed_later])
+@pytest.mark.parametrize("change", [hooked, hooked_after])
 def test_weights_that_change_between_the_passes_end_the_run(
     change: Callable[[Case], None], taken: list[int]
 ) -> None:
@@ -447,12 +438,10 @@ def test_gradients_of_a_graph_go_into_each_bucket_by_one_copy(
         nothing_is_cloned.setattr(torch.Tensor, "clone", None, raising=False)
         one_pass(case)
     assert case.bucketing.copies == 3
-    # One by one, as where Megatron-FSDP looks at each gradient for NaN, they keep that order.
-    case.megatron.report_nan_in_param_grad = True
+    # One by one, as where a gradient waits in a weight's ``grad``, they keep that order.
+    case.weights[0].grad = torch.zeros(SIZE)
     one_pass(case)
-    told = [case.megatron.parameters[place] for place in case.megatron.told]
-    lasts = [buffer.params[-1] for buffer in case.megatron.buffers[::-1]]
-    assert told == [*lasts, *reversed(case.megatron.parameters)]
+    assert case.megatron.told == [*(7, 5, 1), *(6, 2, 0)]
     undo()
 
 
@@ -544,8 +533,8 @@ def sharded(way: str, units: list[Unit]) -> Any:
         tp_dim="tp",
         fsdp_unit_modules=[Unit],
         calculate_per_token_loss=True,
-        fsdp_double_buffer=way in POOLED,
-        fsdp_db_use_persist_buf_on_alloc_fail=way in POOLED,
+        fsdp_double_buffer=True,
+        fsdp_db_use_persist_buf_on_alloc_fail=True,
     )
     if way not in POOLED:
         model.set_model_auto_sync(False)
@@ -595,7 +584,6 @@ def fit(way: str, fast: bool) -> dict[str, Any]:
 
     with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientBucketing, "take_detached", take)
-        patch.setattr(Grouped, "neighbours", way == "alone")
         patch.setattr(Grouped, "without", (1, PARTS - 1) if way == "no gradient" else ())
         for step in range(STEPS + (way in POOLED)):
             if fast and step == 1:

@@ -108,6 +108,13 @@ def test_float8_weights_are_left_to_megatron_fsdp(
     path.close()
 
 
+def test_gradients_that_are_checked_one_by_one_are_left_to_megatron_fsdp(fsdp: Any) -> None:
+    fsdp.report_nan_in_param_grad = True
+    path = install(fsdp)
+    assert "checked for NaN" in path.left_out["gradients"] and "unshard" in path.parts
+    path.close()
+
+
 ALL = [
     pytest.param(symbol, id=f"{symbol.distribution}:{symbol.path.rpartition('.')[2]}")
     for name in relied_on.modules_that_rely()
