@@ -20,8 +20,8 @@ TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
 PEERS = (*TORCH_GEMM, "--cg-moe-exchange", "peer")
 """For the graph run alone: tokens go to the memory of other GPUs directly."""
-MOE_ACT = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act")
-META = ("--init-model-with-meta-device",)
+_PARTS = ("moe_act", "layernorm", "mla_up_proj")
+RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", *_PARTS)
 OVERLAP = ("--moe-shared-expert-overlap", "--moe-shared-expert-gate")
 CAPACITY = ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")
 NATIVE = ("--cg-backend", "native")
@@ -58,6 +58,8 @@ class Case:
     """Environment variables of both runs."""
     bf16: bool = True
     """False: the model is in fp32."""
+    scenario: str = ""
+    """What ``tampered.py`` does in both runs."""
 
 
 def batch(size: int) -> tuple[str, ...]:
@@ -77,8 +79,7 @@ def _cases(prefix: str, *rows: Row) -> list[Case]:
 
 
 def _grid() -> list[Case]:
-    """Scopes of the support table under every kind of parallelism in it."""
-    scopes = {"attn": ("attn",), "preprocess": PREPROCESS}
+    """All scopes of a router's layer under every kind of parallelism in the support table."""
     split = (*TENSOR_PARALLEL, *EP2, "--expert-tensor-parallel-size", "2")
     layouts: dict[str, tuple[tuple[str, ...], int]] = {
         "dp2": (batch(8), 2),
@@ -87,9 +88,8 @@ def _grid() -> list[Case]:
         "ep2-etp2": ((*batch(8), *split), 4),
     }
     return [
-        Case(f"{name}-{layout}", MOE, chosen, flags, gpus)
-        for layout, (flags, gpus) in layouts.items()
-        for name, chosen in scopes.items()
+        Case(f"preprocess-{name}", MOE, PREPROCESS, flags, gpus)
+        for name, (flags, gpus) in layouts.items()
     ]
 
 
@@ -107,35 +107,24 @@ def _dropless() -> list[Case]:
 
     return _cases(
         "dropless-",
-        row("ep1"),
-        row("ep1-tp2", *TENSOR_PARALLEL, *ONE_EACH),
         # The input gradient of fc1 sums 2,048 terms to a narrow output, which cuBLAS may split.
         row("ep1-mixtral", *TORCH_GEMM, preset=MIXTRAL),
         row("ep1-zero2", *ZERO2),
-        row("ep1-hybrid-sharding", *HSDP),
         row("ep2", *EP2),
         row("ep2-tp2", *EP2, *TENSOR_PARALLEL, *ONE_EACH),
-        row("ep2-mixtral", *EP2, *TORCH_GEMM, preset=MIXTRAL),
         row("ep2-whole-layer", *EP2, scopes=()),
-        row("ep2-recompute", *EP2, *MOE_ACT),
-        row("ep2-dropout", *EP2, *DROPOUT),
-        row("ep2-evaluation", *EP2, *EVALUATED),
+        row("ep2-evaluation", *EP2, *EVALUATED, "--empty-unused-memory-level", "2"),
         row("ep2-permute-fusion", *EP2, "--moe-permute-fusion"),
-        row("ep2-shared-experts", *EP2, preset=MLA),
+        row("ep2-shared-experts", *EP2, *RECOMPUTED, preset=MLA),
         row("ep2-routing-replay", *EP2, "--moe-enable-routing-replay"),
         # In a graph as many rows as 192 of each expert, eagerly 96: grouped_mm takes other tiles.
         row("ep2-few-rows", *EP2, "--seq-length", "192"),
-        row("ep2-fine-grained-gathering", *EP2, *FINE),
-        row("ep2-context-parallel", *EP2, "--context-parallel-size", "2"),
-        row("ep2-checkpoint", *EP2, *CHECKPOINT),
         row("ep2-verified", *EP2, ours=VERIFIED),
         row("ep2-native", *EP2, ours=NATIVE),
         row("ep2-no-fast-path", *EP2, ours=("--cg-no-fsdp-fast-path",)),
         row("ep2-layers", *EP2, ours=("--cg-layers", "attn:0-1", "moe:1-")),
         # As many rows as any routing sends to one of two ranks: no step is repeated.
-        row("ep2-rows", *EP2, ours=("--cg-moe-rows", "2")),
         row("ep2-rows-evaluation", *EP2, *EVALUATED, ours=("--cg-moe-rows", "2")),
-        row("router-ep2", *EP2, scopes=PREPROCESS),
     )
 
 
@@ -146,21 +135,17 @@ def _realistic() -> list[Case]:
         *("--num-attention-heads", "16", "--num-query-groups", "4", "--seq-length", "2048"),
         *("--max-position-embeddings", "2048", "--micro-batch-size", "1"),
     )
-    shapes = (
-        ("qwen3", "qwen3-moe", ()),
-        ("deepseek-v3", "deepseek-v3", ("--moe-layer-freq", "([0]*1+[1]*1)")),
-        ("mixtral", MIXTRAL, mixtral),
+    dense_first = ("--moe-layer-freq", "([0]*1+[1]*1)")
+    rows: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
+        ("dropless-realistic-qwen3", "qwen3-moe", (), ()),
+        ("dropless-realistic-deepseek-v3", "deepseek-v3", dense_first, ()),
+        ("dropless-realistic-mixtral", MIXTRAL, mixtral, ()),
+        ("peers-realistic-qwen3", "qwen3-moe", (), PEERS),
     )
+    same = (*batch(4), *EP2, "--num-layers", "2", *TORCH_GEMM)
     return [
-        Case(
-            f"{kind}-realistic-{name}",
-            preset,
-            EXPERTS,
-            (*batch(4), *EP2, "--num-layers", "2", *flags, *TORCH_GEMM),
-            graph_flags=ours,
-        )
-        for kind, ours in (("dropless", ()), ("peers", PEERS))
-        for name, preset, flags in shapes
+        Case(name, preset, EXPERTS, (*same, *flags), graph_flags=ours)
+        for name, preset, flags, ours in rows
     ]
 
 
@@ -170,7 +155,6 @@ def _capacity_and_fp8() -> list[Case]:
     recipes = (
         ("delayed", "hybrid", ()),
         ("delayed", "hybrid", weights),
-        ("tensorwise", "hybrid", ()),
         ("tensorwise", "hybrid", weights),
         ("blockwise", "e4m3", ()),
     )
@@ -179,8 +163,6 @@ def _capacity_and_fp8() -> list[Case]:
         ("capacity", MOE, EXPERTS, CAPACITY, ()),
         ("capacity-torch-gemm", MOE, EXPERTS, CAPACITY, TORCH_GEMM),
         ("capacity-whole-layer", MOE, (), (*EP2, *CAPACITY), ()),
-        ("fp8", MOE, ROUTER, FP8, ()),
-        ("fp8-capacity", MOE, EXPERTS, (*CAPACITY, *FP8), ()),
         ("fp8-capacity-weights", MOE, EXPERTS, (*CAPACITY, *FP8, *weights), ()),
         *(
             (
@@ -204,8 +186,7 @@ CASES = [
     *_cases(
         "overlapped-",
         ("router", MLA, ROUTER, (*OVERLAP, *EP2), VERIFIED),
-        ("router-native", MLA, ROUTER, (*OVERLAP, *EP2), NATIVE),
-        ("capacity", MLA, EXPERTS, (*OVERLAP, *EP2, *CAPACITY), ()),
+        ("capacity", MLA, EXPERTS, (*OVERLAP, *EP2, *CAPACITY, *RECOMPUTED), ()),
         ("dropless-ep2", MLA, EXPERTS, (*OVERLAP, *EP2), TORCH_GEMM),
     ),
     # Graphs that exchange tokens by peer memory.
@@ -213,7 +194,6 @@ CASES = [
         "peers-",
         ("ep2", MOE, EXPERTS, EP2, PEERS),
         ("ep2-tp2", MOE, EXPERTS, (*EP2, *TENSOR_PARALLEL, *ONE_EACH), PEERS),
-        ("mixtral", MIXTRAL, EXPERTS, (*EP2, *TORCH_GEMM), PEERS),
         ("evaluation", MOE, EXPERTS, (*EP2, *EVALUATED), PEERS),
         ("overlapped", MLA, EXPERTS, (*EP2, *OVERLAP), PEERS),
         ("native", MOE, EXPERTS, EP2, (*PEERS, *NATIVE)),
@@ -222,7 +202,6 @@ CASES = [
     *_cases(
         "native-",
         ("dense", DENSE, MLP, DROPOUT, NATIVE),
-        ("moe", MOE, PREPROCESS, (), NATIVE),
         ("ep2", MOE, PREPROCESS, EP2, NATIVE),
         ("tp2", DENSE, MLP, TENSOR_PARALLEL, NATIVE),
         ("local-dense", DENSE, MLP, (*LOCAL, *DROPOUT), NATIVE),
@@ -233,35 +212,27 @@ CASES = [
         ("whole-layer", DENSE, (), UNIFORM, ()),
         ("block", DENSE, MLP, (*FULL, "block", "--recompute-num-layers", "2"), ()),
         ("tp2", DENSE, (), (*UNIFORM, *TENSOR_PARALLEL), ()),
-        ("evaluation", DENSE, (), (*UNIFORM, *EVALUATED), ()),
         ("dropless-ep2", MOE, EXPERTS, (*UNIFORM, *EP2), TORCH_GEMM),
         ("native", DENSE, (), UNIFORM, NATIVE),
     ),
     *_cases(
         "",
-        ("dropless-same-gemm", MOE, EXPERTS, (*EP2, *TORCH_GEMM), ()),
         ("dense", DENSE, MLP, (), ()),
         ("whole-layer", DENSE, (), (), ()),
         ("four-microbatches", DENSE, MLP, batch(16), ()),
         ("hybrid-sharding", MOE, ("attn",), HSDP, ()),
         ("zero2", MOE, ROUTER, ZERO2, ()),
         ("zero1", DENSE, MLP, ZERO1, ()),
-        ("evaluation", MOE, ROUTER, EVALUATED, ()),
         ("recompute", MOE, ("moe_router",), RECOMPUTE, ()),
         ("recompute-in-graph", DENSE, MLP, RECOMPUTE, ()),
-        ("dropout", DENSE, MLP, DROPOUT, ()),
         ("inference-rng", DENSE, MLP, (*DROPOUT, "--inference-rng-tracker"), ()),
-        ("routing-replay", MOE, ROUTER, ("--moe-enable-routing-replay",), ()),
         ("fine-grained-gathering", DENSE, MLP, FINE, ()),
         ("verified-dropout", DENSE, MLP, DROPOUT, VERIFIED),
         ("verified-moe-fp8", MOE, ROUTER, FP8, VERIFIED),
         ("context-parallel", DENSE, MLP, ("--context-parallel-size", "2"), ()),
         ("no-warmup", DENSE, MLP, (), ("--cuda-graph-warmup-steps", "0")),
-        ("no-fast-path", MOE, ROUTER, (), ("--cg-no-fsdp-fast-path",)),
-        ("layers", MOE, ROUTER, (), ("--cg-layers", "attn:0-1", "moe_router:1-")),
         ("layers-between", MOE, ROUTER, (), ("--cg-layers", "attn:0,2", "moe_router:0,2")),
-        ("checkpoint", MOE, ROUTER, CHECKPOINT, ()),
-        ("latent-attention", MLA, PREPROCESS, (), ()),
+        ("latent-attention", MLA, PREPROCESS, RECOMPUTED, ()),
         (
             "delayed-gradients",
             MOE,
@@ -269,24 +240,17 @@ CASES = [
             (*EP2, "--overlap-dispatch-backward-with-experts-wgrad"),
             (),
         ),
-        *(
-            (
-                f"saved-passes{name}",
-                MOE,
-                scopes,
-                (*EP2, SAVES, "5", "--save-dgrads-interval", "5", *CHECKPOINT),
-                ours,
-            )
-            for name, scopes, ours in (
-                ("", ROUTER, ()),
-                ("-dropless", EXPERTS, (*TORCH_GEMM, "--cg-moe-rows", "2")),
-            )
+        (
+            "saved-passes",
+            MOE,
+            EXPERTS,
+            (*EP2, SAVES, "5", "--save-dgrads-interval", "5", *CHECKPOINT),
+            (*TORCH_GEMM, "--cg-moe-rows", "2"),
         ),
     ),
     Case("ramp-up", MOE, ROUTER, (*batch(16), "--rampup-batch-size", "8", "8", "48")),
     Case("fp32", DENSE, MLP, batch(8), bf16=False),
     Case("fp32-capacity", MOE, EXPERTS, (*batch(8), *CAPACITY), bf16=False),
-    Case("fp8-fp32-router", MOE, ROUTER, (*batch(8), *FP8), bf16=False),
     Case(
         "expandable-segments",
         DENSE,
@@ -306,17 +270,7 @@ CASES = [
 
 
 def _with_settings() -> list[Case]:
-    """Other cases once more, each with settings of Megatron's or torch's that no case has.
-
-    On the meta device Megatron-FSDP (0.19.2) makes no model whose shared experts have a gate.
-    """
-    families = (
-        *("dense", "attn-tp2", "preprocess-ep2", "latent-attention", "capacity", "dropless-ep2"),
-        *("peers-ep2", "dropless-ep2-rows", "full-recompute-dropless-ep2", "hybrid-sharding"),
-        *("fp8-delayed-weights", "native-local-dense", "mamba"),
-    )
-    both = ("dense", "dropless-ep2")
-    streams = ("attn-tp2", "dropless-ep2", "native-tp2")
+    """Other cases once more, each with settings of Megatron's or torch's that no case has."""
     moments = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
     gradients = (
         *("--megatron-fsdp-main-grads-dtype", "bf16"),
@@ -328,23 +282,20 @@ def _with_settings() -> list[Case]:
         *("--tensorboard-dir", "{directory}/{run}/tensorboard"),
         *("--memory-snapshot-path", "{directory}/{run}/snapshot.pickle"),
     )
-    recomputed = ("--recompute-modules", "moe_act", "layernorm", "mla_up_proj")
     reuse = ("PYTORCH_CUDA_ALLOC_CONF", "graph_capture_record_stream_reuse:True")
     rows: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[tuple[str, str], ...]], ...] = (
-        ("meta", families, META, ()),
-        ("moments", both, ("--use-precision-aware-optimizer", *moments), ()),
-        ("bf16-gradients", both, gradients, ()),
-        ("profiled", both, profiled, ()),
-        ("emptied", ("dropless-ep2-evaluation",), ("--empty-unused-memory-level", "2"), ()),
         (
-            "recomputed",
-            ("latent-attention", "dropless-ep2-shared-experts", "overlapped-capacity"),
-            ("--recompute-granularity", "selective", *recomputed),
+            "meta",
+            ("dense", "dropless-ep2", "fp8-delayed-weights", "native-local-dense"),
+            ("--init-model-with-meta-device",),
             (),
         ),
-        ("streams", streams, (), (reuse,)),
-        ("held", streams, (), (("TORCH_NCCL_AVOID_RECORD_STREAMS", "1"),)),
-        ("registered", both, ("--use-nccl-ub", "--fsdp-manual-registration"), ()),
+        ("moments", ("dropless-ep2",), ("--use-precision-aware-optimizer", *moments), ()),
+        ("bf16-gradients", ("dense",), gradients, ()),
+        ("profiled", ("dropless-ep2",), profiled, ()),
+        ("streams", ("native-tp2",), (), (reuse,)),
+        ("held", ("dropless-ep2",), (), (("TORCH_NCCL_AVOID_RECORD_STREAMS", "1"),)),
+        ("registered", ("dropless-ep2",), ("--use-nccl-ub", "--fsdp-manual-registration"), ()),
     )
     known = {case.name: case for case in CASES}
     return [

@@ -20,9 +20,12 @@ from megatron_cg.tools.align.processes import Options
 from megatron_cg.tools.align.run import Plan, align_on_gpus, arguments, example_script, make_run
 from megatron_cg.tools.align.token_data import TokenStream, from_text, python_sources
 from tests.functional.cases import Case
+from tests.functional.tampered import SCENARIO
 
 TIMEOUT = 240.0
 """Seconds of a run of two ranks; more ranks start side by side and are given more."""
+TAMPERED = Path(__file__).with_name("tampered.py")
+"""The example script for a case with a scenario, and for a mutation of the run with graphs."""
 MEMORY_OF_A_TEST = 5 * 2**30
 """Bytes of each GPU: a process of a run takes up to 4.7 GiB."""
 
@@ -92,21 +95,22 @@ def align(data: TokenStream, shared: Path, tmp_path: Path) -> Callable[..., Outc
     def run(
         case: Case,
         *,
-        script: Path | None = None,
         mutation: str | None = None,
         timeout: float | None = None,
     ) -> Outcome:
         skip_without(case.gpus)
         if case.needs and importlib.util.find_spec(case.needs) is None:
             pytest.skip(f"needs {case.needs}")
-        plan = plan_of(case, tmp_path, script or example_script())
+        tampered = mutation is not None or case.scenario
+        plan = plan_of(case, tmp_path, TAMPERED if tampered else example_script())
         limit = timeout or time_limit(case.gpus)
         options = Options(runs_of(case, tmp_path), limit, mutation=mutation)
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in case.env:
+            env = (*case.env, (SCENARIO, case.scenario)) if case.scenario else case.env
+            for name, value in env:
                 patch.setenv(name, value)
             if not any("{directory}" in word for word in case.flags):
-                record = baseline(plan, data, case.env, shared / "baselines")
+                record = baseline(plan, data, env, shared / "baselines")
                 options = replace(options, eager_record=record)
             return align_on_gpus(plan, data, options)
 

@@ -8,9 +8,7 @@ from tests.functional.cases import (
     DENSE,
     DROPOUT,
     EP2,
-    EXPANDABLE,
     EXPERTS,
-    META,
     MOE,
     PEERS,
     ROUTER,
@@ -37,7 +35,7 @@ LIFE = {
         "bounded-meta",
         MOE,
         EXPERTS,
-        (*batch(8), *EP2, *META),
+        (*batch(8), *EP2, "--init-model-with-meta-device"),
         graph_flags=(*TORCH_GEMM, "--cg-moe-rows", "1"),
     ),
     "saved-experts": Case(
@@ -57,26 +55,19 @@ LIFE = {
         (*batch(8), *DROPOUT, *SAVED, "--save-interval", "6"),
     ),
     "skipped": Case("skipped", MOE, ROUTER, (*batch(8), "--iterations-to-skip", "4", "7")),
-    "overflow": Case(
-        "overflow",
-        MOE,
-        ROUTER,
-        (*batch(8), "--no-check-for-nan-in-loss-and-grad"),
-        env=(("MEGATRON_CG_SCENARIO", "scale@2:4,5:0.25,7:inf,8:inf,10:2"),),
-    ),
     "signal": Case(
         "signal",
         MOE,
         ROUTER,
         (*batch(8), *SAVED, "--save-interval", "100", "--exit-signal-handler"),
-        env=(("MEGATRON_CG_SCENARIO", "signal@7"),),
+        scenario="signal@7",
     ),
     "destroy": Case(
         "destroy",
         DENSE,
         ("attn", "mlp"),
         (*batch(4), *TENSOR_PARALLEL),
-        env=(("MEGATRON_CG_SCENARIO", "destroy@7"),),
+        scenario="destroy@7",
     ),
     "long": Case(
         "long",
@@ -91,9 +82,6 @@ LIFE = {
         steps=10_000,
     ),
 }
-"""What the tests of a run's life train; a scenario is what ``tampered.py`` does in both runs."""
-EXPANDABLE_ALONE = Case("expandable", DENSE, ("attn", "mlp"), batch(8), env=(EXPANDABLE,))
-"""Refused, for want of NCCL_GRAPH_REGISTER=0."""
 SINKHORN = Case(
     "sinkhorn",
     MOE,

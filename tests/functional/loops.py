@@ -17,9 +17,9 @@ WARMUP = 3 if torch.cuda.is_available() else 1
 PREPROCESS = ("attn", "moe_router", "moe_preprocess")
 EXPERTS = ("attn", "moe")
 """Without drop and pad: the models' experts compute by torch's grouped GEMM."""
-SCOPES = (("attn",), PREPROCESS, ("moe_router",))
 EAGER, ENABLED, API, NATIVE = "eager", "enable", "api", "native"
 GROUPED = {"moe_grouped_gemm": True}
+EP2 = {"expert_model_parallel_size": 2}
 _HEAD = 64 if torch.cuda.is_available() else 8
 LATENT = dict.fromkeys(
     ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), _HEAD
@@ -33,7 +33,6 @@ RECOMPUTE = {
 DRIVERS = (ENABLED, API)
 """Megatron's TECudaGraphHelper after ``megatron_cg.enable()``; ``GraphedLayers``. NATIVE is
 ``GraphedLayers`` with the native backend."""
-TYPES = ("bf16", "fp32")
 
 
 @dataclass(frozen=True)
@@ -43,24 +42,20 @@ class Group:
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of TransformerConfig; sizes of parallelism are among them."""
-    scopes: tuple[tuple[str, ...], ...] = SCOPES
-    dtypes: tuple[str, ...] = TYPES
-    drivers: tuple[str, ...] = DRIVERS
+    scopes: tuple[tuple[str, ...], ...] = (PREPROCESS,)
+    dtype: str = "bf16"
+    drivers: tuple[str, ...] = (API,)
     local: bool = False
     """The layers are those of Megatron's local spec instead of Transformer Engine's."""
     moe_rows: float | None = None
     """As ``--cg-moe-rows``; steps that exceed it are repeated."""
 
     def runs(self) -> list[Run]:
-        """Each type eagerly, and with every scope list and driver."""
-        return [
-            run
-            for dtype in self.dtypes
-            for run in (
-                Run(dtype),
-                *(Run(dtype, scopes, driver) for driver in self.drivers for scopes in self.scopes),
-            )
+        """Eagerly, and with every scope list and driver."""
+        graphed = [
+            Run(self.dtype, scopes, driver) for driver in self.drivers for scopes in self.scopes
         ]
+        return [Run(self.dtype), *graphed]
 
 
 @dataclass(frozen=True)
@@ -80,44 +75,32 @@ class Run:
 GROUPS = {
     group.name: group
     for group in (
-        Group("default"),
+        Group("default", scopes=(("attn",), PREPROCESS, ("moe_router",)), drivers=DRIVERS),
         Group("tp2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-        Group("ep2", {"expert_model_parallel_size": 2}),
-        Group("mtp", {"mtp_num_layers": 1}),
+        Group("ep2", EP2, drivers=(ENABLED,)),
+        Group("mtp", {"mtp_num_layers": 1}, dtype="fp32"),
         # One layer predicts twice; it stays eager.
-        Group(
-            "mtp-repeated",
-            {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
-            scopes=(PREPROCESS,),
-        ),
+        Group("mtp-repeated", {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}),
         Group("native", drivers=(NATIVE,)),
-        Group("native-local", {"moe_grouped_gemm": False}, drivers=(NATIVE,), local=True),
-        Group("dropless", GROUPED, scopes=(EXPERTS,), dtypes=("bf16",)),
         Group(
-            "dropless-ep2",
-            {**GROUPED, "expert_model_parallel_size": 2},
-            scopes=(EXPERTS,),
-            dtypes=("bf16",),
+            "native-local",
+            {"moe_grouped_gemm": False},
+            dtype="fp32",
+            drivers=(NATIVE,),
+            local=True,
         ),
+        Group("dropless-ep2", {**GROUPED, **EP2}, scopes=(EXPERTS,)),
         Group(
             "dropless-recompute",
-            {**GROUPED, **RECOMPUTE, "expert_model_parallel_size": 2, "mtp_num_layers": 1},
+            {**GROUPED, **RECOMPUTE, **EP2, "mtp_num_layers": 1},
             scopes=(EXPERTS,),
-            dtypes=("bf16",),
         ),
         Group(
-            "dropless-rows",
-            {**GROUPED, "expert_model_parallel_size": 2},
-            scopes=(EXPERTS,),
-            dtypes=("bf16",),
-            moe_rows=1.0,
+            "dropless-rows", {**GROUPED, **EP2}, scopes=(EXPERTS,), drivers=DRIVERS, moe_rows=1.0
         ),
         Group(
             "latent-attention",
             {"multi_latent_attention": True, "rope_type": "rope", **LATENT},
-            scopes=(PREPROCESS,),
-            dtypes=("bf16",),
-            drivers=(API,),
         ),
     )
 }

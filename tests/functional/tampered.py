@@ -16,13 +16,12 @@ from pathlib import Path
 from tests.functional.tampering import captures, environment, life, replay, routings
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
-VARIABLES = ("MEGATRON_CG_MUTATE", "MEGATRON_CG_SCENARIO")
+MUTATION, SCENARIO = "MEGATRON_CG_MUTATE", "MEGATRON_CG_SCENARIO"
 
 ACTIONS: dict[str, Callable[[str], None]] = {
     "none": lambda _: None,
     "fail": captures.fail_at,
     "no-phase-two": lambda _: captures.hooks_without_phase_two(),
-    "wrapper-left-in": lambda _: captures.hooks_with_a_wrapper_left_in(),
     "parameter-hooks-on": lambda _: captures.parameter_hooks_left_on(),
     "buffer-moved": lambda _: captures.buffer_moved(),
     "host-read": captures.host_read,
@@ -31,7 +30,6 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "capture-often": lambda times: life.capture_often(int(times)),
     "wrong-bit": replay.wrong_bit,
     "wrong-gradient": replay.wrong_gradient,
-    "scale": lambda factors: life.scale_gradients(_factors(factors)),
     "raise": lambda step: life.raise_at(int(step)),
     "exit": lambda step: life.exit_at(int(step)),
     "two-passes": lambda step: life.two_passes_at(int(step)),
@@ -45,16 +43,10 @@ ACTIONS: dict[str, Callable[[str], None]] = {
 }
 
 
-def _factors(text: str) -> dict[int, float]:
-    """``5:0.25,7:inf`` as ``{5: 0.25, 7: inf}``."""
-    pairs = (item.split(":") for item in text.split(","))
-    return {int(step): float(factor) for step, factor in pairs}
-
-
 def main() -> None:
     """Tamper, then run the example."""
     names = []
-    for variable in VARIABLES:
+    for variable in (MUTATION, SCENARIO):
         name, _, detail = os.environ.get(variable, "none").partition("@")
         ACTIONS[name](detail)
         names.append(name)

@@ -1,13 +1,15 @@
-"""Loops without megatron-core with graphs, by their example: each way of sharding."""
+"""Loops without Megatron's, with graphs: each way of sharding, other models, compiled layers."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_cg.examples import standalone_transformer as example
 from tests.functional.conftest import skip_without
 from tests.functional.other_blocks import BLOCKS
 
@@ -16,8 +18,13 @@ EXAMPLE = ROOT / "examples" / "standalone_transformer.py"
 OTHER = "-m tests.functional.other_blocks"
 
 
-@pytest.mark.parametrize("backend", ["native", "te"])
-@pytest.mark.parametrize("sharding", ["megatron-fsdp", "megatron-fsdp-v2", "fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("sharding", "backend"),
+    [
+        *((sharding, "native") for sharding in example.SHARDINGS),
+        *(("megatron-fsdp", "te"), ("fsdp2", "te")),
+    ],
+)
 def test_the_example_trains_the_eager_numbers_though_its_loop_keeps_the_loss(
     sharding: str, backend: str
 ) -> None:
@@ -45,19 +52,34 @@ def test_dropout_in_what_a_unit_recomputes_is_refused_by_name() -> None:
 
 def test_a_model_of_torchtitan_trains_the_eager_numbers() -> None:
     pytest.importorskip("torchtitan", reason="needs torchtitan 0.2.2")
-    ended = run([str(Path(__file__).with_name("titan_model.py"))])
-    assert "bitwise equal" in ended.stdout
-    # 3 graphs; 3 layers x 9 steps x 2 microbatches; one evaluation.
-    assert "'captured': 3, 'replayed': 54, 'eager': 3, 'mismatched': 0" in ended.stdout
+    words = [*OTHER.split(), "titan", "--compare", "--sharding", "fsdp2", "--sequence", "512"]
+    assert_equal(run(words))
+
+
+def test_layers_compiled_without_a_gpu_train_the_eager_numbers_in_graphs(tmp_path: Path) -> None:
+    skip_without(2)
+    build = "tests/unit/compiled/regions.py:llama"
+    words = f"-m megatron_cg.tools.cli.main precompile {build} --world-size 2 --deterministic --out"
+    started([sys.executable, *words.split(), str(tmp_path)], CUDA_VISIBLE_DEVICES="")
+    run(["-m", "tests.functional.compiled_layers", str(tmp_path)])
 
 
 def run(script: list[str], status: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a script on two GPUs, which has to exit with ``status``."""
     skip_without(2)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += script
+    words = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    return started([sys.executable, *words.split(), *script], status)
+
+
+def started(words: list[str], status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
     ended = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        words,
+        env={**os.environ, **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
-    assert ended.returncode == status, ended.stderr[-3000:]
+    assert ended.returncode == status, ended.stdout[-2000:] + ended.stderr[-3000:]
     return ended

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fsdp.roles import FsdpRole, classify
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
+from megatron_cg.hooks import HookKind, module_hooks
 from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import (
     ForcedError,
@@ -84,7 +83,7 @@ def fail_at(place: str) -> None:
         error = torch.OutOfMemoryError("forced")
     if stage == "samples":
         wrap(helper_class(), "_samples", on_call(1, error))
-    elif stage in ("warmup-forward", "memory"):
+    elif stage == "memory":
         wrap(TransformerLayer, "_te_cuda_graph_capture", on_call(2, error))
     elif stage == "warmup-backward":
         wrap(torch.autograd, "backward", in_capture_only(on_call(1, error)))
@@ -200,18 +199,6 @@ def hooks_without_phase_two() -> None:
     from megatron_cg.fsdp import megatron_fsdp
 
     wrap(megatron_fsdp, "unit_hooks", lambda _old: untransformed)
-
-
-def clear_all_but_a_wrapper(snapshot: HookSnapshot) -> None:
-    """Leave the wrapper around the post-backward handler on, in place of ``HookSnapshot.clear``."""
-    for record in tuple(module_hooks(snapshot.module)):
-        if classify(record) is not FsdpRole.WRAPS_POST_BACKWARD:
-            getattr(snapshot.module, record.kind.value).pop(record.hook_id)
-
-
-def hooks_with_a_wrapper_left_in() -> None:
-    """Leave the wrapper around the post-backward handler on the unit."""
-    wrap(HookSnapshot, "clear", lambda _old: clear_all_but_a_wrapper)
 
 
 def parameter_hooks_left_on() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import atexit
 import gc
-import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -195,47 +194,3 @@ def two_passes_at(step: int) -> None:
 
     before_steps(choose)
     wrap(GPTModel, "forward", twice)
-
-
-def scale_gradients(factors: Mapping[int, float]) -> None:
-    """From each of these steps on, scale the loss before its backward pass by that factor.
-
-    An infinite factor is for its own step alone. What overflows is skipped, as Megatron skips it
-    where a loss scaler finds an overflow; only the finding is done here, since its own does not
-    take the gradients of Megatron-FSDP (megatron-core 0.19.2,
-    ``DistributedOptimizer._collect_main_grad_data_for_unscaling``: a parameter of which this rank
-    has no shard has no gradient).
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
-
-    now = 1.0
-
-    def choose(step: int) -> None:
-        nonlocal now
-        now = factors.get(step, now if math.isfinite(now) else 1.0)
-
-    def scaled(old: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, loss: old(self, loss) * now
-
-    def checked(old: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare_grads(self: Any) -> bool:
-            return bool(old(self)) or _overflowed(self.get_parameters())
-
-        return prepare_grads
-
-    before_steps(choose)
-    wrap(MegatronOptimizer, "scale_loss", scaled)
-    wrap(DistributedOptimizer, "prepare_grads", checked)
-
-
-def _overflowed(parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Whether any rank has a gradient that is not finite."""
-    found = torch.zeros((), device="cuda")
-    for parameter in parameters:
-        for gradient in (parameter.grad, getattr(parameter, "decoupled_grad", None)):
-            if gradient is not None:
-                local: Any = getattr(gradient, "_local_tensor", gradient)
-                found += (~torch.isfinite(local)).sum()
-    torch.distributed.all_reduce(found)
-    return found.item() > 0

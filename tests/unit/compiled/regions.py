@@ -1,13 +1,23 @@
-"""Regions of Megatron's local spec, on the meta device to be saved and on the CPU to be loaded."""
+"""Regions of Megatron's local spec, on the meta device to be saved and on a rank to be loaded.
+
+The functional tests train them on GPUs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_cg import graph_units
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.compiled.load import Precompiled, load
 from megatron_cg.compiled.region import Region, megatron_groups
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.replay.verify import bytes_of
 
 WORLD = 4
 _ROWS, _BATCH, _HIDDEN = 8, 2, 32
@@ -55,11 +65,8 @@ def expert_block(device: str = "meta", seed: int = 5) -> Region:
     return Region(block, (hidden_states(settings, device, seed),), {}, groups, settings)
 
 
-def with_groups(settings: Any, device: str, **options: Any) -> None:
-    """Make Megatron's groups, and seed the weights, which are the same in each process.
-
-    ``options`` are about Megatron's random states.
-    """
+def with_groups(settings: Any, device: str) -> None:
+    """Make Megatron's groups, and seed the weights, which are the same in each process."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
@@ -70,23 +77,26 @@ def with_groups(settings: Any, device: str, **options: Any) -> None:
         create_gloo_process_groups=False,
     )
     if device != "meta":
-        random.model_parallel_cuda_manual_seed(1, **options)
+        graphs = device.startswith("cuda")
+        random.model_parallel_cuda_manual_seed(
+            1, use_cudagraphable_rng=graphs, force_reset_rng=True
+        )
         torch.manual_seed(3)
 
 
-def local_layer(settings: Any, device: str = "meta", **options: Any) -> Any:
-    """A layer of Megatron's local spec; ``options`` are those of :func:`with_groups`."""
+def local_layer(settings: Any, device: str = "meta") -> Any:
+    """A layer of Megatron's local spec."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
 
-    with_groups(settings, device, **options)
+    with_groups(settings, device)
     spec = get_gpt_layer_local_spec(settings.num_moe_experts)
     with torch.device(device):
         return build_module(spec, config=settings).to(device)
 
 
-def hidden_states(settings: Any, device: str, seed: int = 5, rows: int = _ROWS) -> torch.Tensor:
-    rows //= settings.tensor_model_parallel_size if settings.sequence_parallel else 1
+def hidden_states(settings: Any, device: str, seed: int = 5) -> torch.Tensor:
+    rows = _ROWS // (settings.tensor_model_parallel_size if settings.sequence_parallel else 1)
     if device != "meta":
         torch.manual_seed(seed)
     shape = rows, _BATCH, settings.hidden_size
@@ -114,8 +124,23 @@ class Layers(torch.nn.Module):
         return hidden
 
 
-def transformer_layer(device: str = "meta", seed: int = 5) -> Region:
-    settings = config(tensor_model_parallel_size=2)
+def llama(device: str = "meta") -> Region:
+    """For GPUs: the CPU has no kernel of RMSNorm."""
+    return transformer_layer(device, normalization="RMSNorm")
+
+
+def transformer_layer(
+    device: str = "meta", seed: int = 5, normalization: str = "LayerNorm"
+) -> Region:
+    """A layer of Llama's form."""
+    settings = config(
+        tensor_model_parallel_size=2,
+        num_query_groups=2,
+        normalization=normalization,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+    )
     layer = local_layer(settings, device)
     given = hidden_states(settings, device, seed)
     mask = {"attention_mask": causal_mask(_ROWS, device)}
@@ -187,3 +212,53 @@ REGIONS: dict[str, Callable[..., Region]] = {
     "experts": expert_block,
 }
 """By the name of their artifact."""
+
+STEPS, WARMUP = 5, 2
+REPLAYS = 2 * (STEPS - WARMUP)
+"""Of two layers, each with a graph."""
+
+
+def trained(
+    build: Callable[[str], Region], how: str, device: str, load_one: Callable[[Region], Precompiled]
+) -> tuple[list[torch.Tensor], int]:
+    """Losses and weights of two layers; ``graphs`` captures the loaded code. Counts replays."""
+    regions = [build(device) for _ in range(2)]
+    model = Layers(regions)
+    if how != "eager":
+        load_one(regions[0]).attach(model.layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    graphed: Any = nullcontext()
+    if how == "graphs":
+        backend: Any = TapeBackend() if device == "cpu" else "native"
+        graphed = graph_units(model, ["layers.*"], warmup_steps=WARMUP, backend=backend)
+    with graphed as graphs:
+        for number in range(STEPS):
+            with graphs.step() if graphs is not None else nullcontext():
+                optimizer.zero_grad()
+                torch.manual_seed(number)
+                given = torch.randn_like(regions[0].args[0]).requires_grad_()
+                loss = model(given).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach().clone())
+        replays = 0 if graphs is None else graphs.counters.replayed
+    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())], replays
+
+
+def captured(
+    folder: Path, name: str, build: Callable[[str], Region], votes: Agreement, device: str = "cpu"
+) -> dict[str, list[int]]:
+    """Whether training with loaded code, also in graphs, has the bits of eager; and replays."""
+
+    def load_one(region: Region) -> Precompiled:
+        return load(folder, name, region, votes)
+
+    eager, _ = trained(build, "eager", device, load_one)
+    found = {}
+    for how in ("compiled", "graphs"):
+        values, replays = trained(build, how, device, load_one)
+        pairs = zip(eager, values, strict=True)
+        same = all(torch.equal(bytes_of(one), bytes_of(two)) for one, two in pairs)
+        found[how] = [same, replays]
+    return found

@@ -1,0 +1,31 @@
+"""What a run with graphs must come to beside the eager one."""
+
+from __future__ import annotations
+
+from megatron_cg.tools.align.compare import Outcome
+
+
+def assert_identical(outcome: Outcome, steps: int) -> None:
+    """Every number and every shard is equal, and graphs were captured and replayed."""
+    comparison = outcome.comparison
+    assert comparison.status == "identical", comparison.reason + "\n" + outcome.log_tail
+    assert len({value.step for value in comparison.values}) == steps and comparison.shards > 0
+    assert comparison.graphs["captured"] > 0 and comparison.graphs["replayed"] > 0
+
+
+def assert_trained_alike(outcome: Outcome, steps: int) -> None:
+    """Every number and every shard is equal; says nothing of whether graphs replayed."""
+    comparison = outcome.comparison
+    assert outcome.graphed is not None, comparison.reason + outcome.log_tail
+    assert len({value.step for value in comparison.values}) == steps, comparison.reason
+    assert all(value.same for value in comparison.values), comparison.reason
+    assert comparison.shards > 0 and not comparison.different_shards, comparison.reason
+
+
+def assert_left_eager(outcome: Outcome, steps: int) -> None:
+    """A capture failed: all ranks trained as eager, with hooks and flags of before it."""
+    assert_trained_alike(outcome, steps)
+    assert outcome.graphed is not None
+    for rank in outcome.graphed.values():
+        assert rank["after_failure"] == {"same": True}
+    assert outcome.comparison.graphs.get("replayed", 0) == 0
