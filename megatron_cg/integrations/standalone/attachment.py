@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
-from megatron_cg.errors import CaptureError
 from megatron_cg.integrations.own_gradients import own_gradient
 from megatron_cg.integrations.standalone.observe import Seen
-from megatron_cg.integrations.standalone.results import (
-    Results,
-    attributes_set,
-    containers_of,
-    refuse_filled,
-)
+from megatron_cg.integrations.standalone.results import Results, attributes_of
 from megatron_cg.integrations.standalone.surroundings import AutocastState, not_recomputed
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
@@ -36,29 +32,25 @@ class Attachment:
     """
 
     def __init__(self, name: str, module: nn.Module, seen: Seen, backward: AutocastState) -> None:
-        self._name, self._module, self._form = name, module, seen.form
-        self._autocast, self._backward = seen.autocast, backward
+        self._form, self._autocast = seen.form, seen.autocast
         self._eager: Callable[..., Any] = module.forward
-        self._modules = tuple(module.modules())
         self._results: Results | None = None
         """The form of the passes of the capture."""
         self._without_gradient: set[str] | None = None
         """The arguments that needed no gradient in the capture."""
-
-    def unit(self) -> Unit:
-        """The unit of a capture; its graph covers the whole module."""
-        return Unit(
-            self._name,
-            self._module,
-            tuple(self._module.modules()),
-            inputs=self._form.names,
+        self.unit = Unit(
+            name,
+            module,
+            tuple(module.modules()),
+            inputs=seen.form.names,
             sets_attributes=True,
             run=self._run,
             eager=self._run_eagerly,
-            in_forward=self._autocast.entered,
-            in_backward=partial(self._backward.entered, has_cache=False),
+            in_forward=seen.autocast.entered,
+            in_backward=partial(backward.entered, has_cache=False),
             attach=self._attach,
         )
+        """Its graph covers the whole module."""
 
     @contextmanager
     def taking_tensors(self) -> Iterator[None]:
@@ -69,29 +61,34 @@ class Attachment:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self._autocast.entered():
-                return self._run(self._module, args, kwargs)
+                return self._run(self.unit.layer, args, kwargs)
 
-        with undone_after(put_over(self._module, "forward", forward)):
+        with undone_after(put_over(self.unit.layer, "forward", forward)):
             yield
 
-    def _run(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, _layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One pass, as its graph returns it: see ``results.py``."""
-        positional, by_name = self._form.join(args, kwargs)
-        containers = list(containers_of((positional, by_name)))
-        with attributes_set(self._modules) as found:
-            value = self._eager(*positional, **by_name)
-        leave_out = f"Leave the unit {self._name} out of units."
-        refuse_filled(self._name, containers, leave_out)
+        given = self._form.join(args, kwargs)
+        leaves, spec = tree_flatten(given)
+        before = attributes_of(self.unit.graphed)
+        value = self._eager(*given[0], **given[1])
+        left, left_spec = tree_flatten(given)
+        if left_spec != spec or any(map(operator.is_not, left, leaves)):
+            raise self.unit.refused(
+                "changes a list or dict that it is given, in its forward pass",
+                "A replay runs no Python, so the caller would not see it. Return the tensors, or "
+                "set them as attributes of the module.",
+            )
+        after = attributes_of(self.unit.graphed)
+        attributes = {p: tensor for p, tensor in after.items() if before.get(p) is not tensor}
         arguments = self._form.by_name(args, kwargs)
         if self._without_gradient is None:
             self._without_gradient = {n for n, t in arguments.items() if not t.requires_grad}
         known = {name: arguments[name] for name in arguments.keys() & self._without_gradient}
-        results, tensors = Results.of(value, found(), known)
-        problem = results.problem()
-        if problem is None and self._results is not None and not results.is_like(self._results):
-            problem = "returns, or sets as attributes, something else in each pass"
+        results, tensors = Results.of(value, attributes, known)
+        problem = results.problem(self._results)
         if problem is not None:
-            raise CaptureError(f"{self._name} {problem}; a graph returns only tensors. {leave_out}")
+            raise self.unit.refused(problem, "Return tensors, None, numbers and strings alone.")
         self._results = results
         return tuple(tensors)
 

@@ -195,7 +195,7 @@ class GraphedUnits:
         ]
         session = Session(
             self._model,
-            [attachment.unit() for attachment in attachments],
+            [attachment.unit for attachment in attachments],
             self._backend,
             self._agreement,
             joins=self._on_failure == "eager",

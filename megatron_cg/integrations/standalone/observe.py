@@ -19,8 +19,8 @@ from megatron_cg.capture.operations import key_of
 from megatron_cg.capture.static_inputs import StaticInputs, version_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.unsharded import Unsharded
-from megatron_cg.integrations.standalone.call import CallForm, expanded_dims
-from megatron_cg.integrations.standalone.results import tensors_of
+from megatron_cg.integrations.standalone.call import CallForm
+from megatron_cg.integrations.standalone.results import attributes_of, tensors_of
 from megatron_cg.integrations.standalone.sums import Sums
 from megatron_cg.integrations.standalone.surroundings import AutocastState, recompute_around
 from megatron_cg.upstream.patch import look_after, look_before
@@ -128,9 +128,8 @@ class Observer:
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        attributes = tensors_of([tuple(vars(child).values()) for child in module.modules()])
         returned = tensors_of(outputs)
-        held = (tensor for tensor in attributes if not isinstance(tensor, nn.Parameter))
+        held = attributes_of(module.modules()).values()
         self.sums.ended(name, list(filter(_has_node, (*returned, *held))))
         self._views += [
             (name, tensor, version_of(tensor))
@@ -140,18 +139,11 @@ class Observer:
         self._given = ()
 
 
-def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, as in an expanded tensor; ``copy_`` into it is invalid."""
-    return bool(expanded_dims(tensor))
-
-
 def _noted(tensor: torch.Tensor) -> torch.Tensor:
     """The layout of ``tensor``, on no memory; indices and masks keep their values.
 
     Made-up values of those may be out of range.
     """
-    if overlaps(tensor):
-        return tensor.detach()
     if not tensor.is_floating_point():
         return _like(tensor, tensor.device).copy_(tensor)
     noted = _like(tensor, torch.device("meta")).requires_grad_(tensor.requires_grad)

@@ -17,7 +17,7 @@ from megatron_cg.arguments.rules_environment import expandable_segments
 from megatron_cg.arguments.schema import VARIABLES, Environment, GraphArguments, RunArguments
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.integrations.standalone.observe import Observer, Seen, overlaps
+from megatron_cg.integrations.standalone.observe import Observer, Seen
 
 UnitName = str | nn.Module | type[nn.Module]
 
@@ -109,7 +109,7 @@ def _wrong_calls(seen: Mapping[str, Seen], observer: Observer) -> Iterator[Viola
                 "a later microbatch of eager training would use the casts of an earlier one",
                 "enter torch.autocast with cache_enabled=False, or around the forward pass alone",
             )
-        for problem in [*call.form.problems(), *_overlapping(call)]:
+        for problem in call.form.problems():
             yield Violation(
                 "unit-arguments",
                 f"unit {name}: {problem}",
@@ -205,14 +205,3 @@ def _compiled(network: nn.Module, name: str) -> str | None:
         if is_compiled:
             return path or "the model"
     return None
-
-
-def _overlapping(call: Seen) -> list[str]:
-    labels = [*call.form.names, *call.kwargs]
-    tensors = [*call.args, *call.kwargs.values()]
-    return [
-        f"argument {label} is an expanded tensor of shape {tuple(tensor.shape)} that "
-        "needs a gradient; a graph's input needs memory of its own: pass .contiguous()"
-        for label, tensor in zip(labels, tensors, strict=True)
-        if overlaps(tensor)
-    ]
