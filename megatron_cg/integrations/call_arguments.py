@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError, Violation
-from megatron_cg.upstream.symbols import installed_version
+from megatron_cg.errors import ArgumentError, Violation
 
 OnFailure = Literal["error", "eager"]
 OnMismatch = Literal["eager", "error"]
@@ -69,15 +68,11 @@ def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
 
 def member_of(group: object) -> Iterator[Violation]:
     """Check an argument that is a process group of this rank, or None."""
-    if group is None or (isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0):
-        return
-    if group != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
-        reason = "it is a process group of torch.distributed, or None for all ranks"
-        yield Violation("argument", f"group={group!r}", reason, "group=mesh.get_group()")
-    else:
-        reason = "this rank is not in it, and only ranks that train together call this"
-        remedy = "make this call on the ranks of group only"
-        yield Violation("argument", "group of other ranks", reason, remedy)
+    known = isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
+    if group is not None and not known:
+        reason = "it is a process group of torch.distributed with this rank in it; None: all ranks"
+        remedy = "group=mesh.get_group(), on the ranks of that group only"
+        yield Violation("argument", f"group={group!r}", reason, remedy)
 
 
 def several(value: Any) -> tuple[Any, ...]:
@@ -87,20 +82,11 @@ def several(value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-_NO_TE = Violation(
-    "backend",
-    "Transformer Engine is not installed",
-    "this backend captures by it",
-    'pip install "transformer-engine[pytorch]", or capture without it: backend="native"',
-)
-
-
 def backend_of(value: Backend | BackendName | None) -> Backend:
     """The backend by that name; Transformer Engine's if None.
 
     Raises:
-        ConfigurationError: Transformer Engine is needed and not installed.
-        UpstreamChangedError: it lacks a symbol.
+        UpstreamChangedError: Transformer Engine is needed, and not there or without a symbol.
         CaptureError: the native backend, and there is no GPU.
     """
     if value == "tape":
@@ -114,10 +100,5 @@ def backend_of(value: Backend | BackendName | None) -> Backend:
     if value is None or isinstance(value, str):
         from megatron_cg.backends.te.te_backend import TransformerEngineBackend
 
-        try:
-            return TransformerEngineBackend()
-        except UpstreamChangedError:
-            if installed_version("transformer-engine") is None:
-                raise ConfigurationError([_NO_TE]) from None
-            raise
+        return TransformerEngineBackend()
     return value

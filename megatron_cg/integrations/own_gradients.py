@@ -17,7 +17,6 @@ Note [Where a gradient ends]
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -47,12 +46,6 @@ _KNOWN = ("megatron.core", "megatron_cg", "megatron_fsdp", "transformer_engine")
 a backward pass of their own, which may end at a leaf."""
 
 
-class _Node(Enum):
-    """What a node of autograd does with a gradient that it receives."""
-
-    COMPUTES, PASSES_ON, MAY_KEEP = range(3)
-
-
 def own_gradient(value: Any, is_replay: Callable[[Any], bool]) -> Any:
     """``value`` on the same memory, whose gradient nobody else overwrites.
 
@@ -70,38 +63,34 @@ def own_gradient(value: Any, is_replay: Callable[[Any], bool]) -> Any:
 
 def _may_stay(node: Any, is_replay: Callable[[Any], bool]) -> bool:
     """Whether anything ahead may keep a gradient; see Note [Where a gradient ends]."""
-    if node is None:  # of a leaf
-        return True
     # Several edges may lead to one node.
     ahead, seen = [node], {node}
     while ahead and len(seen) <= _FAR:
         node = ahead.pop()
-        if is_replay(node):
+        if node is not None and (is_replay(node) or _computes(type(node))):
             continue
-        kind: Any = type(node)
-        does = _does(kind)
-        if does is _Node.MAY_KEEP:
+        if node is None or not _passes_on(type(node)):  # None: the input is a leaf.
             return True
-        if does is _Node.PASSES_ON:
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    ahead.append(following)
+        following = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= following
+        ahead += following
     return bool(ahead)
 
 
 @cache
-def _does(node: Any) -> _Node:
-    function = getattr(node, "_forward_cls", None)  # of a function that is written in Python
-    if function is not None:
-        if not function.__module__.startswith(_KNOWN) or "Checkpoint" in function.__name__:
-            return _Node.MAY_KEEP
-        computes = function.__module__.startswith(_LINEAR)
-        return _Node.COMPUTES if computes else _Node.PASSES_ON
-    if node.__name__ in _COMPUTES:
-        return _Node.COMPUTES
-    is_of_torch = node.__name__.rstrip("0123456789").endswith("Backward")
-    return _Node.PASSES_ON if is_of_torch else _Node.MAY_KEEP
+def _computes(kind: Any) -> bool:
+    function = getattr(kind, "_forward_cls", None)  # of a function that is written in Python
+    if function is None:
+        return kind.__name__ in _COMPUTES
+    return bool(function.__module__.startswith(_LINEAR))
+
+
+@cache
+def _passes_on(kind: Any) -> bool:
+    function = getattr(kind, "_forward_cls", None)
+    if function is None:
+        return kind.__name__.rstrip("0123456789").endswith("Backward")
+    return function.__module__.startswith(_KNOWN) and "Checkpoint" not in function.__name__
 
 
 class _Copied(torch.autograd.Function):

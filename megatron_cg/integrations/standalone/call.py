@@ -41,8 +41,6 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 from megatron_cg.replay.plain import contents, is_plain, same_value
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 class _Mark:
     """Stands for a leaf of the arguments whose value the form does not hold."""
@@ -155,8 +153,8 @@ class CallForm:
         for (place, *path), leaf in tree_leaves_with_path(values, is_leaf=_is_leaf):
             name = f"{names[place.idx]}{keystr(tuple(path))}"  # type: ignore[attr-defined]
             marks[name] = _Again(seen[id(leaf)]) if id(leaf) in seen else _mark_of(leaf)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                seen.setdefault(id(leaf), name)
+            if isinstance(marks[name], _Input) and leaf.requires_grad:
+                seen[id(leaf)] = name
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         specs = [None if _is_leaf(value) else tree_structure(value, _is_leaf) for value in values]
         return cls(positions, tuple(kwargs), defaults, marks, tuple(specs))
@@ -218,7 +216,9 @@ class CallForm:
             leaves += found
         return leaves
 
-    def join(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def join(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments of a call with these tensors; the reverse of :meth:`split`."""
         tensors = {**kwargs, **dict(zip(self.names, args, strict=True))}
         leaves = []

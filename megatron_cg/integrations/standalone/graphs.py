@@ -186,8 +186,8 @@ class GraphedUnits:
         self.close()
 
     def _capture(self) -> Session:
-        seen = self._observer.in_order()
-        check_seen(self._units, seen, self._observer)
+        seen = self._observer.calls
+        check_seen(self._units, self._observer)
         device_type = next(iter(seen.values())).autocast.device_type
         backward = self._observer.autocast_in_backward(device_type)
         attachments = [
@@ -204,14 +204,15 @@ class GraphedUnits:
             fast_path=self._fast_path,
             sharding=self._sharding,
         )
+        samples = [call.samples() for call in seen.values()]
         with session.capturing(), ExitStack() as stack:
             stack.enter_context(backward.entered(has_cache=False))
             for attachment in attachments:
                 stack.enter_context(attachment.taking_tensors())
             graphs = session.capture(
                 [self._units[name] for name in seen],
-                [call.args for call in seen.values()],
-                sample_kwargs=[call.kwargs for call in seen.values()],
+                [args for args, _ in samples],
+                sample_kwargs=[kwargs for _, kwargs in samples],
                 allow_unused_input=True,
                 # Given any order, TE returns the graphs; without one it replaces the modules'
                 # forwards.

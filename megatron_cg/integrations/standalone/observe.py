@@ -5,9 +5,9 @@ Sample inputs are made from this, so users need not know the shapes of inner mod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,20 +28,20 @@ from megatron_cg.upstream.patch import look_after, look_before
 
 @dataclass(frozen=True)
 class Seen:
-    """One training call of a unit, with fakes of its tensors."""
+    """One training call of a unit."""
 
     form: CallForm
-    args: tuple[torch.Tensor, ...]
-    kwargs: Mapping[str, torch.Tensor]
+    makers: Mapping[str, Callable[[], torch.Tensor]]
+    """Makes a sample of each of its tensors, by name."""
     autocast: AutocastState
     """Around its forward pass."""
     recompute: str | None
     """Where a call of the step was made, if activation checkpointing may have made it."""
 
-    def with_memory(self) -> Seen:
-        """The same call with sample inputs in place of fakes."""
-        args = tuple(_sample(fake) for fake in self.args)
-        return replace(self, args=args, kwargs={n: _sample(t) for n, t in self.kwargs.items()})
+    def samples(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """Memory for the inputs of its graph."""
+        made = {name: maker() for name, maker in self.makers.items()}
+        return tuple(made.pop(name) for name in self.form.names), made
 
 
 class Observer:
@@ -54,7 +54,7 @@ class Observer:
 
     def __init__(self, units: Mapping[str, nn.Module], sharding: Sharding) -> None:
         self._units, self._sharding = dict(units), sharding
-        self._last: dict[str, Seen] = {}
+        self.calls: dict[str, Seen] = {}
         """The calls of the last whole step, in the order of the units' first calls."""
         self._now: dict[str, Seen] = {}
         self.sums = Sums()
@@ -64,8 +64,6 @@ class Observer:
         """The units whose callers write into a returned view of an argument."""
         self._given: Collection[Any] = ()
         """The memory of the tensors of the call that runs now."""
-        self.gathers = not isinstance(sharding, Unsharded)
-        """Whether weights are gathered for each pass."""
         self.static_inputs = StaticInputs(self._units.values())
         self.steps = 0
 
@@ -88,38 +86,34 @@ class Observer:
                 self.written.add(name)
         self._views.clear()
         self.steps += 1
-        self._last = self._now
-
-    def in_order(self) -> dict[str, Seen]:
-        """The units that were called in the last step, in the order of their first calls."""
-        return {name: call.with_memory() for name, call in self._last.items()}
+        self.calls = self._now
 
     def autocast_in_backward(self, device_type: str) -> AutocastState:
-        """Around the backward passes; if there was none, what is around this call."""
-        states = self.sums.autocast.get(device_type)
-        return next(iter(states)) if states else AutocastState.now(device_type)
+        """Around the last backward pass; if there was none, what is around this call."""
+        return self.sums.autocast.get(device_type) or AutocastState.now(device_type)
 
     def keeps_casts(self, call: Seen) -> bool:
-        """Whether autocast keeps casts of weights from the call over its backward pass."""
+        """Whether autocast keeps casts of weights that are gathered again for the backward pass."""
         state = call.autocast
-        is_on = state.dtype is not None and state.has_cache
-        return is_on and self.autocast_in_backward(state.device_type) == state
+        if isinstance(self._sharding, Unsharded) or state.dtype is None or not state.has_cache:
+            return False
+        return self.autocast_in_backward(state.device_type) == state
 
     def forget(self) -> None:
         """Forget what was seen, when no capture follows."""
-        self._last, self._now = {}, {}
+        self.calls, self._now = {}, {}
 
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
         form = CallForm.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
-        self._given = {key_of(tensor) for tensor in (*tensors, *by_name.values())}
+        given = {**dict(zip(form.names, tensors, strict=False)), **by_name}
+        self._given = {key_of(tensor) for tensor in given.values()}
         before = self._now.get(name)
         self._now[name] = Seen(
             form,
-            tuple(_noted(tensor) for tensor in tensors),
-            {key: _noted(tensor) for key, tensor in by_name.items()},
+            {key: _maker(tensor) for key, tensor in given.items()},
             AutocastState.now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
         )
@@ -139,28 +133,18 @@ class Observer:
         self._given = ()
 
 
-def _noted(tensor: torch.Tensor) -> torch.Tensor:
-    """The layout of ``tensor``, on no memory; indices and masks keep their values.
+def _maker(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Makes a tensor with the layout of ``tensor``; of indices and masks with their values too.
 
     Made-up values of those may be out of range.
     """
+    shape, stride, device = tensor.shape, tensor.stride(), tensor.device
+    empty = partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=device)
     if not tensor.is_floating_point():
-        return _like(tensor, tensor.device).copy_(tensor)
-    noted = _like(tensor, torch.device("meta")).requires_grad_(tensor.requires_grad)
-    noted.device_of_sample = tensor.device  # type: ignore[attr-defined]
-    return noted
-
-
-def _sample(noted: torch.Tensor) -> torch.Tensor:
-    """Memory for a graph's input, with the layout of ``noted``."""
-    if not noted.is_meta:
-        return noted
-    sample = _like(noted, noted.device_of_sample).zero_()  # type: ignore[attr-defined]
-    return sample.requires_grad_(noted.requires_grad)
-
-
-def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        kept = empty().copy_(tensor)
+        return lambda: kept
+    needs_gradient = tensor.requires_grad
+    return lambda: empty().zero_().requires_grad_(needs_gradient)
 
 
 def _has_node(value: torch.Tensor) -> bool:

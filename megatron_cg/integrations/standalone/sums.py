@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_cg.integrations.standalone.surroundings import AutocastState
 from megatron_cg.upstream.patch import Undo, put_over
@@ -53,8 +54,8 @@ class Sums:
         self._calls: list[_Call] = []
         self.shared: dict[str, str] = {}
         """By unit: what is summed across its border, in words."""
-        self.autocast: dict[str, set[AutocastState]] = {"cpu": set(), "cuda": set()}
-        """By device type: around backward passes."""
+        self.autocast: dict[str, AutocastState] = {}
+        """By device type: around the last backward pass."""
 
     def observe_step(self) -> Undo:
         """Look at every backward pass until the returned function is called."""
@@ -82,10 +83,8 @@ class Sums:
     def _look(self, roots: Any) -> None:
         if not self._calls:
             return
-        for kind, states in self.autocast.items():
-            states.add(AutocastState.now(kind))
-        roots = [roots] if isinstance(roots, torch.Tensor) else roots
-        users = _users([root for root in map(_root, roots) if root is not None])
+        self.autocast = {kind: AutocastState.now(kind) for kind in ("cpu", "cuda")}
+        users = _users([_edge(root) for root in roots if getattr(root, "requires_grad", True)])
         for call in self._calls:
             what = _crossing(call, users)
             if what is not None:
@@ -159,12 +158,6 @@ def _leaf_name(node: Any) -> str | None:
     return None if leaf is None else f"a parameter of shape {tuple(leaf.shape)}"
 
 
-def _edge(tensor: torch.Tensor) -> _Edge:
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
+def _edge(tensor: torch.Tensor | GradientEdge) -> _Edge:
+    edge = tensor if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor)
     return edge.node, edge.output_nr
-
-
-def _root(root: Any) -> _Edge | None:
-    if isinstance(root, torch.Tensor):
-        return _edge(root) if root.grad_fn is not None else None
-    return (root.node, root.output_nr) if hasattr(root, "node") else None

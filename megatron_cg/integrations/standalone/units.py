@@ -51,11 +51,11 @@ def find_units(
     return units
 
 
-def check_seen(
-    units: Mapping[str, nn.Module], seen: Mapping[str, Seen], observer: Observer
-) -> None:
+def check_seen(units: Iterable[str], observer: Observer) -> None:
     """Raise ConfigurationError if the observed calls of a unit cannot be captured."""
-    broken = [*_wrong_around(observer), *_wrong_calls(seen, observer)]
+    broken = [*_wrong_around(observer)]
+    for name, call in observer.calls.items():
+        broken += _wrong_calls(name, call, observer)
     broken += [
         Violation(
             "unit-not-called",
@@ -64,7 +64,7 @@ def check_seen(
             "take it out of units",
         )
         for name in units
-        if name not in seen
+        if name not in observer.calls
     ]
     if broken:
         raise ConfigurationError(broken)
@@ -88,46 +88,37 @@ def _wrong_around(observer: Observer) -> Iterator[Violation]:
             "use it once in the unit (x = x.view_as(x) as the first line of forward), or take the "
             "unit out of units",
         )
-    for kind, states in observer.sums.autocast.items():
-        if len(states) > 1:
-            yield Violation(
-                "unit-autocast",
-                f"backward passes ran under different torch.autocast for {kind}",
-                "graphs of all backward passes are captured under one",
-                "call backward() outside of torch.autocast, as torch recommends",
-            )
 
 
-def _wrong_calls(seen: Mapping[str, Seen], observer: Observer) -> Iterator[Violation]:
+def _wrong_calls(name: str, call: Seen, observer: Observer) -> Iterator[Violation]:
     """What no graph can take, of the calls themselves."""
-    for name, call in seen.items():
-        if observer.gathers and observer.keeps_casts(call):
-            yield Violation(
-                "unit-kept-casts",
-                f"unit {name} and its backward pass run under one torch.autocast, which keeps "
-                "casts of its weights, while its weights are gathered for each pass",
-                "a later microbatch of eager training would use the casts of an earlier one",
-                "enter torch.autocast with cache_enabled=False, or around the forward pass alone",
-            )
-        for problem in call.form.problems():
-            yield Violation(
-                "unit-arguments",
-                f"unit {name}: {problem}",
-                "a graph takes dense tensors, also in tuples, lists and dicts; other arguments "
-                "must be None, numbers, strings, dtypes or shapes",
-                "call the model with use_cache=False"
-                if problem.startswith("argument past_key_value")
-                else "pass plain tensors, of a sparse one its indices and values, or take the unit "
-                "out of units",
-            )
-        if call.recompute is not None:
-            yield Violation(
-                "unit-recomputed",
-                f"unit {name} was called {call.recompute}",
-                "activation checkpointing around the unit calls it again in the backward pass and "
-                "hooks what it saves for that; a replay saves nothing",
-                "leave the unit out of units, or put the checkpoint inside the unit",
-            )
+    if observer.keeps_casts(call):
+        yield Violation(
+            "unit-kept-casts",
+            f"unit {name} and its backward pass run under one torch.autocast, which keeps casts of "
+            "its weights, while its weights are gathered for each pass",
+            "a later microbatch of eager training would use the casts of an earlier one",
+            "enter torch.autocast with cache_enabled=False, or around the forward pass alone",
+        )
+    for problem in call.form.problems():
+        yield Violation(
+            "unit-arguments",
+            f"unit {name}: {problem}",
+            "a graph takes dense tensors, also in tuples, lists and dicts; other arguments must be "
+            "None, numbers, strings, dtypes or shapes",
+            "call the model with use_cache=False"
+            if problem.startswith("argument past_key_value")
+            else "pass plain tensors, of a sparse one its indices and values, or take the unit out "
+            "of units",
+        )
+    if call.recompute is not None:
+        yield Violation(
+            "unit-recomputed",
+            f"unit {name} was called {call.recompute}",
+            "activation checkpointing around the unit calls it again in the backward pass, on what "
+            "it saved; a replay saves nothing",
+            "leave the unit out of units, or put the checkpoint inside the unit",
+        )
 
 
 def _means(item: UnitName, name: str, module: nn.Module) -> bool:
@@ -181,15 +172,6 @@ def _unit_violations(
                 "Transformer Engine then tells Megatron-FSDP in Python that a gradient is already "
                 "in its buffer; a replay runs no Python",
                 "fuse_wgrad_accumulation=False",
-            )
-        limited = isinstance(below, nn.Embedding | nn.EmbeddingBag) and below.max_norm is not None
-        if limited and below.weight.requires_grad:
-            yield Violation(
-                "unit-writes-parameter",
-                f"{within}{child} ({type(below).__name__}) has max_norm",
-                "its forward pass writes into its weight, so a capture's passes on made-up inputs "
-                "would change it",
-                "limit the norms after the optimizer's step, or take the unit out of units",
             )
 
 

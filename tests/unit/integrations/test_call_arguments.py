@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,13 +9,7 @@ from torch import nn
 
 from megatron_cg import GraphedLayers, graph_units
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.errors import (
-    ArgumentError,
-    CaptureError,
-    ConfigurationError,
-    UpstreamChangedError,
-)
-from megatron_cg.integrations import call_arguments
+from megatron_cg.errors import ArgumentError, CaptureError
 from megatron_cg.integrations.call_arguments import backend_of, several
 from tests.unit.backends.cuda_double import cuda_double
 
@@ -78,18 +71,6 @@ def test_a_backend_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert backend_of("native").name == "native"
     with pytest.raises(CaptureError, match="torch sees no GPU"):
         backend_of("native")
-
-
-def test_without_te_the_default_names_the_native_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("transformer_engine", "transformer_engine.pytorch.graph"):
-        monkeypatch.setitem(sys.modules, name, None)
-    versions: dict[str, str | None] = {"transformer-engine": None}
-    monkeypatch.setattr(call_arguments, "installed_version", versions.__getitem__)
-    with pytest.raises(ConfigurationError, match=r"is not installed.*backend=\"native\""):
-        backend_of(None)
-    versions["transformer-engine"] = "2.20.2"
-    with pytest.raises(UpstreamChangedError, match="make_graphed_callables"):
-        backend_of("te")
 
 
 def test_one_of_several_may_be_given_alone() -> None:

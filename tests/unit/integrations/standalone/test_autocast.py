@@ -75,18 +75,6 @@ def test_a_pass_is_captured_under_its_own_autocast(
     assert_as_eager(counts, *of_training, verify_interval=verify_interval)
 
 
-def test_backward_passes_under_different_autocast_are_refused() -> None:
-    places = iter(["forward", "backward"] * STEPS)
-
-    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
-        return under(next(places))(run, x)
-
-    training = Training(units, microbatch)
-    words = r"unit-autocast\] backward passes .* different torch.autocast for cpu.*outside of"
-    with training.graphs() as graphs, pytest.raises(ConfigurationError, match=words):
-        list(training.run(graphs))
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_in_another_precision_is_no_step_of_these_graphs(place: str) -> None:
     """An eager pass follows a forward pass in another precision; none can follow a replay."""

@@ -168,13 +168,11 @@ class Idle(TapeBackend):
 def test_samples_are_let_go_when_no_capture_follows(runs: Any) -> None:
     _, graphed = runs({"backend": Broken(), "on_failure": "eager"})
     graphed.step()
-    noted = graphed.graphs._observer._last.values()
-    samples = [weakref.ref(tensor) for call in noted for tensor in call.args]
-    del noted
-    assert samples and all(sample() is not None for sample in samples)
+    calls = [weakref.ref(call) for call in graphed.graphs._observer.calls.values()]
+    assert calls and all(call() is not None for call in calls)
     graphed.step()
     gc.collect()
-    assert all(sample() is None for sample in samples)
+    assert all(call() is None for call in calls)
 
 
 def test_a_capture_that_ran_no_pass_ends_the_run(runs: Any) -> None:

@@ -54,7 +54,7 @@ def train_on_some_ranks() -> list[Any]:
     rank = dist.get_rank()
     trainers, _ = dist.new_group([1, 2]), dist.new_group([0, 2])
     if rank == 0:
-        with pytest.raises(ArgumentError, match="this rank is not in it"):
+        with pytest.raises(ArgumentError, match="with this rank in it"):
             units(group=trainers)
         dist.barrier()
         return []
@@ -80,13 +80,7 @@ def test_ranks_that_do_not_train_are_not_waited_for() -> None:
 
 
 def test_a_group_is_one_of_this_rank(one_rank: None) -> None:
-    with pytest.raises(ArgumentError, match="a process group of torch"):
-        units(group="world")
-    with pytest.raises(ArgumentError, match="this rank is not in it"):
-        units(group=dist.GroupMember.NON_GROUP_MEMBER)
+    for group in ("world", dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(ArgumentError, match="a process group of torch"):
+            units(group=group)
     units(group=dist.group.WORLD).close()
-
-
-def test_a_group_needs_process_groups() -> None:
-    with pytest.raises(ArgumentError, match="this rank is not in it"):
-        units(group=dist.GroupMember.NON_GROUP_MEMBER)

@@ -67,17 +67,6 @@ def test_old_weights_are_refused(strategy: str, one_rank: None) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_a_unit_that_writes_into_its_own_weight_is_refused(kind: Any) -> None:
-    """Megatron-FSDP is not needed: the module does it under any sharding."""
-    limited, free = kind(4, 2, max_norm=1.0), kind(4, 2)
-    model = nn.Sequential(nn.Sequential(limited), nn.Sequential(free))
-    with pytest.raises(ConfigurationError, match=rf"0\.0 \({kind.__name__}\) has max_norm"):
-        find_units(Unsharded(model), ["*"], "tape")
-    limited.weight.requires_grad = False  # A capture restores a frozen one.
-    assert list(find_units(Unsharded(model), ["*"], "tape")) == ["0", "1"]
-
-
 def test_megatrons_own_data_parallel_is_refused() -> None:
     from megatron.core.distributed import DistributedDataParallel as Megatrons
 
