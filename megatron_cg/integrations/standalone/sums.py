@@ -12,7 +12,6 @@ started from Python goes through ``torch.autograd._engine_run_backward``.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,35 +111,27 @@ def _users(roots: Sequence[_Edge]) -> dict[_Edge, list[Any]]:
 def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]]) -> str | None:
     """What is summed over uses inside and outside of a call, or None."""
     inside: set[Any] = set()
-    borders: Counter[_Edge] = Counter()
-    ahead = [node for node, _ in call.outputs if (node, _) in users]
+    ahead = [edge[0] for edge in call.outputs if edge in users]
     while ahead:
         node = ahead.pop()
-        if node in inside or not _is_new(node, call):
-            continue
-        inside.add(node)
-        for edge in node.next_functions:
-            if edge[0] is not None and _is_new(edge[0], call):
-                ahead.append(edge[0])
-            elif edge[0] is not None:
-                borders[edge] += 1
+        if node is not None and node not in inside and _is_new(node, call):
+            inside.add(node)
+            ahead += [following for following, _ in node.next_functions]
     names = {edge: name for name, edge in call.inputs.items()}
-    for edge, count in borders.items():
-        others = [node for node in users[edge] if node not in inside]
-        later = sum(node._sequence_nr() >= call.last for node in others)
-        what = names.get(edge) or _leaf_name(edge[0])
-        if what is None and _is_cast(edge[0]) and others:
-            return _CAST
+    for edge, by in users.items():
+        others = [node for node in by if node not in inside]
+        count = len(by) - len(others)
+        if not count or not others:
+            continue
         # One use of an input or weight that the unit returns gets its gradient by the graph. What
         # it reads besides, the capture refuses.
         returned = edge in call.outputs
+        what = names.get(edge) or _leaf_name(edge[0])
+        if what is None and _is_cast(edge[0]) and not (returned and edge[0] in inside):
+            return _CAST
+        later = sum(node._sequence_nr() >= call.last for node in others)
         if what is not None and count + returned > 1 and later > returned:
             return f"{what}, used {count} times inside and {later} times later outside"
-    given = set(call.outputs)
-    for edge, by in users.items():
-        is_ours = edge[0] in inside and edge not in given and _is_cast(edge[0])
-        if is_ours and any(node not in inside for node in by):
-            return _CAST
     return None
 
 

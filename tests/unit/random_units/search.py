@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
-import io
+import logging
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from multiprocessing.connection import Connection, wait
@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 
-from tests.unit.random_units.programs import Program, alone, draw
-from tests.unit.random_units.training import LIMIT, Outcome, clean, eager_trace, outcome_of, tried
+from tests.unit.random_units.programs import Program, draw
+from tests.unit.random_units.training import Outcome, clean, eager_trace, outcome_of, tried
+
+LIMIT = 600
+"""Seconds until a program hangs, with all that are tried to make it smaller."""
 
 
 def smaller(program: Program) -> Iterator[Program]:
@@ -72,45 +75,36 @@ def smallest(program: Program, outcome: Outcome) -> tuple[Program, Outcome]:
     return program, outcome
 
 
-def each() -> Iterator[tuple[str, Program, Outcome]]:
-    """The outcomes of programs with one thing each."""
+def _work(given: list[int | Program], sent: Connection) -> None:
+    """Try all; what hangs ends the process."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for program in alone():
-        expected = eager_trace(program)
-        if expected is not None:
-            with redirect_stdout(io.StringIO()):
-                outcome = tried(program, expected)
-            yield str(program), program, outcome
-
-
-def _work(seeds: list[int], sent: Connection, shrinks: bool) -> None:
-    """Try all seeds; what hangs where no signal arrives ends the process."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    logging.disable()
     with Path(os.devnull).open("w") as unread, redirect_stdout(unread):  # of captures
-        for seed in seeds:
-            faulthandler.dump_traceback_later(10 * LIMIT, exit=True)
-            program, outcome = outcome_of(seed)
-            if outcome.fails and outcome.kind != "hanging" and shrinks:
+        for one in given:
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
+            program, outcome = outcome_of(one)
+            if outcome.fails:
                 program, outcome = smallest(program, outcome)
-            sent.send((seed, program, outcome))
+            sent.send((one, program, outcome))
 
 
-def outcomes(seeds: list[int], jobs: int, shrinks: bool) -> Iterator[tuple[int, Program, Outcome]]:
-    """Seed, program and outcome of all seeds, of so many processes; a dead one is replaced."""
+def outcomes(
+    given: Sequence[int | Program], jobs: int
+) -> Iterator[tuple[int | Program, Program, Outcome]]:
+    """Seed, program and outcome of all, of so many processes; a dead one is replaced."""
     context = multiprocessing.get_context("spawn")
-    running: dict[Any, tuple[Any, list[int]]] = {}
+    running: dict[Any, tuple[Any, list[int | Program]]] = {}
 
-    def start(left: list[int]) -> None:
+    def start(left: list[int | Program]) -> None:
         mine, theirs = context.Pipe(duplex=False)
-        worker = context.Process(target=_work, args=(left, theirs, shrinks), daemon=True)
+        worker = context.Process(target=_work, args=(left, theirs), daemon=True)
         worker.start()
         theirs.close()
         running[mine] = worker, left
 
-    for job in range(min(jobs, len(seeds))):
-        start(seeds[job::jobs])
+    for job in range(min(jobs, len(given))):
+        start([*given[job::jobs]])
     while running:
         pipe: Any
         for pipe in wait([*running]):
@@ -124,6 +118,7 @@ def outcomes(seeds: list[int], jobs: int, shrinks: bool) -> Iterator[tuple[int, 
                 if left:
                     kind = "hanging" if worker.exitcode == 1 else "crashed"
                     ended = Outcome(kind, f"its process ended with {worker.exitcode}")
-                    yield left[0], draw(left[0]), ended
+                    one = left[0]
+                    yield one, one if isinstance(one, Program) else draw(one), ended
                 if left[1:]:
                     start(left[1:])

@@ -273,11 +273,6 @@ def unsharded_in_between(model: Any, last: bool) -> Any:
     return without_sync(model, last)
 
 
-def unsharded_in_between_later(model: Any, last: bool) -> Any:
-    """The same, from a step after the capture on."""
-    return unsharded_in_between(model, last) if model.later else nullcontext()
-
-
 def trained(case: Case) -> dict[str, Any]:
     """Train eagerly and with graphs; what a test needs to know of it."""
     eager, graphed = Run(case), Run(case)

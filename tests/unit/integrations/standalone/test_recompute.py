@@ -48,20 +48,12 @@ def under_hooks(run: Training, x: torch.Tensor) -> torch.Tensor:
         return train(run, x)
 
 
-@pytest.mark.parametrize(
-    ("microbatch", "said"),
-    [
-        *((around_units(how), "put the checkpoint inside the unit") for how in CHECKPOINTS),
-        (under_hooks, "under saved-tensor hooks"),
-    ],
-    ids=[*CHECKPOINTS, "saved-tensor hooks"],
-)
-def test_a_unit_that_is_recomputed_is_refused(microbatch: Any, said: str) -> None:
+@pytest.mark.parametrize("microbatch", [*map(around_units, CHECKPOINTS), under_hooks])
+def test_a_unit_that_is_recomputed_is_refused(microbatch: Any) -> None:
     training = Training(units, microbatch)
     with training.graphs() as graphs, pytest.raises(ConfigurationError) as error:
         list(training.run(graphs))
     assert [found.rule for found in error.value.violations] == ["unit-recomputed"] * UNITS
-    assert said in str(error.value)
 
 
 @pytest.mark.parametrize("how", CHECKPOINTS)
