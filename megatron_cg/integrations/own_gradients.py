@@ -67,9 +67,10 @@ def _may_stay(node: Any, is_replay: Callable[[Any], bool]) -> bool:
     ahead, seen = [node], {node}
     while ahead and len(seen) <= _FAR:
         node = ahead.pop()
-        if node is not None and (is_replay(node) or _computes(type(node))):
+        kind: Any = type(node)
+        if node is not None and (is_replay(node) or _computes(kind)):
             continue
-        if node is None or not _passes_on(type(node)):  # None: the input is a leaf.
+        if node is None or not _passes_on(kind):  # None: the input is a leaf.
             return True
         following = {one for one, _ in node.next_functions if one is not None} - seen
         seen |= following
@@ -89,8 +90,8 @@ def _computes(kind: Any) -> bool:
 def _passes_on(kind: Any) -> bool:
     function = getattr(kind, "_forward_cls", None)
     if function is None:
-        return kind.__name__.rstrip("0123456789").endswith("Backward")
-    return function.__module__.startswith(_KNOWN) and "Checkpoint" not in function.__name__
+        return bool(kind.__name__.rstrip("0123456789").endswith("Backward"))
+    return bool(function.__module__.startswith(_KNOWN)) and "Checkpoint" not in function.__name__
 
 
 class _Copied(torch.autograd.Function):

@@ -17,8 +17,7 @@ Note [Expanded tensors]
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -121,8 +120,6 @@ class _Again(_Mark):
 
 
 _TENSOR = _Input("a tensor")
-_ABSENT = _Mark("not given")
-"""A keyword that is left out and whose default is unknown."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +129,6 @@ class CallForm:
     positions: tuple[str, ...]
     """The names of the positional arguments."""
     keywords: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    """What a keyword that is left out stands for."""
     marks: Mapping[str, Any]
     """By name, a mark for each tensor, also inside of containers, and every constant itself."""
     specs: tuple[TreeSpec | None, ...]
@@ -144,7 +139,6 @@ class CallForm:
         cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallForm:
         """The form of ``forward(*args, **kwargs)``."""
-        parameters = inspect.signature(forward).parameters.values()
         positions = tuple(positional_names(forward, len(args), kwargs))
         names = (*positions, *kwargs)
         values = [*args, *kwargs.values()]
@@ -155,9 +149,8 @@ class CallForm:
             marks[name] = _Again(seen[id(leaf)]) if id(leaf) in seen else _mark_of(leaf)
             if isinstance(marks[name], _Input) and leaf.requires_grad:
                 seen[id(leaf)] = name
-        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         specs = [None if _is_leaf(value) else tree_structure(value, _is_leaf) for value in values]
-        return cls(positions, tuple(kwargs), defaults, marks, tuple(specs))
+        return cls(positions, tuple(kwargs), marks, tuple(specs))
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -189,19 +182,15 @@ class CallForm:
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | Mismatch:
         """The leaves of a call, or how its containers differ from those of this form."""
-        if len(args) != len(self.positions):
+        if len(args) != len(self.positions) or kwargs.keys() != set(self.keywords):
             return Mismatch(
                 "structure",
-                "the number of positional arguments",
-                str(len(self.positions)),
-                str(len(args)),
-                "The unit is called in another way than at capture.",
+                "the way of its call",
+                _way(self.positions, self.keywords),
+                _way(args, kwargs),
+                "Pass the same arguments, by position and by name, in each step.",
             )
-        # In the call's order, which is that of all ranks: a set's is not.
-        for name, value in kwargs.items():
-            if name not in self.keywords and not same_value(self._left_out(name), value):
-                return _mismatch(name, self._left_out(name), value)
-        values = [*args, *(kwargs.get(name, self._left_out(name)) for name in self.keywords)]
+        values = [*args, *(kwargs[name] for name in self.keywords)]
         leaves: list[Any] = []
         names = (*self.positions, *self.keywords)
         for name, spec, value in zip(names, self.specs, values, strict=True):
@@ -251,8 +240,9 @@ class CallForm:
         ]
         return problems if self.names else [*problems, "no argument is a tensor"]
 
-    def _left_out(self, name: str) -> Any:
-        return self.defaults.get(name, _ABSENT)
+
+def _way(args: Sequence[Any], kwargs: Iterable[str]) -> str:
+    return f"with {len(args)} arguments by position, and by name {', '.join(kwargs) or 'none'}"
 
 
 def _is_leaf(value: Any) -> bool:

@@ -74,7 +74,7 @@ class Results:
 
     def rebuild(self, outputs: Sequence[Any], arguments: Mapping[str, torch.Tensor]) -> Any:
         """Set the attributes, and return what the pass returns, with these tensors."""
-        tensors: dict[int | str, Any] = {**dict(enumerate(outputs)), **arguments}
+        tensors: dict[Any, Any] = {**arguments, **dict(enumerate(outputs))}
         for (module, name), mark in self.attributes.items():
             made = tensors[mark.key]
             # A copy: the attribute, and what a loop collects from it, outlive the pass.
@@ -83,11 +83,10 @@ class Results:
         return tree_unflatten(filled, self.spec)
 
     @cached_property
-    def _only_set(self) -> set[int | str]:
+    def _only_set(self) -> set[Any]:
         """The outputs of the graph that are set and not returned."""
         returned = {leaf.key for leaf in self.leaves if isinstance(leaf, _Tensor)}
-        keys = {mark.key for mark in self.attributes.values() if isinstance(mark.key, int)}
-        return keys - returned
+        return {one.key for one in self.attributes.values() if isinstance(one.key, int)} - returned
 
     def of_eager_pass(self, value: Any, run: Callable[..., Any]) -> Any:
         """What an eager pass returned and set, given to ``run`` as one result of a function."""
