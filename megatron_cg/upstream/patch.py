@@ -94,8 +94,11 @@ def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) ->
         shared: whether other code also sets it in normal operation. The undo then restores the
             old value, whatever the current value is.
     """
-    kind = owner if isinstance(owner, type | ModuleType) else type(owner)
+    undo = _change(_attribute(owner, name), value, shared)
+    return all_of((_forbid_copies(owner), undo)) if isinstance(owner, nn.Module) else undo
 
+
+def _attribute(owner: Any, name: str) -> _Location:
     def put(new: Any) -> None:
         if new is not _ABSENT:
             setattr(owner, name, new)
@@ -105,9 +108,8 @@ def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) ->
     def get() -> Any:
         return vars(owner).get(name, _ABSENT)
 
-    location = _Location(f"{kind.__name__}.{name}", (id(owner), name), get, put)
-    undo = _change(location, value, shared)
-    return _both(undo, _forbid_copies(owner)) if isinstance(owner, nn.Module) else undo
+    kind = owner if isinstance(owner, type | ModuleType) else type(owner)
+    return _Location(f"{kind.__name__}.{name}", (id(owner), name), get, put)
 
 
 def set_cell(cell: CellType, value: Any) -> Undo:
@@ -170,7 +172,7 @@ def put_over(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
     over, pass_on = _passing(function, getattr(owner, name, None))
     if not isinstance(owner, type | ModuleType):
         over.__self__ = owner
-    return _both(pass_on, set_attribute(owner, name, over))
+    return all_of((set_attribute(owner, name, over), pass_on))
 
 
 def put_over_cell(cell: CellType, function: Any) -> Undo:
@@ -179,15 +181,7 @@ def put_over_cell(cell: CellType, function: Any) -> Undo:
     Returns the undo; see Note [Only what is still ours].
     """
     over, pass_on = _passing(function, cell.cell_contents)
-    return _both(pass_on, set_cell(cell, over))
-
-
-def _both(first: Undo, second: Undo) -> Undo:
-    def undo() -> None:
-        first()
-        second()
-
-    return undo
+    return all_of((set_cell(cell, over), pass_on))
 
 
 def look_before(module: nn.Module, hook: Callable[..., None]) -> Undo:
@@ -196,56 +190,27 @@ def look_before(module: nn.Module, hook: Callable[..., None]) -> Undo:
     The module cannot be copied until then, see Note [No copies].
     """
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    return _both(handle.remove, _forbid_copies(module))
+    return all_of((_forbid_copies(module), handle.remove))
 
 
 def look_after(module: nn.Module, hook: Callable[..., None]) -> Undo:
     """Register a forward hook, as :func:`look_before`."""
-    return _both(module.register_forward_hook(hook).remove, _forbid_copies(module))
-
-
-class _NoCopies:
-    """In a module's dictionary in place of the methods that copy and pickle it."""
-
-    def __init__(self, kind: type) -> None:
-        self._kind, self.changes = kind, 0
-
-    def __call__(self, _memo_or_protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"this {self._kind.__name__} has graphs, or will be captured, and cannot be copied or "
-            "pickled: the copy would run the graphs of the original. Copy it before, or after "
-            "close(), or copy its state_dict()"
-        )
+    return all_of((_forbid_copies(module), module.register_forward_hook(hook).remove))
 
 
 def _forbid_copies(module: nn.Module) -> Undo:
-    own = vars(module)
-    copies = own.get(_COPIES[0])
-    if not isinstance(copies, _NoCopies):
-        copies = _NoCopies(type(module))
-        own.update(dict.fromkeys(_COPIES, copies))
-    copies.changes += 1
+    def refuse(_memo_or_protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"this {type(module).__name__} has graphs, or will be captured, and cannot be copied "
+            "or pickled: the copy would run the graphs of the original. Copy it before, or after "
+            "close(), or copy its state_dict()"
+        )
 
-    def undo() -> None:
-        nonlocal copies
-        if copies is None:
-            return
-        copies.changes -= 1
-        for name in _COPIES if not copies.changes else ():
-            own.pop(name, None)
-        copies = None
-
-    return undo
+    return all_of(_change(_attribute(module, name), refuse) for name in _COPIES)
 
 
 class _Over(partial[Any]):
-    """Calls a function that can be exchanged; see Note [No copies]
-    What we attach to a module refers to that one module: a copy with a ``forward`` of ours would
-    run the original's graph. ``copy`` and ``pickle`` look up ``__deepcopy__`` and ``__reduce_ex__``
-    on the object itself, so entries in the object's own dictionary come first (CPython 3.12,
-    ``copy.py`` and ``_pickle.c``). While a module has changes of ours, both raise an error.
-
-    Note [No frame of ours in between].
+    """Calls a function that can be exchanged; see Note [No frame of ours in between].
 
     As an attribute of a class it is a method of the class's objects.
     """
@@ -349,20 +314,6 @@ def _described(value: Any) -> str:
         return f"{value.__globals__['__name__']}.{code.co_qualname}"
     kind = value if isinstance(value, type) else type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-@contextmanager
-def garbage_collection_kept() -> Iterator[None]:
-    """Restore automatic garbage collection, on or off, as it was before.
-
-    TE turns it off around each graph and does not turn it on again after an exception in one
-    (TE 2.20.2, ``graph.py``, ``_graph_context_wrapper``).
-    """
-    restore = gc.enable if gc.isenabled() else gc.disable
-    try:
-        yield
-    finally:
-        restore()
 
 
 @contextmanager

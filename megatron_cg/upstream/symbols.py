@@ -17,9 +17,9 @@ import dis
 import importlib.util
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -51,15 +51,10 @@ def installed_version(distribution: str) -> str | None:
     from importlib import metadata  # Slow to import, and not needed to print a command's help.
 
     folder = _folder_of(_PACKAGES.get(distribution, ""))
-    try:
-        pip = metadata.distribution(distribution)
-    except metadata.PackageNotFoundError:
-        return version_in(folder) if folder is not None else None
-    if folder is not None:
-        of_pip = Path(str(pip.locate_file(_PACKAGES[distribution].replace(".", "/"))))
-        if of_pip.resolve() != folder.resolve():
-            return version_in(folder) or pip.version
-    return pip.version
+    version = version_in(folder) if folder is not None else None
+    with suppress(metadata.PackageNotFoundError):
+        return version or metadata.version(distribution)
+    return version
 
 
 def version_in(folder: Path) -> str | None:
@@ -79,15 +74,10 @@ def version_in(folder: Path) -> str | None:
 
 def _folder_of(package: str) -> Path | None:
     """Where a package was imported from, or would be; None if nowhere."""
-    if package in sys.modules:
-        places = list(getattr(sys.modules[package], "__path__", ()))
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(package)
+        places = list(spec.submodule_search_locations or ()) if spec is not None else []
         return Path(places[0]) if places else None
-    top, _, inner = package.partition(".")
-    spec = importlib.util.find_spec(top) if top else None
-    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        folder = Path(place, inner)
-        if (folder / "__init__.py").is_file():
-            return folder
     return None
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from torch import nn
 
 from megatron_cg.backends.cuda_cleanup import leave_pool, waited_for
 from megatron_cg.backends.driver.recorder import Recorded, Tensors
-from megatron_cg.upstream.patch import garbage_collection_kept
 from megatron_cg.upstream.symbols import Symbol
 
 _STORAGE = Symbol(
@@ -135,15 +134,12 @@ class CudaRecorder:
 
         pytorch/pytorch#161037: destroying a graph is an error while another one is captured.
         """
-        with garbage_collection_kept():
+        with ExitStack() as stack:
+            stack.callback(gc.enable if gc.isenabled() else gc.disable)
             gc.disable()
-            with torch.cuda.graph(
-                graph,
-                pool=self._pool,
-                stream=self._stream,
-                capture_error_mode=self._error_mode,
-            ):
-                yield
+            options = {"stream": self._stream, "capture_error_mode": self._error_mode}
+            stack.enter_context(torch.cuda.graph(graph, pool=self._pool, **options))
+            yield
 
 
 def _without_owner(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,6 @@ from megatron_cg.backends.te.te_if_loaded import fp8_recipe, told_of_capture
 from megatron_cg.errors import ArgumentError, CaptureError, Violation
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay.guard.addresses import is_quantized
-from megatron_cg.upstream.patch import garbage_collection_kept
 
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 ErrorMode = Literal["global", "thread_local", "relaxed"]
@@ -105,9 +104,8 @@ class NativeBackend(Backend):
 
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
-        """Keep garbage collection, generators, the states of RNG trackers, and the stream."""
+        """Keep generators, the states of RNG trackers, and the stream."""
         with ExitStack() as stack:
-            stack.enter_context(garbage_collection_kept())
             stack.enter_context(random_states_kept(callables, self.device.type))
             # Entered last and so left first: the others then exit on the original stream.
             stack.enter_context(stream_kept())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute, undone_after
+from megatron_cg.upstream.patch import set_attribute, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _MAKE = Symbol(
@@ -133,7 +134,9 @@ class TransformerEngineBackend(Backend):
         (2.20.2: ``make_graphed_callables`` has no ``finally``).
         """
         with ExitStack() as stack:
-            stack.enter_context(garbage_collection_kept())
+            # TE turns it off around each graph, and not on again after an error in one (2.20.2,
+            # ``graph.py``, ``_graph_context_wrapper``).
+            stack.callback(gc.enable if gc.isenabled() else gc.disable)
             stack.enter_context(_class_calls_kept({type(module) for module in callables}))
             stack.enter_context(random_states_kept(callables, "cuda"))
             stack.enter_context(_fp8_kept(callables))

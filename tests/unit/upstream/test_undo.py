@@ -23,7 +23,6 @@ from megatron_cg.memory.storage import StorageReference
 from megatron_cg.upstream.patch import (
     applied,
     cells_of,
-    garbage_collection_kept,
     look_after,
     look_before,
     put_over,
@@ -228,20 +227,6 @@ def test_an_object_whose_undo_was_dropped_is_freed(number: int) -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_collection_is_on_or_off_as_before(enabled: bool) -> None:
-    before = gc.isenabled()
-    try:
-        for change in (gc.enable, gc.disable):
-            (gc.enable if enabled else gc.disable)()
-            with pytest.raises(KeyError), garbage_collection_kept():
-                change()
-                raise KeyError
-            assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if before else gc.disable)()
-
-
 def test_a_unit_whose_forward_somebody_wrapped_is_closed(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -316,10 +301,10 @@ def test_a_reference_to_memory_is_not_copied(way: str) -> None:
 
 def test_changes_in_force_are_listed_by_location() -> None:
     before = applied()
-    modules = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    undos = [put_over(module, "extra_repr", lambda: "other") for module in modules]
-    undos.append(set_attribute(modules[0], "table", torch.zeros(3)))
-    assert applied() == sorted([*before, "Linear.extra_repr", "Linear.extra_repr", "Linear.table"])
+    owners = [stepping(), stepping()]
+    undos = [put_over(owner, "step", lambda: None) for owner in owners]
+    undos.append(set_attribute(owners[0], "table", torch.zeros(3)))
+    assert applied() == sorted([*before, "SGD.step", "SGD.step", "SGD.table"])
     for undo in undos:
         undo()
     assert applied() == before
