@@ -39,8 +39,6 @@ class GraphsDeleted:
     """``Counters`` of the session that was closed."""
     total: Any
     """``Counters`` of all sessions of this model so far."""
-    votes: Any
-    """The time that votes have cost this rank (``AgreementTime``)."""
 
 
 @dataclass(frozen=True)

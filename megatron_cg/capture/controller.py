@@ -97,7 +97,7 @@ class GraphController:
             return
         self._earlier.add(session.counters)
         try:
-            emit(GraphsDeleted(session.counters, self.counters, self._agreement.time))
+            emit(GraphsDeleted(session.counters, self.counters))
         finally:
             session.close()
 

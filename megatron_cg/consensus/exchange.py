@@ -13,10 +13,8 @@ Note [Undone by all ranks together]
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -44,32 +42,6 @@ TIMEOUT = timedelta(minutes=10)
 FALLING_BACK = timedelta(seconds=60)
 """How long a rank waits for the others to fall back to eager after a mismatch. They find the same
 mismatch at the same call."""
-
-
-@dataclass
-class AgreementTime:
-    """What votes cost this rank's main thread, summed over all votes."""
-
-    votes: int = 0
-    waiting_ms: float = 0.0
-    """Posting votes and waiting for those of the other ranks, in milliseconds."""
-
-    def as_dict(self) -> dict[str, float]:
-        """The values by field name."""
-        return asdict(self)
-
-    def text(self) -> str:
-        """The values in one readable line."""
-        return f"{self.votes} votes: {self.waiting_ms:.1f} ms waiting"
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Add the duration of the block, also when it raises."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waiting_ms += (time.perf_counter() - start) * 1e3
 
 
 _Pending = tuple[dist.Work | None, torch.Tensor]
@@ -115,7 +87,6 @@ class Agreement:
         self._pending: _Pending | None = None
         self._captures = 1
         self._next: Kind | None = Kind.CAPTURE_START
-        self.time = AgreementTime()
         self._together: list[Callable[[], None]] = []
         self._left = 0
 
@@ -153,9 +124,7 @@ class Agreement:
             PhaseError: a CUDA graph is being captured.
         """
         _require_no_capture()
-        self.time.votes += 1
-        with self.time.measure():
-            return self._finish(self._issue(encode(kind, serial, vote), timeout))
+        return self._finish(self._issue(encode(kind, serial, vote), timeout))
 
     def post(self, kind: Kind, vote: Vote, *, serial: int = 0) -> None:
         """Vote without waiting; :meth:`collect` returns the decision. One vote at a time.
@@ -166,9 +135,7 @@ class Agreement:
         _require_no_capture()
         if self._pending is not None:
             raise PhaseError("a vote is posted already: collect() its decision before the next")
-        self.time.votes += 1
-        with self.time.measure():
-            self._pending = self._issue(encode(kind, serial, vote), None)
+        self._pending = self._issue(encode(kind, serial, vote), None)
 
     def collect(self, timeout: timedelta | None = None) -> Decision | None:
         """Wait for the posted vote and return its decision; None if no vote is posted.
@@ -183,8 +150,7 @@ class Agreement:
         if pending is None:
             return None
         self._is_last = timeout is not None
-        with self.time.measure():
-            return self._finish(pending, timeout)
+        return self._finish(pending, timeout)
 
     def gather(self, mine: Any) -> list[Any]:
         """The objects of all ranks, in rank order. Not a vote; all ranks call it after the same.
@@ -197,7 +163,7 @@ class Agreement:
             return [mine]
         objects = [None] * group.size()
         gloo_backend(group).set_timeout(self._timeout)
-        with self._naming_lost_ranks(), self.time.measure():
+        with self._naming_lost_ranks():
             dist.all_gather_object(objects, mine, group=group)
         return objects
 

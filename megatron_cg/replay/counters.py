@@ -1,4 +1,4 @@
-"""Counts of captures and replays, and their cost, per session."""
+"""Counts of captures and replays, per session."""
 
 from __future__ import annotations
 
@@ -25,25 +25,10 @@ class Counters:
     """Verified replays for which gradients were compared too."""
     gradients_unstable: int = 0
     """Gradients that were not compared, because two eager passes gave different bits."""
-    inputs_in_place: int = 0
-    """Inputs that were already in the graph's own memory, over all replays."""
-    inputs_copied: int = 0
-    """Inputs that were copied into the graph's own memory, over all replays."""
-    bytes_copied: int = 0
-    """Bytes of the copied inputs."""
     backwards: int = 0
     """Backward passes that were replayed."""
     repeated: int = 0
     """Steps that were repeated eagerly: a rank had more rows than its graphs have room for."""
-    guard_ns: int = 0
-    """Host time spent in guards, in nanoseconds."""
-
-    def count_replay(self, in_place: int, copied: int, nbytes: int) -> None:
-        """Count one replay and its inputs."""
-        self.replayed += 1
-        self.inputs_in_place += in_place
-        self.inputs_copied += copied
-        self.bytes_copied += nbytes
 
     def count_unstable(self, gradients: int) -> None:
         """Count gradients that are not compared."""

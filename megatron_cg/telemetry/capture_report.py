@@ -151,10 +151,9 @@ def _hear(event: Event) -> None:
         _under_way[:] = [_Capture(event)]
     elif isinstance(event, GraphsDeleted):
         note("graphs", event.total.as_dict())
-        note("agreement", event.votes.as_dict())
         if _is_first_rank():
             counts = counts_text(event.counters.as_dict())
-            print(f"megatron_cg: graphs of rank 0: {counts}. {event.votes.text()}.", flush=True)
+            print(f"megatron_cg: graphs of rank 0: {counts}.", flush=True)
     elif isinstance(event, StepRepeated):
         if _is_first_rank():
             logger.warning("megatron_cg: %s", _repeated(event))
@@ -176,16 +175,6 @@ def _is_first_rank() -> bool:
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """The counts, by the names of :class:`Counters`, as one line of text; 1 MiB is 2**20 bytes."""
+    """The counts, by the names of :class:`Counters`, as one line of text."""
     passes = ("captured", "replayed", "eager", "mismatched", "verified")
-    words = ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)
-    replayed = counts.get("replayed", 0)
-    if not replayed:
-        return words
-    copied = counts.get("bytes_copied", 0) / replayed / _MIB
-    guard = counts.get("guard_ns", 0) / replayed / 1e3
-    return (
-        f"{words}; a replay: {counts.get('inputs_in_place', 0) / replayed:.1f} inputs in place, "
-        f"{counts.get('inputs_copied', 0) / replayed:.1f} copied ({copied:.2f} MiB), "
-        f"{guard:.0f} us in guards"
-    )
+    return ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.replay.counters import Counters
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
@@ -28,16 +27,14 @@ _WANDB = Symbol(f"{_VARIABLES}:get_wandb_writer", "a writer or None")
 RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
 
 _COUNTS = ("captured", "replayed", "eager", "mismatched", "verified", "repeated")
-_SHOWN = (*_COUNTS, "inputs_copied", "bytes_copied", "waiting_ms")
-Counted = tuple[Counters, AgreementTime]
-Totals = dict[str, float]
+Totals = dict[str, int]
 
 
 def follow_log(helpers: Sequence[Any]) -> Callable[[], None]:
     """Show the counters of ``helpers`` in Megatron's log and writers; returns the undo.
 
-    ``helpers`` is read again at each step. ``counted()`` of each gives all counts so far, and what
-    votes cost. Raises UpstreamChangedError when a function of Megatron is not as relied on.
+    ``helpers`` is read again at each step; ``counters`` of each has all counts so far. Raises
+    UpstreamChangedError when a function of Megatron is not as relied on.
     """
     training_log = _LOG.find()
     signature = inspect.signature(training_log)
@@ -58,7 +55,7 @@ def follow_log(helpers: Sequence[Any]) -> Callable[[], None]:
         is_printed = iteration % args.log_interval == 0
         if not (is_written or is_printed):
             return
-        now = totals([helper.counted() for helper in helpers])
+        now = totals([helper.counters for helper in helpers])
         if is_written:
             values = {f"megatron_cg/{name}": value for name, value in now.items()}
             for name, value in values.items() if tensorboard else ():
@@ -72,20 +69,13 @@ def follow_log(helpers: Sequence[Any]) -> Callable[[], None]:
     return put_over(*_LOG.place(), log)
 
 
-def totals(counted: Sequence[Counted]) -> Totals:
+def totals(counted: Sequence[Counters]) -> Totals:
     """The values to show, by name, summed over models: since the run began, on this rank."""
-    sums: Totals = dict.fromkeys(_SHOWN, 0)
-    for counters, votes in counted:
-        for name, value in (counters.as_dict() | votes.as_dict()).items():
-            if name in sums:
-                sums[name] += value
-    return sums
+    return {name: sum(getattr(counters, name) for counters in counted) for name in _COUNTS}
 
 
 def log_line(last: Totals, now: Totals) -> str:
     """One line in Megatron's format: the increments since the previous line, on this rank."""
     new = {name: value - last.get(name, 0) for name, value in now.items()}
-    counts = " | ".join(f"{name}: {new[name]:.0f}" for name in _COUNTS)
-    copied = f"copied: {new['inputs_copied']:.0f} tensors, {new['bytes_copied'] / 2**20:.1f} MiB"
-    votes = f"votes (ms): {new['waiting_ms']:.1f}"
-    return f" megatron_cg | {counts} | {copied} | {votes} |"
+    counts = " | ".join(f"{name}: {new[name]}" for name in _COUNTS)
+    return f" megatron_cg | {counts} |"

@@ -224,7 +224,7 @@ def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[lis
             helper.create_cudagraphs()
             helper.cuda_graph_set_manual_hooks()
         done.append(step())
-    counters, _ = helpers[-1].counted()
+    counters = helpers[-1].counters
     helper.delete_cuda_graphs()
     return done, counters
 

@@ -24,7 +24,7 @@ from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Phase, Session
-from megatron_cg.consensus.exchange import Agreement, AgreementTime
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
@@ -123,9 +123,10 @@ class FsdpHelper:
         """The current graphs; None if there are none."""
         return self.controller.session
 
-    def counted(self) -> tuple[Counters, AgreementTime]:
-        """All counts so far, and the time that votes took."""
-        return self.controller.counters, self._agreement.time
+    @property
+    def counters(self) -> Counters:
+        """The counts of all captures so far."""
+        return self.controller.counters
 
     def capture(self) -> None:
         """Capture, as Megatron does, inside a transaction; see ``Session.capturing``.

@@ -42,7 +42,6 @@ class _Spec:
     fields: tuple[Any, ...]
     requires_grad: bool
     address: int
-    nbytes: int
 
 
 class Inputs:
@@ -72,7 +71,7 @@ class Inputs:
         self._given: list[str] = []
         """The keywords of the last call that was as at capture."""
         self._specs = tuple(
-            _Spec(name, _fields(tensor), tensor.requires_grad, tensor.data_ptr(), tensor.nbytes)
+            _Spec(name, _fields(tensor), tensor.requires_grad, tensor.data_ptr())
             for name, tensor in [*zip(labels, args, strict=False), *kwargs.items()]
         )
         self._captured = tuple((*spec.fields, spec.requires_grad) for spec in self._specs)
@@ -156,17 +155,6 @@ class Inputs:
             return False
         address = value.data_ptr()
         return any(begin <= address < end for begin, end in self._memory)
-
-    def copied(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int, int]:
-        """The number of inputs already in place, the number of copied inputs, and their bytes."""
-        in_place = copies = nbytes = 0
-        for tensor, spec in zip(self._flat(args, kwargs), self._specs, strict=True):
-            if tensor.data_ptr() == spec.address:
-                in_place += 1
-            else:
-                copies += 1
-                nbytes += spec.nbytes
-        return in_place, copies, nbytes
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         return [*args, *[kwargs[name] for name in self._keywords]]

@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.telemetry.capture_report import counts_text
 from megatron_cg.tools.align.compare import (
     DIFFERENT,
@@ -124,9 +123,6 @@ def print_report(console: Console, title: str, outcome: Outcome, notice: str = "
         _print_shards(console, comparison)
     if comparison.graphs:
         console.print(f"graphs, all ranks: {counts_text(comparison.graphs)}", soft_wrap=True)
-        votes = (outcome.graphed or {}).get(0, {}).get("agreement")
-        if votes:
-            console.print(f"agreement, rank 0: {AgreementTime(**votes).text()}", soft_wrap=True)
     colour = _COLOURS.get(comparison.status, "red")
     reason = f": {comparison.reason}" if comparison.reason else ", to the last bit"
     reason += f" ({notice})" if notice else ""

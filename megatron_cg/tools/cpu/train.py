@@ -274,7 +274,6 @@ def record_steps(plan: TrainingPlan, trainer: VotingTrainer, recorder: Recorder)
         recorder.add_step(losses, norm, False, start)
     if plan.graphs:
         recorder.note("graphs", trainer.controller.counters.as_dict())
-        recorder.note("agreement", trainer.agreement.time.as_dict())
 
 
 def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -> None:

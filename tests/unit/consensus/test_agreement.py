@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -130,17 +129,6 @@ def left_a_graph(rank: int, votes: Agreement) -> Any:
     return said(*(partial(votes.fall_back_together, name) for name in names))
 
 
-def was_timed(rank: int, votes: Agreement) -> Any:
-    """Rank 1 comes 0.3 s late to the first vote, and calls collect() as late after the second."""
-    time.sleep(0.3 * rank)
-    votes.agree(Kind.MISMATCH, Vote())
-    at_once = votes.time.as_dict()
-    votes.post(Kind.STEP, Vote())
-    time.sleep(0.3)
-    votes.collect()
-    return at_once, votes.time.as_dict()
-
-
 def names_given(rank: int, votes: Agreement) -> Any:
     """The union of the names that ranks give, when they differ and when not."""
     first = votes.confirm(["both", f"rank {rank}"])
@@ -188,7 +176,6 @@ SCENARIOS = (
     came_to_different_steps,
     came_late,
     left_a_graph,
-    was_timed,
     names_given,
     was_opened_and_closed,
     lost_a_rank,
@@ -318,13 +305,6 @@ def test_a_rank_that_died_ends_the_others(outcome: Any) -> None:
     assert told[1].startswith("CaptureError: this rank's capture failed, and the other ranks did")
 
 
-def test_time_is_what_votes_keep_this_rank_waiting(outcome: Any) -> None:
-    (first, both), (late, _) = outcome(was_timed)
-    assert first["waiting_ms"] > 200 > late["waiting_ms"] > 0
-    assert first["waiting_ms"] < both["waiting_ms"] < first["waiting_ms"] + 200
-    assert [first["votes"], both["votes"]] == [1, 2]
-
-
 def test_all_ranks_know_what_any_rank_has_given(outcome: Any) -> None:
     assert outcome(names_given) == [[["both", "rank 0", "rank 1"], [], ["second"]]] * 2
 
@@ -358,7 +338,6 @@ def test_one_rank_agrees_with_itself(one_rank: None) -> None:
     votes.begin_capture()
     votes.report_failure()
     votes.fall_back_together("layer 0")
-    assert votes.time.votes == 4
 
 
 def test_an_agreement_closes_after_the_process_groups(tmp_path: Path) -> None:

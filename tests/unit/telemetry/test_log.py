@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.replay.counters import Counters
 from megatron_cg.telemetry.step_log import follow_log, log_line, totals
@@ -17,10 +16,7 @@ class Helper:
     """What counts, as the capture helper does."""
 
     def __init__(self) -> None:
-        self.counters, self.votes = Counters(), AgreementTime()
-
-    def counted(self) -> tuple[Counters, AgreementTime]:
-        return self.counters, self.votes
+        self.counters = Counters()
 
 
 class Writer:
@@ -64,8 +60,7 @@ class Run:
             if iteration == captured_before:
                 helper.counters.captured += 3
             if helper.counters.captured:
-                helper.counters.count_replay(1, 2, 2**20)
-                helper.votes.waiting_ms += 0.5
+                helper.counters.replayed += 1
             result = self.module.training_log({}, iteration, is_first_iteration=iteration == 1)
             assert result == "report_memory_flag"
         undo()
@@ -82,9 +77,9 @@ def test_lines_tell_what_is_new_and_writers_all_at_megatrons_intervals(run: Run)
     run.train(Helper())
     assert run.printed == [
         " megatron_cg | captured: 3 | replayed: 2 | eager: 0 | mismatched: 0 | "
-        "verified: 0 | repeated: 0 | copied: 4 tensors, 2.0 MiB | votes (ms): 1.0 |",
+        "verified: 0 | repeated: 0 |",
         " megatron_cg | captured: 0 | replayed: 5 | eager: 0 | mismatched: 0 | "
-        "verified: 0 | repeated: 0 | copied: 10 tensors, 5.0 MiB | votes (ms): 2.5 |",
+        "verified: 0 | repeated: 0 |",
     ]
     assert run.tensorboard.scalars == run.wandb.scalars
     replayed = [(n, s) for name, n, s in run.wandb.scalars if name == "megatron_cg/replayed"]
@@ -109,6 +104,6 @@ def test_another_signature_is_refused_by_name(run: Run, monkeypatch: pytest.Monk
 
 def test_all_sessions_are_in_the_totals() -> None:
     one, two = Counters(captured=3, replayed=9), Counters(captured=3, eager=1, repeated=2)
-    now = totals([(one, AgreementTime(2, 1.5)), (two, AgreementTime())])
-    assert (now["captured"], now["eager"], now["waiting_ms"]) == (6, 1, 1.5)
+    now = totals([one, two])
+    assert (now["captured"], now["eager"]) == (6, 1)
     assert "captured: 6 | replayed: 9" in log_line({}, now) and "repeated: 2" in log_line({}, now)

@@ -214,13 +214,3 @@ def test_each_fault_is_seen_and_training_stays_bit_equal(
     said = [r for r in reports if f"({clause})" in r and "layer 0" in r and case.words in r]
     assert said, reports
     assert len(set(reports)) == len(reports) <= 2
-
-
-def test_a_table_that_never_changes_is_read_in_place(one_rank: None) -> None:
-    """Of hidden states, mask and rotary table, the table is not copied."""
-    counts = [train(Case(lambda _trainer: None, "", warmup=n), graphs=True)[1] for n in (1, 2)]
-    replays = 2 * (BEFORE + AFTER)
-    assert [c.replayed for c in counts] == [replays, replays]
-    assert [c.inputs_in_place for c in counts] == [0, replays]
-    assert [c.inputs_copied for c in counts] == [3 * replays, 2 * replays]
-    assert counts[0].bytes_copied > counts[1].bytes_copied > 0
