@@ -137,8 +137,8 @@ class CudaRecorder:
         with ExitStack() as stack:
             stack.callback(gc.enable if gc.isenabled() else gc.disable)
             gc.disable()
-            options = {"stream": self._stream, "capture_error_mode": self._error_mode}
-            stack.enter_context(torch.cuda.graph(graph, pool=self._pool, **options))
+            mode = self._error_mode
+            stack.enter_context(torch.cuda.graph(graph, self._pool, self._stream, mode))
             yield
 
 
