@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fastpath import bucketing, clipping, gather, local_tensors, main_weights, unshard
+from megatron_cg.fastpath import bucketing, gather, local_tensors, main_weights, unshard
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import (
     DetachedWeights,
@@ -140,7 +140,7 @@ def install(
         UpstreamChangedError: a symbol that a part relies on is gone; nothing stays changed.
     """
     path = FastPath(fsdp)
-    add, weights, adam = path._add, main_weights, local_tensors
+    add, weights, local = path._add, main_weights, local_tensors
     try:
         path._add_gradients(graphed, replays)
         deferred, done = path.deferred, path._unit_is_done
@@ -150,8 +150,8 @@ def install(
         add("main-gradients", lambda: weights.install_main_gradients(fsdp, scratch), attaching)
         add("main-weights", lambda: weights.install_main_weights(fsdp), installing)
         if optimizers:
-            add("clipping", lambda: clipping.install_clip(optimizers), clipping.REPLACES)
-            add("optimizer", lambda: adam.install_adam(optimizers), adam.REPLACES)
+            add("clipping", lambda: local.install_clip(optimizers), local.REPLACES_CLIPPING)
+            add("optimizer", lambda: local.install_adam(optimizers), local.REPLACES_STEP)
     except BaseException:
         path.close()
         raise

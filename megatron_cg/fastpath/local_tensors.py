@@ -1,183 +1,246 @@
-"""FusedAdam's step from lists of local tensors, and what clipping shares with it.
+"""Gradient clipping and FusedAdam's step from lists of local tensors.
 
-Megatron's clipping (``clipping.py``) and Transformer Engine's FusedAdam are a few kernels for all
-parameters. The host takes longer than the GPU: it walks over the parameters several times, reads
-attributes that do not change, and makes a new DTensor for each access to data. Here the attributes
-are read once, and the same kernels get the same lists of local tensors.
-
-Note [Once by upstream, then shorter]
-    The first call is upstream's own. The kernels and the arguments that reach them through the
-    applier (addresses, sizes, numbers) are compared with those from this module. Only if they are
-    the same do later calls take the shorter way. If other code installs another applier or kernel,
-    or the parameters that are clipped change, they are compared again. Tensors are looked up in
-    each call, so the next one sees a loaded checkpoint, a new gradient or a replaced moment.
+Megatron's clipping and Transformer Engine's FusedAdam are a few kernels for all parameters. The
+host takes longer than the GPU: it walks over the parameters several times, reads attributes that do
+not change, and makes a new DTensor for each access to data. Here the same kernels get the same
+lists of local tensors. Tensors, kernels and numbers are looked up in each call, so the next one
+sees a loaded checkpoint, a new gradient or a replaced moment.
 
 Note [What TE's applier does]
     ``multi_tensor_applier`` (transformer-engine 2.20.2) takes the local tensor of each DTensor,
     drops the entries where the first list's tensor has no elements, adds the chunk size, and calls
     the kernel if any entry is left. It does this tensor by tensor, in Python.
+
+Note [Which gradients count]
+    The norm excludes a shared weight, and a weight that other ranks have as well. Megatron's own
+    function decides this from the parameter's attributes, whether or not it has a gradient in this
+    step. It is called once for the parameters that the optimizer has.
+
+Note [Ranks may differ]
+    Megatron's clipping and this one issue the same collectives, so some ranks may take the shorter
+    way and others not. Parameters may be clipped separately, by a norm of their own. Their rank
+    leaves clipping to Megatron. The others take part in that norm, by Megatron's own function.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain, compress
 from operator import is_
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from megatron_cg.fastpath.part import NotApplicableError, part_symbol
-from megatron_cg.upstream.patch import put_over, undone_after
+from megatron_cg.fastpath.part import NotApplicableError
+from megatron_cg.ranges import in_range
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import Symbol
 
-logger = logging.getLogger(__name__)
+_PLAIN = {torch.Tensor, nn.Parameter}
+_CLIP, _MODULE = "clip_grad_norm", "megatron.core.optimizer.optimizer"
+_KERNELS = "megatron.core.optimizer.clip_grads"
+_PRECISION = ("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8")
+_METHODS = {
+    _CLIP: "5b555005885178d7",
+    "get_grads_for_grad_norm": "85f50b4bbe342e75",
+    "_filter_grads_for_norm": "cea6e5b8e038f583",
+    "_compute_grad_norms_by_group": "9313eb31f4623e55",
+    "has_grad_norm_group": "ec8c4b5ded202ff1",
+}
+"""The methods of an optimizer that clip, with the fingerprint of each."""
 
-APPLIER, _PLAIN = "multi_tensor_applier", {torch.Tensor, nn.Parameter}
-_MODULE = "transformer_engine.pytorch.optimizers.fused_adam"
+
+def _symbol(path: str, expected: str, *has: str, body: str = "") -> Symbol:
+    """A symbol, what it ``has``, and the fingerprint of its ``body``."""
+    return Symbol(path, expected, attributes=has, fingerprints=(body,) if body else ())
 
 
-_ADAM = part_symbol(
-    f"{_MODULE}:FusedAdam",
+_OPTIMIZER = _symbol(
+    f"{_MODULE}:MegatronOptimizer",
+    "the optimizer",
+    *("config", "grad_norms_by_group", "get_parameters", "get_grad_stats_parallel_group"),
+)
+_GROUP = _symbol(f"{_MODULE}:GRAD_NORM_GROUP_ATTR", "how a parameter is marked for a norm apart")
+_CLIP_APPLIER, _NORM, _SCALE = (
+    _symbol(f"{_KERNELS}:{name}", "the norm's and the scaling's kernels, and what runs them")
+    for name in ("multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_tensor_impl")
+)
+REPLACES_CLIPPING = (
+    *(
+        _symbol(f"{_OPTIMIZER.path}.{name}", "what clips gradients", body=body)
+        for name, body in _METHODS.items()
+    ),
+    _symbol(f"{_KERNELS}:get_grad_norm_fp32", "the norm", body="b0a60a12290590e0"),
+    _symbol(f"{_KERNELS}:clip_grad_by_total_norm_fp32", "the scaling", body="5649d79e2c3dcbe6"),
+)
+
+_OPTIMIZERS = "transformer_engine.pytorch.optimizers"
+_FUSED = f"{_OPTIMIZERS}.fused_adam"
+_ADAM = _symbol(
+    f"{_FUSED}:FusedAdam",
     "the optimizer",
     *("capturable", "master_weights", "use_decoupled_grad", "multi_tensor_adam", "adam_w_mode"),
     "_dummy_overflow_buf",
 )
-_APPLIER = part_symbol(f"{_MODULE}:{APPLIER}", "what runs its kernel")
-_AT_MOST = part_symbol(
-    f"{_MODULE}:_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", "the tensors of one call"
-)
-REPLACES = (
-    part_symbol(f"{_ADAM.path}.step", "its step", body="80a579d335ac25c3"),
-    part_symbol(
-        "transformer_engine.pytorch.optimizers.multi_tensor_apply:MultiTensorApply.__call__",
-        "what runs its kernel",
-        body="ac91ff4a196ee3fc",
-    ),
+_APPLIER = _symbol(f"{_FUSED}:multi_tensor_applier", "what runs its kernel")
+_AT_MOST = _symbol(f"{_FUSED}:_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", "the tensors of one call")
+_APPLIES = _symbol(f"{_OPTIMIZERS}.multi_tensor_apply:MultiTensorApply", "what runs kernels")
+REPLACES_STEP = (
+    _symbol(f"{_ADAM.path}.step", "its step", body="80a579d335ac25c3"),
+    _symbol(f"{_ADAM.path}.get_unscaled_state", "its moments", body="e675df68fc21fd25"),
+    _symbol(f"{_APPLIES.path}.__call__", "what runs its kernel", body="ac91ff4a196ee3fc"),
 )
 RELIES_ON = (
-    *(*REPLACES, _ADAM, _APPLIER, _AT_MOST),
-    part_symbol(f"{_APPLIER.path}.chunk_size", "how much of a tensor a block takes"),
+    *(*REPLACES_CLIPPING, _OPTIMIZER, _GROUP, _CLIP_APPLIER, _NORM, _SCALE),
+    _symbol(
+        "megatron.core.optimizer.optimizer_config:OptimizerConfig",
+        "the optimizer's options",
+        *("clip_grad", *_PRECISION),
+    ),
+    *(*REPLACES_STEP, _ADAM, _APPLIER, _APPLIES, _AT_MOST),
 )
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One call of a multi-tensor kernel, with all its arguments except the flag."""
-
-    kernel: Any
-    chunk_size: int | None
-    tensors: Sequence[list[torch.Tensor]]
-    numbers: tuple[Any, ...]
-
-    def __call__(self, flag: torch.Tensor) -> Any:
-        """Launch it; the kernel sets ``flag`` if a number is not finite."""
-        return self.kernel(self.chunk_size, flag, self.tensors, *self.numbers)
-
-    def facts(self) -> tuple[Any, ...]:
-        """The call in a comparable form: addresses of tensors, None for a number in a tensor."""
-        places = [[(t.data_ptr(), t.numel(), t.dtype) for t in row] for row in self.tensors]
-        numbers = [None if isinstance(n, torch.Tensor) else n for n in self.numbers]
-        return self.kernel, self.chunk_size, places, numbers
-
-
-def _noting(applier: Any, launches: list[Launch]) -> Callable[..., Any]:
-    """TE's ``applier``, which also adds each launch to ``launches``."""
-
-    def applied(kernel: Any, flag: Any, tensors: Any, *numbers: Any) -> Any:
-        def noted(chunk_size: int, flag: Any, tensors: Any, *numbers: Any) -> Any:
-            launch = Launch(kernel, chunk_size, tensors, numbers)
-            launches.append(launch)
-            return launch(flag)
-
-        return applier(noted, flag, tensors, *numbers)
-
-    return applied
-
-
-def are_plain(tensors: Sequence[Any]) -> bool:
+def _are_plain(tensors: Sequence[Any]) -> bool:
     """Whether all are float32 and of torch's own tensor classes."""
     return set(map(type, tensors)) <= _PLAIN and {t.dtype for t in tensors} <= {torch.float32}
 
 
-class Shorter:
-    """Replaces a function of an optimizer; see Note [Once by upstream, then shorter].
+def install_clip(optimizers: Iterable[Any]) -> Callable[[], None]:
+    """Shorten ``clip_grad_norm`` of the optimizers that are Megatron's; returns the undo.
 
-    Args:
-        original: upstream's function.
-        module: where it finds its applier.
-        what: a sentence for the log, where it is left as it is.
+    Raises NotApplicableError if none of them clips in the way that this replaces.
     """
+    if _MODULE not in sys.modules:
+        raise NotApplicableError("no optimizer is Megatron's")
+    whys = {optimizer: _why_not(optimizer) for optimizer in optimizers}
+    mine = [optimizer for optimizer, why in whys.items() if why is None]
+    if not mine:
+        raise NotApplicableError(next(filter(None, whys.values()), "there is no optimizer"))
+    with ExitStack() as undo:
+        for optimizer in mine:
+            undo.callback(put_over(optimizer, _CLIP, LocalClip(optimizer)))
+        return undo.pop_all().close
 
-    def __init__(self, original: Callable[..., Any], module: str, what: str) -> None:
-        self.original, self._module, self._what = original, module, what
-        self.differs = False
-        self._compared_with: tuple[Any, ...] = ()
+
+def _why_not(optimizer: Any) -> str | None:
+    """Why gradients of ``optimizer`` are never clipped here; None if they may be."""
+    megatrons = _OPTIMIZER.find()
+    if not isinstance(optimizer, megatrons):
+        return "the optimizer is not Megatron's"
+    if hasattr(optimizer, "chained_optimizers"):
+        # Megatron chains optimizers if a rank has several model chunks.
+        return "optimizers are chained, and the chain clips gradients itself"
+    for name in _METHODS:
+        inherited = getattr(type(optimizer), name) is getattr(megatrons, name)
+        if name in vars(optimizer) or not inherited:
+            return f"the optimizer has a {name} of its own"
+    if any(getattr(optimizer.config, name) for name in _PRECISION):
+        return "the precision-aware optimizer has gradients of another kind"
+    if _SCALE.find() is None or not hasattr(_CLIP_APPLIER.find(), "chunk_size"):
+        return "Transformer Engine is not installed, and gradients are scaled one by one"
+    return None
+
+
+def _counting(optimizer: Any, parameters: Sequence[Any]) -> list[bool]:
+    """See Note [Which gradients count]; empty if gradients must be clipped by Megatron's function.
+
+    Megatron's filter gets places instead of gradients.
+    """
+    group = _GROUP.find()
+    for parameter in parameters:
+        is_apart = getattr(parameter, group, None) is not None
+        if is_apart or not getattr(parameter, "__fsdp_param__", False):
+            return []
+    stand_ins = [
+        SimpleNamespace(**{**vars(parameter), "grad": SimpleNamespace(_local_tensor=place)})
+        for place, parameter in enumerate(parameters)
+    ]
+    counting = frozenset(optimizer._filter_grads_for_norm(stand_ins))
+    return [place in counting for place in range(len(parameters))]
+
+
+class LocalClip:
+    """Replaces ``MegatronOptimizer.clip_grad_norm``."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._original = optimizer, optimizer.clip_grad_norm
+        self._parameters: list[Any] = []
+        self._counts: list[bool] = []
         self.calls = 0
-        """Number of calls that were not upstream's own."""
+        """Number of calls that were not Megatron's own."""
 
-    def is_known(self, objects: tuple[Any, ...]) -> bool:
-        """Whether launches with these objects were as expected; if not, forget older ones."""
-        known = self._compared_with
-        if len(objects) == len(known) and all(map(is_, objects, known)):
-            return True
-        self._compared_with = ()
-        return False
+    @in_range("clip gradients")
+    def __call__(self, clip_grad: float) -> Any:
+        """Scale the gradients down if their norm is above ``clip_grad``; returns the norm."""
+        parameters, known = self._optimizer.get_parameters(), self._parameters
+        if len(parameters) != len(known) or not all(map(is_, parameters, known)):
+            self._parameters = parameters
+            self._counts = _counting(self._optimizer, parameters)
+        counted, scaled = self._gradients()
+        chunk_size = getattr(_CLIP_APPLIER.find(), "chunk_size", None)
+        if not counted or chunk_size is None or not clip_grad > 0.0:
+            return self._original(clip_grad)
+        self.calls += 1
+        with torch.no_grad():
+            return self._clip(clip_grad, chunk_size, counted, scaled)
 
-    def compared(
+    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Those of the norm, and those to scale; none if Megatron's own function must run."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        given = [gradient is not None for gradient in gradients]
+        if not self._counts:
+            return [], []
+        local = [gradient._local_tensor for gradient in compress(gradients, given)]
+        if not _are_plain(local):
+            return [], []
+        sizes = list(map(torch.Tensor.numel, local))
+        scaled = list(compress(local, sizes))
+        return list(compress(scaled, compress(compress(self._counts, given), sizes))), scaled
+
+    def _clip(
         self,
-        expected: Sequence[Launch],
-        objects: tuple[Any, ...],
-        *args: Any,
-        agrees: Callable[[Any, Launch], bool] = lambda _result, _last: True,
-    ) -> Any:
-        """Make upstream's own call: later ones take the shorter way, or never do.
-
-        ``agrees`` looks at the result and the last launch, if all launches are as expected.
-        """
-        facts, upstreams = [launch.facts() for launch in expected], list[Launch]()
-        owner = sys.modules[self._module]
-        with undone_after(put_over(owner, APPLIER, _noting(getattr(owner, APPLIER), upstreams))):
-            result = self.original(*args)
-        are_same = facts == [launch.facts() for launch in upstreams]
-        if not are_same or (upstreams and not agrees(result, upstreams[-1])):
-            self.differs = True
-            logger.warning(
-                "FSDP fast path: %s, because what it hands to its kernels is not what was "
-                "expected.",
-                self._what,
-            )
-        self._compared_with = objects if upstreams else ()
-        return result
+        clip_grad: float,
+        chunk_size: int,
+        counted: list[torch.Tensor],
+        scaled: list[torch.Tensor],
+    ) -> torch.Tensor:
+        flag_of_norm, flag_of_scale = torch.zeros(2, dtype=torch.int, device="cuda").split(1)
+        root, _ = _NORM.find()(chunk_size, flag_of_norm, [counted], False)
+        total: torch.Tensor = root**2.0
+        group = self._optimizer.get_grad_stats_parallel_group()
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+        norm = total.pow(1.0 / 2.0)
+        self._optimizer._compute_grad_norms_by_group()
+        factor = (clip_grad / (norm + 1.0e-6)).clamp_max_(1.0)
+        _SCALE.find()(chunk_size, flag_of_scale, [scaled, scaled], factor)
+        return norm
 
 
 def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
     """Shorten the step of every FusedAdam among ``optimizers``; returns the undo.
 
-    Args:
-        optimizers: Megatron's, chained or not, or torch's.
+    ``optimizers`` are Megatron's, chained or not, or torch's.
 
-    Raises:
-        NotApplicableError: none of them is a FusedAdam with simple lists.
-        UpstreamChangedError: a symbol that this relies on is gone; nothing is changed then.
+    Raises NotApplicableError if none of them is a FusedAdam with simple lists.
     """
-    if _MODULE not in sys.modules:
+    if _FUSED not in sys.modules:
         raise NotApplicableError("no optimizer is Transformer Engine's FusedAdam")
-    adams = {id(inner): inner for inner in _inner(optimizers) if type(inner) is _ADAM.find()}
-    simple = [adam for adam in adams.values() if not _is_special(adam)]
+    kind = _ADAM.find()
+    adams = dict.fromkeys(inner for inner in _inner(optimizers) if type(inner) is kind)
+    simple = [adam for adam in adams if not _is_special(adam)]
     if not simple:
         why = "is not FusedAdam"
         if adams:
             why = "keeps main weights itself, runs in a graph, or has a step of its own"
         raise NotApplicableError(f"the optimizer {why}")
-    for symbol in RELIES_ON:
-        symbol.find()
     with ExitStack() as undo:
         for adam in simple:
             undo.callback(put_over(adam, "step", LocalStep(adam)))
@@ -199,34 +262,32 @@ def _is_special(adam: Any) -> bool:
     return bool(adam.capturable or adam.master_weights or adam.use_decoupled_grad or wrapped)
 
 
-class LocalStep(Shorter):
+class LocalStep:
     """Replaces ``FusedAdam.step``."""
 
     def __init__(self, adam: Any) -> None:
-        what = "FusedAdam's step is left to Transformer Engine"
-        super().__init__(adam.step, _MODULE, what)
-        self._adam = adam
+        self._adam, self._original = adam, adam.step
+        self.calls = 0
+        """Number of calls that were not TE's own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step. With arguments or with torch's hooks it is TE's own step."""
-        if self.differs or args or kwargs or _has_hooks(self._adam):
-            return self.original(*args, **kwargs)
-        applier = _APPLIER.find()
-        launches = self._launches(getattr(applier, "chunk_size", None))
+        adam, applier = self._adam, _APPLIER.find()
+        is_usual = type(applier) is _APPLIES.cached and not (args or kwargs or _has_hooks(adam))
+        launches = self._launches() if is_usual else None
         if launches is None:
-            return self.original()
-        if not self.is_known((applier,)):
-            return self.compared(launches, (applier,))
-        for group in self._adam.param_groups:
+            return self._original(*args, **kwargs)
+        for group in adam.param_groups:
             group["step"] += 1
         with torch.no_grad():
-            for launch in launches:
-                launch(self._adam._dummy_overflow_buf)
+            for tensors, numbers in launches:
+                flag = adam._dummy_overflow_buf
+                adam.multi_tensor_adam(applier.chunk_size, flag, tensors, *numbers)
         self.calls += 1
         return None
 
-    def _launches(self, chunk_size: int | None) -> list[Launch] | None:
-        """The launches of the next step; None if TE's own step must run."""
+    def _launches(self) -> list[tuple[list[list[torch.Tensor]], tuple[Any, ...]]] | None:
+        """Tensors and numbers of each launch of the next step; None if TE's own step must run."""
         adam, most = self._adam, _AT_MOST.find()
         launches = []
         for group in adam.param_groups:
@@ -243,7 +304,7 @@ class LocalStep(Shorter):
                 if not all(sizes):
                     some = [list(compress(tensors, sizes)) for tensors in some]
                 if some[0]:
-                    launches.append(Launch(adam.multi_tensor_adam, chunk_size, some, numbers))
+                    launches.append((some, numbers))
         return launches
 
 
@@ -274,4 +335,4 @@ def _lists(
     lists = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
     if set(map(type, chain.from_iterable(lists))) == {DTensor}:
         lists = [[tensor._local_tensor for tensor in tensors] for tensors in lists]
-    return lists if all(map(are_plain, lists)) else None
+    return lists if all(map(_are_plain, lists)) else None

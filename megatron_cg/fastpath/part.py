@@ -17,7 +17,7 @@ from megatron_cg.fsdp.fsdp_symbols import fsdp_function
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.hooks.hook_records import innermost
 from megatron_cg.upstream.patch import cells_of
-from megatron_cg.upstream.symbols import Symbol, changed
+from megatron_cg.upstream.symbols import changed
 
 _SCOPE = "MegatronFSDP._register_fsdp_hooks"
 RELIES_ON = fsdp_function("is_float8tensor", "whether a parameter is FP8")
@@ -25,12 +25,6 @@ RELIES_ON = fsdp_function("is_float8tensor", "whether a parameter is FP8")
 
 class NotApplicableError(Exception):
     """A part is not applicable to this model; the text says why. Users never see it as an error."""
-
-
-def part_symbol(path: str, expected: str, *has: str, body: str = "") -> Symbol:
-    """A symbol that a part relies on: what it ``has``, and the fingerprint of its ``body``."""
-    bodies = (body,) if body else ()
-    return Symbol(path, expected, attributes=has, fingerprints=bodies)
 
 
 def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
