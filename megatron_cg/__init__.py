@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_cg.compiled.together import CompiledRegions, compile_together
     from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm
     from megatron_cg.integrations.megatron.loop import GraphedLayers
+    from megatron_cg.integrations.megatron.patches import counters
     from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "GraphedUnits",
     "MegatronCGError",
     "compile_together",
+    "counters",
     "disable",
     "enable",
     "graph_units",
@@ -39,6 +41,7 @@ _LATER = {
     "GraphedLayers": "megatron_cg.integrations.megatron.loop",
     "GraphedUnits": "megatron_cg.integrations.standalone.graphs",
     "compile_together": "megatron_cg.compiled.together",
+    "counters": "megatron_cg.integrations.megatron.patches",
     "graph_units": "megatron_cg.integrations.standalone.graphs",
 }
 

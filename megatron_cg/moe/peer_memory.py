@@ -29,7 +29,7 @@ Note [Left to the driver]
     To free the memory, torch waits for the GPU: without end if a barrier waits for a rank that is
     gone. After a CUDA error torch ends the process there (``~AllocationRef``). So from its first
     use until its graphs are closed, a reference that nobody owns keeps the memory, also when the
-    process ends. ``integrations/megatron/teardown.py`` leaves graphs to the driver likewise.
+    process ends. ``integrations/teardown.py`` leaves graphs to the driver likewise.
 """
 
 from __future__ import annotations

@@ -209,8 +209,6 @@ Step = Callable[[], tuple[float, float]]
 
 def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[list[Any], Any]:
     """Megatron's capture helper as a loop of one's own uses it, after ``enable()``."""
-    from megatron_cg.integrations.megatron.patches import helpers
-
     helper = TECudaGraphHelper(
         model=[model],
         config=model.config,
@@ -224,7 +222,7 @@ def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[lis
             helper.create_cudagraphs()
             helper.cuda_graph_set_manual_hooks()
         done.append(step())
-    counters = helpers[-1].counters
+    counters = megatron_cg.counters()[-1]
     helper.delete_cuda_graphs()
     return done, counters
 

@@ -134,7 +134,8 @@ def recompute_in_layers(
         if isinstance(caller, _CALLERS) and recomputes_layers(caller.config)
     ]
     if inputs is not None:
-        begins = (layer for caller in callers for layer in _begins(caller))
+        # Behind the first layer no input lacks a gradient that its own has.
+        begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
         if any(map(inputs.never_differentiated, begins)):
             raise ConfigurationError([_LOST])
     return all_of(undo for caller in callers for undo in _moved(caller))
@@ -153,17 +154,6 @@ def _recomputed(caller: Any) -> list[nn.Module]:
         return [caller.mtp_model_layer] if every else []
     layers = list(caller.layers)
     return layers if every else layers[: caller.config.recompute_num_layers]
-
-
-def _begins(caller: Any) -> list[nn.Module]:
-    """The layers that Megatron's checkpoints begin with, whose inputs they differentiate.
-
-    Those of multi-token prediction begin with the projection before the layer.
-    """
-    if isinstance(caller, MultiTokenPredictionLayer):
-        return []
-    every = caller.config.recompute_method == "uniform"
-    return _recomputed(caller)[:: caller.config.recompute_num_layers if every else 1]
 
 
 def _recompute(layer: Any) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,17 @@ from megatron.core.transformer import cuda_graphs, transformer_layer
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.schema import GraphArguments
+from megatron_cg.arguments.megatron import run_of
+from megatron_cg.arguments.schema import Environment, GraphArguments
+from megatron_cg.arguments.validation import violations
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
@@ -34,7 +39,7 @@ from megatron_cg.integrations.megatron.steps import Source, Steps
 from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.moe.dispatcher import shared_experts_idle
-from megatron_cg.moe.install import peer_memory_of
+from megatron_cg.moe.install import bound_of, counts_on_device, peer_memory_of
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
@@ -242,6 +247,50 @@ class FsdpHelper:
         yield partial(shared_experts_idle, self._layers)
         yield recompute_in_layers(self.helper.model[0], self._inputs)
         yield self._scopes.give(self._layers)
+
+
+def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str) -> None:
+    """Raise for a model that cannot be graphed, with every reason.
+
+    Args:
+        model: megatron-core's ``FullyShardedDataParallel`` around one model.
+        optimizer: its ``config`` is read, if it has one.
+        given: this package's own settings.
+        backend: the name of the capture backend.
+
+    Raises:
+        ConfigurationError: a rule is broken.
+        HookError: there is no ``MegatronFSDP``, or the model's config does not ask for graphs.
+    """
+    fsdp: Any = find_megatron_fsdp(model)
+    if fsdp is None:
+        raise HookError(
+            f"{type(model).__name__} holds no MegatronFSDP: wrap the model in "
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel first."
+        )
+    optimizer_config = getattr(optimizer, "config", None)
+    run = run_of(_with_decoder(model), model.config, fsdp.ddp_config, optimizer_config)
+    if run.cuda_graph_impl == "none":
+        raise HookError(
+            "cuda_graph_impl of the model's config is none: build it with "
+            'TransformerConfig(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]).'
+        )
+    if counts_on_device(fsdp):
+        bound = bound_of(fsdp)
+        rows = bound.factor if bound is not None else None
+        exchange: Any = "nccl" if peer_memory_of(fsdp) is None else "peer"
+        given = replace(given, cg_grouped_gemm="torch", cg_moe_rows=rows, cg_moe_exchange=exchange)
+    broken = violations(run, given, Environment.read(backend))
+    if broken:
+        raise ConfigurationError(broken)
+
+
+def _with_decoder(model: Any) -> Any:
+    """The module inside all wrappers that has the decoder, or None."""
+    try:
+        return get_attr_wrapped_model(model, "decoder", allow_none=False, return_model_obj=True)
+    except RuntimeError:
+        return None
 
 
 def new_helper(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """Layerwise graphs in a custom training loop on megatron-core, without megatron.training.
 
 For models of the standalone megatron_fsdp package see :mod:`megatron_cg.integrations.standalone`.
-
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from megatron_cg.integrations.call_arguments import (
     refuse,
     several,
 )
-from megatron_cg.integrations.megatron.model_rules import check_model
-from megatron_cg.integrations.megatron.teardown import graphs_close_in_time
+from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, new_helper
+from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
 
 
@@ -91,8 +90,6 @@ class GraphedLayers:
         config: Any = model.config
         self._warmup_steps = int(config.cuda_graph_warmup_steps)
         self._steps = 0
-        from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
-
         made = partial(new_helper, [model], config, seq_length, micro_batch_size, [optimizer])
         with ExitStack() as undo:
             self._helper = FsdpHelper(made, captures, given)

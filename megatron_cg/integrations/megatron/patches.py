@@ -30,12 +30,13 @@ from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm, one_of, refuse
-from megatron_cg.integrations.megatron.teardown import close_for_the_end, graphs_close_in_time
+from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
     from megatron_cg.integrations.megatron.helper import FsdpHelper
+    from megatron_cg.replay.counters import Counters
 
 _PARSER = Symbol("megatron.training.arguments:add_megatron_arguments", "what fills the parser")
 _RULES = Symbol("megatron.training.arguments:validate_args", "Megatron's own rules")
@@ -55,6 +56,12 @@ _RECOMPUTES = Violation(
     "such layers recompute themselves in their graphs under Megatron-FSDP alone; Megatron's own "
     "graphs do not",
     "wrap the model in FullyShardedDataParallel, or set recompute_granularity to selective or None",
+)
+_NEEDS_TORCH_GEMM = Violation(
+    "argument",
+    "moe_rows, or moe_exchange='peer', with grouped_gemm='te'",
+    "graphs hold the experts only if torch's grouped GEMM computes them",
+    "add grouped_gemm='torch', or leave both out",
 )
 _active: ExitStack | None = None
 helpers: list[FsdpHelper] = []
@@ -95,7 +102,9 @@ def enable(
     global _active
     broken = list(one_of("grouped_gemm", grouped_gemm, get_args(GroupedGemm)))
     broken += one_of("moe_exchange", moe_exchange, get_args(Exchange))
-    refuse(broken or list(_wrong_for_gemm(moe_rows, moe_exchange, grouped_gemm)))
+    if grouped_gemm == "te" and (moe_rows is not None or moe_exchange == "peer"):
+        broken.append(_NEEDS_TORCH_GEMM)
+    refuse(broken)
     with ExitStack() as undo:
         given = GraphArguments(
             cg_grouped_gemm=grouped_gemm,
@@ -132,6 +141,11 @@ def disable() -> None:
             active.close()
 
 
+def counters() -> list[Counters]:
+    """The counts of each ``TECudaGraphHelper`` of a model under Megatron-FSDP, the oldest first."""
+    return [helper.controller.counters for helper in helpers]
+
+
 def _extend_parser() -> Undo:
     from megatron_cg.arguments.megatron import add_arguments
 
@@ -159,23 +173,6 @@ def _extend_validation() -> Undo:
     return put_over(*_RULES.place(), validate_args)
 
 
-def _wrong_for_gemm(rows: object, exchange: Exchange, grouped_gemm: str) -> Iterator[Violation]:
-    is_number = isinstance(rows, int | float) and not isinstance(rows, bool)
-    if rows is not None and not (is_number and rows >= 1):  # type: ignore[operator]
-        reason = "it is a multiple of the rows that a rank receives on average, at least 1"
-        yield Violation("argument", f"moe_rows={rows!r}", reason, "moe_rows=1.25")
-        return
-    wanted = {"moe_rows": rows, "moe_exchange": exchange if exchange == "peer" else None}
-    for name, value in wanted.items():
-        if value is not None and grouped_gemm != "torch":
-            yield Violation(
-                "argument",
-                f"{name}={value!r} with grouped_gemm={grouped_gemm!r}",
-                "graphs hold the experts only if torch's grouped GEMM computes them",
-                f"add grouped_gemm='torch', or leave {name} out",
-            )
-
-
 def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     """Let models that are built from now on compute as these settings say; returns the undo."""
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
@@ -198,20 +195,17 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
 
 def start(settings: Any, args: Any, wants_graphs: bool) -> None:
     """After :func:`enable` and validation: do what the flags ask for."""
+    from megatron_cg.telemetry.record import install_recorder
+
     if _active is None:
         return
     full_recompute = wants_graphs and recomputes_layers(args)
     _active.callback(_build_models_for(settings, full_recompute=full_recompute))
     if settings.cg_record is not None:
-        from megatron_cg.telemetry.record import install_recorder
-
         _active.callback(install_recorder(settings.cg_record))
     if settings.cg_report is not None:
-        from megatron_cg.telemetry.record import install_recorder
-
-        _active.callback(
-            install_recorder(settings.cg_report, digests=False, interval=args.log_interval)
-        )
+        interval = args.log_interval
+        _active.callback(install_recorder(settings.cg_report, digests=False, interval=interval))
     if wants_graphs:
         _active.callback(_follow_train(settings))
 
@@ -235,7 +229,7 @@ def _follow_train(settings: GraphArguments) -> Undo:
 def _help_models_under_fsdp() -> Undo:
     """Help each ``TECudaGraphHelper`` that is created; see Note [Every helper].
 
-    Creating one raises ConfigurationError or HookError as ``model_rules.check_model`` does. Raises
+    Creating one raises ConfigurationError or HookError as ``helper.check_model`` does. Raises
     UpstreamChangedError when Megatron's helper is missing or takes other arguments.
     """
     from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
@@ -269,8 +263,7 @@ def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], sourc
     """Initialise Megatron's ``helper`` and replace its methods."""
     from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
     from megatron_cg.integrations import call_arguments
-    from megatron_cg.integrations.megatron.helper import FsdpHelper
-    from megatron_cg.integrations.megatron.model_rules import check_model
+    from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model
     from megatron_cg.integrations.megatron.steps import by_optimizer
 
     model, settings = given["model"][0], _settings[-1]

@@ -170,7 +170,10 @@ class _Repeater:
         state = self._states.get(session)
         if state is None:
             state = self._states[session] = StepState(self._model)
-        options[_DATA] = batches = _readable_again(options[_DATA])
+        data = options[_DATA]
+        if isinstance(data, list):
+            (data,) = data  # one chunk of the model, without pipeline parallelism
+        batches = options[_DATA] = None if data is None else _Batches(data)
         state.save()
         self._bound.begin_step()
         with (
@@ -179,8 +182,7 @@ class _Repeater:
         ):
             result = passes(**options | {_FORWARD: self._sharing(options)})
         self._seen[session] = session.counters.replayed
-        iterators = [b for b in (batches if isinstance(batches, list) else [batches]) if b]
-        if not all(iterator.was_read for iterator in iterators):
+        if batches is not None and not batches.was_read:
             raise ConfigurationError([_ELSEWHERE])
         rows = self._bound.exceeded()
         if not rows:
@@ -189,8 +191,8 @@ class _Repeater:
         enough = self._bound.enough(rows)
         emit(StepRepeated(self._steps.number, rows, self._bound.bound, enough))
         state.restore()
-        for iterator in iterators:
-            iterator.rewind()
+        if batches is not None:
+            batches.rewind()
         self._clear()
         session.counters.repeated += 1
         with _set(session.mismatches, "repeats", True):
@@ -227,13 +229,6 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def _readable_again(data: Any) -> Any:
-    """``train_step``'s ``data_iterator``: an iterator, a list of them, or None."""
-    if isinstance(data, list):
-        return [_readable_again(iterator) for iterator in data]
-    return None if data is None else _Batches(data)
 
 
 class _Batches:

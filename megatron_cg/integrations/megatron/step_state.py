@@ -19,23 +19,18 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy
 import torch
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch import nn
 
-from megatron_cg.integrations.megatron.units import metrics_tracker
 from megatron_cg.upstream.symbols import Symbol
 
 _LOGITS = "current_max_attn_logits"
-_HELPERS = {
-    "megatron.core.transformer.multi_token_prediction": "MTPLossLoggingHelper",
-    "megatron.core.transformer.experimental_attention_variant.dsa": "DSAIndexerLossLoggingHelper",
-}
 _RNG = Symbol(
     "megatron.core.tensor_parallel.random:get_cuda_rng_tracker", "Megatron's random states"
 )
@@ -43,11 +38,14 @@ _MACHINE = Symbol(
     "megatron.core.rerun_state_machine:_GLOBAL_RERUN_STATE_MACHINE",
     "Megatron's checks of results; None in a loop without them",
 )
-_TRACKERS = tuple(
-    Symbol(f"{module}:{name}.tracker", "sums of losses for the log")
-    for module, name in _HELPERS.items()
+_SUMS = tuple(
+    Symbol(f"megatron.core.transformer.{path}.tracker", "sums of losses for the log")
+    for path in (
+        "multi_token_prediction:MTPLossLoggingHelper",
+        "experimental_attention_variant.dsa:DSAIndexerLossLoggingHelper",
+    )
 )
-RELIES_ON = (_RNG, _MACHINE, *_TRACKERS)
+RELIES_ON = (_RNG, _MACHINE, *_SUMS)
 
 
 class StepState:
@@ -62,13 +60,15 @@ class StepState:
 
     def save(self) -> None:
         """Save everything, before the step begins."""
+        metrics = get_moe_metrics_tracker().metrics
+        found = [symbol.find() for symbol in _SUMS]
         _copy(self._copies, self._buffers)
         self._saved = [
             partial(_copy, self._buffers, self._copies),
             _saved_random_states(),
-            _saved_metrics(),
             *(_saved_values(vars(module), (_LOGITS,)) for module in self._attention),
-            *(_saved_values(sums, tuple(sums), others=False) for sums in _sums()),
+            *(_saved_values(vars(entry), ("values",)) for entry in metrics.values()),
+            *(_saved_values(sums, tuple(sums), others=False) for sums in (metrics, *found)),
         ]
         machine = _MACHINE.find()
         if machine is not None:
@@ -107,27 +107,6 @@ def _copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     if tensors:
         with torch.no_grad():
             torch._foreach_copy_(into, tensors)
-
-
-def _saved_metrics() -> Callable[[], None]:
-    tracker = metrics_tracker()
-    entries = tracker.metrics if tracker is not None else {}
-    saved = {name: entry.values.clone() for name, entry in entries.items()}
-
-    def restore() -> None:
-        tracker = metrics_tracker()
-        for name, entry in list(tracker.metrics.items()) if tracker is not None else ():
-            if name in saved:
-                entry.values.copy_(saved[name])
-            else:
-                del tracker.metrics[name]
-
-    return restore
-
-
-def _sums() -> list[dict[str, Any]]:
-    helpers = (getattr(sys.modules.get(module), name, None) for module, name in _HELPERS.items())
-    return [helper.tracker for helper in helpers if helper is not None]
 
 
 def _saved_random_states() -> Callable[[], None]:

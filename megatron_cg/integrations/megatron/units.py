@@ -161,7 +161,7 @@ def attach_replay(
 
     def changes() -> Iterator[Undo]:
         yield replay_instead(target, prepare, mismatches)
-        yield put_over(target, "_should_call_te_cudagraph", _never)
+        yield put_over(target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False)
         yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
 
     return all_of(changes())
@@ -218,11 +218,7 @@ def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch |
     return None
 
 
-def _never(*_args: Any, **_kwargs: Any) -> bool:
-    return False
-
-
-def metrics_tracker() -> Any:
+def _metrics_tracker() -> Any:
     """Megatron's MoE metrics tracker; None before a router has recorded anything."""
     return getattr(sys.modules.get(_METRICS), _TRACKER, None)
 
@@ -230,7 +226,7 @@ def metrics_tracker() -> Any:
 @contextmanager
 def _metrics_kept() -> Iterator[None]:
     """Restore the sums of MoE metrics on exit, in place."""
-    tracker = metrics_tracker()
+    tracker = _metrics_tracker()
     entries = list(tracker.metrics.values()) if tracker is not None else []
     saved = [(entry.values, entry.values.clone()) for entry in entries]
     try:
@@ -249,7 +245,7 @@ def _entries(graphed: Sequence[nn.Module]) -> list[Entry]:
         for replay in replays
         if replay is not None
     ]
-    tracker = metrics_tracker()
+    tracker = _metrics_tracker()
     if tracker is None:
         return rows
     what = "Megatron's MoE metrics tracker"

@@ -27,10 +27,10 @@ from megatron_cg.integrations.call_arguments import (
     refuse,
     several,
 )
-from megatron_cg.integrations.megatron.teardown import graphs_close_in_time
 from megatron_cg.integrations.standalone.attachment import Attachment
 from megatron_cg.integrations.standalone.observe import Observer
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
+from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures

@@ -17,6 +17,7 @@ NAMES = {
     "GraphedUnits",
     "MegatronCGError",
     "compile_together",
+    "counters",
     "disable",
     "enable",
     "graph_units",

@@ -22,84 +22,74 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_cg.capture import session
-from megatron_cg.upstream.patch import all_of, put_over
+from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
 _C10D = "torch.distributed.distributed_c10d"
-_DESTROY, _DESTROY_OF_TORCH, _ABORT_OF_TORCH = (
-    Symbol(path, expected, parameters=("group",))
-    for path, expected in (
-        ("torch.distributed:destroy_process_group", "the end of process groups"),
-        (f"{_C10D}:destroy_process_group", "the same, where torch's own callers look"),
-        (f"{_C10D}:_abort_process_group", "the end of process groups after an error"),
+RELIES_ON = tuple(
+    Symbol(path, "an end of process groups", parameters=("group",))
+    for path in (
+        "torch.distributed:destroy_process_group",
+        f"{_C10D}:destroy_process_group",  # where torch's own callers look
+        f"{_C10D}:_abort_process_group",
     )
 )
-_MEMBERS = Symbol(f"{_C10D}:GroupMember", "what names the default group", attributes=("WORLD",))
-RELIES_ON = (_DESTROY, _DESTROY_OF_TORCH, _ABORT_OF_TORCH, _MEMBERS)
 
+_users: list[object] = []
 _installed = ExitStack()
-_users = 0
 
 SECONDS = 60.0
 """How long the end of a run waits for the GPU to become idle."""
 _PAUSE = 0.01
 
 
-def graphs_close_in_time() -> Callable[[], None]:
+def graphs_close_in_time() -> Undo:
     """Close all graphs before process groups and the interpreter end; returns the undo.
 
-    All callers share one installation, and may undo it in any order: each would wait on its own.
+    All callers share one installation, and may undo it in any order: each would wait on its own. A
+    reference that a script imported earlier (``from torch.distributed import ...``) is not patched.
 
     Raises UpstreamChangedError when torch has no such functions.
     """
-    global _users, _installed
     if not _users:
-        with ExitStack() as undo:
-            undo.callback(close_before_process_groups())
-            atexit.register(close_for_the_end)
-            undo.callback(atexit.unregister, close_for_the_end)
-            _installed = undo.pop_all()
-    _users += 1
+        _installed.callback(all_of(_changes()))
+    user = object()
+    _users.append(user)
 
     def leave() -> None:
-        global _users
-        _users -= 1
+        _users.remove(user)
         if not _users:
             _installed.close()
 
     return leave
 
 
-def close_before_process_groups() -> Callable[[], None]:
-    """Close all graphs before the default process group ends; returns the undo.
+def _changes() -> Iterator[Undo]:
+    for symbol in RELIES_ON:
+        yield put_over(*symbol.place(), _closing(symbol.find()))
+    atexit.register(close_for_the_end)
+    yield partial(atexit.unregister, close_for_the_end)
 
-    A reference that a script imported earlier (``from torch.distributed import ...``) is not
-    patched. Raises UpstreamChangedError when torch has no such function.
-    """
-    members = _MEMBERS.find()
 
-    def closing(end: Callable[..., None]) -> Callable[..., None]:
-        @wraps(end)
-        def end_process_group(group: Any = None) -> None:
-            if group is None or group == members.WORLD:
-                close_for_the_end()
-            end(group)
+def _closing(end: Callable[..., None]) -> Callable[..., None]:
+    @wraps(end)
+    def end_process_group(group: Any = None) -> None:
+        if group is None or group == dist.group.WORLD:
+            close_for_the_end()
+        end(group)
 
-        return end_process_group
-
-    destroy, abort = closing(_DESTROY_OF_TORCH.find()), closing(_ABORT_OF_TORCH.find())
-    places = ((_DESTROY, destroy), (_DESTROY_OF_TORCH, destroy), (_ABORT_OF_TORCH, abort))
-    return all_of(put_over(*place.place(), function) for place, function in places)
+    return end_process_group
 
 
 def close_for_the_end() -> None:

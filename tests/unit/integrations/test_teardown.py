@@ -16,10 +16,10 @@ from torch.distributed import distributed_c10d
 import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import Phase, close_all_sessions
-from megatron_cg.integrations.megatron import teardown
+from megatron_cg.integrations import teardown
 from tests.unit.counted import expect
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 
 class Forced(Exception):
