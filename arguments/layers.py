@@ -1,21 +1,38 @@
-"""``--cg-layers``: which scopes are captured on which decoder layer. Pure functions.
+"""Which scopes exist on each decoder layer, and ``--cg-layers``: which of them are captured. Pure.
 
-Grammar: ``SCOPE:RANGE[,RANGE...]`` where RANGE is ``N``, ``N-M`` or ``N-``, indices from 0, both
-ends included. A scope may be named more than once.
+Scopes follow megatron-core 0.19.2: of GPT models ``get_gpt_decoder_layer_specs``
+(``moe_layer_freq``), of hybrid models ``hybrid_layer_allocation.Symbols``, and
+``cuda_graphs._layer_is_graphable``.
+
+Grammar of ``--cg-layers``: ``SCOPE:RANGE[,RANGE...]`` where RANGE is ``N``, ``N-M`` or ``N-``,
+indices from 0, both ends included. A scope may be named more than once.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER
+from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER, RunArguments
 from megatron_cg.errors import ConfigurationError, Violation
 
 _RULE = "cg-layers"
 _RANGE = re.compile(r"(?P<first>\d+)(?P<dash>-(?P<last>\d*))?", re.ASCII)
 _EXAMPLE = "--cg-layers attn:0-23 moe_router:4- mlp:0-3,8"
+_ATTENTION = frozenset({"attn"})
+_MOE = frozenset({"moe", "moe_router", "moe_preprocess"})
+_DENSE_MLP = frozenset({"mlp"})
+_WHOLE = frozenset({WHOLE_LAYER})
+_HYBRID = {
+    "M": frozenset({"mamba"}),
+    "G": _ATTENTION,
+    "*": _ATTENTION,
+    "D": _ATTENTION,
+    "+": _ATTENTION,
+    "-": _DENSE_MLP,
+    "E": _MOE,
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,9 @@ class LayerSelection:
     def scopes(self, layer_index: int, num_layers: int, scopes: Sequence[str]) -> tuple[str, ...]:
         """The scopes among the run's ``scopes`` that are captured on one layer, in the same order.
 
+        Megatron captures ``moe_preprocess`` only as the continuation of the router's graph, so it
+        is captured only on layers with ``moe_router``.
+
         Args:
             layer_index: index of the layer in the decoder, from 0.
             num_layers: number of layers in the decoder.
@@ -64,34 +84,24 @@ class LayerSelection:
         """
         if not 0 <= layer_index < num_layers:
             raise IndexError(f"layer {layer_index} of a decoder with {num_layers} layers")
-        named = dict(self.ranges)
-        return tuple(
+        ranges = dict(self.ranges)
+        chosen = [
             scope
             for scope in tuple(scopes) or (WHOLE_LAYER,)
-            if scope not in named or any(layer_index in layers for layers in named[scope])
-        )
+            if scope not in ranges or any(layer_index in layers for layers in ranges[scope])
+        ]
+        if "moe_router" not in chosen and "moe_preprocess" in chosen:
+            chosen.remove("moe_preprocess")
+        return tuple(chosen)
 
-    def violations(
-        self,
-        scopes: Sequence[str],
-        num_layers: int | None,
-        available: Sequence[Container[str]] | None = None,
-    ) -> tuple[Violation, ...]:
+    def violations(self, scopes: Sequence[str], num_layers: int | None) -> Iterator[Violation]:
         """Every mismatch between this selection and a run's scopes and layers.
 
         Args:
             scopes: as for :meth:`scopes`.
             num_layers: number of layers in the decoder; None skips the checks that need it.
-            available: the scopes that exist on each layer; None treats every layer as MoE.
         """
         run_scopes = tuple(scopes) or (WHOLE_LAYER,)
-        broken = list(self._not_in_run(run_scopes))
-        if num_layers is not None:
-            broken += self._beyond_the_end(num_layers)
-            broken += self._preprocess_without_router(run_scopes, num_layers, available)
-        return tuple(broken)
-
-    def _not_in_run(self, run_scopes: Sequence[str]) -> Iterator[Violation]:
         captured = (
             "whole layers, which 'layer' names"
             if run_scopes == (WHOLE_LAYER,)
@@ -101,17 +111,14 @@ class LayerSelection:
             if scope not in run_scopes:
                 yield Violation(
                     _RULE,
-                    f"--cg-layers {_token(scope, ranges)}",
+                    f"--cg-layers {scope}:{','.join(map(str, ranges))}",
                     f"this run captures {captured}, so there is no {scope} to restrict",
                     f"name one of {', '.join(run_scopes)} in --cg-layers, or change "
                     "--cuda-graph-modules (without it whole layers are captured)",
                 )
-
-    def _beyond_the_end(self, num_layers: int) -> Iterator[Violation]:
-        for scope, ranges in self.ranges:
             for layers in ranges:
                 end = layers.first if layers.last is None else layers.last
-                if end >= num_layers:
+                if num_layers is not None and end >= num_layers:
                     fixed = LayerRange(min(layers.first, num_layers - 1), None)
                     yield Violation(
                         _RULE,
@@ -120,29 +127,6 @@ class LayerSelection:
                         f"{num_layers - 1} and there is no layer {end}",
                         f"type --cg-layers {scope}:{fixed} (an open range ends at the last layer)",
                     )
-
-    def _preprocess_without_router(
-        self,
-        run_scopes: Sequence[str],
-        num_layers: int,
-        available: Sequence[Container[str]] | None,
-    ) -> Iterator[Violation]:
-        if "moe_preprocess" not in run_scopes or "moe_router" not in run_scopes:
-            return
-        for index in range(num_layers):
-            active = self.scopes(index, num_layers, run_scopes)
-            exists = available is None or "moe_preprocess" in available[index]
-            if exists and "moe_preprocess" in active and "moe_router" not in active:
-                router = dict(self.ranges)["moe_router"]
-                yield Violation(
-                    _RULE,
-                    f"--cg-layers selects moe_preprocess without moe_router on layer {index}",
-                    "Megatron captures moe_preprocess only as the continuation of the router's "
-                    "graph",
-                    f"type --cg-layers {_token('moe_router', router)} "
-                    f"{_token('moe_preprocess', router)}",
-                )
-                return
 
 
 def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation, ...]]:
@@ -184,5 +168,39 @@ def _bad(token: str, reason: str) -> Violation:
     return Violation(_RULE, f"--cg-layers {token}", reason, f"for example type {_EXAMPLE}")
 
 
-def _token(scope: str, ranges: Iterable[LayerRange]) -> str:
-    return f"{scope}:{','.join(map(str, ranges))}"
+def decoder_symbols(pattern: str) -> str:
+    """The decoder's letters of a hybrid pattern, without pipeline bars and MTP layers."""
+    return pattern.split("/", maxsplit=1)[0].replace("|", "")
+
+
+def available_scopes(run: RunArguments) -> tuple[frozenset[str], ...] | None:
+    """The scopes that each decoder layer could have, or None if they cannot be known.
+
+    They cannot be known if a layer spec or a heterogeneous config decides, if the number of layers
+    is not given, or if Megatron does not accept the pattern (it reports that itself).
+    """
+    if run.hybrid_layer_pattern is not None:
+        symbols = decoder_symbols(run.hybrid_layer_pattern)
+        if any(symbol not in _HYBRID for symbol in symbols):
+            return None
+        return tuple(_HYBRID[symbol] | _WHOLE for symbol in symbols)
+    if run.custom_layers or run.num_layers is None:
+        return None
+    expert_layers = _expert_layers(run, run.num_layers)
+    if expert_layers is None:
+        return None
+    return tuple(
+        _ATTENTION | (_MOE if is_expert else _DENSE_MLP) | _WHOLE for is_expert in expert_layers
+    )
+
+
+def _expert_layers(run: RunArguments, num_layers: int) -> tuple[bool, ...] | None:
+    if not run.num_experts:
+        return (False,) * num_layers
+    if isinstance(run.moe_layer_freq, int):
+        if run.moe_layer_freq < 1:
+            return None
+        return tuple(index % run.moe_layer_freq == 0 for index in range(num_layers))
+    if len(run.moe_layer_freq) != num_layers:
+        return None
+    return tuple(bool(is_expert) for is_expert in run.moe_layer_freq)

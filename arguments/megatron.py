@@ -2,9 +2,10 @@
 
 Relied on: megatron-core 0.19.2, the namespace of ``megatron.training.arguments``, as returned by
 ``parse_args`` or as modified by ``validate_args``; the fields of ``TransformerConfig``,
-``DistributedDataParallelConfig`` and ``OptimizerConfig``; ``decoder.layers`` of its models, and
-``HybridModel``'s ``hybrid_layer_pattern``. What ``validate_args`` derives from other flags is
-derived here too, so all of them give the same :class:`RunArguments`.
+``DistributedDataParallelConfig`` and ``OptimizerConfig``, which have the same names;
+``decoder.layers`` of its models, and ``HybridModel``'s ``hybrid_layer_pattern``. What
+``validate_args`` derives from other flags is derived here too, so all of them give the same
+:class:`RunArguments`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from megatron_cg.arguments.layout import decoder_symbols
+from megatron_cg.arguments.layers import decoder_symbols
 from megatron_cg.arguments.schema import (
     BACKENDS,
     SCOPES,
@@ -31,41 +32,15 @@ from megatron_cg.upstream.symbols import changed
 logger = logging.getLogger(__name__)
 
 _GROUP = "megatron_cg"
+_PACKING = ("sft", "rl_use_sequence_packing", "dataloader_inter_document_masking")
 _FIELDS = [field.name for field in dataclasses.fields(RunArguments)]
 
-DISTRIBUTED = (
-    "fsdp_double_buffer",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-    "fp8_param_gather",
-    "keep_fp8_transpose_cache",
-    "delay_wgrad_compute",
+_NOT_IN_CONFIGS = (
+    *("hybrid_layer_pattern", "hybrid_override_pattern", "encoder_num_layers", "te_rng_tracker"),
+    *("spec", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    *(*_PACKING, "optimizer_cuda_graph"),
 )
-"""Fields of ``DistributedDataParallelConfig``."""
-
-OPTIMIZER = ("optimizer_cuda_graph",)
-"""Fields of ``OptimizerConfig``."""
-
-NOT_IN_CONFIGS = (
-    "use_megatron_fsdp",
-    "hybrid_layer_pattern",
-    "custom_layers",
-    "moe_routing_trace_path",
-    "sft",
-    "rl_use_sequence_packing",
-    "dataloader_inter_document_masking",
-    "micro_batch_size",
-)
-"""Flags of megatron.training and its data loaders, and what is read from the model itself."""
-
-TRANSFORMER: Mapping[str, str] = {
-    **{n: n for n in _FIELDS if n not in (*DISTRIBUTED, *OPTIMIZER, *NOT_IN_CONFIGS)},
-    "num_experts": "num_moe_experts",
-    "te_rng_tracker": "use_te_rng_tracker",
-    # Both configs have these two; a switch is on if one of them is on.
-    "fp8_param_gather": "fp8_param",
-    "delay_wgrad_compute": "delay_wgrad_compute",
-}
-"""The other fields, each with its field of ``TransformerConfig``."""
+"""Flags of megatron.training, and that of an optimizer, which a model may not have."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -137,6 +112,7 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
 
     Raises UpstreamChangedError when a required attribute of Megatron is missing.
     """
+    recipe = _get(namespace, "fp8_recipe")
     derived = {
         **_graph_settings(namespace),
         **_layer_settings(namespace),
@@ -149,7 +125,8 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         ),
         "expert_tensor_parallel_size": _get(namespace, "expert_tensor_parallel_size")
         or _get(namespace, "tensor_model_parallel_size"),
-        "cpu_offloading": _get(namespace, "cpu_offloading_num_layers") > 0,
+        "fp8_recipe": str(getattr(recipe, "value", recipe)),
+        "packs_sequences": _any(namespace, *_PACKING),
     }
     unchanged = {name: _get(namespace, name) for name in _FIELDS if name not in derived}
     return RunArguments(**unchanged, **derived)
@@ -186,8 +163,8 @@ def _get(namespace: argparse.Namespace, name: str) -> Any:
     except AttributeError as error:
         raise changed(
             "megatron-core",
-            f"megatron.training.arguments: args.{name}",
-            "an attribute of the parsed arguments",
+            f"args.{name}",
+            "an attribute of the parsed arguments, or a field of the configs",
         ) from error
 
 
@@ -270,30 +247,13 @@ def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = Non
 
     Raises UpstreamChangedError when a field of the configs is missing.
     """
-    values = {ours: _field(config, "TransformerConfig", name) for ours, name in TRANSFORMER.items()}
-    for name in DISTRIBUTED:
-        value = _field(ddp_config, "DistributedDataParallelConfig", name)
-        values[name] = values.get(name) or value
-    frequency, recipe = values["moe_layer_freq"], values["fp8_recipe"]
-    values |= {
-        "cuda_graph_modules": tuple(scope.name for scope in values["cuda_graph_modules"]),
-        "recompute_modules": tuple(values["recompute_modules"] or ("core_attn",)),
-        "fp8_recipe": str(getattr(recipe, "value", recipe)),
-        "moe_router_load_balancing_type": tuple(
-            _scope_names(values["moe_router_load_balancing_type"])
-        ),
-        "moe_layer_freq": frequency if isinstance(frequency, int) else tuple(frequency),
-    }
-    if optimizer_config is not None:
-        values |= {name: _field(optimizer_config, "OptimizerConfig", name) for name in OPTIMIZER}
-    return RunArguments(**{**values, **_layers(model)}, use_megatron_fsdp=True)
-
-
-def _field(config: Any, kind: str, name: str) -> Any:
-    try:
-        return getattr(config, name)
-    except AttributeError as error:
-        raise changed("megatron-core", f"{kind}.{name}", "a field of the config") from error
+    flags = argparse.Namespace(**dict.fromkeys(_NOT_IN_CONFIGS))
+    for fields in filter(None, (optimizer_config, ddp_config, config)):
+        vars(flags).update(vars(fields))
+    flags.num_experts = _get(flags, "num_moe_experts")
+    # Both configs have a switch for it.
+    flags.fp8_param_gather = _any(flags, "fp8_param", "fp8_param_gather")
+    return dataclasses.replace(read_run(flags), **_layers(model), use_megatron_fsdp=True)
 
 
 def _layers(model: Any) -> dict[str, Any]:

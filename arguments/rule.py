@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_cg.arguments.layers import read_tokens
-from megatron_cg.arguments.layout import available_scopes
+from megatron_cg.arguments.layers import available_scopes, read_tokens
 from megatron_cg.arguments.schema import WHOLE_LAYER, Environment, GraphArguments, RunArguments
 from megatron_cg.errors import Violation
-
-ROUTER_SCOPES = ("moe_router", "moe_preprocess", "moe")
 
 
 @dataclass(frozen=True)
@@ -39,26 +36,10 @@ class Configuration:
         ]
 
     @property
-    def whole_moe_layers(self) -> list[int]:
-        """Indices of the MoE layers that are captured whole; empty if the layers are not known."""
-        layers = self.layers if self.run.is_moe else None
-        return [
-            index
-            for index, (has, captured) in enumerate(layers or ())
-            if "moe" in has and WHOLE_LAYER in captured
-        ]
-
-    @property
     def captures_experts(self) -> bool:
         """Whether a graph holds the experts of a MoE layer."""
-        named = "moe" in self.run.cuda_graph_modules
-        return self.run.is_moe and (named or bool(self.whole_moe_layers))
-
-    @property
-    def captures_router(self) -> bool:
-        """Whether a graph holds the router of a MoE layer."""
-        named = any(scope in ROUTER_SCOPES for scope in self.run.cuda_graph_modules)
-        return self.run.is_moe and (named or bool(self.whole_moe_layers))
+        whole = any("moe" in has and WHOLE_LAYER in captured for has, captured in self.layers or ())
+        return self.run.is_moe and (whole or "moe" in self.run.cuda_graph_modules)
 
     @property
     def has_torch_experts(self) -> bool:
@@ -66,14 +47,10 @@ class Configuration:
         return self.graph.cg_grouped_gemm == "torch"
 
     @property
-    def captures_dropless_experts(self) -> bool:
-        """Whether a graph holds experts that get any number of tokens."""
-        return self.run.wants_graphs and self.captures_experts and not self.run.drops_and_pads
-
-    @property
     def captures_torch_experts(self) -> bool:
-        """The same, by torch's grouped GEMM."""
-        return self.has_torch_experts and self.captures_dropless_experts
+        """Whether a graph holds experts that get any number of tokens."""
+        captured = self.run.wants_graphs and self.captures_experts
+        return captured and self.has_torch_experts and not self.run.drops_and_pads
 
 
 Facts = Mapping[str, object]

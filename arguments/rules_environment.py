@@ -28,15 +28,6 @@ def _release(version: str) -> tuple[int, ...] | None:
         return None
 
 
-def _older(given: Configuration, package: str, oldest: tuple[int, ...]) -> list[Facts]:
-    """What is installed, if that is nothing or older than ``oldest``."""
-    version = given.environment.versions.get(package)
-    if version is None:
-        return [{"version": "is not installed"}]
-    release = _release(version)
-    return [{"version": version}] if release is not None and release < oldest else []
-
-
 def _with_expandable_segments(given: Configuration) -> list[Facts]:
     """The variable that turns them on.
 
@@ -52,28 +43,27 @@ def _with_expandable_segments(given: Configuration) -> list[Facts]:
     ]
 
 
-too_old = (
-    Rule(
-        "transformer-engine-version",
-        lambda c: (
-            c.environment.backend == TRANSFORMER_ENGINE and _older(c, "transformer-engine", (2, 19))
-        ),
-        "transformer-engine {version}",
-        "before 2.19 make_graphed_callables has no capture_time_hooks, so the hooks of FSDP units "
-        "cannot run during capture",
-        "type pip install 'transformer-engine[pytorch]>=2.19', or capture without it: --cg-backend "
-        "native",
-    ),
-    Rule(
-        "megatron-core-version",
-        lambda c: _older(c, "megatron-core", (0, 19)),
-        "megatron-core {version}",
-        "releases before 0.19 have no --fsdp-db-use-persist-buf-on-alloc-fail, without which "
-        "unsharded parameters move",
-        "type pip install 'megatron-core>=0.19'",
-    ),
+def _without_new_engine(given: Configuration) -> list[Facts]:
+    """What is installed, if that is nothing or older than 2.19."""
+    if given.environment.backend != TRANSFORMER_ENGINE:
+        return []
+    version = given.environment.versions.get("transformer-engine")
+    if version is None:
+        return [{"version": "is not installed"}]
+    release = _release(version)
+    return [{"version": version}] if release is not None and release < (2, 19) else []
+
+
+engine_too_old = Rule(
+    "transformer-engine-version",
+    _without_new_engine,
+    "transformer-engine {version}",
+    "before 2.19 make_graphed_callables has no capture_time_hooks, so the hooks of FSDP units "
+    "cannot run during capture",
+    "type pip install 'transformer-engine[pytorch]>=2.19', or capture without it: --cg-backend "
+    "native",
 )
-"""Versions that are known to lack a required symbol or behaviour."""
+"""Transformer Engine is optional, so an installation may lack it."""
 
 expandable_segments = Rule(
     "expandable-segments",
@@ -93,7 +83,7 @@ max_connections = Rule(
     "type unset CUDA_DEVICE_MAX_CONNECTIONS",
 )
 
-RULES = (*too_old, expandable_segments, max_connections)
+RULES = (engine_too_old, expandable_segments, max_connections)
 
 
 def unseen_versions(environment: Environment) -> Iterator[str]:

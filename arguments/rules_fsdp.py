@@ -54,15 +54,6 @@ RULES = (
         "drop --overlap-moe-expert-parallel-comm, or type --cuda-graph-impl none",
     ),
     Rule(
-        "delayed-weight-gradients",
-        lambda c: c.run.delay_wgrad_compute,
-        "--delay-wgrad-compute",
-        "weight gradients then come after the layer's backward, when Megatron-FSDP has reduced "
-        "them; and Megatron allows it only with --overlap-moe-expert-parallel-comm, which "
-        "Megatron-FSDP cannot do with layerwise graphs",
-        "drop --delay-wgrad-compute",
-    ),
-    Rule(
         "optimizer-graph",
         lambda c: c.run.optimizer_cuda_graph,
         "--optimizer-cuda-graph",
@@ -78,15 +69,6 @@ RULES = (
         "in megatron-core 0.19.2 pipeline stages under Megatron-FSDP fail with an einops error "
         "before any graph is captured",
         "type --pipeline-model-parallel-size 1, and shard over data or expert parallel ranks",
-    ),
-    Rule(
-        "fp16",
-        lambda c: c.run.fp16,
-        "--fp16 with --use-megatron-fsdp",
-        "before it unscales, DistributedOptimizer of megatron-core 0.19.2 reads the gradient of "
-        "every parameter, and under Megatron-FSDP some have none, so a run without graphs fails "
-        "too: 'NoneType' object has no attribute 'data'",
-        "type --bf16 instead, or drop --fp16 and train in fp32",
     ),
     Rule(
         "fp8-primary-weights",
@@ -107,16 +89,9 @@ RULES = (
     ),
     Rule(
         "native-backend-fp8",
-        lambda c: (
-            c.environment.backend == NATIVE
-            and [
-                {"name": name, "format": value}
-                for name, value in (("fp8", c.run.fp8), ("fp4", c.run.fp4))
-                if value is not None
-            ]
-        ),
-        "--{name}-format {format} with --cg-backend native",
+        lambda c: c.environment.backend == NATIVE and c.run.has_low_precision,
+        "FP8 or FP4 with --cg-backend native",
         "graphs of the native backend do not update the scales of quantized tensors",
-        "drop --{name}-format, or type --cg-backend te",
+        "drop --fp8-format and --fp4-format, or type --cg-backend te",
     ),
 )

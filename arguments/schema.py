@@ -1,9 +1,8 @@
 """The configuration of a run as frozen values: the input of every rule.
 
 ``GraphArguments`` holds the flags of this package. ``RunArguments`` holds the settings of Megatron
-that the rules read. ``Environment`` holds the installed versions and environment variables. None of
-them imports torch or Megatron. ``megatron.py`` fills the first two from Megatron's namespace;
-``configs.py`` fills the second from the configs of a model.
+that the rules read. ``Environment`` holds the installed versions and environment variables.
+``megatron.py`` fills the first two.
 """
 
 from __future__ import annotations
@@ -162,8 +161,6 @@ class RunArguments:
     moe_expert_capacity_factor: float | None = _setting(None, "capacity of an expert")
     moe_pad_expert_input_to_capacity: bool = _setting(False, "every expert gets that many tokens")
     moe_token_dispatcher_type: str = _setting("allgather", "how tokens reach their experts")
-    moe_router_padding_for_fp8: bool = _setting(False, "tokens of an expert padded for FP8")
-    moe_router_padding_for_quantization: bool = _setting(False, "the same for FP8 and FP4")
     moe_router_load_balancing_type: tuple[str, ...] = _setting(("aux_loss",), "kinds of balancing")
     moe_shared_expert_overlap: bool = _setting(False, "shared expert runs beside communication")
     moe_input_jitter_eps: float | None = _setting(None, "random noise on a MoE layer's input")
@@ -176,13 +173,10 @@ class RunArguments:
     recompute_granularity: str | None = _setting(None, "None, selective or full")
     recompute_method: str | None = _setting(None, "None, uniform or block; of full")
     recompute_modules: tuple[str, ...] = _setting(("core_attn",), "what selective recomputes")
-    distribute_saved_activations: bool = _setting(False, "ranks share what full recompute keeps")
     attention_dropout: float = _setting(0.1, "dropout in attention")
     hidden_dropout: float = _setting(0.1, "dropout after attention and MLP")
-    cpu_offloading: bool = _setting(False, "activations of whole layers go to the CPU")
     fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
     bf16: bool = _setting(False, "parameters and activations are bfloat16")
-    fp16: bool = _setting(False, "they are float16; without both they are float32")
     fp8: str | None = _setting(None, "FP8 format, if any")
     fp4: str | None = _setting(None, "FP4 format, if any")
     fp8_recipe: str = _setting("delayed", "how FP8 scales are found")
@@ -190,15 +184,10 @@ class RunArguments:
     keep_fp8_transpose_cache: bool = _setting(False, "transposes of FP8 weights stay allocated")
     pipeline_model_parallel_size: int = _setting(1, "pipeline stages")
     overlap_moe_expert_parallel_comm: bool = _setting(False, "1F1B overlap with expert parallel")
-    delay_wgrad_compute: bool = _setting(False, "weight gradients after the layer's backward")
     overlap_dispatch_backward_with_experts_wgrad: bool = _setting(False, "the same for experts")
     mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
     mtp_use_repeated_layer: bool = _setting(False, "one MTP layer is run at every depth")
-    moe_routing_trace_path: str | None = _setting(None, "where choices of routers are written")
-    sft: bool = _setting(False, "fine-tuning, on packed sequences")
-    rl_use_sequence_packing: bool = _setting(False, "reinforcement learning on packed sequences")
-    dataloader_inter_document_masking: bool = _setting(False, "each document is a pack's sequence")
-    micro_batch_size: int | None = _setting(None, "samples of a microbatch")
+    packs_sequences: bool = _setting(False, "a flag packs several sequences into one")
     te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")
 
     @property
@@ -227,9 +216,9 @@ class RunArguments:
         return self.moe_expert_capacity_factor is not None and self.moe_pad_expert_input_to_capacity
 
     @property
-    def packs_sequences(self) -> bool:
-        """Whether a flag of Megatron's packs several sequences into one."""
-        return self.sft or self.rl_use_sequence_packing or self.dataloader_inter_document_masking
+    def has_low_precision(self) -> bool:
+        """Whether layers compute in FP8 or FP4."""
+        return self.fp8 is not None or self.fp4 is not None
 
     def captures(self, scope: str) -> bool:
         """Whether a graph holds ``scope``, where it exists."""

@@ -8,7 +8,6 @@ from megatron_cg.arguments import (
     rules_environment,
     rules_experts,
     rules_fsdp,
-    rules_recompute,
     rules_scopes,
 )
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
@@ -45,7 +44,6 @@ RULES: tuple[Rule, ...] = (
     *rules_fsdp.RULES,
     *rules_scopes.RULES,
     *rules_experts.RULES,
-    *rules_recompute.RULES,
     *rules_environment.RULES,
 )
 

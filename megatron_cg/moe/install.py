@@ -11,8 +11,6 @@ from typing import Any
 from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
 from torch import nn
 
-from megatron_cg.arguments.rules_experts import router_violation
-from megatron_cg.errors import ArgumentError
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.peer_memory import PeerMemory
@@ -132,10 +130,6 @@ def _check(config: Any, rules: Callable[[Any], None]) -> None:
     if not captures_experts(config):
         rules(config)
         return
-    balancing = config.moe_router_load_balancing_type
-    broken = router_violation(balancing if isinstance(balancing, list) else [balancing])
-    if broken is not None:
-        raise ArgumentError((broken,))
     config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 1.0, True
     try:
         rules(config)

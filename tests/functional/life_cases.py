@@ -82,13 +82,8 @@ LIFE = {
         steps=10_000,
     ),
 }
-SINKHORN = Case(
-    "sinkhorn",
-    MOE,
-    ROUTER,
-    (*batch(8), "--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0"),
-)
-"""Refused, since the host waits for its router; without graphs Megatron trains it."""
+UNUSED = Case("unused", MOE, ROUTER, batch(8), graph_flags=("--cg-moe-exchange", "peer"))
+"""Refused, since no graph holds experts."""
 
 
 def resumed(case: Case, step: int) -> Case:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_cg.tools.align.compare import Outcome
 from tests.functional.cases import DROPOUT, FP8, Case, batch
-from tests.functional.life_cases import SINKHORN
+from tests.functional.life_cases import UNUSED
 from tests.functional.outcomes import assert_identical, assert_left_eager, assert_trained_alike
 from tests.functional.tampering import captures
 
@@ -93,14 +93,13 @@ def test_a_host_read_that_no_rule_knows_is_named_by_module_and_line(
 
 
 @pytest.mark.kills
-def test_a_router_that_waits_for_the_host_is_refused_before_a_model_is_built(
+def test_what_a_rule_refuses_ends_before_a_model_is_built(
     align: Align, log: Callable[..., str]
 ) -> None:
-    outcome = align(SINKHORN)
-    assert outcome.comparison.status == "failed"
-    assert "CUDA graphs cannot be used as configured, 1 reason" in log(SINKHORN)
-    assert "[sinkhorn-router] --moe-router-load-balancing-type sinkhorn" in log(SINKHORN)
-    assert "number of parameters on (tensor" not in log(SINKHORN)
+    assert align(UNUSED).comparison.status == "failed"
+    assert "CUDA graphs cannot be used as configured, 1 reason" in log(UNUSED)
+    assert "[no-exchange] --cg-moe-exchange peer" in log(UNUSED)
+    assert "number of parameters on (tensor" not in log(UNUSED)
 
 
 @pytest.mark.kills

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 
-from megatron_cg.arguments.rules_environment import too_old, unseen_versions
+from megatron_cg.arguments.rules_environment import engine_too_old, unseen_versions
 from megatron_cg.arguments.schema import (
     TRANSFORMER_ENGINE,
     Environment,
@@ -48,10 +48,9 @@ def _package(system: System, name: str, version: str | None) -> Finding:
     if version is None:
         return error(f"{name} is not installed", "a run with graphs imports it", INSTALL[name])
     environment = Environment(versions={name: version}, backend=system.backend)
-    for rule in too_old:
-        if rule.name == f"{name}-version":
-            for violation in rule(RunArguments(), GraphArguments(), environment):
-                return of_violation(violation)
+    if name == _TE:
+        for violation in engine_too_old(RunArguments(), GraphArguments(), environment):
+            return of_violation(violation)
     for text in unseen_versions(environment):
         why = "a short run with and without graphs says whether it works"
         return warning(text.partition(". ")[0], why, f"megatron-cg align  # or: {INSTALL[name]}")

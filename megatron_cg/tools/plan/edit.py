@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_cg.arguments.layout import available_scopes
+from megatron_cg.arguments.layers import available_scopes
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.layers import Layer, layers_of
@@ -47,8 +47,8 @@ _FIXES = {
     "implementation": "add --cuda-graph-impl transformer_engine",
     "double-buffer": "add --fsdp-double-buffer",
     "persistent-fallback": "add --fsdp-db-use-persist-buf-on-alloc-fail",
+    "gradient-accumulation-fusion": "add --no-gradient-accumulation-fusion",
     "expert-parallel-overlap": _OVERLAP,
-    "delayed-weight-gradients": _OVERLAP,
     "optimizer-graph": "drop --optimizer-cuda-graph",
     "pipeline-parallel": _PIPELINE,
     "max-connections": "set CUDA_DEVICE_MAX_CONNECTIONS 8",
@@ -59,11 +59,7 @@ _FIXES = {
     "experts-tensor-parallel": "add --expert-tensor-parallel-size 1",
     "cg-layers": f"drop {_LAYERS}",
     "full-recompute-of-parts": _SELECTIVE,
-    "dropout-in-full-recompute": _SELECTIVE,
-    "low-precision-full-recompute": _SELECTIVE,
-    "hybrid-full-recompute": _SELECTIVE,
-    "moe-recompute-around-router": f"replace {_RECOMPUTE} moe moe_act",
-    "cpu-offloading": "drop --cpu-offloading-num-layers",
+    "full-recompute": _SELECTIVE,
 }
 """By rule of this package: what to change."""
 _MEGATRONS = {
@@ -76,6 +72,8 @@ _MEGATRONS = {
     ),
     "pipeline|interleaved schedule|virtual": _PIPELINE,
     "overlap_moe_expert_parallel|delay_wgrad": _OVERLAP,
+    "moe recompute is not supported": f"replace {_RECOMPUTE} moe moe_act",
+    "CPU offloading": "drop --cpu-offloading-num-layers",
     "apply_rope_fusion": "add --no-rope-fusion",
 }
 """By a pattern of Megatron's own error: what to change."""
@@ -203,14 +201,11 @@ def _needs(settings: Settings, given: LaunchLine) -> Iterator[tuple[str, str]]:
     if run.cuda_graph_impl != "transformer_engine" or not run.wants_graphs:
         yield "drop --enable-cuda-graph --external-cuda-graph", "--cuda-graph-impl replaces it"
         yield "add --cuda-graph-impl transformer_engine", "layerwise graphs"
-    if args.gradient_accumulation_fusion:
-        why = "Megatron's output layer needs Apex for the fusion, and no verified run had it"
-        yield "add --no-gradient-accumulation-fusion", why
     if not args.te_rng_tracker:
         why = "graphs turn it on; an eager run that you compare with needs it too"
         yield "add --te-rng-tracker", why
     masks = args.create_attention_mask_in_dataloader and not args.reset_attention_mask
-    if masks and not (run.sft or run.dataloader_inter_document_masking):
+    if masks and not run.packs_sequences:
         layers = sum("attn" in scopes for scopes in available_scopes(run) or ())
         size = (args.micro_batch_size or 1) * (args.seq_length or 0) ** 2 * layers
         why = "causal attention needs no mask; with one, each replay copies it and graphs hold"

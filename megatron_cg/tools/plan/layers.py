@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_cg.arguments import RunArguments
-from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.layout import available_scopes, decoder_symbols
+from megatron_cg.arguments.layers import LayerSelection, available_scopes, decoder_symbols
 from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated
 from megatron_cg.tools.plan.settings import Settings
 
@@ -74,7 +73,7 @@ class Shape:
     def __init__(self, settings: Settings) -> None:
         self.args, self.run, self.graph = settings.args, settings.run, settings.graph
         args = self.args
-        self.width = 2 if self.run.bf16 or self.run.fp16 else 4
+        self.width = 2 if self.run.bf16 or args.fp16 else 4
         self.tensor = int(args.tensor_model_parallel_size)
         self.tokens = int(args.micro_batch_size * args.seq_length // args.context_parallel_size)
         split = self.tensor if args.sequence_parallel else 1
@@ -240,7 +239,7 @@ def _moe(shape: Shape) -> Iterator[Part]:
     yield Part("router", "moe_router", whole=hidden * count, saved=choices, outputs=outputs)
     if wide := args.moe_shared_expert_intermediate_size:
         kept = 0 if run.recomputes("shared_experts") else shape.bytes_of((shape.gated + 1) * wide)
-        scope = "moe" if run.moe_shared_expert_overlap else "moe_router"
+        scope = "moe" if args.moe_shared_expert_overlap else "moe_router"
         size = hidden * wide * (shape.gated + 1)
         yield Part("shared expert", scope, split=size, saved=kept, outputs=shape.hidden)
     inner = args.moe_latent_size or hidden

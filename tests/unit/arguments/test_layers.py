@@ -29,7 +29,7 @@ def test_ranges(token: str, expected: list[int]) -> None:
     selection = LayerSelection.parse([token])
     assert on(selection, "attn", 6, "attn", "mlp") == expected
     assert on(selection, "mlp", 6, "attn", "mlp") == list(range(6))
-    assert selection.violations(("attn", "mlp"), 6) == ()
+    assert not list(selection.violations(("attn", "mlp"), 6))
 
 
 def test_a_scope_named_twice_has_both_ranges() -> None:
@@ -47,7 +47,7 @@ def test_whole_layers_go_by_the_name_layer(scopes: tuple[str, ...]) -> None:
         (),
     ]
     assert LayerSelection.parse([]).scopes(2, 3, scopes) == ("layer",)
-    assert selection.violations(scopes, 3) == ()
+    assert not list(selection.violations(scopes, 3))
 
 
 @pytest.mark.parametrize(
@@ -108,25 +108,17 @@ def test_a_selection_that_does_not_fit_the_run(
     assert reason in violation.reason and remedy in violation.remedy
 
 
-ROUTED = ("attn", "moe_router", "moe_preprocess")
-
-
-def test_preprocess_needs_the_router_on_its_layer() -> None:
-    selection = LayerSelection.parse(["moe_router:0-1"])
-    (violation,) = selection.violations(ROUTED, 4)
-    assert "moe_preprocess without moe_router on layer 2" in violation.found
-    assert violation.remedy == "type --cg-layers moe_router:0-1 moe_preprocess:0-1"
-    repaired = LayerSelection.parse(["moe_router:0-1", "moe_preprocess:0-1"])
-    assert repaired.violations(ROUTED, 4) == ()
-
-
-def test_preprocess_is_not_asked_about_on_dense_layers() -> None:
-    dense, moe = frozenset({"attn", "mlp"}), frozenset({"attn", *ROUTED})
-    selection = LayerSelection.parse(["moe_router:2-"])
-    assert selection.violations(ROUTED, 4, (dense, dense, moe, moe)) == ()
-    assert len(selection.violations(ROUTED, 4, (dense, moe, moe, moe))) == 1
+def test_preprocess_is_captured_only_with_the_router() -> None:
+    routed = ("attn", "moe_router", "moe_preprocess")
+    selection = LayerSelection.parse(["moe_router:0-1", "moe_preprocess:1-2"])
+    assert [selection.scopes(index, 4, routed)[1:] for index in range(4)] == [
+        ("moe_router",),
+        ("moe_router", "moe_preprocess"),
+        (),
+        (),
+    ]
 
 
 def test_everything_that_does_not_fit_at_once() -> None:
     selection = LayerSelection.parse(["mlp:0", "attn:7", "moe_router:0"])
-    assert len(selection.violations(ROUTED, 4)) == 3
+    assert len(list(selection.violations(("attn", "moe_router"), 4))) == 2

@@ -66,7 +66,7 @@ def test_beside_a_graph_of_a_part_the_rest_of_the_layer_keeps_its_activations(
         assert passes(trainer, "_forward_mlp") == {"grad": LAYERS}
 
 
-@pytest.mark.refuses("hybrid-full-recompute")
+@pytest.mark.refuses("full-recompute")
 def test_a_graph_inside_of_megatrons_checkpoint_is_not_replayed_in_the_first_pass(
     one_rank: None,
 ) -> None:

@@ -133,7 +133,7 @@ def grouped(dtype: torch.dtype, **options: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.refuses("grouped-gemm-dtype", "grouped-gemm-low-precision", "grouped-gemm-bias")
+@pytest.mark.refuses("grouped-gemm")
 def test_torchs_grouped_gemm_takes_bfloat16_without_a_bias() -> None:
     assert grouped(torch.bfloat16).dtype is torch.bfloat16
     for dtype in (torch.float32, torch.float16, torch.float8_e4m3fn):

@@ -12,35 +12,31 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
+from megatron_cg.arguments import Environment, GraphArguments, notices, violations
 from megatron_cg.arguments.rule import Rule
-from megatron_cg.arguments.schema import BACKENDS
 from megatron_cg.arguments.validation import RULES
 from megatron_cg.errors import Violation
 from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, GOOD_RUN, megatron_parser
-from tests.unit.arguments.rule_cases import ALL, DROP_AND_PAD, Case
+from tests.unit.arguments.rule_cases import (
+    ALL,
+    DELAYED,
+    DENSE,
+    DROP_AND_PAD,
+    DROPLESS,
+    EXPERTS,
+    FULL,
+    PEER,
+    REPEATED,
+    WHOLE,
+    Case,
+    case,
+)
 
 MESSAGES = Path(__file__).with_name("rule_messages.txt")
 
 
-def configured(case: Case) -> tuple[RunArguments, GraphArguments, Environment]:
-    versions = {
-        name: version
-        for name, version in {**GOOD_ENVIRONMENT.versions, **case.versions}.items()
-        if version is not None
-    }
-    graph = GraphArguments(cg_layers=case.layers, **case.graph)
-    environment = dataclasses.replace(
-        GOOD_ENVIRONMENT,
-        versions=versions,
-        variables=case.variables,
-        backend=BACKENDS[graph.cg_backend],
-    )
-    return dataclasses.replace(GOOD_RUN, **case.change), graph, environment
-
-
 def broken_by(case: Case) -> tuple[Violation, ...]:
-    return violations(*configured(case))
+    return violations(*case.configured())
 
 
 def test_a_good_run_keeps_every_rule() -> None:
@@ -65,7 +61,7 @@ def test_one_change_breaks_no_other_rule(case: Case) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_rule_has_a_case(rule: Rule) -> None:
-    assert any(list(rule(*configured(case))) for case in ALL)
+    assert any(list(rule(*case.configured())) for case in ALL)
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
@@ -102,40 +98,30 @@ def test_environments_that_keep_every_rule(
     assert violations(GOOD_RUN, graph, dataclasses.replace(GOOD_ENVIRONMENT, **environment)) == ()
 
 
-DROPLESS = dataclasses.replace(
-    GOOD_RUN,
-    cuda_graph_modules=("attn", "moe"),
-    moe_grouped_gemm=True,
-    add_bias_linear=False,
-)
-TORCH = GraphArguments(cg_grouped_gemm="torch")
-ROWS = GraphArguments(cg_grouped_gemm="torch", cg_moe_rows=1.0)
+RAN = ("attn", "moe_router")
 
 
 @pytest.mark.parametrize(
-    ("change", "graph"),
+    "change",
     [
-        ({}, TORCH),
-        ({"cuda_graph_modules": ()}, TORCH),
-        ({"cuda_graph_modules": ("attn", "moe_router"), "expert_tensor_parallel_size": 2}, TORCH),
-        ({**DROP_AND_PAD, "expert_tensor_parallel_size": 2}, TORCH),
-        ({"expert_model_parallel_size": 2}, ROWS),
-        ({"cuda_graph_modules": (), "expert_model_parallel_size": 2}, ROWS),
+        {},
+        WHOLE,
+        {"cuda_graph_modules": RAN, "expert_tensor_parallel_size": 2},
+        {**DROP_AND_PAD, "expert_tensor_parallel_size": 2},
+        {"expert_model_parallel_size": 2, "cg_moe_rows": 1.0},
+        {**WHOLE, "expert_model_parallel_size": 2, "cg_moe_rows": 1.0, **PEER},
     ],
     ids=str,
 )
-def test_torchs_grouped_gemm_lets_graphs_hold_experts(
-    change: dict[str, Any], graph: GraphArguments
-) -> None:
-    assert violations(dataclasses.replace(DROPLESS, **change), graph, GOOD_ENVIRONMENT) == ()
+def test_torchs_grouped_gemm_lets_graphs_hold_experts(change: dict[str, Any]) -> None:
+    assert broken_by(case("", DROPLESS, change)) == ()
 
 
 def test_torchs_grouped_gemm_is_checked_without_graphs_too() -> None:
-    eager = dataclasses.replace(DROPLESS, cuda_graph_impl="none")
-    assert violations(eager, TORCH, GOOD_ENVIRONMENT) == ()
-    biased = dataclasses.replace(eager, add_bias_linear=True, expert_tensor_parallel_size=2)
-    (violation,) = violations(biased, TORCH, GOOD_ENVIRONMENT)
-    assert violation.rule == "grouped-gemm-bias"
+    assert broken_by(case("", DROPLESS, cuda_graph_impl="none")) == ()
+    biased = {"add_bias_linear": True, "expert_tensor_parallel_size": 2}
+    (violation,) = broken_by(case("", DROPLESS, biased, cuda_graph_impl="none"))
+    assert violation.rule == "grouped-gemm"
 
 
 @pytest.mark.parametrize(
@@ -157,49 +143,35 @@ def test_no_rule_looks_at_a_run_without_layerwise_graphs(change: dict[str, Any])
     assert "--cg-layers attn:0-3 --cg-verify-interval 5" in violation.found
 
 
-_FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_param_gather": True}
-FULL: dict[str, Any] = {
-    "recompute_granularity": "full",
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "cuda_graph_modules": (),
-}
+NEAR: list[dict[str, Any]] = [
+    {"fp8": "hybrid"},
+    {"fp8_param_gather": True},
+    {"fp8": "hybrid", "fp8_param_gather": True, "keep_fp8_transpose_cache": True},
+    {"recompute_granularity": "selective"},
+    {"cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")},
+    {**DROP_AND_PAD, **EXPERTS},
+    {**DROP_AND_PAD, **EXPERTS, "moe_token_dispatcher_type": "flex"},
+    DENSE,
+    {**FULL, **WHOLE, "num_experts": None},
+    {**FULL, **WHOLE, "num_experts": None, "custom_layers": True},
+    {**FULL, **DENSE, "mtp_num_layers": 1, "recompute_method": "uniform"},
+    {**FULL, **DENSE, **REPEATED, "recompute_method": "block"},
+    {**FULL, **DROP_AND_PAD, **EXPERTS},
+    {**FULL, **DROP_AND_PAD, "cuda_graph_modules": ("attn", "mlp", "moe"), "moe_layer_freq": 2},
+    {**WHOLE, "num_experts": None},
+    {**WHOLE, "moe_layer_freq": (0, 1, 0, 1), "cg_layers": ("layer:0,2",)},
+    {**FULL, **WHOLE, "moe_layer_freq": (0, 1, 0, 1), "cg_layers": ("layer:0,2",)},
+    {"cuda_graph_modules": ("mamba", "attn", "mlp"), "hybrid_layer_pattern": "M*|M-"},
+    {"cuda_graph_modules": ("mamba",), "custom_layers": True},
+    {"cuda_graph_modules": ("attn", "mlp", "moe_router"), "moe_layer_freq": 2},
+    {"cuda_graph_modules": ("moe_router",), "packs_sequences": True, "qk_clip": True},
+    DELAYED,
+]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"fp8": "hybrid"},
-        {"fp8_param_gather": True},
-        {**_FP8, "keep_fp8_transpose_cache": True},
-        {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)},
-        {"recompute_granularity": "selective", "cuda_graph_modules": ("moe_router",)},
-        {"cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")},
-        {**DROP_AND_PAD, "cuda_graph_modules": ("attn", "moe")},
-        {"cuda_graph_modules": ("attn", "mlp"), "num_experts": None},
-        {**FULL, "num_experts": None},
-        {**FULL, "num_experts": None, "mtp_num_layers": 1},
-        {**FULL, "num_experts": None, "custom_layers": True},
-        {**FULL, "cuda_graph_modules": ("attn", "mlp"), "num_experts": None},
-        {**FULL, **DROP_AND_PAD, "cuda_graph_modules": ("attn", "moe")},
-        {**FULL, **DROP_AND_PAD, "cuda_graph_modules": ("attn", "mlp", "moe"), "moe_layer_freq": 2},
-        {"cuda_graph_modules": (), "num_experts": None},
-        {"cuda_graph_modules": ("mamba", "attn", "mlp"), "hybrid_layer_pattern": "M*|M-"},
-        {"cuda_graph_modules": ("attn", "mamba"), "custom_layers": True},
-        {"cuda_graph_modules": ("attn", "mlp", "moe_router"), "moe_layer_freq": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", NEAR, ids=str)
 def test_runs_that_are_near_a_rule_and_keep_it(change: dict[str, Any]) -> None:
-    run = dataclasses.replace(GOOD_RUN, **change)
-    assert violations(run, GraphArguments(), GOOD_ENVIRONMENT) == ()
-
-
-@pytest.mark.parametrize("change", [{}, FULL], ids=["", "full recompute"])
-def test_whole_dense_layers_of_a_mixed_model_can_be_captured(change: dict[str, Any]) -> None:
-    run = dataclasses.replace(GOOD_RUN, cuda_graph_modules=(), moe_layer_freq=(0, 1, 0, 1))
-    graph = GraphArguments(cg_layers=("layer:0,2",))
-    assert violations(dataclasses.replace(run, **change), graph, GOOD_ENVIRONMENT) == ()
+    assert broken_by(case("", change)) == ()
 
 
 def test_unseen_versions_and_the_random_tracker_are_noticed() -> None:

@@ -165,7 +165,6 @@ def test_weights_in_a_bucket_are_not_copied(results: list[dict[str, Any]], model
         assert set(copied.values()) == {model == "no shards"}
 
 
-@pytest.mark.refuses("routing-trace")
 @pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids=" ".join)
 def test_a_captured_router_has_no_trace(
     scopes: tuple[str, ...], one_rank: None, tmp_path: Path

@@ -129,7 +129,7 @@ def test_losses_and_norms_are_equal_to_eager(
         check(GROUPS[group], found[Run(run.dtype).name], found[run.name], STEPS)
 
 
-@pytest.mark.refuses("repeated-prediction-full-recompute")
+@pytest.mark.refuses("full-recompute")
 def test_full_recompute_of_a_repeated_layer_loses_gradients_without_graphs(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:

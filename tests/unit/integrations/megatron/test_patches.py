@@ -109,11 +109,11 @@ def test_a_bad_run_ends_before_megatron_validates(monkeypatch: pytest.MonkeyPatc
         arguments, "validate_args", lambda args, defaults=None: reached.append(args)
     )
     megatron_cg.enable()
-    words = [word for word in GRAPHS if word not in ("--fsdp-double-buffer", "--bf16")]
-    words.append("--fp16")
+    words = [word for word in GRAPHS if word != "--fsdp-double-buffer"]
+    words.append("--optimizer-cuda-graph")
     with pytest.raises(ConfigurationError) as error:
         arguments.validate_args(parse(*words), {})
-    assert "--fsdp-double-buffer" in str(error.value) and "--fp16" in str(error.value)
+    assert "--fsdp-double-buffer" in str(error.value) and "--optimizer-cuda" in str(error.value)
     assert reached == []
     megatron_cg.disable()
 

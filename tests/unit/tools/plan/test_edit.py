@@ -61,7 +61,6 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
         ("--fp8-format hybrid", "attn moe_router"),
         ("--expert-model-parallel-size 2", "attn moe"),
         ("--moe-token-dispatcher-type flex", "attn moe_router"),
-        ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "attn"),
         ("--cuda-graph-modules attn moe_router moe_preprocess", "attn moe_router moe_preprocess"),
         ("--cuda-graph-modules moe", "moe"),
         ("--cuda-graph-modules moe --cg-grouped-gemm torch --cg-moe-exchange peer", "attn moe"),
@@ -88,7 +87,10 @@ def test_large_experts_stay_eager(plan: Plan) -> None:
 
 
 REFUSED = {
-    "--fp16": ("fp16", "type --bf16 instead"),
+    "--fine-grained-activation-offloading --offload-modules mlp_norm": (
+        "activation-offloading",
+        "drop --fine-grained",
+    ),
     "--num-attention-heads 7": ("megatron", "num_attention_heads"),
     "--num-experts 4 --moe-layer-freq [1]*3 --moe-grouped-gemm": ("megatron", "each of 8 layers"),
     "--num-experts 9 --expert-model-parallel-size 3": ("megatron", "2 GPUs are not divisible"),
@@ -97,8 +99,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_would_change_the_training_is_refused_with_the_remedy(flags: str, plan: Plan) -> None:
-    line = preset("llama", flags)
-    found = plan(line.replace("--bf16 ", "") if flags == "--fp16" else line)
+    found = plan(preset("llama", flags))
     assert not found.accepted and found.best.memory is None
     rule, words = REFUSED[flags]
     assert rule in {item.rule for item in found.best.refused}
