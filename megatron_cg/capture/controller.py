@@ -1,8 +1,4 @@
-"""Capture and deletion of one model's graphs over its training steps.
-
-Its users define how to capture. The controller decides, together with all ranks, when graphs are
-deleted.
-"""
+"""Capture and deletion of one model's graphs; its users define how to capture."""
 
 from __future__ import annotations
 
@@ -14,11 +10,10 @@ import torch
 
 from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.refusals import clear_frames
-from megatron_cg.capture.session import Session
-from megatron_cg.consensus.boundary import Boundary
-from megatron_cg.consensus.decision import Decision
+from megatron_cg.capture.session import Phase, Session
+from megatron_cg.consensus.decision import Kind, Vote
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.consensus.process_exit import exit_without_waiting
+from megatron_cg.consensus.process_exit import exit_without_waiting, goes_on
 from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError, PhaseError
 from megatron_cg.events import GraphsDeleted, emit
 from megatron_cg.replay.counters import Counters
@@ -27,12 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class GraphController:
-    """Captures one model's graphs, and gives them up when all ranks decide so.
-
-    Every rank calls :meth:`before_step` and :meth:`after_step` around each training step.
+    """Captures and deletes one model's graphs; all ranks do so together.
 
     Args:
-        agreement: the votes of all ranks; no vote has been posted yet.
+        agreement: the votes of all ranks.
         capture: captures and returns the session, or raises.
         goes_on: whether training continues eagerly after a failed capture.
         option: what a user types for that.
@@ -51,7 +44,6 @@ class GraphController:
         self._agreement = agreement
         self._capture = capture
         self._goes_on, self._option, self._clean_up = goes_on, option, clean_up
-        self._boundary = Boundary(agreement, self._digest, self._give_up)
         self._earlier = Counters()
         self.session: Session | None = None
         """The current graphs; None before capture and after deletion."""
@@ -91,7 +83,20 @@ class GraphController:
             self._fail(error)
 
     def delete(self) -> None:
-        """Delete the graphs, if there are any, and undo all that capture changed."""
+        """Release the graphs, if there are any, on all ranks: they vote on it.
+
+        Without graphs a rank may issue its collectives in another order than those that replay.
+        Raises AgreementError: not all ranks make this call; this one has to end.
+        """
+        if self.session is not None and self.session.phase is Phase.REPLAYING:
+            self._agreement.agree(Kind.DELETION, Vote(graphs=self.session.digest))
+        self.release()
+
+    def release(self) -> None:
+        """Release this rank's graphs, if there are any, and undo all that capture changed.
+
+        No vote: training is over.
+        """
         session, self.session = self.session, None
         if session is None:
             return
@@ -101,13 +106,11 @@ class GraphController:
         finally:
             session.close()
 
-    def before_step(self) -> None:
-        """Do what all ranks decided, if anything. Raises as :meth:`capture`, or AgreementError."""
-        self._boundary.before_step()
-
-    def after_step(self, step: int | None = None) -> None:
-        """Post this rank's vote; see :meth:`Boundary.after_step`."""
-        self._boundary.after_step(step)
+    def begin_step(self) -> None:
+        """A training step begins."""
+        goes_on()
+        if self.session is not None:
+            self.session.mismatches.begin_step()
 
     def close(self) -> None:
         """Stop voting and release the votes' process group; call it before other groups go.
@@ -115,16 +118,8 @@ class GraphController:
         Safe to run twice. The graphs stay, and no capture follows.
         """
         self._closed = True
-        self._boundary.close()
+        goes_on()
         self._agreement.close()
-
-    def _digest(self) -> int:
-        return self.session.digest if self.session is not None else 0
-
-    def _give_up(self, decision: Decision) -> None:
-        logger.error("All ranks train eagerly from here on: %s.", decision.reason())
-        self.gave_up = True
-        self.delete()
 
     def _fail(self, error: Exception) -> None:
         """Continue eagerly, or raise the error of the capture."""

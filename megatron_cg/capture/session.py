@@ -9,13 +9,6 @@ Note [Where ranks vote on a capture]
     (``joins`` is false), a rank that fails among the hooks exits, and its launcher ends the others.
     If it fails after the hooks, the others reach the vote in any case, so this rank votes too and
     all ranks end with the cause.
-
-Note [Graphs that one rank deletes]
-    One rank alone may delete its graphs between two steps. All ranks learn this one step later and
-    delete theirs (``consensus/boundary.py``). Until then this rank runs eagerly what the others
-    replay. If a graph contained collectives, this needs a vote. So a hook on the layer votes until
-    all ranks have agreed on what follows (Note [Undone by all ranks together] in
-    ``consensus/exchange.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
-from functools import partial
 from typing import Any
 from weakref import ReferenceType, finalize, ref
 
@@ -50,7 +42,7 @@ from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import put_over, run_before, set_attribute
+from megatron_cg.upstream.patch import set_attribute
 
 _SESSIONS: list[ReferenceType[Session]] = []
 """Sessions with graphs. A session lives as long as its model, which holds it: the layers replay
@@ -280,25 +272,12 @@ class Session:
             return
         _SESSIONS.remove(ref(self))
         self._rest.detach()
-        with ExitStack() as votes, self._undo, ExitStack() as release:
-            votes.callback(self._vote_when_eager)  # Last, and also if a graph cannot be released.
+        with self._undo, ExitStack() as release:
             for unit in self._units:
                 for graph in _graphs(unit.layer):
                     release.callback(graph.reset)
             # Last in, first out: the wait runs first. If it raises, graphs are still released.
             release.callback(self._backend.synchronize)
-
-    def _vote_when_eager(self) -> None:
-        """See Note [Graphs that one rank deletes]."""
-        if self._agreement is None or self._capture is None:
-            return
-        for unit, passes in zip(self._units, self._capture.eager_passes, strict=True):
-            if passes.one_node:
-                run: Any = partial(passes.run, unit.layer.forward)
-                self._agreement.undo_together(put_over(unit.layer, "forward", run))
-            if passes.collectives:
-                vote = partial(passes.for_no_replay, "its graphs were deleted")
-                self._agreement.undo_together(run_before(unit.layer, "forward", vote))
 
     def _require(self, phase: Phase) -> None:
         if self.phase is not phase:

@@ -29,7 +29,7 @@ class Kind(IntEnum):
 
     CAPTURE_START = 1
     CAPTURE_END = 2
-    STEP = 3
+    DELETION = 3
     MISMATCH = 4
     GUARD = 5
     """Whether a compiled region's guards pass (``compiled/together.py``)."""

@@ -4,17 +4,12 @@ If only one rank captures or falls back to eager, it enters collectives that the
 join. So every rank, including one that failed, votes in one small exchange, and a pure function of
 all votes decides (``consensus/decision.py``). The exchange has its own gloo group: CPU tensors,
 never NCCL, never inside a graph.
-
-Note [Undone by all ranks together]
-    A change that affects a rank's collectives must not be undone by one rank alone, for example
-    when a rank deletes its graphs by itself. Its undo is stored here. It runs when all ranks have
-    agreed on what follows, or when the votes are over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -44,20 +39,15 @@ FALLING_BACK = timedelta(seconds=60)
 mismatch at the same call."""
 
 
-_Pending = tuple[dist.Work | None, torch.Tensor]
-"""An exchange in flight: gloo writes into the rows until the work is done. Without process groups
-there is no work: this process is the only rank."""
-
-
 class Agreement:
     """The votes of all ranks of a process group. All of them create it together.
 
     In a process that has not called ``init_process_group``, this process is the only rank.
 
     Every rank must hold the same votes in the same order: gloo pairs exchanges by the order in
-    which each rank issued them, including those still in flight. A capture has two votes,
-    :meth:`ready` before it and :meth:`confirm` at its end; a rank that fails in between calls
-    :meth:`report_failure`. :meth:`begin_capture` opens the next capture.
+    which each rank issued them. A capture has two votes, :meth:`ready` before it and
+    :meth:`confirm` at its end; a rank that fails in between calls :meth:`report_failure`.
+    :meth:`begin_capture` opens the next capture.
 
     Args:
         timeout: how long a vote waits for a rank that does not arrive.
@@ -83,33 +73,14 @@ class Agreement:
             self._group = gloo_group(group, timeout, arrival, remedy)
             self._ranks = dist.get_process_group_ranks(self._group)
         self._timeout = timeout
-        self._closed, self._broken, self._is_last = False, "", False
-        self._pending: _Pending | None = None
+        self._closed, self._broken = False, ""
         self._captures = 1
         self._next: Kind | None = Kind.CAPTURE_START
-        self._together: list[Callable[[], None]] = []
-        self._left = 0
-
-    def undo_together(self, undo: Callable[[], None]) -> None:
-        """Store ``undo``; see Note [Undone by all ranks together]."""
-        self._together.append(undo)
-        self._left += 1
-
-    @property
-    def left(self) -> int | None:
-        """The number of the undo that was stored last; None if no undo is stored now."""
-        return self._left if self._together else None
-
-    def together(self) -> None:
-        """Run the stored undos. All ranks call this at the same place, between two steps."""
-        with ExitStack() as undos:
-            while self._together:
-                undos.callback(self._together.pop(0))
 
     def agree(
         self, kind: Kind, vote: Vote, *, serial: int = 0, timeout: timedelta | None = None
     ) -> Decision:
-        """Vote now and wait for all ranks. A vote posted before stays posted.
+        """Vote and wait for all ranks.
 
         Args:
             kind: what the vote is about.
@@ -124,33 +95,12 @@ class Agreement:
             PhaseError: a CUDA graph is being captured.
         """
         _require_no_capture()
-        return self._finish(self._issue(encode(kind, serial, vote), timeout))
-
-    def post(self, kind: Kind, vote: Vote, *, serial: int = 0) -> None:
-        """Vote without waiting; :meth:`collect` returns the decision. One vote at a time.
-
-        Raises AgreementError and PhaseError as :meth:`agree`, and PhaseError when the previous
-        posted vote has not been collected.
-        """
-        _require_no_capture()
-        if self._pending is not None:
-            raise PhaseError("a vote is posted already: collect() its decision before the next")
-        self._pending = self._issue(encode(kind, serial, vote), None)
-
-    def collect(self, timeout: timedelta | None = None) -> Decision | None:
-        """Wait for the posted vote and return its decision; None if no vote is posted.
-
-        ``timeout`` is given for the last vote: the longest wait, instead of the vote's own. gloo
-        cannot cancel an exchange, so a process that ends after this may wait for the rest of that.
-
-        Raises AgreementError and PhaseError as :meth:`agree`.
-        """
-        _require_no_capture()
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        self._is_last = timeout is not None
-        return self._finish(pending, timeout)
+        rows = self._exchange(encode(kind, serial, vote), timeout)
+        try:
+            return decide(rows, self._ranks)
+        except AgreementError as error:
+            self._break(str(error))
+            raise
 
     def gather(self, mine: Any) -> list[Any]:
         """The objects of all ranks, in rank order. Not a vote; all ranks call it after the same.
@@ -168,11 +118,7 @@ class Agreement:
         return objects
 
     def begin_capture(self) -> None:
-        """Open the next capture; a new agreement has opened its first. Not a vote.
-
-        All ranks call this at the same place, so the stored undos run here.
-        """
-        self.together()
+        """Open the next capture; a new agreement has opened its first. Not a vote."""
         self._captures += 1
         self._next = Kind.CAPTURE_START
 
@@ -209,17 +155,21 @@ class Agreement:
     def report_failure(self) -> None:
         """Report in the capture's next vote that it failed on this rank, so that all give up.
 
-        Does nothing when the capture has been decided already.
+        Does nothing if all have given up already.
 
         Raises:
             CaptureError: the others do not answer. They are inside collectives that this rank will
-                not join. If this rank went on, its collectives would pair with the wrong ones.
+                not join. If this rank went on, its collectives would pair with the wrong ones. Or
+                all have agreed that their captures are complete.
         """
         kind = self._next
         try:
             if self._broken:
                 raise AgreementError(self._broken)
-            if kind is not None:
+            if kind is Kind.DELETION and len(self._ranks) > 1:
+                self._break("all ranks had agreed on their graphs before")
+                raise AgreementError(self._broken)
+            if kind in (Kind.CAPTURE_START, Kind.CAPTURE_END):
                 with suppress(CaptureError):
                     self._vote_on_capture(kind, Vote(against=True))
         except AgreementError as error:
@@ -260,9 +210,8 @@ class Agreement:
 
     def close(self) -> None:
         """Release the group. Safe to call twice, and after the process groups were destroyed."""
-        self.together()
         group, self._group = self._group, None
-        self._closed, self._pending = True, None
+        self._closed = True
         if group is not None:
             # torch 2.11 raises ValueError if destroy_process_group() has destroyed this group too.
             with suppress(ValueError):
@@ -272,8 +221,6 @@ class Agreement:
         decision = self.agree(kind, vote, serial=self._captures)
         self._next = None
         other_sizes = kind is Kind.CAPTURE_START and not decision.sizes_agree
-        if decision.against or decision.minority or other_sizes:
-            self.together()
         if decision.against:
             raise CaptureError(
                 f"capture failed on {ranks_text(decision.against)}, whose own log has the reason. "
@@ -286,8 +233,7 @@ class Agreement:
                 "as before. Give all ranks the same --cg-layers, the same choice of "
                 "--cg-no-fsdp-fast-path and the same sequence length"
             )
-        if kind is Kind.CAPTURE_START:
-            self._next = Kind.CAPTURE_END
+        self._next = Kind.CAPTURE_END if kind is Kind.CAPTURE_START else Kind.DELETION
         return decision
 
     def _require_next(self, kind: Kind) -> None:
@@ -306,30 +252,19 @@ class Agreement:
             raise PhaseError("this agreement is closed: make another, on all ranks together")
         return self._group
 
-    def _issue(self, row: torch.Tensor, timeout: timedelta | None) -> _Pending:
+    @in_range("vote")
+    def _exchange(self, row: torch.Tensor, timeout: timedelta | None) -> torch.Tensor:
+        """The rows of all ranks."""
         group = self._require_sound()
         if group is None:
-            return None, row.view(1, -1)
+            return row.view(1, -1)
         rows = row.new_empty(group.size() * len(row))
         # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
         # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
         gloo_backend(group).set_timeout(timeout or self._timeout)
         with self._naming_lost_ranks():
-            work = dist.all_gather_into_tensor(rows, row, group, async_op=True)
-        assert work is not None
-        return work, rows.view(group.size(), -1)
-
-    @in_range("vote")
-    def _finish(self, pending: _Pending, timeout: timedelta | None = None) -> Decision:
-        work, rows = pending
-        with self._naming_lost_ranks():
-            if work is not None:
-                work.wait(*(() if timeout is None else (timeout,)))
-        try:
-            return decide(rows, self._ranks)
-        except AgreementError as error:
-            self._break(str(error))
-            raise
+            dist.all_gather_into_tensor(rows, row, group)
+        return rows.view(group.size(), -1)
 
     @contextmanager
     def _naming_lost_ranks(self) -> Iterator[None]:
@@ -345,9 +280,9 @@ class Agreement:
             raise AgreementError(self._broken) from error
 
     def _break(self, reason: str) -> None:
-        """Vote no more; the process ends soon, unless it was about to end anyway."""
+        """Vote no more; the process ends soon."""
         self._broken = reason
-        if len(self._ranks) > 1 and not self._is_last:
+        if len(self._ranks) > 1:
             exit_without_waiting()
 
 

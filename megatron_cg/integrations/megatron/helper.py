@@ -143,18 +143,18 @@ class FsdpHelper:
         self.controller.capture()
 
     def delete(self) -> None:
-        """Delete the graphs, if there are any, and undo all that their capture changed."""
+        """Delete the graphs, if there are any; see :meth:`GraphController.delete`."""
         self.controller.delete()
 
     def close(self) -> None:
-        """Delete the graphs, stop following steps and voting, and undo all changes.
+        """Release the graphs, stop following steps and voting, and undo all changes.
 
-        Safe to call twice. All ranks call it at the same point.
+        Safe to call twice. Training is over, or goes on without graphs on all ranks.
         """
         with self.undo:
             # disable() closed the session already, maybe after the process groups were destroyed.
             if self.session is not None and self.session.phase is Phase.REPLAYING:
-                self.delete()
+                self.controller.release()
 
     def _repeats(self) -> Undo:
         model, optimizers = self.helper.model, self.helper.optimizers

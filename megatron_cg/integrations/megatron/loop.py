@@ -106,7 +106,7 @@ class GraphedLayers:
     def step(self) -> Iterator[None]:
         """One training step of all ranks: every microbatch, and the optimizer's step.
 
-        On entry, graphs are captured if they are due, or the decision of the ranks is applied.
+        On entry, graphs are captured if they are due.
 
         Raises:
             CaptureError, AgreementError, ReplayMismatchError: as in a run of Megatron.

@@ -1,16 +1,7 @@
 """The training steps of a model with graphs, and the loops that announce them.
 
-Note [When ranks vote]
-    A rank knows its request once its backward passes are done. When the optimizer's step returns,
-    the GPU still works on it and the host is about to wait for the GPU. After ``train_step`` the
-    GPU waits for the host. So ranks vote when the optimizer's step returns, or after the training
-    step if the optimizer took no step.
-
-Note [Between two steps]
-    What the ranks decided is done between two steps, where no work is in flight. Megatron's
-    ``train_step`` still reads what the step has left after the optimizer's step (``clip_qk``), and
-    its log the MoE metrics. So there a step ends when ``train_step`` returns. A loop that creates
-    Megatron's helper itself has no such function, and its step ends with the optimizer's.
+In Megatron's loop a step is a call of ``train_step``. A loop that creates Megatron's helper itself
+has no such function, and its step ends with the optimizer's.
 """
 
 from __future__ import annotations
@@ -29,7 +20,7 @@ _ITERATION = "iteration"
 _STEP = Symbol(
     "megatron.training.training:train_step",
     "one training step, a global that train() looks up for each",
-    parameters=("optimizer", _ITERATION),
+    parameters=(_ITERATION,),
 )
 RELIES_ON = (_STEP,)
 
@@ -45,18 +36,14 @@ class Steps:
     def __init__(self, controller: GraphController, inputs: StaticInputs) -> None:
         self._controller, self._inputs = controller, inputs
         self._stop_observing: Undo | None = None
-        self._voted = True
         self.number: int | None = None
         """The number of the step that runs, from 1, as in the log; None if unknown."""
 
     def begin(self, done: int | None = None) -> None:
-        """Apply the decision of all ranks, and begin the step after ``done`` others."""
+        """Begin the step after ``done`` others."""
         self.number = done + 1 if done is not None else None
-        self._voted = False
-        self._controller.before_step()
-        if self._controller.session is not None:
-            self._controller.session.mismatches.begin_step()
-        elif self._controller.awaits_capture:
+        self._controller.begin_step()
+        if self._controller.session is None and self._controller.awaits_capture:
             self._stop_observing = self._inputs.observe_step()
 
     def end(self) -> None:
@@ -65,24 +52,14 @@ class Steps:
         if stop is not None:
             stop()
 
-    def vote(self) -> None:
-        """Post this rank's request, unless it has voted in this step."""
-        if not self._voted:
-            self._voted = True
-            self._controller.after_step(self.number)
-
     @contextmanager
     def one(self, done: int | None) -> Iterator[None]:
-        """One step, after ``done`` others; a step that raises has no vote."""
+        """One step, after ``done`` others."""
         self.begin(done)
         try:
             yield
-        except BaseException:
-            self._voted = True
-            raise
         finally:
             self.end()
-        self.vote()
 
     def close(self) -> None:
         """Stop voting and destroy the votes' process group, before the other groups."""
@@ -94,7 +71,7 @@ Source = Callable[[Steps, Sequence[Any]], Undo]
 """Announces steps until the undo that it returns; takes the optimizers of the model too."""
 
 
-def by_train_step(steps: Steps, optimizers: Sequence[Any]) -> Undo:
+def by_train_step(steps: Steps, _optimizers: Sequence[Any]) -> Undo:
     """Megatron's loop. Raises UpstreamChangedError if ``train_step`` is missing."""
     old = _STEP.find()
 
@@ -103,11 +80,7 @@ def by_train_step(steps: Steps, optimizers: Sequence[Any]) -> Undo:
         with steps.one(kwargs.get(_ITERATION)):
             return old(*args, **kwargs)
 
-    def changes() -> Iterator[Undo]:
-        yield put_over(*_STEP.place(), train_step)
-        yield from (run_after(optimizer, "step", steps.vote) for optimizer in optimizers)
-
-    return all_of(changes())
+    return put_over(*_STEP.place(), train_step)
 
 
 def by_optimizer(steps: Steps, optimizers: Sequence[Any]) -> Undo:
@@ -115,7 +88,6 @@ def by_optimizer(steps: Steps, optimizers: Sequence[Any]) -> Undo:
 
     def stepped() -> None:
         steps.end()
-        steps.vote()
         steps.begin(steps.number)
 
     steps.begin(0)

@@ -133,7 +133,7 @@ class GraphedUnits:
                 option="on_failure='eager'",
             )
             undo.callback(self._controller.close)
-            undo.callback(self._controller.delete)
+            undo.callback(self._controller.release)
             self._undo = undo.pop_all()
 
     @property
@@ -150,7 +150,7 @@ class GraphedUnits:
     def step(self) -> Iterator[None]:
         """One training step of all ranks: every pass up to the optimizer's step.
 
-        On entry, graphs are captured if they are due, or the decision of the ranks is applied.
+        On entry, graphs are captured if they are due.
 
         Raises:
             ConfigurationError: the observed calls of a unit cannot be captured.
@@ -159,18 +159,15 @@ class GraphedUnits:
             AgreementError: ranks no longer do the same; this one has to end.
             ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.MismatchPolicy`.
         """
-        self._controller.before_step()
         if self._controller.awaits_capture and self._observer.steps >= self._warmup_steps:
             self._controller.capture()
         if self._controller.gave_up:
             self._observer.forget()
+        self._controller.begin_step()
         with ExitStack() as stack:
-            if self.session is not None:
-                self.session.mismatches.begin_step()
-            elif self._controller.awaits_capture:
+            if self.session is None and self._controller.awaits_capture:
                 stack.enter_context(self._observer.observe_step())
             yield
-        self._controller.after_step()
 
     def close(self) -> None:
         """Release the graphs and undo all changes. Safe to call twice.

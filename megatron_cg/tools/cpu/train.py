@@ -241,21 +241,14 @@ class VotingTrainer(Trainer):
         """Capture, on all ranks. Raises as :meth:`GraphController.capture` does."""
         self.controller.capture()
 
-    def step(self) -> tuple[float, float]:
-        """As :meth:`Trainer.step`; applies the ranks' decision before it and votes after it."""
-        self.controller.before_step()
-        numbers = super().step()
-        self.controller.after_step()
-        return numbers
-
     def stop(self) -> None:
         """Delete the graphs, if there are any; keep their counts."""
         self.controller.delete()
 
     def close(self) -> None:
-        """Stop voting and delete the graphs. Safe to call twice."""
+        """Stop voting and release the graphs. Safe to call twice."""
         self.controller.close()
-        self.stop()
+        self.controller.release()
 
     def _capture(self) -> Session:
         session = self.capture(self._backend, self.agreement, policy=self._policy)

@@ -25,9 +25,6 @@ from tests.functional.tampering.places import (
     wrap,
 )
 
-AGREED = 3
-"""Steps after which all ranks have undone their votes for graphs that are gone: one to vote, one to
-collect the votes (``consensus/boundary.py``, Note [One step behind])."""
 LAST = 1
 """The rank to which things happen that happen to one only."""
 
@@ -91,26 +88,18 @@ def destroy_groups() -> None:
 
 
 def delete_after(step: int) -> None:
-    """Delete the graphs after ``step`` training steps, and train on eagerly.
-
-    What is left is noted :data:`AGREED` steps later: until then the ranks keep votes in place for a
-    rank that still has its graphs (``Session.close``).
-    """
+    """Delete the graphs after ``step`` training steps, note what is left, and train on eagerly."""
     made: list[Any] = []
-    replayed = 0
 
     def remember(helper: Any) -> None:
         made.append((helper, fingerprint(helper.helper.model[0]), flags()))
 
     def delete(now: int) -> None:
-        nonlocal replayed
-        if not made or now not in (step + 1, step + 1 + AGREED):
+        if not made or now != step + 1:
             return
         helper, hooks, before = made[0]
-        if now == step + 1:
-            replayed = helper.session.counters.replayed
-            helper.delete()
-            return
+        replayed = helper.session.counters.replayed
+        helper.delete()
         # Training has drawn numbers since.
         after = {**flags(), "rng": before["rng"], "tracked": before["tracked"]}
         now_hooks = fingerprint(helper.helper.model[0])

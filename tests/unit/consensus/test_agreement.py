@@ -87,30 +87,9 @@ def decided_at_once(rank: int, votes: Agreement) -> Any:
     return [decision.against, decision.smallest, decision.largest]
 
 
-def decided_later(rank: int, votes: Agreement) -> Any:
-    """A vote is posted, one is made at once meanwhile, then the first is collected."""
-    nothing = votes.collect()
-    votes.post(Kind.STEP, request(rank), serial=7)
-    second = said(lambda: votes.post(Kind.STEP, request(rank)))
-    between = votes.agree(Kind.MISMATCH, Vote(against=rank == 0))
-    third = said(lambda: votes.post(Kind.STEP, request(rank)))
-    first = votes.collect()
-    assert first is not None and votes.collect() is None and nothing is None
-    return [between.against, first.against, *second, *third]
-
-
 def came_to_different_votes(rank: int, votes: Agreement) -> Any:
-    """One rank at a vote that it waits for, one at a vote that it posted."""
-    if rank == 0:
-        return said(lambda: votes.agree(Kind.MISMATCH, Vote()), votes.ready)
-    votes.post(Kind.STEP, Vote(), serial=5)
-    return said(votes.collect, votes.ready, votes.report_failure)
-
-
-def came_to_different_steps(rank: int, votes: Agreement) -> Any:
-    votes.confirm()
-    votes.post(Kind.STEP, Vote(), serial=5 + rank)
-    return said(votes.collect, votes.report_failure)
+    kind = (Kind.MISMATCH, Kind.DELETION)[rank]
+    return said(lambda: votes.agree(kind, Vote()), votes.ready, votes.report_failure)
 
 
 def came_late(rank: int, votes: Agreement) -> Any:
@@ -145,20 +124,17 @@ def was_opened_and_closed(rank: int, votes: Agreement) -> Any:
     for _ in range(6):
         other = Agreement(LONG)
         other.ready()
-        other.post(Kind.STEP, Vote())
-        other.collect()
         other.close()
         other.close()
         counts.append(len(os.listdir("/proc/self/fd")))
     closed = said(other.ready, other.report_failure)
-    assert other.collect() is None
     return [counts[0] == counts[-1], *closed]
 
 
 def lost_a_rank(rank: int, votes: Agreement) -> Any:
     if rank == 1:
         os._exit(0)
-    return said(lambda: votes.agree(Kind.STEP, Vote()), votes.report_failure)
+    return said(lambda: votes.agree(Kind.DELETION, Vote()), votes.report_failure)
 
 
 SCENARIOS = (
@@ -171,9 +147,7 @@ SCENARIOS = (
     other_graphs,
     failed_alone,
     decided_at_once,
-    decided_later,
     came_to_different_votes,
-    came_to_different_steps,
     came_late,
     left_a_graph,
     names_given,
@@ -188,9 +162,8 @@ def vote_in_detail() -> list[Any]:
     set_debug_level_from_env()
     rank = dist.get_rank()
     votes, alone = Agreement(LONG), Agreement(SHORT)
-    decision = votes.agree(Kind.STEP, request(rank))
-    votes.post(Kind.STEP, Vote())
-    result = [decision.against, str(votes.collect()), *said(votes.ready, votes.confirm)]
+    decision = votes.agree(Kind.DELETION, request(rank))
+    result = [decision.against, *said(votes.ready, votes.confirm)]
     missed = said(alone.ready) if rank == 0 else []
     # Both end together: rank 0's exchange has rank 1 to connect to.
     dist.barrier()
@@ -225,7 +198,9 @@ ON_ONE = "CaptureError: capture failed on rank 1, whose own log has the reason"
 
 
 def test_all_keep_what_all_have(outcome: Any) -> None:
-    assert outcome(confirmed_by_both) == [["went on"] * 2] * 2
+    for agreed, late in outcome(confirmed_by_both):
+        assert agreed == "went on" and late.startswith("CaptureError: this rank's capture failed")
+        assert "all ranks had agreed on their graphs before" in late
 
 
 @pytest.mark.parametrize(
@@ -271,20 +246,11 @@ def test_all_learn_the_same_at_once(outcome: Any) -> None:
     assert outcome(decided_at_once) == [[[1], 96, 128]] * 2
 
 
-def test_a_posted_vote_outlives_one_made_at_once(outcome: Any) -> None:
-    for told in outcome(decided_later):
-        assert told[:2] == [[0], [1]]
-        assert all(text.startswith("PhaseError: a vote is posted already") for text in told[2:])
-
-
 def test_ranks_at_different_votes_all_end_and_vote_no_more(outcome: Any) -> None:
-    first, second = outcome(came_to_different_votes)
-    mixed = "AgreementError: ranks came to different votes: rank 0 to mismatch 0, rank 1"
-    assert all(text.startswith(f"{mixed} to step 5") for text in (*first, *second[:2]))
-    assert second[2].startswith("CaptureError") and "came to different votes" in second[2]
-    for told in outcome(came_to_different_steps):
-        assert "rank 0 to step 5, rank 1 to step 6" in told[0]
-        assert told[1].startswith("CaptureError: this rank's capture failed, and the other ranks")
+    mixed = "ranks came to different votes: rank 0 to mismatch 0, rank 1 to deletion 0"
+    for told in outcome(came_to_different_votes):
+        assert all(text.startswith(f"AgreementError: {mixed}") for text in told[:2])
+        assert told[2].startswith("CaptureError: this rank's capture failed, and the other ranks")
 
 
 def test_ranks_leave_a_graph_together_or_end(outcome: Any) -> None:
@@ -320,21 +286,17 @@ def test_no_vote_is_taken_while_a_graph_is_captured(one_rank: None) -> None:
     from megatron_cg.backends.tape.tape_recording import recording
 
     votes = Agreement(LONG)
-    votes.post(Kind.STEP, Vote())
     with recording(Pool(), torch.nn.Identity(), "a layer"):
-        for call in (votes.ready, votes.confirm, votes.report_failure, votes.collect):
+        for call in (votes.ready, votes.confirm, votes.report_failure):
             with pytest.raises(PhaseError, match="while a CUDA graph is captured"):
                 call()
-    assert votes.collect() is not None
     votes.confirm()
 
 
 def test_one_rank_agrees_with_itself(one_rank: None) -> None:
     votes = Agreement(LONG)
     votes.confirm()
-    votes.post(Kind.STEP, Vote(against=True))
-    decision = votes.collect()
-    assert decision is not None and decision.against == (0,)
+    assert votes.agree(Kind.DELETION, Vote(against=True)).against == (0,)
     votes.begin_capture()
     votes.report_failure()
     votes.fall_back_together("layer 0")
@@ -344,16 +306,14 @@ def test_an_agreement_closes_after_the_process_groups(tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     votes = Agreement(LONG)
-    votes.post(Kind.STEP, Vote())
+    votes.confirm()
     dist.destroy_process_group()
     votes.close()
-    assert votes.collect() is None
 
 
 def test_votes_work_where_torch_checks_each_collective() -> None:
     (first, [missed]), (second, _) = on_ranks(vote_in_detail, RANKS)
-    against, posted, *rest = first
+    against, *rest = first
     assert first == second
     assert (against, rest) == ([1], ["went on"] * 2)
-    assert posted != "None"
     assert missed.startswith("AgreementError: a rank is gone, or did not join a vote in time")

@@ -22,7 +22,7 @@ from megatron_cg.consensus.decision import (
 
 
 def decided(votes: Iterable[Vote]) -> Decision:
-    return decide(torch.stack([encode(Kind.STEP, 3, vote) for vote in votes]))
+    return decide(torch.stack([encode(Kind.DELETION, 3, vote) for vote in votes]))
 
 
 def against(*votes: bool) -> Decision:
@@ -83,14 +83,14 @@ def test_a_digest_is_the_same_in_another_process() -> None:
     ("others", "named"),
     [
         (encode(Kind.MISMATCH, 3, Vote()), "rank 1 to mismatch 3"),
-        (encode(Kind.STEP, 4, Vote()), "rank 1 to step 4"),
+        (encode(Kind.DELETION, 4, Vote()), "rank 1 to deletion 4"),
     ],
 )
 def test_different_votes_are_an_error_that_names_them(others: torch.Tensor, named: str) -> None:
-    own = encode(Kind.STEP, 3, Vote(against=True))
+    own = encode(Kind.DELETION, 3, Vote(against=True))
     with pytest.raises(AgreementError) as caught:
         decide(torch.stack([own, others, own]))
-    assert f"ranks 0, 2 to step 3, {named}" in str(caught.value)
+    assert f"ranks 0, 2 to deletion 3, {named}" in str(caught.value)
     assert "--cuda-graph-impl none" in str(caught.value)
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch.distributed as dist
 
 from megatron_cg.consensus import exchange
-from megatron_cg.consensus.boundary import Boundary
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote
 from megatron_cg.consensus.exchange import Agreement
 from tests.unit.ranks import on_ranks
@@ -93,22 +92,19 @@ def test_a_refused_replay_ends_the_process_at_once_unless_it_goes_on(
 
 
 def failed_votes() -> list[int]:
-    """In one process: whether it leaves after each vote that fails, also the last one."""
+    """In one process: whether it leaves after each vote that fails."""
     left: list[int] = []
     vars(exchange)["exit_without_waiting"] = lambda: left.append(1)
     rank, counts = dist.get_rank(), []
-    votes, late, last = Agreement(), Agreement(), Agreement()
-    boundary = Boundary(last, lambda: 0, lambda _decision: None)
+    votes, late = Agreement(), Agreement()
     with pytest.raises(AgreementError):
-        votes.agree(Kind.STEP, Vote(), serial=rank)
+        votes.agree(Kind.DELETION, Vote(), serial=rank)
     counts.append(len(left))
     with pytest.raises(AgreementError):
         late.fall_back_together(f"layer {rank % 2}")
     counts.append(len(left))
-    boundary.after_step(rank)
-    boundary.close()
-    return [*counts, len(left)]
+    return counts
 
 
-def test_a_process_leaves_after_a_failed_vote_and_not_after_the_last() -> None:
-    assert on_ranks(failed_votes, 3) == [[1, 2, 2]] * 3
+def test_a_process_leaves_after_a_failed_vote() -> None:
+    assert on_ranks(failed_votes, 3) == [[1, 2]] * 3

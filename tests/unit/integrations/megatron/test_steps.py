@@ -1,4 +1,4 @@
-"""Ranks vote as the optimizer's step returns, while the GPU is still at work on it."""
+"""Steps before the capture are observed from their begin to their end, also one that fails."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class Loop:
 
         monkeypatch.setattr(training, "train_step", train_step)
         controller: Any = SimpleNamespace(
-            before_step=lambda: self.events.append("before"),
-            after_step=lambda number: self.events.append(("vote", number)),
+            begin_step=lambda: self.events.append("begin"),
             close=lambda: None,
             session=None,
             awaits_capture=True,
@@ -64,27 +63,13 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     assert (loop.module.train_step, loop.optimizer.step) == (before, step)
 
 
-BEGINS = ["before", "observe"]
+def test_a_step_is_what_train_step_does(loop: Loop) -> None:
+    assert loop.step(iteration=7) == "numbers" and loop.steps.number == 8
+    assert loop.events == ["begin", "observe", "optimizer", "end", "after"]
 
 
-def test_the_vote_comes_with_the_optimizers_step_and_once(loop: Loop) -> None:
-    loop.parts *= 2
-    assert loop.step(iteration=7) == "numbers"
-    vote = ("vote", 8)
-    assert loop.events == [*BEGINS, "optimizer", vote, "optimizer", "end", "after"]
-    loop.optimizer.step()
-    assert loop.events[-1] == "optimizer"
-
-
-def test_a_step_without_the_optimizers_is_voted_on_at_its_end(loop: Loop) -> None:
-    loop.parts.clear()
-    loop.step()
-    assert loop.events == [*BEGINS, "end", "after", ("vote", None)]
-
-
-def test_a_step_that_fails_has_no_vote(loop: Loop) -> None:
+def test_a_step_that_fails_is_over_too(loop: Loop) -> None:
     loop.parts.insert(0, loop.fail)
     with pytest.raises(ValueError, match="failed"):
         loop.step()
-    loop.optimizer.step()
-    assert loop.events == [*BEGINS, "after", "optimizer"]
+    assert loop.events == ["begin", "observe", "after"]

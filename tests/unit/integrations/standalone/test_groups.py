@@ -65,16 +65,16 @@ def train_on_some_ranks() -> list[Any]:
                 model(torch.ones(2 + (rank == 2 and step == 2), 4)).sum().backward()
         counts = made.counters
     votes = Agreement(group=trainers)
-    asked = votes.agree(Kind.STEP, Vote(against=rank == 2)).against
+    asked = votes.agree(Kind.DELETION, Vote(against=rank == 2)).against
     with pytest.raises(AgreementError) as mixed:
-        votes.agree(Kind.STEP, Vote(), serial=rank)
+        votes.agree(Kind.DELETION, Vote(), serial=rank)
     dist.barrier()
     return [counts.replayed, counts.eager, asked, str(mixed.value).partition(". ")[0]]
 
 
 def test_ranks_that_do_not_train_are_not_waited_for() -> None:
     none, first, second = on_ranks(train_on_some_ranks, 3)
-    words = "ranks came to different votes: rank 1 to step 1, rank 2 to step 2"
+    words = "ranks came to different votes: rank 1 to deletion 1, rank 2 to deletion 2"
     assert none == []
     assert first == [3, 0, [2], words] and second == [2, 1, [2], words]
 
