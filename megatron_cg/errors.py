@@ -74,11 +74,6 @@ _READ = (
     "waits for the device and reads its memory on the host; a CUDA graph holds no host code. "
     "Leave this module out of --cuda-graph-modules, or keep the value in a tensor"
 )
-_UPLOAD = (
-    "copies it to the device and waits for that, which CUDA refuses during a capture. Make the "
-    "tensor before capture, as a buffer, or on the device by a kernel, as torch.full and "
-    "torch.arange with device= do; or leave this module out of --cuda-graph-modules"
-)
 
 
 class HostSyncError(CaptureError):
@@ -86,11 +81,10 @@ class HostSyncError(CaptureError):
 
     Args:
         where: the operation, its module, file and line, and the capture.
-        upload: whether it copies from host to device, rather than from device to host.
     """
 
-    def __init__(self, where: str, *, upload: bool = False) -> None:
-        super().__init__(f"{where} {_UPLOAD if upload else _READ}.")
+    def __init__(self, where: str) -> None:
+        super().__init__(f"{where} {_READ}.")
 
 
 class EarlierWorkError(CaptureError):

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of lists and tuples; an ATen call nests nothing else.
+def leaves(value: Any) -> list[Any]:
+    """The leaves of lists and tuples; an ATen call nests nothing else.
 
     torch's general tree functions take several times as long, for each argument.
     """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from tensors_in(inner)
+    if isinstance(value, list | tuple):
+        return [leaf for one in value for leaf in leaves(one)]
+    return [value]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def written(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_cg.backends.cuda_cleanup import random_states_kept, stream_kept
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.replay.depends_on import Entry
@@ -19,6 +20,7 @@ class Backend:
     """Captures layers into graphs. The members here are those of a backend without FP8."""
 
     name: str
+    device_type = "cuda"
     _pool: tuple[int, int] | None = None
     """The CUDA memory pool of the graphs, once they are captured."""
 
@@ -66,6 +68,9 @@ class Backend:
         """Skip updates for the whole model, such as FP8 scales, in passes inside the block."""
         return nullcontext()
 
-    def preserved(self, callables: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    @contextmanager
+    def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
         """Restore everything that capture leaves changed, also after an exception."""
-        raise NotImplementedError
+        # The stream is left first: the others then exit on the original stream.
+        with random_states_kept(callables, self.device_type), stream_kept():
+            yield

@@ -1,4 +1,4 @@
-"""What torch leaves behind when CUDA refuses a capture, and how it is put right.
+"""What a capture leaves changed, also one that CUDA refuses, and how it is put right.
 
 Note [A generator can stay in a capture]
     If CUDA refuses a capture (for example because of a host read), ``capture_end`` raises before it
@@ -10,17 +10,29 @@ Note [A generator can stay in a capture]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
+from torch import nn
 
+from megatron_cg.backends.te.te_if_loaded import rng_states
 from megatron_cg.upstream.symbols import Symbol
 
-RELIES_ON = tuple(
+_RANDOM = "megatron.core.tensor_parallel.random"
+_TRACKER = Symbol(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the RNG tracker; None before it is made")
+_STATES = Symbol(
+    f"{_RANDOM}:CudaRNGStatesTracker",
+    "the RNG tracker, which draws from one of its states",
+    attributes=("states_",),
+)
+_ENDS = tuple(
     Symbol(f"torch._C:{name}", "the allocator's end of a capture that CUDA refused")
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
 )
+RELIES_ON = (_TRACKER, _STATES, *_ENDS)
 
 
 def device_generator() -> list[torch.Generator]:
@@ -55,6 +67,45 @@ def _end_capture_of(generator: torch.Generator) -> None:
         torch.empty(1, device=generator.device).uniform_(generator=generator)
     except RuntimeError:
         generator.graphsafe_set_state(generator.clone_state())
+
+
+def megatron_tracker() -> Any:
+    """Megatron's RNG tracker, or None: Megatron is not in use, or nobody has seeded it.
+
+    ``get_cuda_rng_tracker`` would make one, which a later seeding does not replace.
+    """
+    return _TRACKER.find() if _RANDOM in sys.modules else None
+
+
+def generators_of(callables: Iterable[nn.Module], device_type: str) -> list[torch.Generator]:
+    """The generators that captured code may draw from, besides the device's own.
+
+    Those of Megatron's and of TE's RNG trackers, and attributes of the modules. A tracker that is
+    not graph-safe holds states as tensors, and torch refuses to set one in a capture.
+    """
+    tracker = megatron_tracker()
+    states = [*rng_states().values(), *(tracker.states_.values() if tracker is not None else ())]
+    states += [value for root in callables for m in root.modules() for value in vars(m).values()]
+    generators = {id(value): value for value in states if isinstance(value, torch.Generator)}
+    return [generator for generator in generators.values() if generator.device.type == device_type]
+
+
+@contextmanager
+def random_states_kept(callables: Iterable[nn.Module], device_type: str) -> Iterator[None]:
+    """Restore all generators that captured code may draw from, and what the tracker holds.
+
+    A fork replaces states of Megatron's tracker.
+    """
+    own = device_generator() if device_type == "cuda" else []
+    tracker = megatron_tracker()
+    tracked = dict(tracker.states_) if tracker is not None else {}
+    try:
+        with generators_kept([*own, *generators_of(callables, device_type)]):
+            yield
+    finally:
+        if tracker is not None:
+            tracker.states_.clear()
+            tracker.states_.update(tracked)
 
 
 def leave_pool(pool: tuple[int, int]) -> None:

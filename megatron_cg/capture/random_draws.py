@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.backends.cuda_cleanup import device_generator
-from megatron_cg.backends.rng_tracker import generators_of
+from megatron_cg.backends.cuda_cleanup import device_generator, generators_of
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over

@@ -25,25 +25,49 @@ Note [Gradients of one output]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from megatron_cg.backends.driver.checks import (
-    check_autocast,
-    check_gradients,
-    check_modules,
-    check_options,
-    check_outputs,
-)
-from megatron_cg.backends.driver.graphed import GraphedModule
-from megatron_cg.backends.driver.recorder import Recorded, Recorder
-from megatron_cg.errors import CaptureError
+from megatron_cg.backends.driver.graphed import GraphedModule, Recorded, Recording, Tensors
+from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.fsdp.transform import CaptureTimeHooks
+from megatron_cg.memory.storage import is_dense
 
-_Gradients = tuple[torch.Tensor | None, ...]
+#: Options of make_graphed_callables that ask for FP8, and those without effect without FP8.
+_FP8_OPTIONS = ("enabled", "fp8_enabled", "calibrating", "fp8_calibrating")
+_IDLE_OPTIONS = frozenset(
+    {*_FP8_OPTIONS, "pool", "recipe", "fp8_recipe", "amax_reduction_group", "fp8_group"}
+    | {"cache_quantized_params", "fp8_weight_caching", "allow_unused_input"}
+)
+
+
+class Recorder:
+    """Records the passes of one capture, one at a time, in one pool of memory."""
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """A block in which all passes and capture-time hooks of the warmup run."""
+        return nullcontext()
+
+    def recording(self, module: nn.Module, label: str) -> AbstractContextManager[Recording]:
+        """A block whose work is recorded; ``label`` names the pass of ``module`` in messages."""
+        raise NotImplementedError
+
+    def release(self, results: Tensors) -> Tensors:
+        """Let passes that are recorded from now on use the memory of ``results``.
+
+        Returns tensors for replays, on the same memory.
+        """
+        raise NotImplementedError
+
+    def settle(self, samples: Sequence[Recorded]) -> None:
+        """Every pass is recorded; ``samples`` are in the order of their backward passes."""
+
+    def abandon(self) -> None:
+        """The capture failed: release all recordings and the pool. Raises nothing of its own."""
 
 
 def capture_modules(
@@ -76,8 +100,8 @@ def capture_modules(
         HookError: a buffer needs a gradient.
         HostSyncError: a callable reads a tensor on the host, and the recorder sees it.
     """
-    check_options(backend, options)
-    check_modules(callables)
+    _check_options(backend, options)
+    _check_modules(callables)
     if list(_order or [1, -1]) != [1, -1] or len(sample_args) != len(callables):
         raise CaptureError(
             f"{len(sample_args)} sample_args for {len(callables)} callables in the order {_order}: "
@@ -123,7 +147,7 @@ class _Capture:
             for index, module in enumerate(callables)
         ]
         for kind in {t.device.type for item in self.recorded for t in item.inputs}:
-            check_autocast(kind)
+            _check_autocast(kind)
 
     def warm_up(self, iteration: int) -> None:
         """Run every pass once, in order, recording nothing."""
@@ -180,7 +204,7 @@ class _Capture:
         """The outputs of a pass, and their structure."""
         item = self.recorded[index]
         flat, spec = tree_flatten(item.module(*self._args[index], **self._kwargs[index]))
-        check_outputs(item.label, flat)
+        _check_outputs(item.label, flat)
         return flat, spec
 
     def _run_hooks(self, index: int, key: str) -> None:
@@ -210,7 +234,7 @@ class _Capture:
         if self.share_buffers:
             item.outputs = recorder.release(item.outputs)
 
-    def _static_grad_outputs(self, item: Recorded) -> _Gradients:
+    def _static_grad_outputs(self, item: Recorded) -> Tensors:
         """Return memory for incoming gradients; equal signatures share it if buffers are shared."""
         key = tuple(
             (o.shape, o.dtype) if o is not None and o.requires_grad else None for o in item.outputs
@@ -220,7 +244,7 @@ class _Capture:
                 torch.empty_like(o) if o is not None and o.requires_grad else None
                 for o in item.outputs
             )
-        made: _Gradients = self._grad_outputs[key]
+        made: Tensors = self._grad_outputs[key]
         return made
 
     def _gradients(
@@ -229,7 +253,7 @@ class _Capture:
         outputs: tuple[torch.Tensor, ...],
         grads: tuple[torch.Tensor, ...],
         retain_graph: bool,
-    ) -> _Gradients:
+    ) -> Tensors:
         inputs = [t for t in self.recorded[index].inputs if t.requires_grad]
         before = [tensor.grad for tensor in inputs]
         for tensor in inputs:
@@ -237,13 +261,13 @@ class _Capture:
         try:
             torch.autograd.backward(outputs, grad_tensors=grads, retain_graph=retain_graph)
             gradients = tuple(tensor.grad for tensor in inputs)
-            check_gradients(self.recorded[index], gradients)
+            _check_gradients(self.recorded[index], gradients)
             return gradients
         finally:
             for tensor, grad in zip(inputs, before, strict=True):
                 tensor.grad = grad
 
-    def _keep_used_parameters(self, index: int, grads: _Gradients, iteration: int) -> None:
+    def _keep_used_parameters(self, index: int, grads: Tensors, iteration: int) -> None:
         """Drop parameters that got no gradient, so that none of their hooks fires at a replay."""
         item = self.recorded[index]
         by_input = dict(zip((id(t) for t in item.inputs if t.requires_grad), grads, strict=True))
@@ -273,3 +297,68 @@ def _surface(
             )
     parameters = tuple(module.parameters())
     return Recorded(module, label, len(flat), tuple(kwargs), (*flat, *parameters), parameters)
+
+
+def _check_options(backend: str, options: Mapping[str, Any]) -> None:
+    """Raise CaptureError for an option that the driver does not read, if it is unknown or FP8's."""
+    unknown = sorted(set(options) - _IDLE_OPTIONS)
+    if unknown:
+        raise CaptureError(
+            f"the backend {backend} knows no option {', '.join(unknown)} of "
+            "make_graphed_callables: leave it out"
+        )
+    for name in _FP8_OPTIONS:
+        asked = options.get(name)
+        if any(asked) if isinstance(asked, tuple) else asked:
+            raise CaptureError(
+                f"{name} is set: the backend {backend} has no FP8. Leave --fp8-format out, or "
+                "capture by Transformer Engine (--cg-backend te)."
+            )
+
+
+def _check_modules(callables: Sequence[nn.Module]) -> None:
+    """Raise for a module in evaluation (CaptureError), or with a trainable buffer (HookError)."""
+    if not all(module.training for module in callables):
+        raise CaptureError("a callable is in evaluation: call .train() before capture")
+    for index, module in enumerate(callables):
+        if any(buffer.requires_grad for buffer in module.buffers()):
+            raise HookError(
+                f"callable {index} ({type(module).__name__}) has a buffer that requires a "
+                "gradient: only parameters may be trainable. Make it a parameter."
+            )
+
+
+def _check_autocast(device_type: str) -> None:
+    """Raise CaptureError under an autocast that caches: a graph must not keep cached casts."""
+    if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
+        raise CaptureError(
+            "the capture runs under torch.autocast with its cache, and a graph would keep the "
+            "cached casts of weights. Pass cache_enabled=False to torch.autocast."
+        )
+
+
+def _check_outputs(label: str, outputs: Sequence[Any]) -> None:
+    """Raise CaptureError if the callable ``label`` returns anything but dense tensors and None."""
+    for output in outputs:
+        if output is None or (isinstance(output, torch.Tensor) and is_dense(output)):
+            continue
+        kind = type(output).__name__
+        if isinstance(output, torch.Tensor):
+            kind = f"tensor that is not dense ({output.layout})"
+        raise CaptureError(
+            f"{label} returned a {kind}; a graph returns only dense tensors. Leave this module out "
+            "of --cuda-graph-modules."
+        )
+
+
+def _check_gradients(item: Recorded, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise CaptureError for a sparse gradient: how many values it has is up to the inputs."""
+    names = {id(parameter): name for name, parameter in item.module.named_parameters()}
+    needing = (tensor for tensor in item.inputs if tensor.requires_grad)
+    for tensor, gradient in zip(needing, gradients, strict=True):
+        if gradient is not None and not is_dense(gradient):
+            raise CaptureError(
+                f"{item.label}: the gradient of {names.get(id(tensor), 'an input')} is sparse, and "
+                "a graph returns only dense tensors. Make the module with sparse=False, or leave "
+                "it out of --cuda-graph-modules."
+            )

@@ -3,15 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatron_cg.backends.driver.recorder import Recorded, Recording, Tensors
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import set_attribute
+
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+class Recording:
+    """One recorded forward or backward pass."""
+
+    def replay(self) -> None:
+        """Run the pass again, on the memory on which it was recorded."""
+        raise NotImplementedError
+
+    def finished(self, lent: Tensors) -> None:
+        """The caller has taken the results of a replay.
+
+        ``lent`` are results that it reads in place until the next replay of any pass.
+        """
+
+    def reset(self) -> None:
+        """Release the recording. Safe to call twice."""
+        raise NotImplementedError
+
+
+@dataclass
+class Recorded:
+    """All that capture records for one sample of one callable.
+
+    ``inputs`` is the static input surface: the flattened sample arguments, the keyword samples
+    in the order of ``kwarg_names``, then the module's parameters that receive a gradient.
+    ``outputs``, ``grad_outputs`` and ``grad_inputs`` are flat and are in static memory.
+    """
+
+    module: nn.Module
+    label: str
+    user_args: int
+    kwarg_names: tuple[str, ...]
+    inputs: tuple[torch.Tensor, ...]
+    parameters: tuple[nn.Parameter, ...]
+    forward: Recording | None = None
+    backward: Recording | None = None
+    outputs: Tensors = ()
+    output_spec: TreeSpec = field(default_factory=lambda: tree_flatten(None)[1])
+    grad_outputs: Tensors = ()
+    grad_inputs: Tensors = ()
+    reached: dict[int, set[int]] = field(default_factory=dict)
+    """For each output that needs a gradient, if there are several: the ids of ``inputs`` that it
+    gives one to."""
+    gradients_borrowed: bool = False
+    """Whether gradients of parameters are returned in static memory, without a copy."""
 
 
 class GraphResetError(MegatronCGError):

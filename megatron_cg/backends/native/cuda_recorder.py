@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.cuda_cleanup import leave_pool, waited_for
-from megatron_cg.backends.driver.recorder import Recorded, Tensors
+from megatron_cg.backends.driver.capture import Recorder
+from megatron_cg.backends.driver.graphed import Recording, Tensors
 from megatron_cg.upstream.symbols import Symbol
 
 _STORAGE = Symbol(
@@ -37,8 +38,8 @@ _STORAGE = Symbol(
 RELIES_ON = (_STORAGE,)
 
 
-class CudaRecording:
-    """One captured pass. See :class:`megatron_cg.backends.driver.recorder.Recording`."""
+class CudaRecording(Recording):
+    """One captured pass."""
 
     def __init__(self, recorder: CudaRecorder) -> None:
         self._recorder = recorder
@@ -48,16 +49,13 @@ class CudaRecording:
         """Launch the graph on the current stream."""
         self.graph.replay()
 
-    def finished(self, lent: Tensors) -> None:
-        """Nothing to do: a later replay overwrites what is dead."""
-
     def reset(self) -> None:
-        """See :class:`megatron_cg.backends.driver.recorder.Recording`."""
+        """See :class:`megatron_cg.backends.driver.graphed.Recording`."""
         self._recorder.reset(self)
 
 
-class CudaRecorder:
-    """Captures the passes of one capture. See :class:`megatron_cg.backends.driver.recorder`.
+class CudaRecorder(Recorder):
+    """Captures the passes of one capture.
 
     Captured code may draw from ``generators``, besides the device's own.
     """
@@ -107,11 +105,8 @@ class CudaRecorder:
             for result in results
         )
 
-    def settle(self, samples: Sequence[Recorded]) -> None:
-        """Nothing to do: the allocator has given memory to each pass as it was captured."""
-
     def abandon(self) -> None:
-        """See :class:`megatron_cg.backends.driver.recorder.Recorder`."""
+        """See :class:`megatron_cg.backends.driver.capture.Recorder`."""
         leave_pool(self._pool)
         for graph in [*(recording.graph for recording in self._open), self._keeper]:
             # After an error of the device every call of CUDA raises that error again.

@@ -17,23 +17,20 @@ Note [Gradients that are written elsewhere]
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.cuda_cleanup import stream_kept
+from megatron_cg.backends.cuda_cleanup import generators_of, stream_kept
 from megatron_cg.backends.driver.capture import capture_modules
 from megatron_cg.backends.driver.graphed import GraphedModule
 from megatron_cg.backends.native.cuda_recorder import CudaRecorder
-from megatron_cg.backends.rng_tracker import generators_of, random_states_kept
 from megatron_cg.backends.te.te_if_loaded import fp8_recipe, told_of_capture
-from megatron_cg.errors import ArgumentError, CaptureError, Violation
-from megatron_cg.fsdp.transform import CaptureTimeHooks
+from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard.addresses import is_quantized
 
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
@@ -46,16 +43,12 @@ class NativeBackend(Backend):
     ``capture_error_mode`` says what CUDA refuses while a graph is captured: unsafe calls of all
     threads (``"global"``), of the capturing thread, or none; see ``torch.cuda.graph``.
 
-    Raises CaptureError if there is no GPU, and ArgumentError for another error mode.
+    Raises CaptureError if there is no GPU.
     """
 
     name = "native"
 
     def __init__(self, capture_error_mode: ErrorMode = "global") -> None:
-        if capture_error_mode not in get_args(ErrorMode):
-            known = f"it is one of {', '.join(map(repr, get_args(ErrorMode)))}"
-            found = f"capture_error_mode={capture_error_mode!r}"
-            raise ArgumentError([Violation("argument", found, known, "leave it out")])
         if not torch.cuda.is_available():
             raise CaptureError(
                 "the native backend captures CUDA graphs, and torch sees no GPU. Without one, "
@@ -72,8 +65,6 @@ class NativeBackend(Backend):
         self,
         callables: tuple[nn.Module, ...],
         sample_args: Sequence[tuple[Any, ...]],
-        *,
-        capture_time_hooks: Sequence[CaptureTimeHooks],
         **options: Any,
     ) -> tuple[GraphedModule, ...]:
         """See :class:`megatron_cg.backends.base.Backend`.
@@ -83,33 +74,17 @@ class NativeBackend(Backend):
         """
         refuse(callables, sample_args, options.get("sample_kwargs") or (), self.device)
         pool = options.pop("pool", None) or torch.cuda.graph_pool_handle()
-        generators = generators_of(callables, self.device.type)
+        generators = generators_of(callables, self.device_type)
         recorder = partial(CudaRecorder, pool, generators, self._error_mode)
         # The stream here too, since a failed rank runs other hooks before its state is restored.
         with stream_kept(), told_of_capture():
-            graphs = capture_modules(
-                self.name,
-                recorder,
-                callables,
-                sample_args,
-                capture_time_hooks=capture_time_hooks,
-                **options,
-            )
+            graphs = capture_modules(self.name, recorder, callables, sample_args, **options)
         self._pool = pool
         return graphs
 
     def numerics(self) -> Any:
         """None, as at capture, or TE's recipe where FP8 is on: then no graph may replay."""
         return fp8_recipe()
-
-    @contextmanager
-    def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
-        """Keep generators, the states of RNG trackers, and the stream."""
-        with ExitStack() as stack:
-            stack.enter_context(random_states_kept(callables, self.device.type))
-            # Entered last and so left first: the others then exit on the original stream.
-            stack.enter_context(stream_kept())
-            yield
 
 
 def refuse(

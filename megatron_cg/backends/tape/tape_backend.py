@@ -5,62 +5,45 @@ Warmup, the order of passes, hooks and the life of results are the driver's
 
 The tape reproduces these properties of a graph: no Python of the module runs at a replay, arguments
 are addresses and not Python tensors, memory is poisoned as soon as other graphs of the pool might
-use it, and a copy between host and device is refused. It does not reproduce kernels, streams or
-speed.
+use it, and a read on the host is refused. It does not reproduce kernels, streams, speed, or which
+tensors are on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.driver.capture import capture_modules
-from megatron_cg.backends.driver.graphed import GraphedModule
-from megatron_cg.backends.driver.recorder import Recorded, Tensors
-from megatron_cg.backends.rng_tracker import random_states_kept
+from megatron_cg.backends.driver.capture import Recorder, capture_modules
+from megatron_cg.backends.driver.graphed import GraphedModule, Recorded, Tensors
 from megatron_cg.backends.tape.tape_memory import Pool
 from megatron_cg.backends.tape.tape_recording import Tape, recording, storage_keys
-from megatron_cg.fsdp.transform import CaptureTimeHooks
 
 
 class TapeBackend(Backend):
     """Records layers on tapes; the module's docstring says what they reproduce."""
 
     name = "tape"
+    device_type = "cpu"
 
     def capture(
         self,
         callables: tuple[nn.Module, ...],
         sample_args: Sequence[tuple[Any, ...]],
-        *,
-        capture_time_hooks: Sequence[CaptureTimeHooks],
         **options: Any,
     ) -> tuple[GraphedModule, ...]:
         """See :class:`megatron_cg.backends.base.Backend`; raises as ``capture_modules``."""
-        return capture_modules(
-            self.name,
-            TapeRecorder,
-            callables,
-            sample_args,
-            capture_time_hooks=capture_time_hooks,
-            **options,
-        )
+        return capture_modules(self.name, TapeRecorder, callables, sample_args, **options)
 
     def synchronize(self) -> None:
         """Nothing to wait for: a replay has finished when its call returns."""
 
-    @contextmanager
-    def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
-        """Always restore generators and the states of Megatron's RNG tracker."""
-        with random_states_kept(callables, "cpu"):
-            yield
 
-
-class TapeRecorder:
+class TapeRecorder(Recorder):
     """Records passes on tapes, and determines when the pool may reuse each storage."""
 
     def __init__(self) -> None:
@@ -69,13 +52,9 @@ class TapeRecorder:
         self._released: dict[int, int] = {}
         """By the id of a result: how many tapes there were when it was released."""
 
-    def warming_up(self) -> AbstractContextManager[None]:
-        """Nothing to prepare."""
-        return nullcontext()
-
     @contextmanager
     def recording(self, module: nn.Module, label: str) -> Iterator[Tape]:
-        """See :class:`megatron_cg.backends.driver.recorder.Recorder`."""
+        """See :class:`megatron_cg.backends.driver.capture.Recorder`."""
         with recording(self._pool, module, label) as tape:
             yield tape
         self._tapes.append(tape)
@@ -110,9 +89,6 @@ class TapeRecorder:
             for tape in (item.forward, item.backward):
                 assert isinstance(tape, Tape)
                 self._pool.poison(tape.made)
-
-    def abandon(self) -> None:
-        """Nothing to release: tapes use ordinary memory."""
 
     def _ends_of(self, results: Tensors) -> dict[int, int]:
         """The release of each storage of ``results``: when the last of its tensors is released."""

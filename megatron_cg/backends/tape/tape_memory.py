@@ -65,9 +65,8 @@ class Pool:
     def __init__(self) -> None:
         self._own: dict[int, torch.UntypedStorage] = {}
         self._outside: dict[int, _Outside] = {}
-        self._borrowed: set[int] = set()
-        self.host: dict[int, torch.UntypedStorage] = {}
-        """Tensors of the capture that would be on the host; see ``backends/host_reads.py``."""
+        self.lent: set[int] = set()
+        """Storages to poison when the next tape of this pool runs, which may use the memory."""
 
     def owns(self, key: int) -> bool:
         """Return whether the storage was made by a tape of this pool."""
@@ -110,15 +109,11 @@ class Pool:
     def _outside_storage(self, key: int) -> torch.UntypedStorage:
         outside = self._outside[key]
         storage = outside.reference.storage()
-        if storage is None or (storage.nbytes() == 0 and outside.nbytes > 0):
-            problem = "was freed since"
-        elif storage.data_ptr() != outside.address:
-            problem = "was freed and allocated again at another address since"
-        else:
+        if storage is not None and storage.data_ptr() == outside.address:
             return storage
         raise FreedStorageError(
             f"the memory of {outside.nbytes} bytes that {outside.first_use} used when it was "
-            f"recorded {problem}; a CUDA graph would read or write whatever lies at the old "
+            "recorded was freed since; a CUDA graph would read or write whatever lies at the old "
             "address. Keep the buffer in place: with Megatron-FSDP type --fsdp-double-buffer "
             "--fsdp-db-use-persist-buf-on-alloc-fail."
         )
@@ -129,12 +124,3 @@ class Pool:
             storage = self._own.get(key)
             if storage is not None and storage.nbytes():
                 window(storage).fill_(POISON)
-
-    def poison_before_next_replay(self, keys: Iterable[int]) -> None:
-        """Poison these storages when the next tape of this pool runs, which may use the memory."""
-        self._borrowed.update(keys)
-
-    def poison_borrowed(self) -> None:
-        """Poison what :meth:`poison_before_next_replay` was given: a tape is about to run."""
-        self.poison(self._borrowed)
-        self._borrowed.clear()

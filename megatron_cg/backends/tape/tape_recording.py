@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +13,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.aten import written
-from megatron_cg.backends.driver.recorder import Tensors
-from megatron_cg.backends.host_reads import HostReads
+from megatron_cg.backends.aten import leaves, tensors_in, written
+from megatron_cg.backends.driver.graphed import Recording, Tensors
+from megatron_cg.backends.places import place_of
+from megatron_cg.backends.tape.host_reads import methods_refused, waits
 from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, HostSyncError
 from megatron_cg.memory.storage import is_dense
 
 #: ATen factories that do not initialise their result: a replay has nothing to do for them.
@@ -35,7 +38,7 @@ class _Operation:
 
 
 @dataclass
-class Tape:
+class Tape(Recording):
     """Recorded operations on one pool.
 
     ``made`` holds the keys of the storages that it creates, ``used`` of all that it uses.
@@ -59,9 +62,8 @@ class Tape:
 
         Raises FreedStorageError if memory outside the pool is gone.
         """
-        self.pool.poison(self.dead_before)
-        self.pool.poison_borrowed()
-        self.pool.poison(self.made)
+        self.pool.poison(self.dead_before | self.pool.lent | self.made)
+        self.pool.lent.clear()
         with (
             torch.set_grad_enabled(self.grad_mode),
             # The operations were recorded behind the casts of autocast.
@@ -78,7 +80,7 @@ class Tape:
         """Poison what is dead now; what was lent is poisoned when the next tape runs."""
         borrowed = storage_keys(lent)
         self.pool.poison(self.dead_after - borrowed)
-        self.pool.poison_before_next_replay(self.dead_after & borrowed)
+        self.pool.lent |= self.dead_after & borrowed
 
     def reset(self) -> None:
         """Nothing to release but the operations."""
@@ -87,7 +89,7 @@ class Tape:
     def _run(self, operation: _Operation) -> None:
         args = self._real(operation.args)
         kwargs = {name: self._real(value) for name, value in operation.kwargs.items()}
-        flat = _leaves(operation.function(*args, **kwargs))
+        flat = leaves(operation.function(*args, **kwargs))
         if operation.is_collective:
             _wait_for_collectives(operation.function, flat)
         for value, slot in zip(flat, operation.results, strict=True):
@@ -95,11 +97,8 @@ class Tape:
                 self.pool.tensor(slot).copy_(value)
 
     def _real(self, value: Any) -> Any:
-        """A recorded argument with tensors for its slots; it has lists, and no tuples."""
-        kind = type(value)
-        if kind is Slot:
-            return self.pool.tensor(value)
-        return [self._real(one) for one in value] if kind is list else value
+        """A recorded argument with tensors for its slots."""
+        return _mapped(lambda one: self.pool.tensor(one) if type(one) is Slot else one, value)
 
 
 def storage_keys(tensors: Tensors) -> set[int]:
@@ -108,10 +107,10 @@ def storage_keys(tensors: Tensors) -> set[int]:
 
 
 class _OfThread(threading.local):
-    """The tapes that the current thread records; its operations alone are recorded."""
+    """What records in the current thread; its operations alone are recorded."""
 
     def __init__(self) -> None:
-        self.tapes: list[Tape] = []
+        self.recorders: list[_Recorder] = []
 
 
 _here = _OfThread()
@@ -124,13 +123,19 @@ def recorded_action(action: Callable[[], None]) -> None:
     (``CUDAGraph.register_generator_state``).
     """
     action()
-    if _here.tapes:
-        _here.tapes[-1].entries.append(action)
+    if _here.recorders:
+        _here.recorders[-1].tape.entries.append(action)
 
 
 def is_recording() -> bool:
     """Return whether a tape is being recorded, as ``torch.cuda.is_current_stream_capturing``."""
-    return bool(_here.tapes)
+    return bool(_here.recorders)
+
+
+def host_waits(what: str) -> None:
+    """Note that the host waits for all work of a stream; raises HostSyncError in a capture."""
+    if _here.recorders:
+        raise _here.recorders[-1].error(what)
 
 
 @contextmanager
@@ -138,28 +143,24 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
     """Record what runs in the block on a new tape over ``pool``.
 
     At the end, memory outside the pool that the block wrote is restored, since the capture of a
-    CUDA graph runs no kernel. Raises HostSyncError inside the block if the host reads a device
-    tensor or copies a host tensor to the device.
+    CUDA graph runs no kernel. Raises HostSyncError inside the block if the host reads a tensor.
     """
-    tape = Tape(pool, label)
-    reads = HostReads(module, label, pool.host)
-    recorder = _Recorder(tape, reads)
-    _here.tapes.append(tape)
+    recorder = _Recorder(Tape(pool, label), module)
+    _here.recorders.append(recorder)
     try:
-        with reads.refused(), recorder:
-            yield tape
+        with methods_refused(recorder.error), recorder:
+            yield recorder.tape
     finally:
-        _here.tapes.pop()
+        _here.recorders.pop()
         recorder.put_back()
 
 
 class _Recorder(TorchDispatchMode):
     """Runs every ATen call below autograd and records it on the tape."""
 
-    def __init__(self, tape: Tape, reads: HostReads) -> None:
+    def __init__(self, tape: Tape, root: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape = tape
-        self._reads = reads
+        self.tape, self._root = tape, root
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(
@@ -170,22 +171,24 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        given = _leaves([args, *kwargs.values()])
-        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        if func is torch.ops.aten.lift_fresh.default:
+            # The end of torch.tensor(...): its data is a constant, of which each replay has a copy.
+            func, args = torch.ops.aten.clone.default, (args[0].clone(),)
+            self.tape.pool.adopt(args[0])
+        tensors = tensors_in([args, *kwargs.values()])
         self._check_dense(func, tensors)
         collective = func.namespace == "c10d"
         writes = tensors if collective else written(func, args, kwargs)
-        if self._reads.is_of_host(func, tensors, writes):
-            result = func(*args, **kwargs)
-            self._reads.add(_leaves(result))
-            return result
-        self._reads.check(func, args, kwargs)
+        if waits(func, args, kwargs):
+            raise self.error(str(func))
         # Slots first: the call may resize or set its arguments.
-        slots = _mapped(self._slot_for(func), args, kwargs)
+        slot_for = self._slot_for(func)
+        slots = [_mapped(slot_for, one) for one in args]
+        named = {name: _mapped(slot_for, one) for name, one in kwargs.items()}
         self._save_outside(writes)
         result = func(*args, **kwargs)
-        flat = _leaves(result)
-        self._check_dense(func, flat)
+        flat = leaves(result)
+        self._check_dense(func, tensors_in(flat))
         _wait_for_collectives(func, flat)
         inputs = {t.untyped_storage()._cdata for t in tensors}
         results = tuple(self._result_slot(value, inputs, func) for value in flat)
@@ -193,16 +196,27 @@ class _Recorder(TorchDispatchMode):
             return result  # a view, or only host values: there is no kernel to run again
         if func._schema.name.partition("::")[2] not in _UNSET:
             functional = func.namespace == "_c10d_functional"
-            operation = _Operation(func, *slots, results, collective or functional)
-            self._tape.entries.append(operation)
+            operation = _Operation(func, slots, named, results, collective or functional)
+            self.tape.entries.append(operation)
         return result
 
-    def _check_dense(self, func: torch._ops.OpOverload, values: Sequence[Any]) -> None:
-        for value in values:
-            if isinstance(value, torch.Tensor) and not is_dense(value):
+    def error(self, what: str) -> HostSyncError:
+        """The error for ``what``, which waits, with its place."""
+        return HostSyncError(f"{what} in {self._place()}")
+
+    def _place(self) -> str:
+        """The module and line that run now, and the pass."""
+        place = place_of(traceback.walk_stack(sys._getframe(1)), self._root)
+        owner = place.owner if place is not None else type(self._root).__name__
+        at = f" at {place.source}" if place is not None and place.source else ""
+        return f"{owner} (captured as {self.tape.label}){at}"
+
+    def _check_dense(self, func: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if not is_dense(tensor):
                 raise CaptureError(
-                    f"{func} in {self._reads.place()} uses a tensor that is not dense "
-                    f"({value.layout}), and a tape records dense memory. Keep what is sparse "
+                    f"{func} in {self._place()} uses a tensor that is not dense "
+                    f"({tensor.layout}), and a tape records dense memory. Keep what is sparse "
                     "outside of the captured module, or leave the module out."
                 )
 
@@ -210,12 +224,8 @@ class _Recorder(TorchDispatchMode):
         def slot_for(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            if self._reads.has(value):
-                # A constant: the kernel keeps its current value, and nothing else owns it.
-                value = value.clone()
-                self._tape.pool.adopt(value)
-            slot = self._tape.pool.slot(value, f"{func} of {self._tape.label}")
-            self._tape.used.add(slot.key)
+            slot = self.tape.pool.slot(value, f"{func} of {self.tape.label}")
+            self.tape.used.add(slot.key)
             return slot
 
         return slot_for
@@ -226,13 +236,13 @@ class _Recorder(TorchDispatchMode):
         """Return the slot of a new result, or None for a result that aliases an argument."""
         if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in inputs:
             return None
-        self._tape.made.add(self._tape.pool.adopt(value))
-        return self._tape.pool.slot(value, str(func))
+        self.tape.made.add(self.tape.pool.adopt(value))
+        return self.tape.pool.slot(value, str(func))
 
     def _save_outside(self, writes: list[torch.Tensor]) -> None:
         for tensor in writes:
             storage = tensor.untyped_storage()
-            if self._tape.pool.owns(storage._cdata) or storage._cdata in self._before:
+            if self.tape.pool.owns(storage._cdata) or storage._cdata in self._before:
                 continue
             memory = window(storage)
             self._before[storage._cdata] = (memory, memory.clone())
@@ -243,25 +253,11 @@ class _Recorder(TorchDispatchMode):
             memory.copy_(before)
 
 
-def _leaves(value: Any) -> list[Any]:
-    """The leaves of lists and tuples; an ATen call nests nothing else.
-
-    torch's general tree functions take several times as long, for each argument.
-    """
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """An argument with each leaf changed; tuples become lists, which ATen accepts too."""
     if isinstance(value, list | tuple):
-        return [leaf for one in value for leaf in _leaves(one)]
-    return [value]
-
-
-def _mapped(
-    change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with each leaf changed; tuples become lists, which ATen accepts too."""
-
-    def one(value: Any) -> Any:
-        return [one(inner) for inner in value] if isinstance(value, list | tuple) else change(value)
-
-    return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}
+        return [_mapped(change, one) for one in value]
+    return change(value)
 
 
 def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:

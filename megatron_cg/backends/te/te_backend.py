@@ -1,10 +1,22 @@
-"""CUDA graphs by Transformer Engine: the only file that imports TE."""
+"""CUDA graphs by Transformer Engine, which only this file imports.
+
+Note [The function that replays]
+    In TE's ``graph.py`` the function that is returned for each sample calls ``graphed``. That
+    applies the class ``Graphed`` to three arguments of its own, ``len_user_args`` arguments of the
+    caller, and the weights. ``Graphed.backward`` returns copies of the gradients that
+    ``returned_param_grad_clone_slots`` names, and the other gradients in the graph's memory. It
+    copies incoming gradients into ``static_grad_outputs``. All these names are closure variables,
+    and each sample has its own.
+"""
 
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import CellType
 from typing import Any
 
 import torch
@@ -12,7 +24,6 @@ from torch import nn
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.cuda_cleanup import leave_pool, stream_kept, waited_for
-from megatron_cg.backends.rng_tracker import random_states_kept
 from megatron_cg.backends.te.te_if_loaded import (
     END_CAPTURING,
     FP8,
@@ -21,12 +32,11 @@ from megatron_cg.backends.te.te_if_loaded import (
     GRAPH,
     IS_CAPTURING,
 )
-from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.upstream.patch import set_attribute, undone_after
-from megatron_cg.upstream.symbols import Symbol
+from megatron_cg.upstream.patch import cells_of, set_attribute, set_cell, undone_after
+from megatron_cg.upstream.symbols import Symbol, changed
 
 _MAKE = Symbol(
     f"{GRAPH}:make_graphed_callables",
@@ -41,7 +51,15 @@ _MODULE = Symbol(
     "a module of TE with FP8 state",
     attributes=("fp8_meta", "get_fp8_meta_tensors", "reset_fp8_meta_tensors"),
 )
-RELIES_ON = (_MAKE, _AUTOCAST, _SET_AUTOCAST, _FP8_STATE, _MODULE)
+_MAKER = (
+    "transformer_engine.pytorch.graph:_make_graphed_callables.<locals>"
+    ".make_graphed_autograd_function"
+)
+_FUNCTION = Symbol(f"{_MAKER}.<locals>.Graphed", "what replays a graph")
+_CALLED = Symbol(f"{_MAKER}.<locals>.functionalized", "what applies it")
+RELIES_ON = (_MAKE, _AUTOCAST, _SET_AUTOCAST, _FP8_STATE, _MODULE, _FUNCTION, _CALLED)
+_OWN_ARGUMENTS = 3
+"""TE's own: whether FP8 weights are cast, a stream, and an event."""
 
 
 class TransformerEngineBackend(Backend):
@@ -138,14 +156,13 @@ class TransformerEngineBackend(Backend):
             # ``graph.py``, ``_graph_context_wrapper``).
             stack.callback(gc.enable if gc.isenabled() else gc.disable)
             stack.enter_context(_class_calls_kept({type(module) for module in callables}))
-            stack.enter_context(random_states_kept(callables, "cuda"))
             stack.enter_context(_fp8_kept(callables))
             # This includes whether the next module is the first one, which updates FP8 scales.
             stack.callback(self._set_autocast_state, self._autocast_state())
             if not self._is_capturing():
                 stack.callback(self._end_capturing)
             # Entered last and so left first: the others then exit on the original stream.
-            stack.enter_context(stream_kept())
+            stack.enter_context(super().preserved(callables))
             yield
 
 
@@ -184,3 +201,37 @@ def _with_delayed_scaling(modules: Iterable[Any]) -> Iterator[Any]:
             hasattr(meta.get(key), "amax_history") for key in keys
         ):
             yield module
+
+
+def replay_function(graph: Any) -> ReplayFunction:
+    """How autograd sees the replays of a graph from ``make_graphed_callables``.
+
+    Raises UpstreamChangedError if a closure variable is missing.
+    """
+    called = graph.forward if isinstance(graph, nn.Module) else graph
+    applied = _cell(_cell(called, "graphed").cell_contents, "Graphed")
+    function = applied.cell_contents
+    clones = _cell(function.backward, "returned_param_grad_clone_slots")
+    none = (False,) * len(clones.cell_contents)
+
+    def borrow() -> Callable[[], None]:  # Called in each backward pass, so it only sets a variable.
+        own, clones.cell_contents = clones.cell_contents, none
+        return partial(setattr, clones, "cell_contents", own)
+
+    incoming = _cell(function.backward, "static_grad_outputs").cell_contents
+    return ReplayFunction(
+        function,
+        _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
+        replace=lambda replacement: set_cell(applied, replacement),
+        borrow=borrow,
+        needs=tuple(static is not None for static in incoming),
+    )
+
+
+def _cell(function: Any, name: str) -> CellType:
+    cells = cells_of(inspect.unwrap(function))
+    if name not in cells:
+        raise changed(
+            "transformer-engine", _MAKER, f"{_FUNCTION.expected}, with a variable {name} around it"
+        )
+    return cells[name]

@@ -30,8 +30,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import _device_constructors
 
-from megatron_cg.backends.host_reads import host_waits
-from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
+from megatron_cg.backends.tape.tape_recording import host_waits, is_recording, recorded_action
 from megatron_cg.tools.cpu.gloo import averages_as_sums, one_worker_a_group, sizes_as_lists
 from megatron_cg.upstream.patch import set_attribute, undone_after
 

@@ -36,6 +36,8 @@ def seeing_a_gpu() -> AbstractContextManager[None]:
 class OnCpu(NativeBackend):
     """The native backend, whose device is the double's."""
 
+    device_type = "cpu"
+
     def __init__(self) -> None:
         with seeing_a_gpu():
             super().__init__()

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.cuda_cleanup import device_generator, generators_kept
-from megatron_cg.backends.rng_tracker import megatron_tracker, tracked_states_kept
+from megatron_cg.backends.cuda_cleanup import (
+    device_generator,
+    generators_kept,
+    megatron_tracker,
+    random_states_kept,
+)
 from tests.unit.backends.cuda_double import cuda_double
 
 
@@ -67,13 +71,13 @@ def test_the_tracker_holds_its_states_again_and_no_others(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", None)
     assert megatron_tracker() is None
-    with tracked_states_kept():
+    with random_states_kept([], "cpu"):
         pass
     states = {"one": torch.ones(1)}
     tracker = SimpleNamespace(states_=states)
     monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
     before = states["one"]
-    with pytest.raises(LookupError), tracked_states_kept():
+    with pytest.raises(LookupError), random_states_kept([], "cpu"):
         states.update(one=torch.zeros(1), two=torch.zeros(1))
         raise LookupError
     assert tracker.states_ is states and list(states) == ["one"] and states["one"] is before

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_cg.backends.te.te_replay import replay_function
+from megatron_cg.backends.te.te_backend import replay_function
 from megatron_cg.errors import UpstreamChangedError
 from tests.unit.backends import test_te_contract
 

@@ -120,7 +120,7 @@ def stages() -> dict[str, tuple[Any, str, int]]:
     return {
         "earlier work": (TapeBackend, "synchronize", 1),
         "before the first change": (session, "GuardedCapture", 1),
-        "first hook": (driver, "check_modules", 1),
+        "first hook": (driver, "_check_modules", 1),
         "warmup forward": (TransformerLayer, "_te_cuda_graph_capture", 2),
         "warmup backward": (torch.autograd, "backward", 1),
         "capture forward": (TransformerLayer, "_te_cuda_graph_capture", 6),

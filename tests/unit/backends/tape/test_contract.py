@@ -54,9 +54,6 @@ class Reading(nn.Module):
         (lambda t: t.cpu(), r"Tensor\.cpu"),
         (lambda t: t.to("cpu"), r"Tensor\.to"),
         (lambda t: t.to(device="cpu", dtype=torch.float64), r"Tensor\.to"),
-        (lambda t: t.to(torch.zeros(2)), r"Tensor\.to"),
-        (lambda t: torch.tensor(t, device="cpu"), r"torch\.tensor"),
-        (lambda t: torch.empty(()).copy_(t.sum()), r"aten\.copy_"),
     ],
 )
 def test_a_read_on_the_host_is_refused_with_op_and_module(
@@ -120,34 +117,6 @@ def test_a_wait_for_the_device_is_refused_with_its_module(
         wait()
 
 
-@pytest.mark.parametrize(
-    ("upload", "named"),
-    [
-        (lambda t: torch.tensor([1.0], device=t.device), r"torch\.tensor"),
-        (lambda t: torch.tensor(1.0, device=t.device), r"torch\.tensor"),
-        (lambda t: torch.as_tensor([1.0], device=t.device), r"torch\.as_tensor"),
-        (lambda t: torch.asarray([1.0], device=t.device), r"torch\.asarray"),
-        (lambda t: t.new_tensor([1.0]), r"Tensor\.new_tensor"),
-        (lambda t: torch.tensor([1.0]).to(t.device), r"Tensor\.to"),
-        (lambda t: torch.ones(2).to(t), r"Tensor\.to"),
-        (lambda t: torch.tensor(1.0).cuda(), r"Tensor\.cuda"),
-        (lambda t: (torch.arange(4) * 2.0).to(device=t.device), r"Tensor\.to"),
-        (lambda t: t.add_(torch.ones(4)), r"aten\.add_"),
-        (lambda t: t.copy_(torch.tensor(1.0)), r"aten\.copy_"),
-        (lambda t: t.index_select(0, torch.zeros(1, dtype=torch.long)), r"aten\.index_select"),
-        (lambda t: t[[0, 1]], r"aten\.index"),
-        (lambda t: t.index_put_((t[0].long(),), torch.tensor(1.0)), r"aten\.index_put_"),
-        (lambda t: torch.where(t > 0, t, torch.tensor(1.0)), r"aten\.where"),
-    ],
-)
-def test_what_the_host_gives_to_the_device_is_refused_with_op_and_module(
-    upload: Callable[[torch.Tensor], Any], named: str
-) -> None:
-    place = r"the callable itself \(Reading\) \(captured as forward of callable 0 \(Reading\)\)"
-    with pytest.raises(HostSyncError, match=rf"{named}\S* on a tensor of the host in {place}"):
-        capture(Reading(upload), num_warmup_iters=0)
-
-
 def test_a_copy_in_the_backward_pass_is_refused_too() -> None:
     class Reads(torch.autograd.Function):
         @staticmethod
@@ -168,45 +137,18 @@ def test_a_copy_in_the_backward_pass_is_refused_too() -> None:
         capture(Module(4, 4))
 
 
-def test_the_hosts_own_work_is_no_part_of_a_graph() -> None:
-    """It runs at capture, and kernels keep the value that a number on the host had then."""
-    seen: list[Any] = []
-
-    class Counting(nn.Linear):
+def test_each_replay_begins_with_a_tensor_of_data_as_it_was_made() -> None:
+    class Adding(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            steps = torch.arange(4).add_(1).to("cpu").cpu()
-            factor, offset = torch.tensor(2.0), torch.zeros((), device="cpu")
-            seen.append((steps.tolist(), factor.item(), len(steps.nonzero())))
-            out: torch.Tensor = super().forward(x) * factor + offset
-            offset.fill_(99.0)
-            return out.masked_fill(out > 1e9, torch.tensor(0.0))
+            total = torch.tensor([1.0, 2.0, 3.0, 4.0])
+            total += super().forward(x).sum(0) * torch.tensor(2.0)
+            return total + torch.tensor([1.0])
 
-    module = Counting(4, 4)
-    (graph,) = capture(module, num_warmup_iters=0)
-    x = torch.arange(8.0).reshape(2, 4)
-    out = graph(x)
-    assert torch.equal(out, module(x)) and len(seen) == 2
-    out.sum().backward()
-    assert module.bias.grad is not None and module.bias.grad.tolist() == [4.0] * 4
-    assert seen == [([1, 2, 3, 4], 2.0, 4)] * 2
-
-
-def test_what_the_host_made_at_capture_stays_as_it_was() -> None:
-    """Memory of the tape's own is overwritten as a replay begins; the host's is not."""
-    kept: list[torch.Tensor] = []
-
-    class Making(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            kept.extend([torch.arange(3), torch.zeros(2, device="cpu"), torch.tensor([5.0])])
-            # What is made on the device after that is the device's, as what was made before.
-            return super().forward(x) + torch.ones(4, device=x.device)
-
-    module = Making(4, 4)
-    (graph,) = capture(module, num_warmup_iters=0)
-    out = graph(torch.ones(2, 4))
-    assert torch.equal(out, nn.functional.linear(torch.ones(2, 4), *module.parameters()) + 1)
-    out.sum().backward()
-    assert [tensor.tolist() for tensor in kept] == [[0, 1, 2], [0.0, 0.0], [5.0]]
+    module = Adding(4, 4)
+    (graph,) = capture(module)
+    for scale in (1.0, -2.0):
+        x = torch.arange(8.0).reshape(2, 4) * scale
+        assert torch.equal(graph(x), module(x))
 
 
 def test_masks_that_need_no_count_are_recorded() -> None:

@@ -33,7 +33,7 @@ def test_a_parameter_that_was_moved_is_read_at_its_old_address() -> None:
     assert torch.equal(graph(torch.ones(4, 8)), torch.full((4, 8), 5.0))
 
 
-@pytest.mark.parametrize("how", ["resized", "dropped", "allocated again at another address"])
+@pytest.mark.parametrize("how", ["resized", "dropped", "allocated again"])
 def test_memory_that_was_freed_is_an_error(how: str) -> None:
     module = Scale()
     (graph,) = capture((module,))
@@ -42,8 +42,7 @@ def test_memory_that_was_freed_is_an_error(how: str) -> None:
     else:
         # New memory is allocated before the old is freed, so the two have different addresses.
         module.weight.untyped_storage().resize_(0 if how == "resized" else 64)
-    words = how if how.startswith("allocated") else "was freed since"
-    with pytest.raises(FreedStorageError, match=rf"32 bytes that aten\.mul.*{words}"):
+    with pytest.raises(FreedStorageError, match=r"32 bytes that aten\.mul.*was freed since"):
         graph(torch.ones(4, 8))
 
 

@@ -1,0 +1,80 @@
+"""What makes the host wait for the device: by torch's tags, and by methods of tensors.
+
+Note [Where a tensor is]
+    On a CPU, host and device share their memory, so a tensor cannot show where it would be on a
+    machine with a GPU. Here every tensor is the device's. So a read of a tensor that would be on
+    the host is refused too, and a copy from the host to the device is not: CUDA itself refuses it
+    in a capture, or a kernel keeps the value of a zero-dimensional tensor, as a tape does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from megatron_cg.errors import HostSyncError
+from megatron_cg.upstream.patch import set_attribute
+
+#: Torch tags them as data dependent, but only some of their arguments make them so.
+_SOMETIMES = frozenset(
+    {"index", "index_put", "index_put_", "_index_put_impl_", "repeat_interleave"}
+)
+#: Methods that read memory on the host, most without calling an ATen operation.
+_METHODS = ("tolist", "numpy", "__array__", "cpu", "to")
+
+
+def waits(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a CUDA kernel for this call would make the host wait."""
+    name, is_tagged = _name_and_tag(func)
+    if name not in _SOMETIMES:
+        return is_tagged
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    masks = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if name == "index":
+        return masks
+    # Torch turns a masked put of one value into masked_fill, which needs no count.
+    return masks and args[2].numel() != 1
+
+
+@cache
+def _name_and_tag(func: torch._ops.OpOverload) -> tuple[str, bool]:
+    """The name, and whether torch tags the operation as data dependent."""
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return func._schema.name.partition("::")[2], any(tag in func.tags for tag in tags)
+
+
+@contextmanager
+def methods_refused(error: Callable[[str], HostSyncError]) -> Iterator[None]:
+    """In the block, raise ``error`` where this thread reads a tensor by a method.
+
+    Other threads may read tensors meanwhile, such as one that writes a checkpoint. On a CPU,
+    autograd runs a backward pass in its caller's thread.
+    """
+    thread = threading.get_ident()
+
+    def refusing(name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            reads = name != "to" or any(map(_is_host, (*args, kwargs.get("device"))))
+            if reads and threading.get_ident() == thread:
+                raise error(f"Tensor.{name}")
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    with ExitStack() as undo:
+        for name in _METHODS:
+            undo.callback(set_attribute(torch.Tensor, name, refusing(name)))
+        yield
+
+
+def _is_host(device: object) -> bool:
+    """By its name alone: on a tape ``x.device`` is ``torch.device("cpu")`` of a device tensor."""
+    return isinstance(device, str) and device.partition(":")[0] == "cpu"
