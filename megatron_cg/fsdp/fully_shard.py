@@ -24,7 +24,7 @@ Note [A buffer in use]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,11 +89,31 @@ class FullyShard(PerModule):
         but the last one, and units whose inputs need no gradient, which FSDP2 reshards at the end
         of the backward pass.
         """
-        return _notice_unsharded([group_of(unit) for unit in units], self._at_once.add)
+        groups = [group_of(unit) for unit in units]
 
-    def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
+        def gathered(group: Any, wait: Callable[[], None]) -> None:
+            if group._all_gather_result is not None:
+                self._at_once.update(o for o in groups if o is not group and o.is_unsharded)
+            wait()
+
+        return all_of(
+            put_over(group, "wait_for_unshard", partial(gathered, group, group.wait_for_unshard))
+            for group in groups
+        )
+
+    def in_buffers(self, layer: nn.Module, buffers: dict[Any, Any]) -> Iterator[Undo]:
         """See Note [One buffer for many units]."""
-        return _stable_memory(map(group_of, layers), apart=self._at_once)
+        group = group_of(layer)
+        group._to_sharded()
+        layout = tuple(
+            (output.numel(), output.dtype, output.device)
+            for param in group.fsdp_params
+            for output in param.all_gather_outputs
+        )
+        owner = (layout, id(group) if group in self._at_once else None)
+        if owner not in buffers:
+            buffers[owner] = _Buffer(group)
+        yield from _in_buffer(group, buffers[owner])
 
     def fill(self, layer: Any) -> None:
         """See :class:`PerModule`."""
@@ -194,30 +214,6 @@ class _Buffer:
         ]
 
 
-def _stable_memory(groups: Iterable[Any], apart: Container[Any] = ()) -> Undo:
-    """Give the unsharded parameters of some units buffers that stay; each of ``apart`` one alone.
-
-    Every unit must have been gathered at least once. They are resharded. Returns what lets FSDP2
-    allocate and free again; to be called between two steps.
-    """
-    buffers: dict[Any, _Buffer] = {}
-
-    def held() -> Iterator[Undo]:
-        for group in groups:
-            group._to_sharded()
-            layout = tuple(
-                (output.numel(), output.dtype, output.device)
-                for param in group.fsdp_params
-                for output in param.all_gather_outputs
-            )
-            owner = (layout, id(group) if group in apart else None)
-            if owner not in buffers:
-                buffers[owner] = _Buffer(group)
-            yield from _in_buffer(group, buffers[owner])
-
-    return all_of(held())
-
-
 def _in_buffer(group: Any, buffer: _Buffer) -> Iterator[Undo]:
     for param, storages in zip(group.fsdp_params, buffer.storages, strict=True):
         _point(param, storages)
@@ -253,22 +249,6 @@ def _require_idle(holder: Any, group: Any) -> None:
         "buffer while there are graphs. In the steps before capture they were never unsharded at "
         "the same time. Run the model then as it runs later: with more warmup_steps, or with "
         "graph_units called after the change."
-    )
-
-
-def _notice_unsharded(groups: Sequence[Any], notice: Callable[[Any], object]) -> Callable[[], None]:
-    """Call ``notice`` with each group that is unsharded while another one becomes so."""
-
-    def gathered(group: Any, wait: Callable[[], None]) -> None:
-        if group._all_gather_result is not None:
-            for other in groups:
-                if other is not group and other.is_unsharded:
-                    notice(other)
-        wait()
-
-    return all_of(
-        put_over(group, "wait_for_unshard", partial(gathered, group, group.wait_for_unshard))
-        for group in groups
     )
 
 

@@ -29,7 +29,7 @@ Note [A buffer in use]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.fsdp.sharding import PerModule, lies_in
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.patch import Undo, all_of, put_over
+from megatron_cg.upstream.patch import Undo, put_over
 
 _MODULE, _GROUP = "module:FsdpModule", "parameter_group:FsdpParameterGroup"
 _BUFFER = "dbuffer:DBuffer"
@@ -114,7 +114,20 @@ class MegatronFsdpV2(PerModule):
         Raises ConfigurationError; see Note [The order of registration].
         """
         _require_order(layers)
-        return _stable_memory(layers)
+        return super().stable_memory(layers)
+
+    def in_buffers(self, layer: Any, buffers: dict[Any, Any]) -> Iterator[Undo]:
+        """See Note [Two buffers for many units]."""
+        _reshard(layer)
+        yield partial(_reshard, layer)
+        place = list(layer._context.forward_order).index(layer) % 2
+        for number, group in enumerate(_groups(layer)):
+            weights = group._unsharded_model_weight.local_buffer
+            layout = (weights.numel(), weights.dtype, weights.device)
+            owner = (id(layer._context), place, number, layout)
+            if owner not in buffers:
+                buffers[owner] = _Buffer(weights)
+            yield from _in_buffer(group, buffers[owner])
 
     def fill(self, layer: nn.Module) -> None:
         """See :class:`PerModule`."""
@@ -164,30 +177,6 @@ class _Buffer:
     def __init__(self, weights: torch.Tensor) -> None:
         self.storage = torch.empty_like(weights).untyped_storage()
         self.holder: Any = None
-
-
-def _stable_memory(layers: Iterable[Any]) -> Undo:
-    """Give the unsharded parameters of some units buffers that stay.
-
-    The units are resharded; they must have run at least once. Returns what lets v2 grow and shrink
-    its storages again; to be called between two steps.
-    """
-    buffers: dict[Any, _Buffer] = {}
-
-    def held() -> Iterator[Undo]:
-        for layer in layers:
-            _reshard(layer)
-            yield partial(_reshard, layer)
-            place = list(layer._context.forward_order).index(layer) % 2
-            for number, group in enumerate(_groups(layer)):
-                weights = group._unsharded_model_weight.local_buffer
-                layout = (weights.numel(), weights.dtype, weights.device)
-                owner = (id(layer._context), place, number, layout)
-                if owner not in buffers:
-                    buffers[owner] = _Buffer(weights)
-                yield from _in_buffer(group, buffers[owner])
-
-    return all_of(held())
 
 
 def _reshard(layer: Any) -> None:

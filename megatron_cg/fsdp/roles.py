@@ -13,13 +13,6 @@ from megatron_cg.fsdp.fsdp_symbols import fsdp_function
 from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe, innermost
 from megatron_cg.upstream.symbols import installed_version
 
-BACKWARD_HANDLER = "_cuda_graph_backward_handler"
-"""Set on a forward pre-hook: the handler that it wraps, which runs after the unit's backward
-(the sentinel that NVIDIA/Megatron-LM#4232 proposes)."""
-BACKWARD_PRE_HANDLER = "_cuda_graph_backward_pre_handler"
-"""Set on a forward hook: the handler that it wraps, which runs before the unit's backward
-(same source)."""
-
 _PACKAGES = {
     "megatron.core.distributed.fsdp": "megatron-core",
     "megatron_fsdp": "megatron-fsdp",
@@ -28,28 +21,20 @@ _SCOPE = "MegatronFSDP._register_fsdp_hooks.<locals>."
 
 
 class FsdpRole(Enum):
-    """What one of Megatron-FSDP's hooks does."""
+    """What one of Megatron-FSDP's hooks does: the function's name, and where it is registered."""
 
-    UNSHARD = "_pre_forward_param_unshard"
-    RESHARD = "_post_forward"
-    RELEASE_TRANSPOSE = "_release_module_fp8_transpose_cache"
-    WRAPS_POST_BACKWARD = "_register_post_backward_hook"
-    WRAPS_PRE_BACKWARD = "create_custom_backward_hook.<locals>.forward_hook"
+    UNSHARD = ("_pre_forward_param_unshard", HookKind.FORWARD_PRE)
+    RESHARD = ("_post_forward", HookKind.FORWARD)
+    RELEASE_TRANSPOSE = ("_release_module_fp8_transpose_cache", HookKind.FORWARD)
+    WRAPS_POST_BACKWARD = ("_register_post_backward_hook", HookKind.FORWARD_PRE)
+    WRAPS_PRE_BACKWARD = ("create_custom_backward_hook.<locals>.forward_hook", HookKind.FORWARD)
 
 
 RELIES_ON = tuple(
     symbol
-    for name in (*(role.value for role in FsdpRole), "_root_pre_backward")
+    for name in (*(role.value[0] for role in FsdpRole), "_root_pre_backward")
     for symbol in fsdp_function(_SCOPE + name, "a hook of Megatron-FSDP")
 )
-
-_KIND_OF_ROLE = {
-    FsdpRole.UNSHARD: HookKind.FORWARD_PRE,
-    FsdpRole.RESHARD: HookKind.FORWARD,
-    FsdpRole.RELEASE_TRANSPOSE: HookKind.FORWARD,
-    FsdpRole.WRAPS_POST_BACKWARD: HookKind.FORWARD_PRE,
-    FsdpRole.WRAPS_PRE_BACKWARD: HookKind.FORWARD,
-}
 
 
 def fsdp_package_of(fn: Callable[..., Any]) -> str | None:
@@ -68,36 +53,30 @@ def classify(record: HookRecord) -> FsdpRole | None:
     Raises UnknownFsdpHookError if Megatron-FSDP made the hook, but the hook is not known here or is
     not in the registry of its role.
     """
-    if record.kind is HookKind.FORWARD_PRE and hasattr(record.fn, BACKWARD_HANDLER):
-        return FsdpRole.WRAPS_POST_BACKWARD
-    if record.kind is HookKind.FORWARD and hasattr(record.fn, BACKWARD_PRE_HANDLER):
-        return FsdpRole.WRAPS_PRE_BACKWARD
     distribution = fsdp_package_of(record.fn)
     if distribution is None:
         return None
     qualified = getattr(innermost(record.fn), "__qualname__", "")
     for role in FsdpRole:
-        if qualified == _SCOPE + role.value and record.kind is _KIND_OF_ROLE[role]:
+        name, kind = role.value
+        if qualified == _SCOPE + name and record.kind is kind:
             return role
     raise _unknown(record, distribution, "its name or registry is not one that is known")
 
 
 def wrapped_handler(record: HookRecord, role: FsdpRole) -> Callable[..., Any]:
-    """The backward handler inside a wrapper: from its sentinel, else from the wrapper itself.
+    """The backward handler inside a wrapper of this role.
 
     Raises UnknownFsdpHookError if the wrapper has no handler.
     """
-    distribution = fsdp_package_of(record.fn) or "a package that tags its hooks"
-    if role is FsdpRole.WRAPS_POST_BACKWARD:
-        handler = getattr(record.fn, BACKWARD_HANDLER, None)
-        if handler is None and isinstance(record.fn, functools.partial) and record.fn.args:
-            handler = record.fn.args[0]
-    else:
-        handler = getattr(record.fn, BACKWARD_PRE_HANDLER, None)
-        if handler is None:
-            variables = inspect.getclosurevars(innermost(record.fn)).nonlocals
-            handler = variables.get("custom_backward_handler")
+    handler: Any = None
+    if role is FsdpRole.WRAPS_PRE_BACKWARD:
+        variables = inspect.getclosurevars(innermost(record.fn)).nonlocals
+        handler = variables.get("custom_backward_handler")
+    elif isinstance(record.fn, functools.partial) and record.fn.args:
+        handler = record.fn.args[0]
     if not callable(handler):
+        distribution = fsdp_package_of(record.fn) or ""
         raise _unknown(record, distribution, "the backward handler it wraps cannot be found")
     found: Callable[..., Any] = handler
     return found

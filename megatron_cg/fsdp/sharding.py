@@ -23,6 +23,7 @@ from megatron_cg.fsdp.transform import (
 from megatron_cg.hooks import HookRecord, module_hooks
 from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
+from megatron_cg.upstream.patch import Undo, all_of
 
 REPLACED = (
     "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
@@ -179,6 +180,15 @@ class PerModule(Sharding):
     def refusals_of(self, name: str, module: nn.Module) -> Iterable[Violation]:
         """Why the memory of a sharded module cannot be kept."""
         raise NotImplementedError
+
+    def in_buffers(self, layer: nn.Module, buffers: dict[Any, Any]) -> Iterator[Undo]:
+        """Reshard a unit and put its unsharded parameters into buffers, each by its key."""
+        raise NotImplementedError
+
+    def stable_memory(self, layers: Sequence[nn.Module]) -> Undo:
+        """Let units share buffers that are not freed. They must have run at least once."""
+        buffers: dict[Any, Any] = {}
+        return all_of(undo for layer in layers for undo in self.in_buffers(layer, buffers))
 
     def fill(self, layer: nn.Module) -> None:
         """Gather a unit into its buffer, where its weights stay until others need the buffer."""

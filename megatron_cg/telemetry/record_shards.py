@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class
+from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
 
 _BUFFERS = {
     "main": "main_weight_buffer",

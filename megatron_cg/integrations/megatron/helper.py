@@ -30,7 +30,7 @@ from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError
-from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.repeat import repeat_if_bounded

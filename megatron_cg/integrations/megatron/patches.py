@@ -232,7 +232,7 @@ def _help_models_under_fsdp() -> Undo:
     Creating one raises ConfigurationError or HookError as ``helper.check_model`` does. Raises
     UpstreamChangedError when Megatron's helper is missing or takes other arguments.
     """
-    from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+    from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
     from megatron_cg.integrations.megatron.steps import by_optimizer
 
     old = _INIT.find()
@@ -261,7 +261,7 @@ def _help_models_under_fsdp() -> Undo:
 
 def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], source: Any) -> None:
     """Initialise Megatron's ``helper`` and replace its methods."""
-    from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+    from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
     from megatron_cg.integrations import call_arguments
     from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model
     from megatron_cg.integrations.megatron.steps import by_optimizer

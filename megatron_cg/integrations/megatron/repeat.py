@@ -37,7 +37,7 @@ from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.events import StepRepeated, emit
-from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
 from megatron_cg.integrations.megatron.step_state import StepState
 from megatron_cg.integrations.megatron.steps import Steps
 from megatron_cg.moe.install import bound_of

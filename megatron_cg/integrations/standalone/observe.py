@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_cg.capture.operations import key_of
 from megatron_cg.capture.static_inputs import StaticInputs, version_of
+from megatron_cg.fsdp.find_sharding import Unsharded
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.fsdp.unsharded import Unsharded
 from megatron_cg.integrations.standalone.call import CallForm
 from megatron_cg.integrations.standalone.results import attributes_of, tensors_of
 from megatron_cg.integrations.standalone.sums import Sums

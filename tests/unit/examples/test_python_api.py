@@ -116,7 +116,7 @@ def test_steps_after_closing_are_eager_though_nothing_was_captured(trainer: Any)
 def test_close_undoes_what_the_helper_changed_also_after_a_failed_start(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+    from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
     from megatron_cg.integrations.megatron import loop as api
     from megatron_cg.memory.release import _KEEPS
 

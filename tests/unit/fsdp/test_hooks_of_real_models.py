@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_cg.errors import HookError, UnknownFsdpHookError
 from megatron_cg.fsdp.megatron_fsdp import unit_hooks
-from megatron_cg.fsdp.roles import BACKWARD_HANDLER, FsdpRole, classify
+from megatron_cg.fsdp.roles import FsdpRole, classify
 from megatron_cg.fsdp.transform import transform
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.replay.unit import Unit
@@ -51,18 +51,6 @@ def unit(request: pytest.FixtureRequest, one_rank: None) -> Any:
 
 def record_of(unit: nn.Module, role: FsdpRole) -> HookRecord:
     return next(record for record in module_hooks(unit) if classify(record) is role)
-
-
-def test_a_tag_that_a_newer_megatron_sets_is_used(unit: nn.Module) -> None:
-    calls: list[nn.Module] = []
-    record = record_of(unit, FsdpRole.WRAPS_POST_BACKWARD)
-    setattr(record.fn, BACKWARD_HANDLER, calls.append)
-    try:
-        hooks = transform(unit, [record], {}, ())
-        hooks.capture_time["backward_hooks"][record.hook_id](unit)
-        assert calls == [unit]
-    finally:
-        delattr(record.fn, BACKWARD_HANDLER)
 
 
 def test_wrappers_are_withheld_and_handlers_change_phase(unit: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ConfigurationError, HookError
-from megatron_cg.fsdp.unsharded import Unsharded
+from megatron_cg.fsdp.find_sharding import Unsharded
 from megatron_cg.integrations.standalone import graph_units
 from megatron_cg.integrations.standalone.units import find_units
 from tests.unit.integrations.standalone.sharded import Run, v1_run

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp, gather_alone, raw_parameters
+from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp, gather_alone, raw_parameters
 
 
 def pipeline(calls: list[tuple[Any, bool]], units: list[int]) -> Any:
@@ -57,6 +57,6 @@ def test_a_member_of_megatron_fsdp_that_is_gone_is_named(
     dense_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert find_megatron_fsdp(dense_model) is dense_model.module
-    monkeypatch.setattr("megatron_cg.fsdp.fsdp_model._NEEDED", ("gone",))
+    monkeypatch.setattr("megatron_cg.fsdp.megatron_fsdp._NEEDED", ("gone",))
     with pytest.raises(UpstreamChangedError, match=r"MegatronFSDP\.gone"):
         find_megatron_fsdp(dense_model)
