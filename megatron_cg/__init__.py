@@ -16,7 +16,7 @@ from megatron_cg.errors import CaptureError, ConfigurationError, MegatronCGError
 from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from megatron_cg.compiled.together import CompiledRegions, compile_together
+    from megatron_cg.compiled.together import compile_together
     from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm
     from megatron_cg.integrations.megatron.loop import GraphedLayers
     from megatron_cg.integrations.megatron.patches import counters
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CaptureError",
-    "CompiledRegions",
     "ConfigurationError",
     "GraphedLayers",
     "GraphedUnits",
@@ -37,7 +36,6 @@ __all__ = [
 ]
 
 _LATER = {
-    "CompiledRegions": "megatron_cg.compiled.together",
     "GraphedLayers": "megatron_cg.integrations.megatron.loop",
     "GraphedUnits": "megatron_cg.integrations.standalone.graphs",
     "compile_together": "megatron_cg.compiled.together",

@@ -99,10 +99,6 @@ class FastPathError(MegatronCGError):
     """A parameter was used in a way that the FSDP fast path does not support."""
 
 
-class StaticShapeError(MegatronCGError):
-    """Ranks would compile one region for different static shapes; raised on all of them."""
-
-
 class ReplayMismatchError(MegatronCGError):
     """A graph must not be replayed: something has changed since capture."""
 

@@ -29,20 +29,8 @@ class Manifest:
     """What is known of an artifact without decoding it."""
 
     code_sha256: str
-    code_bytes: int
     fingerprint: Mapping[str, str]
     traced_ranks: Sequence[int]
-    world_size: int
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A checked artifact, still encoded."""
-
-    manifest: Manifest
-    code: bytes
-    sha256: str
-    """Of the whole file."""
 
 
 def path_of(directory: Path, name: str) -> Path:
@@ -63,8 +51,8 @@ def write(path: Path, manifest: Manifest, code: bytes) -> None:
         part.write_bytes(json.dumps(asdict(manifest), sort_keys=True).encode() + b"\n" + code)
 
 
-def read(path: Path) -> Stored:
-    """Read an artifact. Nothing is decoded but the manifest, which is JSON.
+def read(path: Path) -> tuple[Manifest, bytes]:
+    """Read an artifact and its code. Nothing is decoded but the manifest, which is JSON.
 
     Raises ArtifactRefusedError if it is missing, not trusted, or damaged.
     """
@@ -87,10 +75,10 @@ def read(path: Path) -> Stored:
         ) from error
     if sha256(code).hexdigest() != manifest.code_sha256:
         raise ArtifactRefusedError(
-            f"{path} is damaged: it holds {len(code)} bytes of code with another SHA-256 than the "
-            f"{manifest.code_bytes} bytes that its manifest names. Copy it again, or save again"
+            f"{path} is damaged: its {len(code)} bytes of code have another SHA-256 than its "
+            "manifest names. Copy it again, or save again"
         )
-    return Stored(manifest, code, sha256(data).hexdigest())
+    return manifest, code
 
 
 def _require_own(path: Path, status: os.stat_result) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from megatron_cg.upstream.patch import set_attribute
-from megatron_cg.upstream.symbols import Symbol, installed_version
+from megatron_cg.upstream.symbols import Symbol
 
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -61,22 +61,21 @@ _functions: dict[Symbol, Callable[..., Any]] = {}
 
 @contextmanager
 def traceable() -> Iterator[None]:
-    """Install the replacements, for torch and, if it is installed, for Megatron."""
+    """Install the replacements, for torch and for Megatron."""
     with ExitStack() as undo:
         done = {name: _done_at_once(getattr(dist, name)) for name in _ASYNCHRONOUS}
         for name, function in done.items():
             undo.callback(set_attribute(dist, name, function))
-        if installed_version("megatron-core") is not None:
-            # With a tracker, the trace does not see one being made, as every call would again.
-            values = {_TRACKER: _TRACKER_CLASS.find()(), _TRACKER_MADE: True, _WARNED: True}
-            values |= {symbol: done[name] for symbol, name in _BOUND.items()}
-            # An unknown body is traced as it is, and compared with eager at load.
-            values |= {one: _functions[one] for one in _functions if one.unknown_body() is None}
-            for symbol, value in values.items():
-                owner, name = symbol.place()
-                is_static = isinstance(vars(owner).get(name), staticmethod)
-                ours = staticmethod(value) if is_static else value
-                undo.callback(set_attribute(owner, name, ours))
+        # With a tracker, the trace does not see one being made, as every call would again.
+        values = {_TRACKER: _TRACKER_CLASS.find()(), _TRACKER_MADE: True, _WARNED: True}
+        values |= {symbol: done[name] for symbol, name in _BOUND.items()}
+        # An unknown body is traced as it is, and compared with eager at load.
+        values |= {one: _functions[one] for one in _functions if one.unknown_body() is None}
+        for symbol, value in values.items():
+            owner, name = symbol.place()
+            is_static = isinstance(vars(owner).get(name), staticmethod)
+            ours = staticmethod(value) if is_static else value
+            undo.callback(set_attribute(owner, name, ours))
         yield
 
 
@@ -131,16 +130,6 @@ def _gather_first(
     return gathered
 
 
-@_in_place_of(
-    f"{_MAPPINGS}:_gather_along_last_dim", "all-gathers the last dimension", "ae4793e64e8fd3a9"
-)
-def _gather_last(input_: torch.Tensor, group: Any) -> torch.Tensor:
-    if group.size() == 1:
-        return input_
-    rows: torch.Tensor = _gather_first(input_, group)
-    return torch.cat(rows.chunk(group.size(), dim=0), dim=-1)
-
-
 @_in_place_of(f"{_MAPPINGS}:_reduce_scatter_along_first_dim", "reduce-scatters", "b16fab690c1237cd")
 def _scatter_first(
     input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
@@ -189,16 +178,6 @@ def _fresh_memory(
 )
 def _no_fork(*_args: Any, **_kwargs: Any) -> Any:
     return nullcontext()
-
-
-@_in_place_of(
-    "megatron.core.fusions.fused_softmax:get_default_causal_mask",
-    "makes the mask of a layer that gets none, on a device by name",
-    "4b98020062c1e495",
-)
-def _causal_mask(length: int) -> torch.Tensor:
-    ones = torch.ones(length, length, device=torch.device("meta"))
-    return torch.triu(ones, diagonal=1).bool()
 
 
 RELIES_ON = (_TRACKER, _TRACKER_MADE, _TRACKER_CLASS, _WARNED, *_BOUND, *_functions)

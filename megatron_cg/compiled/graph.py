@@ -29,18 +29,18 @@ Code = Mapping[str, Sequence[tuple[str, str]]]
 
 
 def refuse_modules(module: torch.nn.Module) -> None:
-    """Raise PrecompileError for modules of Transformer Engine, and for modules with hooks."""
+    """Raise PrecompileError for modules with hooks, and for frozen parameters."""
     for name, inner in module.named_modules():
         for hook in module_hooks(inner):
             raise PrecompileError(
                 f"{name or 'the region'} has the hook {describe(hook.fn)}, which would become part "
                 "of the code: build the module without hooks, and register them where it is loaded"
             )
-        if type(inner).__module__.partition(".")[0] == "transformer_engine":
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
             raise PrecompileError(
-                f"{name or 'the region'} is Transformer Engine's {type(inner).__name__}, which "
-                "Dynamo must not trace (torch._dynamo.disable in its code). Build the region from "
-                "Megatron's local spec, get_gpt_layer_local_spec, or of plain modules"
+                f"{name} is frozen, and the code would give it no gradient later either: build "
+                "the module with all parameters trainable"
             )
 
 

@@ -3,16 +3,13 @@
 All ranks vote twice: when each has checked and decoded the artifact, and when each has compared one
 step of it with eager. A rank that refuses still votes, so no rank waits in a collective of the
 comparison for one that has refused. If the comparison itself fails on a rank, others may wait for
-it in a collective of the region. So that rank waits for their votes for a minute only, and then
-its process ends, and with it the run.
+it in a collective of the region, until the time limit of the vote ends the run.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable
-from datetime import timedelta
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +24,8 @@ from megatron_cg.compiled.region import (
     differences,
     fingerprint,
     module_kinds,
-    short,
 )
-from megatron_cg.compiled.trace import Rank, loading_for
+from megatron_cg.compiled.trace import loading_for
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
@@ -46,16 +42,6 @@ _LOAD = Symbol(
 )
 RELIES_ON = (_LOAD,)
 
-FAILED_ALONE = timedelta(seconds=60)
-"""How long a rank that failed in the comparison waits for the votes of the others."""
-
-
-class _Stage(IntEnum):
-    """What a vote follows; its serial number."""
-
-    DECODED = 1
-    COMPARED = 2
-
 
 class Precompiled:
     """Compiled code on this rank; call it with a module and its arguments.
@@ -69,28 +55,20 @@ class Precompiled:
         self._device_type = region.device().type
         self._call = call_kinds(region, self._device_type)
         self._module = module_kinds(region.module)
-        named = region.module.named_parameters()
-        self._frozen = tuple(name for name, weight in named if not weight.requires_grad)
 
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward pass; its outputs have the compiled backward pass.
 
-        Raises ReplayMismatchError if an argument, autocast or a frozen parameter is not as it was
-        traced: code without guards would compute something wrong.
+        Raises ReplayMismatchError if an argument or autocast is not as it was traced: code without
+        guards would compute something wrong.
         """
         call = call_kinds(Region(module, args, kwargs), self._device_type)
         if call != self._call:
             raise ReplayMismatchError(
                 f"{self._name} was compiled for other calls: "
-                f"{short(differences(self._call, call))}. Call it as it was traced, or save an "
+                f"{differences(self._call, call)}. Call it as it was traced, or save an "
                 "artifact for this call"
             )
-        for name in self._frozen:
-            if module.get_parameter(name).requires_grad:
-                raise ReplayMismatchError(
-                    f"{name} needed no gradient when {self._name} was compiled, so that code gives "
-                    "it none. Save an artifact with it trainable, or undo attach"
-                )
         return self._function(module, *args, **kwargs)
 
     def attach(self, modules: Iterable[torch.nn.Module]) -> Undo:
@@ -110,7 +88,7 @@ class Precompiled:
             if kinds != self._module:
                 raise ReplayMismatchError(
                     f"{self._name} was compiled for another {type(module).__name__}: "
-                    f"{short(differences(self._module, kinds))}. Leave this module out"
+                    f"{differences(self._module, kinds)}. Leave this module out"
                 )
         return all_of(
             set_attribute(module, "forward", self._forward_of(module)) for module in modules
@@ -166,78 +144,67 @@ def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> 
 
     Raises:
         ArtifactRefusedError: on all ranks, if any refused. They may go on eagerly.
-        AgreementError: a rank is gone or does something else, or this rank failed in the comparison
-            while others wait for it in a collective. This process must end.
+        AgreementError: a rank is gone, does something else, or waits in a collective for one that
+            failed in the comparison. This process must end.
     """
     held = ""
     compiled: Any = None
     own: Exception | None = None
     try:
-        stored = artifact.read(artifact.path_of(Path(directory), name))
-        held = stored.sha256
-        compiled = _decoded(name, stored, region)
+        manifest, code = artifact.read(artifact.path_of(Path(directory), name))
+        held = manifest.code_sha256
+        compiled = _decoded(name, manifest, code, region)
     except Exception as error:  # This rank must vote, so nothing may escape.
         own = error
-    refusal = _decided(_Stage.DECODED, own, votes, held)
+    refusal = _decided("decoded", 1, own, votes, held)
     if refusal is None:
         try:
-            _require_same_as_eager(name, region, compiled)
+            if (different := first_difference(region, compiled)) is not None:
+                raise ArtifactRefusedError(
+                    f"{name} does not compute what eager computes: {different}. Save again; if "
+                    "that does not help, please report it with this line"
+                )
         except Exception as error:
             own = error
-        refusal = _decided(_Stage.COMPARED, own, votes, held)
+        refusal = _decided("compared", 2, own, votes, held)
     if refusal is not None:
         raise refusal from own
     return Precompiled(compiled, region, name)
 
 
-def _decoded(name: str, stored: artifact.Stored, region: Region) -> Any:
+def _decoded(name: str, manifest: artifact.Manifest, code: bytes, region: Region) -> Any:
     """The code for this rank. Raises ArtifactRefusedError if it is for something else."""
     device = region.device()
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    different = differences(stored.manifest.fingerprint, fingerprint(region, capability))
+    different = differences(manifest.fingerprint, fingerprint(region, capability))
     if different:
         raise ArtifactRefusedError(
-            f"{name} was made for something else: {short(different)}. Save again for this "
-            "configuration"
+            f"{name} was made for something else: {different}. Save again for this configuration"
         )
     groups = {f"{PREFIX}{role}": group.group_name for role, group in region.groups.items()}
-    with loading_for(Rank(device, groups)):
-        compiled = _LOAD.find()(io.BytesIO(stored.code))
+    with loading_for(device, groups):
+        compiled = _LOAD.find()(io.BytesIO(code))
     # All guards were left out; the fingerprint and the check of each call replace them.
     compiled.disable_guard_check()
     return compiled
 
 
-def _require_same_as_eager(name: str, region: Region, compiled: Callable[..., Any]) -> None:
-    different = first_difference(region, compiled)
-    if different is not None:
-        raise ArtifactRefusedError(
-            f"{name} does not compute what eager computes: {different}. Save again; if that does "
-            "not help, please report it with this line"
-        )
-
-
 def _decided(
-    stage: _Stage, own: Exception | None, votes: Agreement, held: str
+    done: str, serial: int, own: Exception | None, votes: Agreement, held: str
 ) -> ArtifactRefusedError | None:
     """The refusal of all ranks, or None if all go on."""
     vote = Vote(against=own is not None, graphs=digest([held]))
-    failed = stage is _Stage.COMPARED and not isinstance(own, ArtifactRefusedError | None)
-    limit = FAILED_ALONE if failed else None
     try:
-        decision = votes.agree(Kind.PRECOMPILED, vote, serial=stage, timeout=limit)
+        decision = votes.agree(Kind.PRECOMPILED, vote, serial=serial)
     except AgreementError as error:
-        if own is None:
-            raise
-        raise AgreementError(
-            f"{type(own).__name__} while the artifact was {stage.name.lower()}: {own}. Then {error}"
-        ) from own
+        if own is not None:
+            error.add_note(f"{type(own).__name__} while the artifact was {done}: {own}")
+        raise
+    if isinstance(own, MegatronCGError):
+        return ArtifactRefusedError(str(own))
     if own is not None:
-        if isinstance(own, MegatronCGError):
-            return ArtifactRefusedError(str(own))
-        return ArtifactRefusedError(
-            f"the artifact could not be {stage.name.lower()}: {type(own).__name__}: {own}"
-        )
+        reason = f"{type(own).__name__}: {own}"
+        return ArtifactRefusedError(f"the artifact could not be {done}: {reason}")
     if decision.against:
         return ArtifactRefusedError(
             f"{ranks_text(decision.against)} refused the artifact, for the reason in its own log, "

@@ -9,9 +9,9 @@ such as an edited function, the comparison with eager finds.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,13 +113,13 @@ def fingerprint(region: Region, capability: Capability) -> dict[str, str]:
         region: the region, on the meta device or on a rank.
         capability: of the GPUs that the code is for, or None for the CPU.
     """
-    device = "cpu" if capability is None else "cuda"
+    device, kind = "cpu" if capability is None else "cuda", type(region.module)
     entries = {
         "version.python": ".".join(platform.python_version_tuple()[:2]),
         "version.megatron_cg": __version__,
         "version.torch": torch.__version__,  # With the suffix of its build, as torch compares it.
         "device": device if capability is None else "cuda {}.{}".format(*capability),
-        "module": _text(type(region.module)),
+        "module": f"{kind.__module__}.{kind.__qualname__}",
         "module.training": str(region.module.training),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "default dtype": str(torch.get_default_dtype()),
@@ -146,19 +146,15 @@ def call_kinds(region: Region, device_type: str) -> dict[str, str]:
     return kinds
 
 
-def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Each entry that differs, in words; empty if the mappings are equal."""
-    return [
+def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The first entries that differ, in words; empty if the mappings are equal."""
+    lines = [
         f"{name} was {saved.get(name, 'absent')} and is {now.get(name, 'absent')}"
         for name in sorted({*saved, *now})
         if saved.get(name) != now.get(name)
     ]
-
-
-def short(lines: Sequence[str], limit: int = 5) -> str:
-    """The first lines, and how many more there are."""
-    more = f"; and {len(lines) - limit} more" if len(lines) > limit else ""
-    return "; ".join(lines[:limit]) + more
+    more = [f"and {len(lines) - 5} more"] if len(lines) > 5 else []
+    return "; ".join(lines[:5] + more)
 
 
 def _tensor_kind(tensor: torch.Tensor) -> str:
@@ -167,14 +163,5 @@ def _tensor_kind(tensor: torch.Tensor) -> str:
 
 
 def _text(value: Any) -> str:
-    """Never an address: a function or class by its name, any other object by its class."""
-    if isinstance(value, enum.Enum | bool | int | float | str | None | torch.dtype):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, set | frozenset):
-        return f"[{', '.join(sorted(map(_text, value)))}]"
-    if isinstance(value, Mapping):
-        return str({str(key): _text(item) for key, item in value.items()})
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    """Without addresses, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -8,7 +8,6 @@ meta device, so that what is traced names no GPU.
 from __future__ import annotations
 
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_cg.compiled import artifact
 from megatron_cg.compiled.graph import first_difference
-from megatron_cg.compiled.region import Capability, Region, differences, short
+from megatron_cg.compiled.region import Capability, Region, differences
 from megatron_cg.compiled.trace import Trace, trace
 from megatron_cg.errors import PrecompileError
 from megatron_cg.upstream.patch import set_attribute
@@ -32,11 +31,11 @@ _FAKE_STORE = Symbol(
     "torch.testing._internal.distributed.fake_pg:FakeStore",
     "the store of a fake process group, and what registers its backend",
 )
-_PARALLEL_STATE = "megatron.core.parallel_state"
-_DESTROY = Symbol(f"{_PARALLEL_STATE}:destroy_model_parallel", "forgets Megatron's groups")
-_DISPATCHER_MODULE = "megatron.core.transformer.moe.token_dispatcher"
+_DESTROY = Symbol(
+    "megatron.core.parallel_state:destroy_model_parallel", "forgets Megatron's groups"
+)
 _DISPATCHER = Symbol(
-    f"{_DISPATCHER_MODULE}:MoEAlltoAllTokenDispatcher",
+    "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher",
     "the class that keeps a stream for all its objects",
     attributes=("cuda_dtoh_stream",),
 )
@@ -77,16 +76,12 @@ def save(
     for rank in ranks[1:]:
         other, _ = _trace_as(build, rank, world_size, capability)
         _require_same(first, other, rank)
-    with tempfile.TemporaryDirectory(prefix="megatron-cg-") as folder:
-        file = Path(folder, "code")
-        first.compiled.save_compiled_function(str(file))
-        code = file.read_bytes()
+    compiled = first.compiled
+    code: bytes = type(compiled).serialize(compiled).serialized_data
     manifest = artifact.Manifest(
         code_sha256=sha256(code).hexdigest(),
-        code_bytes=len(code),
         fingerprint=first.fingerprint,
         traced_ranks=ranks,
-        world_size=world_size,
     )
     artifact.write(path, manifest, code)
     return manifest
@@ -96,7 +91,7 @@ def _trace_as(
     build: Callable[[], Region], rank: int, world_size: int, capability: Capability
 ) -> tuple[Trace, set[int]]:
     """The trace of a rank, and the ranks that share a group of the region with it."""
-    with fake_rank(rank, world_size, capability):
+    with fake_rank(rank, world_size):
         region = build()
         groups = region.groups.values()
         peers = {peer for group in groups for peer in dist.get_process_group_ranks(group)}
@@ -107,7 +102,7 @@ def _require_same(first: Trace, other: Trace, rank: int) -> None:
     different = differences(first.fingerprint, other.fingerprint)
     if different:
         raise PrecompileError(
-            f"rank 0 and rank {rank} would run different code: {short(different)}. Leave what "
+            f"rank 0 and rank {rank} would run different code: {different}. Leave what "
             "differs out of the region"
         )
     difference = first_difference(first.code, other.code, 0, rank)
@@ -119,23 +114,8 @@ def _require_same(first: Trace, other: Trace, rank: int) -> None:
         )
 
 
-class _NoStream:
-    """A CUDA stream for constructors that only keep it. Using it in traced code is an error."""
-
-    def __init__(self, *_args: object, **_kwargs: object) -> None:
-        return None
-
-
-_capability: Capability = None
-"""Of the GPUs that the code is for, while a fake rank is there."""
-
-
 def _current_device() -> torch.device:
     return torch.device("meta")
-
-
-def _device_capability(device: object = None) -> Capability:
-    return _capability
 
 
 @torch.compiler.substitute_in_graph(_current_device)
@@ -144,14 +124,9 @@ def _traced_current_device() -> torch.device:
     return torch.device("meta")
 
 
-@torch.compiler.substitute_in_graph(_device_capability)
-def _traced_device_capability(device: object = None) -> Capability:
-    return _capability
-
-
 @contextmanager
-def fake_rank(rank: int, world_size: int, capability: Capability) -> Iterator[None]:
-    """Be ``rank`` of ``world_size`` in the block, on a GPU of that compute capability.
+def fake_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Be ``rank`` of ``world_size`` in the block.
 
     Raises PrecompileError if this process has a process group already.
     """
@@ -161,20 +136,17 @@ def fake_rank(rank: int, world_size: int, capability: Capability) -> Iterator[No
             "init_process_group, or type megatron-cg precompile"
         )
     changes: list[tuple[Any, str, Any]] = [
-        (sys.modules[__name__], "_capability", capability),
         (torch.cuda, "current_device", _current_device),
-        (torch.cuda, "Stream", _NoStream),
+        # Its objects would make a real stream. Traced code must not use this one.
+        (_DISPATCHER.find(), "cuda_dtoh_stream", object()),
         # Dynamo cannot trace it; the eager step has warned.
         (warnings, "warn", lambda *_args, **_kwargs: None),
         # A process group puts its rank before every uncaught error, and never takes that back.
         (sys, "excepthook", sys.excepthook),
     ]
-    if capability is not None:
-        changes.append((torch.cuda, "get_device_capability", _device_capability))
     torch._dynamo.reset()
     with ExitStack() as stack:
         stack.callback(torch._dynamo.reset)
-        stack.callback(_forget_stream)
         for owner, name, value in changes:
             stack.callback(set_attribute(owner, name, value, shared=True))
         store = _FAKE_STORE.find()()
@@ -183,16 +155,7 @@ def fake_rank(rank: int, world_size: int, capability: Capability) -> Iterator[No
         yield
 
 
-def _forget_stream() -> None:
-    """Let a dispatcher that is made later make a stream of its own, a real one."""
-    if _DISPATCHER_MODULE in sys.modules:
-        dispatcher = _DISPATCHER.find()
-        if isinstance(dispatcher.cuda_dtoh_stream, _NoStream):
-            dispatcher.cuda_dtoh_stream = None
-
-
 def _destroy() -> None:
-    if _PARALLEL_STATE in sys.modules:
-        _DESTROY.find()()
+    _DESTROY.find()()
     if dist.is_initialized():
         dist.destroy_process_group()

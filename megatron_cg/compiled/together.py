@@ -10,8 +10,8 @@ Note [Who decides the shape]
     all apply the same rule to the same history: a size that has been the same on all ranks is a
     constant, any other is dynamic. This scheme is torch's own (``enable_compiler_collectives``),
     but torch 2.11 to 2.15 run it on the group of one accelerator only. Here it runs on the votes'
-    gloo group. Where sizes must be constants (``dynamic=False``, CUDA graphs), inputs must have the
-    size that :meth:`CompiledRegions.static_size` says; otherwise all ranks raise an error.
+    gloo group. Where sizes must be constants (``dynamic=False``, CUDA graphs) and differ, all ranks
+    raise an error.
 
 Note [A hook must not raise]
     An exception in the guard-complete hook ends the process by ``std::terminate`` (torch 2.11). So
@@ -30,7 +30,7 @@ Note [One vote before each compilation]
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -46,8 +46,8 @@ from megatron_cg.consensus.decision import (
     ranks_text,
 )
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement, under_capture
-from megatron_cg.errors import PhaseError, StaticShapeError
-from megatron_cg.upstream.patch import Undo, put_over
+from megatron_cg.errors import PhaseError
+from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -85,42 +85,18 @@ _SUPPRESS = _dynamo(
 RELIES_ON = (_SET_HOOK, _BEGIN, _EXCHANGE, _STATE, _MET, _RESTART, _WRAPPED, _DYNAMIC, _SUPPRESS)
 
 
-class CompiledRegions:
-    """The votes of all ranks on compiled regions; :func:`compile_together` makes it."""
+class _Votes:
+    """The votes of all ranks on compiled regions."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._serial = 0
         self._voted = False
         """Whether the hook's last vote failed, and no compilation has begun since."""
-        self._sizes: dict[str, int] = {}
         self.unraised: BaseException | None = None
         """What went wrong at a vote on guards, until it is raised."""
         self.wrapped: BaseException | None = None
         """What :meth:`sizes_met` raised last, which Dynamo puts into an exception of its own."""
-
-    def static_size(self, size: int, name: str = "tokens", *, multiple_of: int = 1) -> int:
-        """The size to which all ranks pad, so that all compile for the same static shape.
-
-        All ranks call it together, before the compiled region. It is the largest ``size`` that any
-        rank has needed so far under this ``name``, rounded up to ``multiple_of``. So a region is
-        compiled again only when some rank needs more than before.
-
-        Raises:
-            ValueError: a negative size, or a multiple below 1.
-            AgreementError: a rank is gone or late, or asks for a size of another name or multiple.
-        """
-        if size < 0 or multiple_of < 1:
-            raise ValueError(
-                f"static_size({size}, multiple_of={multiple_of}): a size is 0 or more, and a "
-                "multiple 1 or more"
-            )
-        rounded = -(-size // multiple_of) * multiple_of
-        what = f"the size {name!r}, a multiple of {multiple_of}"
-        decision = self._vote(Kind.SIZE, Vote(size=rounded, graphs=digest([what])))
-        _require_same(decision, f"{what},", "Give all ranks the same name and multiple_of")
-        largest = self._sizes[name] = max(self._sizes.get(name, 0), decision.largest)
-        return largest
 
     def guards_checked(self, passed: bool) -> bool:
         """The hook: whether guards passed on all ranks; False makes Dynamo compile.
@@ -141,7 +117,7 @@ class CompiledRegions:
         self._voted = not all_passed
         return all_passed
 
-    def compilation_begins(self) -> CompiledRegions:
+    def compilation_begins(self) -> _Votes:
         """In place of Dynamo's ``get_compile_pg``; the result gets to :meth:`sizes_met`."""
         if self.unraised is not None:
             error, self.unraised = self.unraised, None
@@ -155,7 +131,7 @@ class CompiledRegions:
     def sizes_met(self, graph: Any) -> None:
         """In place of Dynamo's ``OutputGraph.run_compiler_collective``.
 
-        Raises what starts the second trace, AgreementError and StaticShapeError.
+        Raises what starts the second trace, and AgreementError.
         """
         tracer = graph.root_tx
         state = tracer.distributed_state
@@ -173,7 +149,11 @@ class CompiledRegions:
     def _exchange(self, code: Any, met: Any) -> list[Any]:
         region = f"{code.co_name}, line {code.co_firstlineno}"
         decision = self._vote(Kind.COMPILE, Vote(graphs=digest([region])))
-        _require_same(decision, f"{region},", "Call the same regions in the same order")
+        if decision.minority:
+            raise AgreementError(
+                f"this rank is at {region}, and {ranks_text(decision.minority)} differ from most "
+                "ranks. Call the same regions in the same order on all of them"
+            )
         states = self._agreement.gather(met)
         if not _DYNAMIC.find():
             _require_one_shape(region, [state.automatic_dynamic for state in states])
@@ -194,7 +174,7 @@ class CompiledRegions:
 
 
 @contextmanager
-def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegions]:
+def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[None]:
     """Let all ranks decide together at every compiled region that is called in this block.
 
     All ranks enter it together, before the first call of a compiled region, and call the same
@@ -208,8 +188,8 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegion
             suppresses errors (``torch._dynamo.config.suppress_errors``).
         UpstreamChangedError: this torch is none that this was written for.
         AgreementError: in the block or at its end: a rank is gone or late, or ranks called
-            different regions. They no longer do the same, so this process must end.
-        StaticShapeError: as AgreementError, if ranks would compile for different static shapes.
+            different regions, or would compile for different static shapes. They no longer do the
+            same, so this process must end.
     """
     if not dist.is_initialized():
         raise PhaseError(
@@ -224,12 +204,13 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegion
     with ExitStack() as undo:
         agreement = Agreement(timeout)
         undo.callback(agreement.close)
-        together = CompiledRegions(agreement)
-        undo.callback(_install(together.guards_checked))
+        together = _Votes(agreement)
+        undo.callback(_SET_HOOK.find(), None)
+        _SET_HOOK.find()(together.guards_checked)
         undo.callback(put_over(*_BEGIN.place(), together.compilation_begins))
         undo.callback(put_over(*_EXCHANGE.place(), together.sizes_met))
         try:
-            yield together
+            yield
         except _WRAPPED.find() as error:
             if together.wrapped is None:
                 raise
@@ -258,28 +239,8 @@ def _require_no_suppression() -> None:
         )
 
 
-def _install(hook: Callable[[bool], bool]) -> Undo:
-    install = _SET_HOOK.find()
-    install(hook)
-
-    def undo() -> None:
-        if (now := install(None)) is not hook and now is not None:
-            logger.warning("megatron_cg: a guard-complete hook that was set later stays.")
-            install(now)
-
-    return undo
-
-
-def _require_same(decision: Decision, what: str, remedy: str) -> None:
-    if decision.minority:
-        raise AgreementError(
-            f"this rank is at {what} and {ranks_text(decision.minority)} differ from most ranks. "
-            f"{remedy} on all of them"
-        )
-
-
 def _require_one_shape(region: str, met: list[dict[str, Any]]) -> None:
-    """Raise StaticShapeError if an input's sizes differ between ranks."""
+    """Raise AgreementError if an input's sizes differ between ranks."""
     for name in met[0]:
         ranks: dict[str, list[int]] = {}
         for rank, entries in enumerate(met):
@@ -288,9 +249,9 @@ def _require_one_shape(region: str, met: list[dict[str, Any]]) -> None:
             found = size if size is not None else entry and entry.scalar
             ranks.setdefault(str(found), []).append(rank)
         if len(ranks) > 1:
-            raise StaticShapeError(
+            raise AgreementError(
                 f"ranks would compile {region} for different static shapes: {name} is "
                 + ", ".join(f"{size} on {ranks_text(where)}" for size, where in ranks.items())
-                + ". Pad it before the call to what static_size() returns, or let sizes be "
+                + ". Pad it to the largest size of all ranks before the call, or let sizes be "
                 "dynamic: torch.compile(..., dynamic=None)"
             )

@@ -39,13 +39,13 @@ from megatron_cg.compiled.graph import (
     rename,
 )
 from megatron_cg.compiled.region import PREFIX, Capability, Region, fingerprint
-from megatron_cg.errors import ArtifactRefusedError, PrecompileError
+from megatron_cg.errors import PrecompileError
 from megatron_cg.upstream.symbols import Symbol
 
 _AOT_COMPILED = Symbol(
     "torch._dynamo.aot_compile:AOTCompiledFunction",
     "a compiled function that can be saved",
-    attributes=("save_compiled_function", "fn", "disable_guard_check"),
+    attributes=("serialize", "fn", "disable_guard_check"),
 )
 _OUTPUT_CODE = Symbol(
     "torch._inductor.output_code:RegionalOutputCode",
@@ -56,12 +56,8 @@ _GUARDS = Symbol("torch.compiler:skip_all_guards_unsafe", "leaves all guards out
 _FRESH_CACHE = Symbol(
     "torch._inductor.utils:fresh_cache", "compiles with a new cache on disk in a block"
 )
-_CACHES = Symbol(
-    "torch._functorch._aot_autograd.autograd_cache:should_use_local_autograd_cache",
-    "whether compiled code gets an entry of a cache, which is what can be saved",
-)
 _NORM = Symbol("torch.ops:aten._fused_rms_norm", "RMSNorm as one operation")
-RELIES_ON = (_AOT_COMPILED, _OUTPUT_CODE, _GUARDS, _FRESH_CACHE, _CACHES, _NORM)
+RELIES_ON = (_AOT_COMPILED, _OUTPUT_CODE, _GUARDS, _FRESH_CACHE, _NORM)
 
 
 @dataclass(frozen=True)
@@ -91,12 +87,6 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
             f"{type(region.module).__name__} is on {region.device()}: build the module, and the "
             'arguments, under torch.device("meta")'
         )
-    if not _CACHES.find()():
-        raise PrecompileError(
-            "torch's cache of compiled code is turned off in this process, and an entry of it is "
-            "what can be saved: unset TORCHINDUCTOR_AUTOGRAD_CACHE and "
-            "TORCHINDUCTOR_FORCE_DISABLE_CACHES here. Runs that load the code may have them"
-        )
     refuse_modules(region.module)
     names = {str(group.group_name): f"{PREFIX}{role}" for role, group in region.groups.items()}
     graphs: dict[str, torch.fx.GraphModule] = {}
@@ -111,9 +101,20 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
         return compile_graph
 
     settings = torch._dynamo.config.patch(enable_aot_compile=True)
+    # What can be saved is an entry of torch's cache of compiled code, which may be turned off.
+    entry = torch._functorch.config.patch(enable_autograd_cache=True)
+    caches: Any = torch.compiler.config
     fused = nullcontext() if capability is None else _fused_norms_kept()
     # torch's cache on disk would answer instead of our compilers, with a pickle of who knows whom.
-    with settings, fused, _FRESH_CACHE.find()(), traceable(), _naming_the_place(rank):
+    with (
+        settings,
+        entry,
+        caches.patch(force_disable_caches=False),
+        fused,
+        _FRESH_CACHE.find()(),
+        traceable(),
+        _naming_the_place(rank),
+    ):
         compiled: Any = torch.compile(
             region.module,
             fullgraph=True,
@@ -178,22 +179,16 @@ def _shapes_of_norm(
     return given.new_empty(given.shape), given.new_empty(kept, dtype=dtype)
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What differs between the ranks that load the same code."""
-
-    device: torch.device
-    groups: Mapping[str, str]
-    """The names of this rank's process groups, by ``mcg::`` and the role."""
-
-
-_loading: ContextVar[Rank | None] = ContextVar("loading", default=None)
+_Rank = tuple[torch.device, Mapping[str, str]]
+"""What differs between the ranks that load the same code: the device, and the names of the process
+groups by ``mcg::`` and the role."""
+_loading: ContextVar[_Rank] = ContextVar("loading")
 
 
 @contextmanager
-def loading_for(rank: Rank) -> Iterator[None]:
-    """Code that is loaded in the block runs on this rank."""
-    token = _loading.set(rank)
+def loading_for(device: torch.device, groups: Mapping[str, str]) -> Iterator[None]:
+    """Code that is loaded in the block runs on this device and these groups."""
+    token = _loading.set((device, groups))
     try:
         yield
     finally:
@@ -208,24 +203,16 @@ class _RankedOutputCode(RegionalOutputCode):
         if self._graph_module is not None:
             return  # In the process that traced it, where it is not run.
         super().post_compile(example_inputs, constants, graph_kwargs)
-        rank = _loading.get()
-        if rank is None:
-            raise ArtifactRefusedError(
-                "this code belongs to no rank yet: load it by megatron_cg.compiled.load.load"
-            )
-        _give_to(rank, self._graph_module)
+        device, groups = _loading.get()
 
+        def placed(value: Any) -> Any:
+            is_meta = isinstance(value, torch.device) and value.type == "meta"
+            return device if is_meta else value
 
-def _give_to(rank: Rank, graph_module: Any) -> None:
-    """Replace the meta device and the roles in a graph, in place."""
-
-    def placed(value: Any) -> Any:
-        is_meta = isinstance(value, torch.device) and value.type == "meta"
-        return rank.device if is_meta else value
-
-    for node in graph_module.graph.nodes:
-        node.args = map_aggregate(node.args, placed)
-        node.kwargs = map_aggregate(node.kwargs, placed)
-        if is_collective(node):
-            rename(node, rank.groups)
-    graph_module.recompile()
+        graph_module: Any = self._graph_module
+        for node in graph_module.graph.nodes:
+            node.args = map_aggregate(node.args, placed)
+            node.kwargs = map_aggregate(node.kwargs, placed)
+            if is_collective(node):
+                rename(node, groups)
+        graph_module.recompile()

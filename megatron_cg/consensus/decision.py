@@ -35,8 +35,6 @@ class Kind(IntEnum):
     """Whether a compiled region's guards pass (``compiled/together.py``)."""
     COMPILE = 6
     """Which function is being compiled."""
-    SIZE = 7
-    """The static size that a rank needs."""
     PRECOMPILED = 8
     """Whether compiled code that was loaded may be used (``compiled/load.py``)."""
     VERIFICATION = 9

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +16,6 @@ from typing import Any
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.cli.options import positive
-
-_CACHES_OFF = ("TORCHINDUCTOR_AUTOGRAD_CACHE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES")
-"""Variables with which torch can save no code; it reads them when it is imported. A run may have
-them, as those of ``megatron-cg align`` do. What is traced has a new cache anyway."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +54,6 @@ def capability(text: str) -> tuple[int, int] | None:
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Trace, write and report; returns the exit code."""
-    if "torch" not in sys.modules:
-        for variable in _CACHES_OFF:
-            os.environ.pop(variable, None)
     build = builder(args.build)
     import torch
 
@@ -78,8 +70,8 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         torch.use_deterministic_algorithms(before)
     ranks = ", ".join(map(str, manifest.traced_ranks))
     print(
-        f"{args.out / name}.artifact: {manifest.code_bytes} bytes of code, without weights\n"
-        f"traced as ranks {ranks} of {manifest.world_size}: the same operations and constants"
+        f"wrote {args.out / name}.artifact, without weights\n"
+        f"traced as ranks {ranks} of {args.world_size}: the same operations and constants"
     )
     return 0
 

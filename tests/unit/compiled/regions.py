@@ -161,32 +161,6 @@ def sequence_parallel_mlp(device: str = "meta", seed: int = 5) -> Region:
     return Region(mlp, (hidden_states(settings, device, seed),), {}, groups, settings)
 
 
-class GatheredColumns(torch.nn.Module):
-    """All-gather along the last dimension, and reduce-scatter in the backward pass."""
-
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        self.group = group
-        self.linear = torch.nn.Linear(_HIDDEN, 6)
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        from megatron.core.tensor_parallel import mappings
-
-        columns = self.linear(given).tanh()
-        gather: Any = mappings.all_gather_last_dim_from_tensor_parallel_region
-        made: torch.Tensor = gather(columns, self.group)
-        return made
-
-
-def gathered_columns(device: str = "meta", seed: int = 5) -> Region:
-    settings = config(tensor_model_parallel_size=2)
-    with_groups(settings, device)
-    groups = megatron_groups()
-    with torch.device(device):
-        module = GatheredColumns(groups["tp"])
-    return Region(module, (hidden_states(settings, device, seed),), {}, groups, settings)
-
-
 def gathered_linear(device: str = "meta", seed: int = 5) -> Region:
     """Its backward pass takes the columns of the rank, so its code is not that of another."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -208,7 +182,6 @@ def gathered_linear(device: str = "meta", seed: int = 5) -> Region:
 REGIONS: dict[str, Callable[..., Region]] = {
     "layer": transformer_layer,
     "mlp": sequence_parallel_mlp,
-    "columns": gathered_columns,
     "experts": expert_block,
 }
 """By the name of their artifact."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.compiled.region import Region, differences, fingerprint, short
+from megatron_cg.compiled.region import Region, differences, fingerprint
 from megatron_cg.errors import PrecompileError
 
 
@@ -37,18 +37,12 @@ def test_every_field_of_megatrons_configuration_is_in_it() -> None:
     assert all(f"config.{field.name}" in found for field in dataclasses.fields(settings))
     assert not any(" at 0x" in text for text in found.values())
     assert found["config.params_dtype"] == "torch.float32"
-    assert found["config.activation_func"].endswith("gelu")
+    assert found["config.activation_func"].endswith("gelu>")
 
 
 def in_eval() -> Region:
     changed = region()
     changed.module.eval()
-    return changed
-
-
-def frozen() -> Region:
-    changed = region()
-    changed.module.requires_grad_(False)
     return changed
 
 
@@ -59,14 +53,11 @@ def frozen() -> Region:
         (partial(region, args=(torch.zeros(4, 2).t(),)), "argument.0 was"),
         (partial(region, kwargs={"scale": 2}), "argument.scale was absent and is 2"),
         (partial(region, config={"width": [8, None]}), "config.width was absent and is [8, None]"),
-        (partial(region, config={"kinds": {"b", "a"}}), "config.kinds was absent and is [a, b]"),
         (in_eval, "module.training was True and is False"),
-        (frozen, "parameter.weight was"),
     ],
 )
 def test_a_change_is_named(other: Callable[[], Region], name: str) -> None:
-    lines = differences(fingerprint(region(), None), fingerprint(other(), None))
-    assert any(name in line for line in lines)
+    assert name in differences(fingerprint(region(), None), fingerprint(other(), None))
 
 
 def test_modes_of_the_process_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,13 +66,14 @@ def test_modes_of_the_process_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         lines = differences(before, fingerprint(region(), None))
         on_gpus = fingerprint(region(), (9, 0))
-    assert lines[0] == "autocast was off and is torch.bfloat16"
-    assert lines[1].startswith("deterministic was ") and lines[1].endswith(" and is other")
-    assert differences(fingerprint(region(), (9, 0)), on_gpus) == []
+    assert lines.startswith("autocast was off and is torch.bfloat16; deterministic was ")
+    assert "other" in lines
+    assert differences(fingerprint(region(), (9, 0)), on_gpus) == ""
 
 
 def test_many_differences_are_counted() -> None:
-    assert short(list("abc"), 2) == "a; b; and 1 more" and short(["a"]) == "a"
+    lines = differences(dict.fromkeys("abcdefg", "1"), {})
+    assert lines.startswith("a was 1 and is absent; b was") and lines.endswith("; and 2 more")
 
 
 def test_tensors_on_several_devices_are_refused() -> None:

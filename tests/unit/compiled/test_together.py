@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_cg import compile_together
 from megatron_cg.compiled import together
-from megatron_cg.compiled.together import CompiledRegions
+from megatron_cg.compiled.together import _Votes
 from megatron_cg.consensus.decision import AgreementError, Decision
 from megatron_cg.errors import PhaseError, UpstreamChangedError
 from megatron_cg.upstream.patch import applied
@@ -106,18 +106,6 @@ def one_guard_fails(rank: int) -> Any:
     return region.shapes
 
 
-def static_sizes_agreed(rank: int) -> Any:
-    """Ranks 1 to 3 need more and more, each at the call of its number; at the last none does."""
-    region, returned = Region(dynamic=False), []
-    with compile_together(timeout=LONG) as votes:
-        for call in range(5):
-            needed = USUAL + call if rank == call else USUAL - rank
-            returned.append(votes.static_size(needed, multiple_of=2))
-            region(returned[-1])
-        returned.append(votes.static_size(3, "images"))
-    return region.shapes, returned
-
-
 def static_sizes_differ(rank: int) -> Any:
     region = Region(dynamic=False)
 
@@ -196,23 +184,13 @@ def one_does_not_come_and_none_compiles(rank: int) -> Any:
     return said(block), after
 
 
-def sizes_of_other_names(rank: int) -> Any:
-    def block() -> None:
-        with compile_together(timeout=LONG) as votes:
-            votes.static_size(USUAL, "images" if rank == SLOW else "tokens")
-
-    return said(block)
-
-
 SCENARIOS = (
     one_guard_fails,
-    static_sizes_agreed,
     static_sizes_differ,
     code_is_gone_after_a_pass,
     different_regions,
     one_does_not_come,
     one_does_not_come_and_none_compiles,
-    sizes_of_other_names,
 )
 
 
@@ -242,18 +220,12 @@ def test_all_compile_for_one_shape_when_one_guard_fails(outcome: Any) -> None:
         assert shapes == [*static(USUAL), f"? {WIDTH}"]
 
 
-def test_static_sizes_grow_together(outcome: Any) -> None:
-    """The ranks need 8, 9, 10, 11 and 8 at most."""
-    for told in outcome(static_sizes_agreed):
-        assert told == [static(8, 10, 12), [8, 10, 10, 12, 12, 3]]
-
-
 def test_static_shapes_that_differ_are_refused_on_all_ranks(outcome: Any) -> None:
     for shapes, error in outcome(static_sizes_differ):
         assert shapes == static(USUAL)
-        assert error.startswith("StaticShapeError: ranks would compile scale, line ")
+        assert error.startswith("AgreementError: ranks would compile scale, line ")
         expected = f"L['batch'] is ({USUAL}, {WIDTH}) on ranks 0, 1, 3, ({MORE}, {WIDTH}) on rank 2"
-        assert expected in error and "static_size()" in error
+        assert expected in error and "the largest size of all ranks" in error
 
 
 def test_a_rank_whose_code_is_gone_votes_after_another_region_passed(outcome: Any) -> None:
@@ -284,18 +256,6 @@ def test_the_error_comes_at_the_end_where_dynamo_does_not_compile(outcome: Any) 
         assert error.startswith("" if rank == SLOW else "AgreementError: a rank is gone, or did")
 
 
-def test_ranks_that_ask_for_different_sizes_end(outcome: Any) -> None:
-    for rank, error in enumerate(outcome(sizes_of_other_names)):
-        name = "images" if rank == SLOW else "tokens"
-        assert error.startswith(f"AgreementError: this rank is at the size '{name}'")
-
-
-def test_a_negative_size_is_refused() -> None:
-    votes: Any = None  # would be used
-    with pytest.raises(ValueError, match=r"static_size\(-1, multiple_of=1\)"):
-        CompiledRegions(votes).static_size(-1)
-
-
 def set_hook(hook: Any) -> Any:
     return torch._C._dynamo.eval_frame.set_guard_complete_hook(hook)
 
@@ -305,20 +265,14 @@ def refused(text: str) -> None:
         pass
 
 
-def test_torch_has_one_hook_and_a_later_one_stays(one_rank: None) -> None:
+def test_torch_has_one_hook(one_rank: None) -> None:
     before = applied()
     with compile_together():
         refused("another guard-complete hook is installed")
     torch.compiler.set_enable_guard_collectives(True)
     refused("another guard-complete hook is installed")
     assert torch.compiler.set_enable_guard_collectives(False)
-
-    def hook(cache_hit: bool) -> bool:
-        return cache_hit
-
-    with compile_together():
-        set_hook(hook)
-    assert set_hook(None) is hook and applied() == before
+    assert set_hook(None) is None and applied() == before
 
 
 def test_a_dynamo_that_suppresses_errors_is_refused(one_rank: None) -> None:
@@ -342,7 +296,7 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_vote_is_held_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     votes: Any = None  # would be used
-    regions = CompiledRegions(votes)
+    regions = _Votes(votes)
     monkeypatch.setattr(together, "under_capture", lambda: True)
     assert regions.guards_checked(True) and not regions.guards_checked(False)
     assert regions.unraised is None
@@ -359,7 +313,7 @@ def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
             return Decision(against=(0,))
 
     votes: Any = Failed()
-    regions = CompiledRegions(votes)
+    regions = _Votes(votes)
     assert not regions.guards_checked(False)
     with monkeypatch.context() as capture:
         capture.setattr(together, "under_capture", lambda: True)
@@ -386,7 +340,7 @@ class FirstVoteFails:
 def test_an_interrupt_in_the_hook_is_raised_where_the_region_is_compiled() -> None:
     """Once; the vote after it is held."""
     votes: Any = FirstVoteFails(KeyboardInterrupt())
-    regions = CompiledRegions(votes)
+    regions = _Votes(votes)
     assert not regions.guards_checked(True)
     with pytest.raises(KeyboardInterrupt):
         regions.compilation_begins()
@@ -397,7 +351,7 @@ def test_an_interrupt_in_the_hook_is_raised_where_the_region_is_compiled() -> No
 def test_an_error_that_no_compilation_raised_outlives_the_next_call() -> None:
     """Dynamo may not compile, so the end of the block has to raise it."""
     votes: Any = FirstVoteFails(AgreementError("another rank is at another vote"))
-    regions = CompiledRegions(votes)
+    regions = _Votes(votes)
     assert not regions.guards_checked(True)
     assert not regions.guards_checked(True) and votes.posted == 1
     assert isinstance(regions.unraised, AgreementError)

@@ -11,7 +11,6 @@ import megatron_cg
 
 NAMES = {
     "CaptureError",
-    "CompiledRegions",
     "ConfigurationError",
     "GraphedLayers",
     "GraphedUnits",
