@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.cuda_cleanup import random_states_kept, stream_kept
+from megatron_cg.backends.te.te_if_loaded import fp8_recipe
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.replay.depends_on import Entry
@@ -55,7 +56,8 @@ class Backend:
         return IdlePool(self._pool) if self._pool is not None else None
 
     def numerics(self) -> Any:
-        """The current state of numerics, such as FP8, comparable with ``==``."""
+        """TE's recipe where FP8 is on, else None."""
+        return fp8_recipe()
 
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
         """What :meth:`numerics` must return when a callable replays that ``options`` captured."""

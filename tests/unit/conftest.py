@@ -33,7 +33,6 @@ LONGEST = (
     "compiled/test_loaded.py",
     "ordering/test_order.py",
     "moe/test_life.py",
-    "backends/tape/test_training.py",
     "runs/test_moved_buffers.py",
     "compiled/test_refused_layers.py",
     "examples/test_standalone_transformer.py",

@@ -82,10 +82,6 @@ class NativeBackend(Backend):
         self._pool = pool
         return graphs
 
-    def numerics(self) -> Any:
-        """None, as at capture, or TE's recipe where FP8 is on: then no graph may replay."""
-        return fp8_recipe()
-
 
 def refuse(
     callables: Sequence[nn.Module],

@@ -181,8 +181,15 @@ class _Recorder(TorchDispatchMode):
         writes = tensors if collective else written(func, args, kwargs)
         if waits(func, args, kwargs):
             raise self.error(str(func))
+
+        def slot_for(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            slot = self.tape.pool.slot(value, f"{func} of {self.tape.label}")
+            self.tape.used.add(slot.key)
+            return slot
+
         # Slots first: the call may resize or set its arguments.
-        slot_for = self._slot_for(func)
         slots = [_mapped(slot_for, one) for one in args]
         named = {name: _mapped(slot_for, one) for name, one in kwargs.items()}
         self._save_outside(writes)
@@ -219,16 +226,6 @@ class _Recorder(TorchDispatchMode):
                     f"({tensor.layout}), and a tape records dense memory. Keep what is sparse "
                     "outside of the captured module, or leave the module out."
                 )
-
-    def _slot_for(self, func: torch._ops.OpOverload) -> Callable[[Any], Any]:
-        def slot_for(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            slot = self.tape.pool.slot(value, f"{func} of {self.tape.label}")
-            self.tape.used.add(slot.key)
-            return slot
-
-        return slot_for
 
     def _result_slot(
         self, value: Any, inputs: set[int], func: torch._ops.OpOverload

@@ -27,8 +27,6 @@ from megatron_cg.backends.cuda_cleanup import leave_pool, stream_kept, waited_fo
 from megatron_cg.backends.te.te_if_loaded import (
     END_CAPTURING,
     FP8,
-    FP8_ENABLED,
-    FP8_RECIPE,
     GRAPH,
     IS_CAPTURING,
 )
@@ -69,14 +67,8 @@ class TransformerEngineBackend(Backend):
 
     def __init__(self) -> None:
         """Raises UpstreamChangedError if this TE has no capture-time hooks."""
-        self._make: Callable[..., Any] = _MAKE.find()
-        self._is_capturing: Callable[[], bool] = IS_CAPTURING.find()
-        self._end_capturing: Callable[[], None] = END_CAPTURING.find()
-        self._fp8_enabled: Callable[[], bool] = FP8_ENABLED.find()
-        self._fp8_recipe: Callable[[], Any] = FP8_RECIPE.find()
-        self._autocast_state: Callable[[], Any] = _AUTOCAST.find()
-        self._set_autocast_state: Callable[[Any], None] = _SET_AUTOCAST.find()
-        self._fp8_state: Any = _FP8_STATE.find()
+        for symbol in (_MAKE, IS_CAPTURING, END_CAPTURING, _AUTOCAST, _SET_AUTOCAST, _FP8_STATE):
+            symbol.find()
 
     def capture(
         self,
@@ -91,7 +83,7 @@ class TransformerEngineBackend(Backend):
         # Here too, since a failed rank runs other hooks before its state is restored.
         with stream_kept(), waited_for():
             try:
-                graphs: tuple[Callable[..., Any], ...] = self._make(
+                graphs: tuple[Callable[..., Any], ...] = _MAKE.find()(
                     callables,
                     sample_args,
                     capture_time_hooks=list(capture_time_hooks),
@@ -106,10 +98,6 @@ class TransformerEngineBackend(Backend):
     def replay_function(self, graph: Any) -> ReplayFunction:
         """See :class:`megatron_cg.backends.base.Backend`."""
         return replay_function(graph)
-
-    def numerics(self) -> Any:
-        """TE's recipe if FP8 is on, else None."""
-        return self._fp8_recipe() if self._fp8_enabled() else None
 
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
         """The recipe that Megatron passed to TE; ``enabled`` and ``recipe`` are newer names."""
@@ -141,7 +129,7 @@ class TransformerEngineBackend(Backend):
         """
         nothing = staticmethod(lambda *_args, **_kwargs: None)
         update = "reduce_and_update_fp8_tensors"
-        with undone_after(set_attribute(self._fp8_state, update, nothing)):
+        with undone_after(set_attribute(_FP8_STATE.find(), update, nothing)):
             yield
 
     @contextmanager
@@ -158,9 +146,9 @@ class TransformerEngineBackend(Backend):
             stack.enter_context(_class_calls_kept({type(module) for module in callables}))
             stack.enter_context(_fp8_kept(callables))
             # This includes whether the next module is the first one, which updates FP8 scales.
-            stack.callback(self._set_autocast_state, self._autocast_state())
-            if not self._is_capturing():
-                stack.callback(self._end_capturing)
+            stack.callback(_SET_AUTOCAST.find(), _AUTOCAST.find()())
+            if not IS_CAPTURING.find()():
+                stack.callback(END_CAPTURING.find())
             # Entered last and so left first: the others then exit on the original stream.
             stack.enter_context(super().preserved(callables))
             yield
@@ -204,12 +192,11 @@ def _with_delayed_scaling(modules: Iterable[Any]) -> Iterator[Any]:
 
 
 def replay_function(graph: Any) -> ReplayFunction:
-    """How autograd sees the replays of a graph from ``make_graphed_callables``.
+    """How autograd sees the replays of what ``make_graphed_callables`` returns with an order.
 
     Raises UpstreamChangedError if a closure variable is missing.
     """
-    called = graph.forward if isinstance(graph, nn.Module) else graph
-    applied = _cell(_cell(called, "graphed").cell_contents, "Graphed")
+    applied = _cell(_cell(graph, "graphed").cell_contents, "Graphed")
     function = applied.cell_contents
     clones = _cell(function.backward, "returned_param_grad_clone_slots")
     none = (False,) * len(clones.cell_contents)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,11 +110,6 @@ class Captured:
     def arguments(self) -> list[torch.Tensor]:
         return [torch.full((WIDTH,), 1.0 + place) for place in range(len(self.inputs) - 1)]
 
-    def as_module(self) -> nn.Module:
-        """What TE returns where it is given no order."""
-        self.module.forward = self.function  # type: ignore[method-assign]
-        return self.module
-
 
 class Noting:
     """Applied instead of a function, and then the function itself."""
@@ -133,19 +127,10 @@ def code(graph_source: ast.Module) -> dict[str, Any]:
     return te_code(graph_source)
 
 
-FORMS: dict[str, Callable[[Captured], Any]] = {
-    "function": lambda captured: captured.function,
-    "module": Captured.as_module,
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("arguments", [0, 1, 3])
-def test_the_weights_come_last_and_others_before_them(
-    code: dict[str, Any], arguments: int, form: str
-) -> None:
+def test_the_weights_come_last_and_others_before_them(code: dict[str, Any], arguments: int) -> None:
     captured = Captured(code, arguments)
-    graph = FORMS[form](captured)
+    graph = captured.function
     replay = replay_function(graph)
     noting = Noting(replay.function)
     inputs, more = captured.arguments(), torch.full((WIDTH,), 0.5)
@@ -158,10 +143,9 @@ def test_the_weights_come_last_and_others_before_them(
     assert all(map(torch.equal, own[3:], [*inputs, more])) and len(own) == 3 + arguments + 1
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_replaces_it_is_called_until_the_undo(code: dict[str, Any], form: str) -> None:
+def test_what_replaces_it_is_called_until_the_undo(code: dict[str, Any]) -> None:
     captured, other = Captured(code), Captured(code)
-    graph = FORMS[form](captured)
+    graph = captured.function
     replay = replay_function(graph)
     noting = Noting(replay.function)
     undo = replay.replace(noting)
@@ -198,12 +182,11 @@ def lie_there(captured: Captured, found: list[Any]) -> list[bool]:
 
 
 @pytest.mark.parametrize("delayed", [(False, False), (True, False)], ids=["all", "one delayed"])
-@pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_borrowed_until_the_undo(
-    code: dict[str, Any], form: str, delayed: tuple[bool, bool]
+    code: dict[str, Any], delayed: tuple[bool, bool]
 ) -> None:
     captured, inputs = Captured(code, delayed=delayed), [True] * 3
-    replay = replay_function(FORMS[form](captured))
+    replay = replay_function(captured.function)
     for _ in range(2):
         assert lie_there(captured, backward_of(captured, replay.function)) == [*inputs, *delayed]
         end_borrowing = replay.borrow()

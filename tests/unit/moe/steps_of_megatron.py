@@ -1,4 +1,4 @@
-"""Megatron's own ``train_step`` on the CPU: its schedule, and its functions for gradients."""
+"""Steps by Megatron's own schedule on the CPU, and by its functions for gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_cg.tools.cpu.training_plan import TrainingPlan
 
 
 class MegatronTrainer(Trainer):
-    """A trainer whose steps are those of ``megatron.training``."""
+    """A trainer whose steps run as in ``train_step`` of ``megatron.training``."""
 
     def __init__(self, plan: TrainingPlan) -> None:
         from megatron.core.distributed import finalize_model_grads
@@ -37,25 +37,27 @@ class MegatronTrainer(Trainer):
 
     def _step(self) -> tuple[float, float]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.training import training
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-        losses, *_ = training.train_step(
-            self._forward_step,
-            self._batches,
-            [self.model],
-            self.optimizer,
-            SimpleNamespace(step=lambda increment: None),
-            self.config,
-            get_forward_backward_func(),
-            iteration=self.steps,
-        )
+        while get_rerun_state_machine().should_run_forward_backward(self._batches):
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            losses = get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=self._batches,
+                model=[self.model],
+                num_microbatches=self.plan.microbatches,
+                seq_length=self.plan.model.sequence_length,
+                micro_batch_size=self.plan.micro_batch_size,
+                forward_only=False,
+            )
+        self.optimizer.step()
         self.steps += 1
-        return float(losses["lm loss"]), self.norm
+        return sum(float(one["lm loss"][0]) for one in losses), self.norm
 
-    def _update(self) -> tuple[bool, float, int]:
+    def _update(self) -> None:
         self.norm = self._gradient_norm()
         self._optimizer.step(sync_grad_before_optimizer_step=False)
-        return True, self.norm, 0
 
     def _forward_step(self, batches: Iterator[Any], model: Any) -> Any:
         from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -127,41 +129,16 @@ def repeats(trainer: MegatronTrainer) -> Callable[[], None]:
 
 @contextmanager
 def trainer_of(plan: TrainingPlan) -> Iterator[MegatronTrainer]:
-    """A trainer, with what ``train_step`` finds in Megatron's global variables."""
-    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
-    from megatron.core.timers import Timers
+    """A trainer, with Megatron's state machine of reruns."""
+    from megatron.core import parallel_state, rerun_state_machine
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.training import global_vars
 
     destroy_moe_metrics_tracker()
     rerun_state_machine.initialize_rerun_state_machine(
         mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS
     )
-    args = SimpleNamespace(
-        **dict.fromkeys(
-            (
-                *("save_params_interval", "save_activations_interval", "save_dgrads_interval"),
-                *("save_tokens_per_expert_interval", "save_wgrads_interval"),
-                *("reuse_grad_buf_for_mxfp8_param_ag", "vision_pretraining", "qk_clip"),
-                *("log_max_attention_logit", "log_num_zeros_in_grad", "decoder_seq_length"),
-            )
-        ),
-        empty_unused_memory_level=0,
-        barrier_with_L1_time=False,
-        gtp_weight_remat_size=1,
-        data_parallel_size=1,
-        seq_length=plan.model.sequence_length,
-        micro_batch_size=plan.micro_batch_size,
-    )
-    num_microbatches_calculator.init_num_microbatches_calculator(
-        0, None, plan.microbatches * plan.micro_batch_size, plan.micro_batch_size, 1
-    )
     with ExitStack() as undo:
         undo.callback(rerun_state_machine.destroy_rerun_state_machine)
-        undo.callback(num_microbatches_calculator.destroy_num_microbatches_calculator)
-        undo.callback(global_vars.destroy_global_vars)
-        global_vars.set_args(args)
-        global_vars._GLOBAL_TIMERS = Timers(0, "minmax")
         trainer = MegatronTrainer(plan)
         batches: Any = rerun_state_machine.RerunDataIterator(trainer._batches)
         trainer._batches = batches
