@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.errors import ArgumentError, Violation
+from megatron_cg.nearest import did_you_mean
 
 OnFailure = Literal["error", "eager"]
 OnMismatch = Literal["eager", "error"]
@@ -49,14 +49,9 @@ def refuse(broken: Sequence[Violation]) -> None:
 def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Violation]:
     """Check an argument that is one of some words."""
     if value not in known:
-        close = difflib.get_close_matches(str(value), known, n=1)
-        asked = f"did you mean {close[0]!r}? " if close else ""
-        yield Violation(
-            "argument",
-            f"{name}={value!r}",
-            f"{asked}it is one of {', '.join(map(repr, known))}",
-            f"{name}={(close or known)[0]!r}",
-        )
+        words = ", ".join(map(repr, known))
+        reason = f"it is one of {words}{did_you_mean(str(value), known)}"
+        yield Violation("argument", f"{name}={value!r}", reason, f"{name}={known[0]!r}")
 
 
 def at_least(name: str, value: object, least: int) -> Iterator[Violation]:

@@ -1,4 +1,4 @@
-"""Arguments of the Python API that are wrong are named, all at once, with what was meant."""
+"""Arguments of the Python API that are wrong are named, all at once."""
 
 from __future__ import annotations
 
@@ -52,11 +52,10 @@ def test_a_wrong_argument_is_named(make: Any, given: dict[str, Any]) -> None:
     assert [violation.found for violation in error.value.violations] == [f"{name}={value!r}"]
 
 
-def test_all_mistakes_come_at_once_with_what_was_meant() -> None:
+def test_all_mistakes_come_at_once() -> None:
     with pytest.raises(ArgumentError, match="units names nothing") as error:
         units(units=[], on_failure="eagr", on_mismatch="eror")
     assert len(error.value.violations) == 3
-    assert str(error.value).count("did you mean") == 2
 
 
 def test_a_backend_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

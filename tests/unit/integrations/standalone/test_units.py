@@ -18,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ConfigurationError, HookError
-from megatron_cg.fsdp.find_sharding import Unsharded
 from megatron_cg.integrations.standalone import graph_units
-from megatron_cg.integrations.standalone.units import find_units
 from tests.unit.integrations.standalone.sharded import Run, v1_run
 
 pytest.importorskip("megatron_fsdp")
@@ -81,9 +79,10 @@ def test_megatrons_own_data_parallel_is_refused() -> None:
 
 def test_no_string_selects_the_model_itself() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    assert list(find_units(Unsharded(model), ["*"], "tape")) == ["0", "1"]
+    with graph_units(model, "*", backend="tape") as graphs:
+        assert list(graphs._units) == ["0", "1"]
     with pytest.raises(ConfigurationError, match="contains 0"):
-        find_units(Unsharded(model), [model, "*"], "tape")
+        graph_units(model, [model, "*"], backend="tape")
 
 
 def test_expandable_segments_are_refused_where_graphs_are_cuda_graphs(
