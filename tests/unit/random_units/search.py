@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import fields, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,38 +24,19 @@ LIMIT = 600
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less."""
-    default = Program(program.seed)
+    """Programs with one thing less; the number of units stays."""
     for number in range(len(program.events)):
         rest = program.events[:number] + program.events[number + 1 :]
         yield replace(program, events=rest)
-    if len(program.units) > 1:
-        for number in range(len(program.units)):
-            yield without_unit(program, number)
     for number, names in enumerate(program.units):
         for name in names if len(names) > 1 else set(names) - {"plain"}:
             left = tuple(one for one in names if one != name) or ("plain",)
             units = (*program.units[:number], left, *program.units[number + 1 :])
             yield replace(program, units=units)
-    for one in fields(program):
-        value: Any = getattr(default, one.name)
-        is_plain = one.name not in ("seed", "units", "events", "order")
-        if is_plain and value != getattr(program, one.name):
-            yield replace(program, **{one.name: value})
-    if len(program.order) > len(program.units):
-        yield replace(program, order=tuple(range(len(program.units))))
-
-
-def without_unit(program: Program, number: int) -> Program:
-    """The program without one of its units, and without what happens to it."""
-    kept = [old for old in range(len(program.units)) if old != number]
-    place = {old: new for new, old in enumerate(kept)}
-    return replace(
-        program,
-        units=tuple(program.units[old] for old in kept),
-        events=tuple((s, name, place[old]) for s, name, old in program.events if old in place),
-        order=tuple(place[old] for old in program.order if old in place),
-    )
+    plain: Any = vars(Program(program.seed, order=tuple(range(len(program.units)))))
+    for name in plain:
+        if name not in ("units", "events") and plain[name] != getattr(program, name):
+            yield replace(program, **{name: plain[name]})
 
 
 def smallest(program: Program, outcome: Outcome) -> tuple[Program, Outcome]:

@@ -91,4 +91,4 @@ def test_everything_is_drawn_often() -> None:
 
 
 def test_a_checkpoint_around_a_unit_is_refused(alone: dict[str, Outcome]) -> None:
-    assert alone[str(Program(1, around="not"))] == Outcome("refused", "unit-recomputed")
+    assert alone[str(Program(1, around=True))] == Outcome("refused", "unit-recomputed")

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_cg import graph_units
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, MegatronCGError, ReplayMismatchError
-from megatron_cg.replay.counters import Counters
 from tests.unit.random_units.features import BACKEND, DEVICE, WORLD, W
 from tests.unit.random_units.programs import HAPPENS, ROWS, STEPS, Net, Program, draw
 
@@ -58,23 +57,12 @@ class Run:
         """Add a term to the loss."""
         self.terms.append(term)
 
-    def bounded(self, unit: nn.Module) -> Any:
-        """A unit that a checkpoint recomputes; what it kept may make that begin anew for ever."""
-        calls = iter(range(20))
-
-        def call(*args: Any) -> Any:
-            if next(calls, None) is None:
-                raise RecursionError("a unit recomputes itself")
-            return unit(*args)
-
-        return call
-
     def rand(self, *shape: int) -> torch.Tensor:
         """Random numbers of the loop, which draw nothing from torch's own generator."""
         return torch.rand(shape, generator=self.values)
 
-    def with_graphs(self) -> Counters:
-        """Train with graphs."""
+    def with_graphs(self) -> Any:
+        """Train with graphs, and return their counters."""
         self.graphs = graphs = graph_units(
             self.model,
             ["units.*"],
@@ -86,8 +74,7 @@ class Run:
             self.train()
         finally:
             self.close()
-        counters: Counters = graphs.counters
-        return counters
+        return graphs.counters
 
     def close(self) -> None:
         """End the graphs, if there are any."""
