@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from megatron_cg.errors import ReplayMismatchError
 from tests.unit.counted import expect
 from tests.unit.integrations.standalone.plain import (
     REPLAYED,
@@ -115,14 +115,6 @@ def sharing(twice: bool) -> nn.ModuleList:
     first, second = Unit(), Unit()
     second.linear.weight = first.linear.weight
     return nn.ModuleList([first, first if twice else second])
-
-
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_cast_that_two_calls_share_is_refused(twice: bool) -> None:
-    training = Training(partial(sharing, twice), under("forward"))
-    words = r"unit-shared-gradients\] unit [01]: a weight that .*cache_enabled=False"
-    with training.graphs() as graphs, pytest.raises(ConfigurationError, match=words):
-        list(training.run(graphs))
 
 
 @pytest.mark.parametrize("place", ["", "forward"])
