@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from megatron_cg.integrations.own_gradients import own_gradient
-from megatron_cg.integrations.standalone.observe import Seen
+from megatron_cg.integrations.standalone.observe import Seen, not_recomputed
 from megatron_cg.integrations.standalone.results import Results, attributes_of
-from megatron_cg.integrations.standalone.surroundings import AutocastState, not_recomputed
+from megatron_cg.integrations.standalone.sums import Autocast
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ManualHook, Unit
@@ -31,8 +32,8 @@ class Attachment:
         backward: the autocast around its backward passes.
     """
 
-    def __init__(self, name: str, module: nn.Module, seen: Seen, backward: AutocastState) -> None:
-        self._form, self._autocast = seen.form, seen.autocast
+    def __init__(self, name: str, module: nn.Module, seen: Seen, backward: Autocast) -> None:
+        self._form = seen.form
         self._eager: Callable[..., Any] = module.forward
         self._results: Results | None = None
         """The form of the passes of the capture."""
@@ -46,8 +47,8 @@ class Attachment:
             sets_attributes=True,
             run=self._run,
             eager=self._run_eagerly,
-            in_forward=seen.autocast.entered,
-            in_backward=partial(backward.entered, has_cache=False),
+            in_forward=partial(torch.autocast, **seen.autocast),
+            in_backward=partial(torch.autocast, **backward),
             attach=self._attach,
         )
         """Its graph covers the whole module."""
@@ -60,7 +61,7 @@ class Attachment:
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self._autocast.entered():
+            with self.unit.in_forward():
                 return self._run(self.unit.layer, args, kwargs)
 
         with undone_after(put_over(self.unit.layer, "forward", forward)):

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -185,8 +186,8 @@ class GraphedUnits:
     def _capture(self) -> Session:
         seen = self._observer.calls
         check_seen(self._units, self._observer)
-        device_type = next(iter(seen.values())).autocast.device_type
-        backward = self._observer.autocast_in_backward(device_type)
+        device_type = next(iter(seen.values())).autocast["device_type"]
+        backward = self._observer.autocast_in_backward(device_type) | {"cache_enabled": False}
         attachments = [
             Attachment(name, self._units[name], call, backward) for name, call in seen.items()
         ]
@@ -203,7 +204,7 @@ class GraphedUnits:
         )
         samples = [call.samples() for call in seen.values()]
         with session.capturing(), ExitStack() as stack:
-            stack.enter_context(backward.entered(has_cache=False))
+            stack.enter_context(torch.autocast(**backward))
             for attachment in attachments:
                 stack.enter_context(attachment.taking_tensors())
             graphs = session.capture(

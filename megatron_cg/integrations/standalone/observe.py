@@ -1,6 +1,13 @@
 """Observes the steps before capture: the order of units, their arguments and their autocast.
 
 Sample inputs are made from this, so users need not know the shapes of inner modules.
+
+Note [Checkpointing around a unit]
+    Activation checkpointing around a unit calls it again in the backward pass. The form without
+    reentrance (torch 2.11, ``torch/utils/checkpoint.py``) pairs the tensors that the two passes
+    save for backward by their number, through saved-tensor hooks. A replay saves none. So if one
+    pass is a replay and the other is eager, tensors are paired wrongly: gradients are wrong, and no
+    error follows. Both passes are told here, and both run eagerly.
 """
 
 from __future__ import annotations
@@ -8,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,9 +28,17 @@ from megatron_cg.fsdp.find_sharding import Unsharded
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.call import CallForm
 from megatron_cg.integrations.standalone.results import attributes_of, tensors_of
-from megatron_cg.integrations.standalone.sums import Sums
-from megatron_cg.integrations.standalone.surroundings import AutocastState, recompute_around
+from megatron_cg.integrations.standalone.sums import Autocast, Sums, autocast_now
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import look_after, look_before
+from megatron_cg.upstream.symbols import Symbol
+
+_HOOKS = Symbol(
+    "torch._C:_autograd._top_saved_tensors_default_hooks",
+    "the saved-tensor hooks that apply now, or None",
+)
+RELIES_ON = (_HOOKS,)
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,7 @@ class Seen:
     form: CallForm
     makers: Mapping[str, Callable[[], torch.Tensor]]
     """Makes a sample of each of its tensors, by name."""
-    autocast: AutocastState
+    autocast: Autocast
     """Around its forward pass."""
     recompute: str | None
     """Where a call of the step was made, if activation checkpointing may have made it."""
@@ -88,16 +103,16 @@ class Observer:
         self.steps += 1
         self.calls = self._now
 
-    def autocast_in_backward(self, device_type: str) -> AutocastState:
+    def autocast_in_backward(self, device_type: str) -> Autocast:
         """Around the last backward pass; if there was none, what is around this call."""
-        return self.sums.autocast.get(device_type) or AutocastState.now(device_type)
+        return self.sums.autocast.get(device_type) or autocast_now(device_type)
 
     def keeps_casts(self, call: Seen) -> bool:
         """Whether autocast keeps casts of weights that are gathered again for the backward pass."""
-        state = call.autocast
-        if isinstance(self._sharding, Unsharded) or state.dtype is None or not state.has_cache:
+        now = call.autocast
+        if isinstance(self._sharding, Unsharded) or not (now["enabled"] and now["cache_enabled"]):
             return False
-        return self.autocast_in_backward(state.device_type) == state
+        return self.autocast_in_backward(now["device_type"]) == now
 
     def forget(self) -> None:
         """Forget what was seen, when no capture follows."""
@@ -114,7 +129,7 @@ class Observer:
         self._now[name] = Seen(
             form,
             {key: _maker(tensor) for key, tensor in given.items()},
-            AutocastState.now(tensors[0].device.type if tensors else "cpu"),
+            autocast_now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
         )
         self.sums.begun(name, form.by_name(tensors, by_name))
@@ -152,3 +167,33 @@ def _has_node(value: torch.Tensor) -> bool:
     if not isinstance(value, nn.Parameter):
         return True
     return not isinstance(value, DTensor) and value.untyped_storage().nbytes() >= value.nbytes
+
+
+@cache  # Each replay asks, and a lookup takes longer than the call.
+def _hooks() -> Callable[[bool], Any]:
+    hooks: Callable[[bool], Any] = _HOOKS.find()
+    return hooks
+
+
+def recompute_around() -> str | None:
+    """What shows that a call made now is, or will be, recomputed; None if nothing does."""
+    if in_backward_pass():
+        return "inside a backward pass"
+    if _hooks()(False) is not None:  # False: also while a trace is made
+        return "under saved-tensor hooks"
+    return None
+
+
+def not_recomputed() -> Mismatch | None:
+    """A mismatch if the call made now must not be a replay."""
+    shown = recompute_around()
+    if shown is None:
+        return None
+    return Mismatch(
+        "recompute",
+        "the place of its call",
+        "outside of backward passes and of saved-tensor hooks",
+        shown,
+        "Activation checkpointing around a unit does so, and a replay saves no tensors for it. "
+        "Leave the unit out of units, or put the checkpoint inside the unit.",
+    )

@@ -6,6 +6,14 @@ others. If uses outside of the unit come later in the forward pass, their gradie
 and with two uses inside the order of additions is another one: the last bits differ. So the graphs
 of autograd of the steps before capture are looked at, and such a unit is refused.
 
+Note [Casts that autocast caches]
+    With its cache, autocast casts a weight once in a forward pass, so gradients of all its uses are
+    summed in the lower precision. A unit is captured with the cache that it was seen with, since
+    without one they would be summed in the weight's own. No pass may find the casts of another: a
+    graph would read them at the address that they had at capture. So a cast that two calls of units
+    share is refused. So is a backward pass under the same autocast if weights are gathered for each
+    pass: a later microbatch would use the casts of an earlier one.
+
 Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every backward pass that is
 started from Python goes through ``torch.autograd._engine_run_backward``.
 """
@@ -19,7 +27,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_cg.integrations.standalone.surroundings import AutocastState
 from megatron_cg.upstream.patch import Undo, put_over
 from megatron_cg.upstream.symbols import Symbol
 
@@ -27,6 +34,8 @@ _RUN = Symbol("torch.autograd:_engine_run_backward", "what every backward pass f
 _NUMBER = Symbol("torch.autograd:_get_sequence_nr", "the number of the next node of this thread")
 RELIES_ON = (_RUN, _NUMBER)
 _Edge = tuple[Any, int]
+Autocast = dict[str, Any]
+"""The arguments of a ``torch.autocast``."""
 _CAST = (
     "a weight that torch.autocast has cast once, for uses inside and outside (cache_enabled=False "
     "makes it cast for each use)"
@@ -53,7 +62,7 @@ class Sums:
         self._calls: list[_Call] = []
         self.shared: dict[str, str] = {}
         """By unit: what is summed across its border, in words."""
-        self.autocast: dict[str, AutocastState] = {}
+        self.autocast: dict[str, Autocast] = {}
         """By device type: around the last backward pass."""
 
     def observe_step(self) -> Undo:
@@ -82,7 +91,7 @@ class Sums:
     def _look(self, roots: Any) -> None:
         if not self._calls:
             return
-        self.autocast = {kind: AutocastState.now(kind) for kind in ("cpu", "cuda")}
+        self.autocast = {kind: autocast_now(kind) for kind in ("cpu", "cuda")}
         users = _users([_edge(root) for root in roots if getattr(root, "requires_grad", True)])
         for call in self._calls:
             what = _crossing(call, users)
@@ -152,3 +161,14 @@ def _leaf_name(node: Any) -> str | None:
 def _edge(tensor: torch.Tensor | GradientEdge) -> _Edge:
     edge = tensor if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor)
     return edge.node, edge.output_nr
+
+
+def autocast_now(device_type: str) -> Autocast:
+    """The ``torch.autocast`` in which the state of this thread holds, with a cache of its own."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type) if enabled else None,
+        "enabled": enabled,
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
