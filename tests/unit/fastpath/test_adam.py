@@ -154,31 +154,6 @@ def chained(adam: Any) -> Any:
     return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
 
 
-def test_what_a_checkpoint_replaced_is_read_anew() -> None:
-    runs = []
-    for kept in (False, True):
-        adam = adam_of(parameters("plain"))
-        step(adam, 1)
-        saved = adam.state_dict()
-        if kept:
-            install_adam([adam])
-        for number in (2, 3):
-            step(adam, number)
-        adam.load_state_dict(saved)
-        step(adam, 4)
-        first = adam.param_groups[0]["params"][0]
-        adam.state[first]["exp_avg"] = torch.ones_like(adam.state[first]["exp_avg"])
-        step(adam, 5)
-        adam.state[first] = {name: value * 2 for name, value in adam.state[first].items()}
-        step(adam, 6)
-        other = nn.Parameter(first.detach() * 3)
-        adam.state[other] = adam.state.pop(first)
-        adam.param_groups[0]["params"][0] = other
-        step(adam, 7)
-        runs.append(values(adam))
-    assert runs[0] == runs[1]
-
-
 class Eager(MultiTensorApply):  # type: ignore[misc]
     """Does more than TE's: a learning rate that is doubled."""
 
@@ -264,31 +239,3 @@ def test_other_optimizers_are_left_alone() -> None:
     with pytest.raises(NotApplicableError, match="keeps main weights itself"):
         install_adam([adam])
     assert "step" not in vars(adam)
-
-
-def scheduled(ours: bool) -> tuple[list[float], int]:
-    """Rates that the kernel is given, by a scheduler made after some steps; how many are ours."""
-    parameter, rates = nn.Parameter(torch.ones(3)), list[float]()
-    adam = fused_adam.FusedAdam([parameter], lr=1.0)
-    adam.multi_tensor_adam = lambda _chunk, _flag, _tensors, rate, *_: rates.append(rate)
-    parameter.grad = torch.ones(3)
-    adam.step()
-    undo = install_adam([adam]) if ours else None
-    local = adam.step
-    adam.step()
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(adam, 0.5)
-    for _ in range(3):
-        adam.step()
-        scheduler.step()
-    if undo is not None:
-        undo()  # The scheduler's own wrapper stays, and leads to TE's step again.
-    adam.step()
-    assert adam.param_groups[0]["step"] == 6
-    return rates, getattr(local.__wrapped__, "calls", 0)
-
-
-def test_a_scheduler_of_torch_can_be_made_while_a_step_is_ours() -> None:
-    engines, _ = scheduled(False)
-    ours, steps = scheduled(True)
-    assert ours == engines == [1.0, 1.0, 1.0, 0.5, 0.25, 0.125]
-    assert steps == 4

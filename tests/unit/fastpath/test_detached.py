@@ -2,8 +2,7 @@
 
 Random programs use them in many ways in each pass, before the real gradient bucketing. Their
 numbers are whole, so that no sum depends on its order. The tape overwrites borrowed memory as its
-next replay begins, so it shows if a gradient was kept there. Then the real Megatron-FSDP trains, in
-passes that are usual and in others.
+next replay begins, so it shows if a gradient was kept there.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,9 +30,8 @@ from megatron_cg.fastpath.detached_weights import (
     detach_in_graphs,
 )
 from tests.unit.fastpath.test_bucketing import SIZE, Megatron
-from tests.unit.ranks import on_ranks
 
-PARTS, WIDTH, STEPS = 6, 4, 3
+PARTS, WIDTH = 6, 4
 PLACE, NAME = sys.modules[__name__], "_Grouped"
 
 
@@ -138,6 +134,12 @@ class Case:
         if self.graphs:
             return detach_in_graphs(self.detached, self.replays, lambda: None)
         return detach_in(PLACE, NAME, self.detached)
+
+    def leave_to_megatron(self) -> Callable[[], None]:
+        """Its own function takes the gradients of the operation's weights."""
+        for weight in self.weights:
+            weight.register_post_accumulate_grad_hook(lambda one: self.megatron.take([one]))
+        return lambda: None
 
     def call(
         self, rows: torch.Tensor, order: list[Any] | None = None, *, eagerly: bool = False
@@ -445,194 +447,42 @@ def test_gradients_of_a_graph_go_into_each_bucket_by_one_copy(
     undo()
 
 
-class Unit(nn.Module):
-    """An FSDP unit whose experts are called in the way that ``way`` says."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way, self.refuses = way, False
-        self.dense = nn.Linear(WIDTH, WIDTH)
-        if way in OF_THEIR_OWN:
-            # By this name Megatron-FSDP knows experts, and gives them buckets of their own.
-            self.experts = nn.ModuleDict({"grouped": Grouped()})
-        else:
-            self.grouped = Grouped()
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        way = self.way
-        rows = self.dense(rows).tanh()
-        penalty = self.penalty() if way in ("used before", "renewed") else 0.0
-        if way in CALLED_OFTEN:
-            rows = self.called_often(rows)
-        output = self.call(rows, way in ("again", "recompute"))
-        return output + (self.penalty() if way == "used beside" else penalty)
-
-    def penalty(self) -> torch.Tensor:
-        """A second use, and other gradients, of some weights."""
-        found = torch.zeros(())
-        for weight in list(self.grouped.parameters())[1::2]:
-            found = found + weight.square().sum() * 1e-2
-        return found
-
-    def called_often(self, rows: torch.Tensor) -> torch.Tensor:
-        rows = self.call(rows, self.way == "again").tanh()
-        if self.refuses:
-            rows.register_hook(refuse)
-        if self.way == "recomputed between":
-            rows = self.call(rows, True).tanh()
-        return rows
-
-    def call(self, rows: torch.Tensor, recompute: bool) -> torch.Tensor:
-        experts = self.all_experts()
-        output: torch.Tensor = (
-            checkpoint(experts, rows, use_reentrant=True) if recompute else experts(rows)
-        )
-        return output
-
-    def all_experts(self) -> Any:
-        return self.experts["grouped"] if self.way in OF_THEIR_OWN else self.grouped
+def recomputed_alone(case: Case) -> None:
+    checkpoint(case.call, given(1), use_reentrant=True).sum().backward()
 
 
-def refuse(_: torch.Tensor) -> None:
-    raise ValueError("refused")
+def recomputed_between(case: Case) -> None:
+    """A call has a pass of its own, between two that have one together."""
+    between = checkpoint(case.call, case.call(given(1)), use_reentrant=True)
+    case.call(between).sum().backward()
 
 
-POOLED = ("once", "recompute", "twice", "used beside", "used before")
-"""Usual passes, with double buffers."""
-WAYS = {
-    **dict.fromkeys(POOLED, "a usual pass"),
-    "renewed": "weights get other accumulators, and are also used in another way",
-    "penalty outside": "own hooks run before Megatron-FSDP's root hook begins the pass",
-    "failed": "a pass that failed left gradients to wait",
-    "alone": "no other rank has a part of the experts' gradients, which are summed up",
-    "again": "a bucket that is complete gets gradients once more in the same pass",
-    "recomputed between": "a call has a pass of its own, between two that have one together",
-    "no gradient": "some weights get none",
-}
-LOUD = {"renewed", "failed", "again"}
-"""Those that end in an error of the fast path's."""
-CALLED_OFTEN = {"twice", "failed", "again", "recomputed between"}
-OF_THEIR_OWN = {"alone", "again"}
-HALFWAY = 2
-"""The step in which something else happens."""
+@pytest.mark.parametrize("run", [recomputed_alone, recomputed_between])
+def test_reentrant_recompute_leaves_in_the_bucket_what_megatron_fsdp_leaves(
+    run: Callable[[Case], None], taken: list[int]
+) -> None:
+    found = []
+    for detached in (False, True):
+        case = Case(PARTS + 1, weights=PARTS)
+        undo = case.install() if detached else lambda: None
+        for weight in case.weights if not detached else ():
+            weight.register_post_accumulate_grad_hook(
+                lambda one, case=case: case.megatron.take([one])
+            )
+        run(case)
+        case.end_pass()
+        undo()
+        found.append(case.megatron.buffers[0].data)
+    assert torch.equal(*found) and set(taken) == {PARTS}
 
 
-def sharded(way: str, units: list[Unit]) -> Any:
-    from megatron_fsdp import fully_shard_model
-    from torch.distributed.device_mesh import init_device_mesh
-
-    names = ("ep", "dp", "tp")
-    experts: Any = init_device_mesh(
-        "cuda", (2, 1, 1) if way == "alone" else (1, 2, 1), mesh_dim_names=names
-    )
-    model: Any = fully_shard_model(
-        nn.Sequential(*units, nn.Linear(WIDTH, 1)),
-        device_mesh=init_device_mesh("cuda", (2, 1), mesh_dim_names=names[1:]),
-        expt_device_mesh=experts[names[1:]] if way in OF_THEIR_OWN else None,
-        dp_shard_dim="dp",
-        tp_dim="tp",
-        fsdp_unit_modules=[Unit],
-        calculate_per_token_loss=True,
-        fsdp_double_buffer=True,
-        fsdp_db_use_persist_buf_on_alloc_fail=True,
-    )
-    if way not in POOLED:
-        model.set_model_auto_sync(False)
-    return model
-
-
-def backward(way: str, model: Any, units: list[Unit], loss: torch.Tensor) -> None:
-    if way == "penalty outside":
-        weights = [w for unit in units for w in [*unit.grouped.parameters()][1::2]]
-        model.all_gather_and_wait_parameters_ready(weights, prefetch=False)
-        loss = loss + torch.stack([weight.sum() for weight in weights]).sum() * 0.3
-    loss.backward()
-
-
-def given_to(number: int) -> torch.Tensor:
-    found = torch.arange(2.0 * PARTS * WIDTH).reshape(2 * PARTS, WIDTH) + dist.get_rank()
-    return (found * (1 + number)).sin().requires_grad_()
-
-
-def happens(way: str, model: Any, units: list[Unit], *, fast: bool) -> None:
-    """Let a pass fail, if that is the way, or let one that follows have what it must not."""
-    if way == "renewed" and fast:
-        raw: Any = SimpleNamespace(parameters=lambda: model.param_and_grad_buffer.params)
-        forget_accumulators([raw])
-    if way == "failed":
-        units[0].refuses = True
-        with pytest.raises(ValueError, match="refused"):
-            model(given_to(0)).square().sum().backward()
-        units[0].refuses = False
-
-
-def fit(way: str, fast: bool) -> dict[str, Any]:
-    """Losses, up to an error and with its name, where there is one; and weights taken at once."""
-    from megatron_fsdp import fully_shard_optimizer
-
-    from megatron_cg import fastpath as fast_path
-
-    torch.manual_seed(0)
-    units = [Unit(way), Unit(way)]
-    model = sharded(way, units)
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.003))
-    found, taken, own = list[str](), list[int](), GradientBucketing.take_detached
-
-    def take(bucketing: Any, weights: Any, *rest: Any, **how: Any) -> None:
-        taken.append(len(weights.weights))
-        own(bucketing, weights, *rest, **how)
-
-    with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientBucketing, "take_detached", take)
-        patch.setattr(Grouped, "without", (1, PARTS - 1) if way == "no gradient" else ())
-        for step in range(STEPS + (way in POOLED)):
-            if fast and step == 1:
-                path = fast_path.install(model)
-                undo.callback(path.close)
-                assert path.bucketing is not None and "gradients" in path.parts
-                detached = DetachedWeights(model.module, path.bucketing)
-                undo.callback(detach_in(PLACE, NAME, detached))
-            optimizer.zero_grad()
-            if step == HALFWAY:
-                happens(way, model, units, fast=fast)
-            for microbatch in range(2):
-                try:
-                    loss = model(given_to(step + 4 * microbatch)).square().sum()
-                    found.append(repr(loss.item()))
-                    backward(way, model, units, loss)
-                except FastPathError as error:
-                    return {"losses": [*found, type(error).__name__], "taken": taken}
-            if way not in POOLED:
-                model.finish_grad_sync()
-            optimizer.step()
-    return {"losses": found, "taken": taken}
-
-
-def fit_all() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for way in WAYS:
-        try:
-            found[way] = [fit(way, False), fit(way, True)]
-        except Exception as error:
-            # A failure of its own, that says nothing of the others.
-            found[way] = [{"losses": []}, {"losses": [repr(error)]}]
-    return found
-
-
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    pytest.importorskip("megatron_fsdp")
-    return on_ranks(fit_all)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_losses_are_the_same_or_there_is_an_error(results: list[dict[str, Any]], way: str) -> None:
-    for found in results:
-        eager, fast = (run["losses"] for run in found[way])
-        loud = fast[-1] == FastPathError.__name__
-        until = len(fast) - loud
-        assert fast[:until] == eager[:until] and loud == (way in LOUD), WAYS[way]
-        assert len(fast) == len(eager) or loud
-        if way in POOLED:
-            passes = 2 * STEPS * 2
-            assert found[way][1]["taken"] == [PARTS] * passes and not found[way][0]["taken"]
+def test_weights_that_got_other_accumulators_end_the_run() -> None:
+    case = Case(PARTS, weights=PARTS)
+    undo = case.install()
+    one_pass(case)
+    forget_accumulators([case.layer])
+    case.megatron.begin()
+    penalty = case.weights[1].square().sum()
+    with pytest.raises(FastPathError, match="another AccumulateGrad node"):
+        (case.call(given()).sum() + penalty).backward()
+    undo()

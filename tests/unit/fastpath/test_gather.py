@@ -318,14 +318,6 @@ def test_a_held_gather_is_issued_once_or_forgotten_with_its_pass(cpu: None) -> N
     assert pipeline.happened() == []
 
 
-def test_a_unit_begins_with_a_graph_if_its_first_weight_is_in_one(cpu: None) -> None:
-    inside, outside = (nn.Parameter(torch.zeros(1)) for _ in range(2))
-    deferred = DeferredPrefetch([nn.ParameterList([inside])])
-    assert deferred.begins_with_graph([inside, outside])
-    assert not deferred.begins_with_graph([outside, inside])
-    assert not deferred.begins_with_graph([])
-
-
 def test_without_a_replay_to_come_all_is_gathered_at_once(cpu: None) -> None:
     pipeline = Pipeline()
     pipeline.training = False
