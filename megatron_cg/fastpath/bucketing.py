@@ -227,7 +227,8 @@ class GradientBucketing:
             return
         stream = current_stream()
         gradient = parameter.grad
-        if gradient is None or self._is_special(parameter) or bucket.waits_on_another(stream):
+        on_another = bool(bucket.waiting) and bucket.stream != stream
+        if gradient is None or on_another or self._is_special(parameter):
             self._leave(parameter, bucket)
             bucket.handed_over += 1
         else:

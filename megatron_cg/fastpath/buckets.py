@@ -149,10 +149,6 @@ class Bucket:
         """Whether ``more`` gradients, which are not counted yet, complete the bucket."""
         return self.handed_over + len(self.waiting) + more == self.size
 
-    def waits_on_another(self, stream: int) -> bool:
-        """Whether gradients that wait are from another stream; see Note [One stream a copy]."""
-        return bool(self.waiting) and self.stream != stream
-
     def begin(self, backward: object) -> None:
         """Reset the bucket if ``backward`` is a new backward pass."""
         if self.backward is not backward:

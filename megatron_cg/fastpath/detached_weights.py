@@ -58,7 +58,7 @@ from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.backward_pass import CURRENT_PASS, NO_PASS
 from megatron_cg.upstream.patch import set_attribute
-from megatron_cg.upstream.symbols import Symbol, changed
+from megatron_cg.upstream.symbols import Symbol
 
 MODULE, _NAME = "transformer_engine.pytorch.module.grouped_linear", "_GroupedLinear"
 _FORWARD = Symbol(
@@ -67,8 +67,6 @@ _FORWARD = Symbol(
 _BACKWARD = Symbol(f"{MODULE}:{_NAME}.backward", "its gradients", parameters=("ctx",))
 _EXECUTES = Symbol("torch._C:_will_engine_execute_node", "what a backward pass comes to")
 RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES, CURRENT_PASS)
-MANY = 4
-"""Minimum number of a grouped GEMM's weights; with fewer, detaching does not pay off."""
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -93,12 +91,8 @@ def detach_in(module: Any, name: str, detached: DetachedWeights) -> Callable[[],
     Several models may do so. The returned function undoes it for one model.
     """
     function = getattr(module, name)
-    parameters = inspect.signature(function.forward).parameters.values()
-    kinds = [parameter.kind for parameter in parameters]
-    if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        expected = f"{_FORWARD.expected}, whose weights come last"
-        raise changed(_FORWARD.distribution, _FORWARD.path, expected)
-    first = kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1  # without the context
+    # The weights are the last parameter of its ``forward``, and the context is the first.
+    first = len(inspect.signature(function.forward).parameters) - 2
     replacement = _Replacement(function, first, detached)
     with ExitStack() as undo:
         undo.callback(detached.close)
@@ -248,7 +242,7 @@ class DetachedWeights:
         ids = {id(tail[place]) for place in needed}
         if len(ids) < len(needed):
             return None
-        if not of_graph and (len(needed) < MANY or not ids <= self._ids_outside_of_graphs()):
+        if not of_graph and not ids <= self._ids_outside_of_graphs():
             return None
         if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
             return None  # another operation's weights; their own hooks wait for that operation

@@ -10,8 +10,8 @@ Note [Which buckets a list of parameters stands for]
 Note [A group of one bucket]
     Megatron-FSDP coalesces the gathers of a bucket group. Most groups have one bucket, so there is
     nothing to coalesce. Such a bucket is gathered directly, by the same collective on the same
-    stream. Megatron-FSDP handles all other cases (several buckets, gathers across outer groups, a
-    bucket that it keeps past a reset: ``PRESERVED``), but without prefetch.
+    stream. Megatron-FSDP's own method handles all other cases: several buckets, gathers across
+    outer groups, a bucket that it keeps past a reset (``PRESERVED``).
 
 Note [Launch first]
     Before a unit's forward pass Megatron-FSDP gathers its weights and those of the next unit. Only
@@ -171,9 +171,6 @@ class Gathers:
         self._status = module.BucketStatus
         self._absent = (self._status.EMPTY, self._status.PRESERVED)
         self._forward = module.PrefetchOrder.FORWARD_PASS_ORDER
-        self._stands_for = {
-            bucket: parameter for parameter, bucket in pipeline.buffer.param_to_param_group.items()
-        }
         self._plans: dict[tuple[Any, ...], _Plan] = {}
 
     def all_gather_params(
@@ -198,10 +195,8 @@ class Gathers:
                     self._deferred.hold(partial(self._gather, later))
             if absent:
                 self._gather(absent)
-        elif any(status[key] is self._status.PRESERVED for key in absent):
-            self._all_gather_params(params, prefetch=prefetch, **options)
         else:
-            self._all_gather_params([self._stands_for[bucket] for bucket, _ in absent], **options)
+            self._all_gather_params(params, prefetch=prefetch, **options)
 
     def _can_gather(self, absent: Sequence[Key], options: Mapping[str, Any]) -> bool:
         """Whether this class gathers these itself; see Note [A group of one bucket]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -26,18 +27,16 @@ from megatron_cg.upstream.symbols import Symbol
 logger = logging.getLogger(__name__)
 Undo = Callable[[], None]
 _OF_GRAPHS = "detached-weights-of-graphs"
-_warned: set[tuple[str, str]] = set()
 
 
+@cache
 def _warn_once(part: str, why: str) -> None:
-    if (part, why) not in _warned:
-        _warned.add((part, why))
-        logger.warning(
-            "FSDP fast path: %s stays off, because %s. Training goes on without it. "
-            "megatron-cg doctor --verbose names all such functions.",
-            part,
-            why,
-        )
+    logger.warning(
+        "FSDP fast path: %s stays off, because %s. Training goes on without it. "
+        "megatron-cg doctor --verbose names all such functions.",
+        part,
+        why,
+    )
 
 
 class FastPath:

@@ -212,55 +212,16 @@ def test_a_pass_that_comes_to_the_experts_alone_leaves_the_rest_to_the_root_hook
     assert len(case.bucketing._buckets[0].waiting) == 1
 
 
-def no_gradient(case: Case) -> Gradients:
-    """One that has none from before either, and one that has."""
-    case.gradients[1] = case.gradients[3] = None
-    case.weights[1].grad = torch.full((SIZE,), 0.5)
-    return [case.gradients[0], torch.full((SIZE,), 0.5), *case.gradients[2:]]
-
-
-def a_gradient_from_before(case: Case) -> Gradients:
-    first, *others = case.gradients
-    case.weights[0].grad = torch.full((SIZE,), 0.5)
-    assert first is not None
-    return [first + 0.5, *others]
-
-
-def written_by_somebody(case: Case) -> Gradients:
+def test_a_gradient_that_is_written_already_goes_megatron_s_way() -> None:
+    case = Case(4)
     case.weights[2].grad_added_to_main_grad = True
     case.megatron.buffers[0].data[2 * SIZE : 3 * SIZE] = -1.0
-    return [*case.gradients[:2], torch.full((SIZE,), -1.0), case.gradients[3]]
-
-
-@pytest.mark.parametrize(
-    ("change", "own"),
-    [
-        # The last one of those that are copied is told in any case.
-        (no_gradient, [3, 2]),
-        (a_gradient_from_before, [3]),
-        (written_by_somebody, [2, 3]),
-    ],
-)
-def test_others_go_one_by_one_or_megatrons_own_way(
-    change: Callable[[Case], Gradients], own: list[int]
-) -> None:
-    case = Case(4)
-    expected = change(case)
     case.take()
-    assert case.megatron.told == own
-    assert case.megatron.has(expected) and case.megatron.buffers[0].reduced == 1
+    # The last one of those that are copied is told in any case.
+    assert case.megatron.told == [2, 3] and case.megatron.buffers[0].reduced == 1
+    case.gradients[2] = torch.full((SIZE,), -1.0)
+    assert case.megatron.has(case.gradients)
     assert all(weight.grad is None for weight in case.weights)
-
-
-def test_a_second_gradient_of_detached_weights_overwrites_the_first() -> None:
-    case = Case(6)
-    case.take()
-    assert case.megatron.told == []
-    case.gradients[:4] = [torch.full((SIZE,), 7.0) for _ in range(4)]
-    case.take()
-    assert case.megatron.told == [0, 1, 2, 3] and case.bucketing.copies == 1
-    case.rest_comes()
-    assert case.megatron.has(case.gradients) and case.megatron.buffers[0].reduced == 1
 
 
 def test_a_second_gradient_of_a_complete_bucket_is_reduced_again_or_an_error() -> None:

@@ -183,7 +183,7 @@ def test_an_unknown_function_turns_its_part_off(
         own = symbol.path.endswith(f".{function}") and symbol.fingerprints
         return f"{function} has another body" if own else None
 
-    monkeypatch.setattr(install_parts, "_warned", set())
+    install_parts._warn_once.cache_clear()
     monkeypatch.setattr(Symbol, "unknown_body", unknown_body)
     (eager, _), (graphs, whole) = usual["eager"], usual["graphs"]
     for _ in range(2):
