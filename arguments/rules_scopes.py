@@ -142,6 +142,16 @@ RULES = (
         "drop --fine-grained-activation-offloading",
     ),
     Rule(
+        "routing-replay",
+        lambda c: (
+            c.run.moe_enable_routing_replay
+            and (c.run.captures("moe") or c.run.captures("moe_router"))
+        ),
+        "--moe-enable-routing-replay with a captured MoE router",
+        "Python code of the router records or repeats its choices, and a replay does not run it",
+        "drop --moe-enable-routing-replay, or type --cuda-graph-modules attn",
+    ),
+    Rule(
         "largest-attention-logits",
         lambda c: c.run.captures("attn") and (c.run.qk_clip or c.run.log_max_attention_logit),
         "--qk-clip or --log-max-attention-logit with captured attention",

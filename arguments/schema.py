@@ -187,6 +187,7 @@ class RunArguments:
     overlap_dispatch_backward_with_experts_wgrad: bool = _setting(False, "the same for experts")
     mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
     mtp_use_repeated_layer: bool = _setting(False, "one MTP layer is run at every depth")
+    moe_enable_routing_replay: bool = _setting(False, "routers record or repeat their choices")
     packs_sequences: bool = _setting(False, "a flag packs several sequences into one")
     te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")
 

@@ -57,9 +57,6 @@ _CAUSES = {
     "whole model with model.train() and model.eval().",
     "state": "Python code of the unit reads it, and a replay runs no Python. Set it before "
     "training begins, or keep it in a tensor that is written in place.",
-    "routing": "Python code of the router records or repeats its choice of experts, and a replay "
-    "does not run it. Graphs are replayed where the action is none at capture and in the pass "
-    "(RouterReplay.clear_global_router_replay_action()).",
     "frozen": "It was unfrozen after capture, and the graph computes no gradient for it. Set "
     "requires_grad before training begins, or delete the graphs and capture again.",
     "grad mode": "The layer runs in training under torch.no_grad() (activation recompute of whole "
@@ -224,7 +221,7 @@ class DependsOn:
         entry, same = self._entries[number], self._objects[number][2]
         if entry.clause == "training":
             return _mismatch("training", entry.what, _mode(same), _mode(now))
-        if entry.clause == "routing" or (entry.clause == "state" and is_plain(same)):
+        if entry.clause == "state" and is_plain(same):
             return _mismatch(entry.clause, entry.what, _named(same), _named(now))
         expected = f"the {type(same).__name__} that was captured"
         if type(same) is type(now) and actual == _named(now):

@@ -110,17 +110,18 @@ class FsdpHelper:
             goes_on = self.given.cg_on_failure == "eager"
             self.controller = GraphController(
                 self._agreement,
-                self._capture_or_reset,
+                self._capture,
                 goes_on=goes_on,
                 option="--cg-on-failure eager",
                 clean_up=self._after_failure,
             )
             self.steps = Steps(self.controller, self._inputs)
             undo.callback(self.steps.close)
-            undo.callback(self._repeats())
+            model, optimizers = self.helper.model, self.helper.optimizers
+            undo.callback(repeat_if_bounded(model, optimizers, self.controller, self.steps))
             undo.callback(all_of(self._replaced_methods()))
             if source is not None:
-                undo.callback(source(self.steps, self.helper.optimizers))
+                undo.callback(source(self.steps, optimizers))
             self.undo = undo.pop_all()
 
     @property
@@ -156,10 +157,6 @@ class FsdpHelper:
             if self.session is not None and self.session.phase is Phase.REPLAYING:
                 self.controller.release()
 
-    def _repeats(self) -> Undo:
-        model, optimizers = self.helper.model, self.helper.optimizers
-        return repeat_if_bounded(model, optimizers, self.controller, self.steps)
-
     def _replaced_methods(self) -> Iterator[Undo]:
         """Megatron's loop and others call these of Megatron's helper."""
         yield put_over(self.helper, "create_cudagraphs", self.capture)
@@ -184,14 +181,6 @@ class FsdpHelper:
                 sample_kwargs[index] = dict(sample_kwargs[index])
                 sample_kwargs[index].pop("rotary_pos_emb", None)
         return in_dtype(sample_args, self.helper.config), sample_kwargs
-
-    def _capture_or_reset(self) -> Session:
-        self.helper._capture_finished = False
-        try:
-            return self._capture()
-        except Exception:
-            self.helper._graphs_created = False
-            raise
 
     def _after_failure(self) -> None:
         self.helper._reset_after_capture()
@@ -218,9 +207,11 @@ class FsdpHelper:
             captured.append(len(layers))
             return session.capture(layers, *args, **kwargs)
 
+        self.helper._capture_finished = False
         drop_gradients(self.fsdp)
         _make_loss_scale(self.helper.config)
         with ExitStack() as changes:
+            changes.callback(setattr, self.helper, "_graphs_created", False)
             changes.callback(all_of(self._changes()))
             with session.capturing(), ExitStack() as stack:
                 stack.callback(put_over(cuda_graphs, "make_graphed_callables", capture))
@@ -232,13 +223,9 @@ class FsdpHelper:
                         f"{_HELPER}.create_cudagraphs",
                         "one call of that module's make_graphed_callables for all layers",
                     )
+                if (peers := peer_memory_of(self.fsdp)) is not None:
+                    changes.callback(peers.hold())
             session.on_close(changes.pop_all().close)
-        with ExitStack() as failed:
-            failed.callback(session.close)
-            if (peers := peer_memory_of(self.fsdp)) is not None:
-                session.on_close(peers.hold())
-            session.on_close(partial(setattr, self.helper, "_graphs_created", False))
-            failed.pop_all()
         return session
 
     def _changes(self) -> Iterator[Undo]:

@@ -18,9 +18,7 @@ Note [Shapes that a region notes]
 
 Note [State outside of the layer]
     A router adds its losses to ``get_moe_metrics_tracker().metrics[name].values`` in the forward
-    pass, so a graph that contains a router writes to that tensor. A router with
-    ``moe_enable_routing_replay`` follows the action of its ``RouterReplay``, in Python. A graph
-    follows none.
+    pass, so a graph that contains a router writes to that tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,10 +47,8 @@ from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _LAYER = "megatron.core.transformer.module:GraphableMegatronModule"
-_MOE = "megatron.core.transformer.moe"
-_METRICS = f"{_MOE}.moe_logging"
+_METRICS = "megatron.core.transformer.moe.moe_logging"
 _TRACKER = "_MOE_METRICS_TRACKER"
-_REPLAY, _ACTION = "router_replay", "router_replay_action"
 RELIES_ON = (
     Symbol(
         _LAYER,
@@ -66,8 +61,6 @@ RELIES_ON = (
     Symbol(f"{_METRICS}:{_TRACKER}", "Megatron's MoE metrics tracker"),
     Symbol(f"{_METRICS}:MoEMetricsTracker", "what it is", attributes=("metrics",)),
     Symbol(f"{_METRICS}:MetricEntry", "an entry of its metrics", attributes=("values",)),
-    Symbol(f"{_MOE}.router_replay:RouterReplay", "repeats choices", attributes=(_ACTION,)),
-    Symbol(f"{_MOE}.router:TopKRouter", "the router that has one", attributes=(_REPLAY,)),
 )
 
 _PACK = "packed_seq_params"
@@ -237,33 +230,15 @@ def _metrics_kept() -> Iterator[None]:
                 values.copy_(old)
 
 
-def _entries(graphed: Sequence[nn.Module]) -> list[Entry]:
-    """The rows of the MoE metrics' tensors, and of routers that follow an action."""
-    replays = (getattr(module, _REPLAY, None) for module in graphed)
-    rows = [
-        Entry(_Action(vars(replay)), _ACTION, "routing", "the router's action")
-        for replay in replays
-        if replay is not None
-    ]
+def _entries(_graphed: Sequence[nn.Module]) -> list[Entry]:
+    """The rows of the MoE metrics' tensors."""
     tracker = _metrics_tracker()
     if tracker is None:
-        return rows
+        return []
     what = "Megatron's MoE metrics tracker"
-    rows.append(Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what))
+    rows = [Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)]
     for name, entry in tracker.metrics.items():
         what = f"the tensor of the MoE metric {name}"
         rows.append(Entry(vars(entry), "values", "metrics", what))
         rows.append(Entry(tracker.metrics, name, "metrics", f"the MoE metric {name}"))
     return rows
-
-
-class _Action:
-    """A router's action: None, or another object at each look, since no replay follows it."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-    def get(self, key: str) -> Any:
-        """The action."""
-        action = self._state[key]
-        return None if action is None else SimpleNamespace(name=getattr(action, "name", action))

@@ -116,6 +116,7 @@ ALL = (
     case("full-recompute", FULL, DENSE, hybrid_layer_pattern="*-*-"),
     case("full-recompute", FULL, DENSE, REPEATED, recompute_method="uniform"),
     case("activation-offloading", fine_grained_activation_offloading=True),
+    case("routing-replay", moe_enable_routing_replay=True),
     case("largest-attention-logits", qk_clip=True),
     case("largest-attention-logits", log_max_attention_logit=True),
     case("packed-sequences", packs_sequences=True),

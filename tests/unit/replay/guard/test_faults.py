@@ -20,7 +20,7 @@ from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
 
 LAYERS, BEFORE, AFTER = 2, 2, 2
-ROUTER, RECORDING = ("attn", "moe_router"), {"moe_enable_routing_replay": True}
+ROUTER = ("attn", "moe_router")
 LOGGER = "megatron_cg.replay.mismatch_policy"
 Fault = Callable[[Any], Any]
 """Does its worst to a trainer; may return a context manager for the next step."""
@@ -75,17 +75,6 @@ def metrics_replaced(_trainer: Any) -> None:
     destroy_moe_metrics_tracker()
 
 
-def choice_repeated(trainer: Any) -> None:
-    """From now on the first router sends all tokens to the same experts."""
-    from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-    replay = layer_of(trainer).mlp.router.router_replay
-    plan = trainer.plan
-    tokens = plan.micro_batch_size * plan.model.sequence_length
-    replay.set_target_indices(torch.tensor([[0, 1]]).repeat(tokens, 1))
-    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-
-
 @dataclass(frozen=True)
 class Case:
     """A fault, and what the model needs for it."""
@@ -97,7 +86,6 @@ class Case:
     experts: int = 0
     warmup: int = 1
     """Steps before capture; with two, the rotary table is found to be one tensor in all steps."""
-    options: dict[str, Any] = field(default_factory=dict)
     """Of Megatron's TransformerConfig."""
     fsdp: dict[str, Any] = field(default_factory=dict)
     """Of Megatron-FSDP."""
@@ -142,13 +130,6 @@ FAULTS: dict[str, Case] = {
         lambda trainer: setattr(trainer.backend, "recipe", "tensorwise"),
         "was none at capture and is tensorwise now",
     ),
-    "routing": Case(
-        choice_repeated,
-        "the router's action was none at capture and is REPLAY_FORWARD now",
-        ROUTER,
-        4,
-        options=RECORDING,
-    ),
     "metrics": Case(metrics_replaced, "metrics tracker was the MoEMetricsTracker", ROUTER, 4),
 }
 """By the clause that has to see it. ``test_depends_on.py`` has more, without Megatron."""
@@ -179,7 +160,6 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
         experts=case.experts,
         dropout=0.1,
         bf16=False,
-        options=case.options,
         fsdp_options=case.fsdp,
     )
     with trainer_of(model, graphs=graphs) as trainer:
