@@ -32,7 +32,6 @@ Note [DDP finds parameters by their accumulators]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -92,9 +91,6 @@ class OtherLeaves:
                 if captures:
                     refuse = partial(_used_itself, f"{type(owner).__name__}.{name}")
                     undo.callback(parameter.register_hook(refuse).remove)
-            for owner in {owner: None for owner, _, _ in self._places}:
-                if isinstance(owner, nn.RNNBase):
-                    undo.callback(_flattened(owner))
             self._held = True
             undo.callback(setattr, self, "_held", False)
             yield
@@ -150,15 +146,3 @@ def _used_itself(label: str, _gradient: torch.Tensor) -> None:
         "gradient cannot be captured under DistributedDataParallel. Use the attribute in forward, "
         "or leave the unit out of graph_units."
     )
-
-
-def _flattened(module: nn.RNNBase) -> Callable[[], None]:
-    """Tell a recurrent module that its weights are flattened already, as those of the leaves are.
-
-    Otherwise it would flatten the leaves into new memory (torch 2.11, ``RNNBase.forward``). Returns
-    the undo.
-    """
-    before: Any = module._flat_weight_refs
-    after: Any = [None if w is None else weakref.ref(w) for w in module._flat_weights]
-    module._flat_weight_refs = after
-    return partial(setattr, module, "_flat_weight_refs", before)

@@ -29,11 +29,10 @@ from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import capturing
 from megatron_cg.consensus.decision import AgreementError, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
+from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError
 from megatron_cg.events import CaptureBegan, CaptureEnded, emit
 from megatron_cg.fastpath import FastPath
 from megatron_cg.fastpath import install as install_fast_path
-from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp, find_megatron_fsdp
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.ranges import in_range
@@ -62,7 +61,7 @@ class Session:
     """The graphs of one model.
 
     Args:
-        model: the sharded model, or any module that contains it.
+        sharding: how the model is sharded.
         units: the layers to be captured, in the order of their forward passes.
         backend: captures the graphs.
         agreement: the votes of all ranks, for a model that several ranks train.
@@ -72,16 +71,11 @@ class Session:
         static_inputs: which inputs of the units never change.
         fast_path: see ``megatron_cg/fastpath``; equal on all ranks.
         optimizers: the optimizers of the model's parameters, for the fast path.
-        sharding: how the model is sharded; None means by Megatron-FSDP.
-
-    Raises:
-        HookError: ``sharding`` is None and ``model`` holds no ``MegatronFSDP``.
-        UpstreamChangedError: its ``MegatronFSDP`` lacks a member we rely on.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        sharding: Sharding,
         units: Sequence[Unit],
         backend: Backend,
         agreement: Agreement | None = None,
@@ -91,10 +85,8 @@ class Session:
         static_inputs: StaticInputs | None = None,
         fast_path: bool = True,
         optimizers: Sequence[Any] = (),
-        sharding: Sharding | None = None,
     ) -> None:
-        self._model, self._sharding = model, sharding or _megatron_fsdp(model)
-        self._units = tuple(units)
+        self._sharding, self._units = sharding, tuple(units)
         self._backend = backend
         self._agreement, self._joins = agreement, joins
         self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
@@ -126,7 +118,6 @@ class Session:
             PhaseError: graphs exist already, also of another session, or the session is closed.
             EarlierWorkError: the GPU was in an error state already.
             HookError, UnknownFsdpHookError: a hook cannot be carried over; nothing was changed.
-            CaptureError: the body ended without a graph for some unit.
         """
         self._require(Phase.EAGER)
         self._require_no_other_graphs()
@@ -144,7 +135,6 @@ class Session:
                     lasting.callback(set_attribute(unit.layer, "cuda_graphs", [], shared=True))
                 with self._failed_start_shared():
                     yield
-                self._check_whole()
                 for unit, unit_hooks in zip(self._units, hooks, strict=True):
                     assert unit.attach is not None
                     lasting.callback(unit.attach(unit, unit_hooks.before_replay, self.mismatches))
@@ -303,14 +293,6 @@ class Session:
                 "not begun. To see which operation it was, run with CUDA_LAUNCH_BLOCKING=1"
             ) from error
 
-    def _check_whole(self) -> None:
-        missing = [unit.name for unit in self._units if not _graphs(unit.layer)]
-        if missing:
-            raise CaptureError(
-                f"capture ended without a graph for {', '.join(missing)}; no layer was changed, "
-                "training can go on eagerly"
-            )
-
 
 def open_sessions() -> int:
     """How many models of this process have graphs."""
@@ -323,16 +305,6 @@ def close_all_sessions() -> None:
         for session in [reference() for reference in _SESSIONS]:
             if session is not None:
                 stack.callback(session.close)
-
-
-def _megatron_fsdp(model: nn.Module) -> MegatronFsdp:
-    fsdp = find_megatron_fsdp(model)
-    if fsdp is None:
-        raise HookError(
-            f"{type(model).__name__} holds no MegatronFSDP: wrap the model before capture "
-            "(--use-megatron-fsdp), or use Megatron's own CUDA graphs without this package."
-        )
-    return MegatronFsdp(fsdp)
 
 
 def _graphs(layer: nn.Module) -> Sequence[Any]:

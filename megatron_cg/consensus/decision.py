@@ -70,17 +70,15 @@ class Decision:
         return self.smallest == self.largest
 
     def reason(self) -> str:
-        """Why this was decided, in words."""
+        """In what ranks differ, in words."""
         reasons = []
-        if self.against:
-            reasons.append(f"{ranks_text(self.against)} voted against it")
         if self.minority:
             reasons.append(
                 f"{ranks_text(self.minority)} and the other ranks hold different sets of graphs"
             )
         if not self.sizes_agree:
             reasons.append(f"static sizes go from {self.smallest} to {self.largest}")
-        return "; ".join(reasons) or "all ranks keep their graphs"
+        return "; ".join(reasons)
 
 
 def digest(names: Iterable[str]) -> int:

@@ -30,7 +30,7 @@ from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError
-from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
+from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp, find_megatron_fsdp
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.repeat import repeat_if_bounded
@@ -191,7 +191,7 @@ class FsdpHelper:
     def _capture(self) -> Session:
         given = self.given
         session = Session(
-            self.helper.model[0],
+            MegatronFsdp(self.fsdp),
             units_of(self._layers),
             self._backend,
             self._agreement,

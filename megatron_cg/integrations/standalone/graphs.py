@@ -115,7 +115,7 @@ class GraphedUnits:
         broken += check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path)
         broken += member_of(group)
         refuse(broken)
-        self._model, self._backend = model, backend_of(backend)
+        self._backend = backend_of(backend)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
         self._policy = ReplayPolicy(on_mismatch, verify_interval)
         self._sharding = find_sharding(model)
@@ -192,7 +192,7 @@ class GraphedUnits:
             Attachment(name, self._units[name], call, backward) for name, call in seen.items()
         ]
         session = Session(
-            self._model,
+            self._sharding,
             [attachment.unit for attachment in attachments],
             self._backend,
             self._agreement,
@@ -200,7 +200,6 @@ class GraphedUnits:
             policy=self._policy,
             static_inputs=self._observer.static_inputs,
             fast_path=self._fast_path,
-            sharding=self._sharding,
         )
         samples = [call.samples() for call in seen.values()]
         with session.capturing(), ExitStack() as stack:

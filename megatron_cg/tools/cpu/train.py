@@ -20,6 +20,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.integrations.megatron.full_recompute import (
     allow_full_recompute,
     recompute_in_layers,
@@ -175,7 +176,7 @@ class Trainer:
         if only is not None:
             layers = [layers[index] for index in only]
         session = Session(
-            self.model,
+            MegatronFsdp(self._fsdp),
             units_of(layers),
             backend,
             agreement,

@@ -116,29 +116,3 @@ def test_what_the_leaves_cannot_stand_for_is_refused(way: str, words: str) -> No
     with pytest.raises(CaptureError, match=words):
         run_on_leaves(model)
     assert model.weight is model.kept[0] and not model.weight._backward_hooks
-
-
-class Flattening(nn.LSTM):
-    """Flattens its weights into new memory as on a GPU, where torch does."""
-
-    def flatten_parameters(self) -> None:
-        for weight in getattr(self, "_flat_weights", ()):
-            with torch.no_grad():
-                weight.set_(weight.clone())
-
-
-def test_recurrent_layers_of_torch_use_the_leaves_where_the_parameters_are() -> None:
-    model = Flattening(2, 2)
-    model(torch.ones(1, 1, 2))
-    places = [weight.data_ptr() for weight in model.parameters()]
-    refs = model._flat_weight_refs
-    leaves = OtherLeaves([model])
-    with leaves.held():
-        output, _ = model(torch.ones(1, 1, 2))
-        output.sum().backward()
-        assert all(weight.grad is not None for weight in model.parameters())
-        assert [weight.data_ptr() for weight in model.parameters()] == places
-    assert all(weight.grad is None for weight in model.parameters())
-    assert model._flat_weights[0] is model.weight_ih_l0 and model._flat_weight_refs is refs
-    model(torch.ones(1, 1, 2))
-    assert [weight.data_ptr() for weight in model.parameters()] == places

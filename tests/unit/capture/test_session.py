@@ -16,11 +16,11 @@ from megatron_cg.backends.driver.graphed import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
+from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError
 from megatron_cg.events import CaptureEnded, Event, subscribe
+from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
-from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import bytes_of
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
@@ -238,7 +238,7 @@ def test_a_failure_to_undo_is_told_too_and_the_session_can_try_again(
         raise CaptureError("the fast path failed")
 
     monkeypatch.setattr(Session, "_install_fast_path", attach_and_fail)
-    session = Session(trainer.model, [], TapeBackend(), votes, joins=True)
+    session = Session(MegatronFsdp(trainer.model.module), [], TapeBackend(), votes, joins=True)
     with pytest.raises(Forced), session.capturing():
         pass
     assert session.phase is Phase.EAGER and told == [True]
@@ -302,16 +302,3 @@ def test_a_session_captures_once(trainer: Any) -> None:
         with pytest.raises(PhaseError, match=words), session.capturing():
             pass
         session.close()
-
-
-def test_a_capture_without_graphs_is_an_error_that_names_the_layers(trainer: Any) -> None:
-    units = [Unit(f"layer {i}", layer, ()) for i, layer in enumerate(layers_of(trainer))]
-    session = Session(trainer.model, units, TapeBackend())
-    with unchanged(trainer, CaptureError, "layer 0, layer 1"), session.capturing():
-        pass
-    assert session.phase is Phase.EAGER
-
-
-def test_a_model_without_fsdp_is_refused() -> None:
-    with pytest.raises(HookError, match="--use-megatron-fsdp"):
-        Session(torch.nn.Linear(2, 2), [], TapeBackend())

@@ -16,8 +16,11 @@ loss is logged), and no order should depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from tests.unit.ordering.trace import (
@@ -96,50 +99,33 @@ class Piece:
     reads: dict[Actor, Access] = field(default_factory=dict)
     """The last read of each stream since ``write``."""
 
-    def part(self, start: int, stop: int) -> Piece:
-        """The history of some of these bytes, which continues separately."""
-        return Piece(start, stop, self.write, dict(self.reads))
-
 
 class Storage:
     """The history of one storage.
 
     Args:
+        bounds: where the pieces begin and end that have one history each.
         write: the allocation, if it was seen.
         reads: what may still use its memory.
     """
 
-    def __init__(self, write: Access | None = None, reads: dict[Actor, Access] | None = None):
-        self._fresh = Piece(0, 0, write, reads or {})
-        self._pieces: list[Piece] = []
+    def __init__(
+        self,
+        bounds: Sequence[int],
+        write: Access | None = None,
+        reads: Mapping[Actor, Access] | None = None,
+    ) -> None:
+        self._bounds = bounds
+        self._pieces = [Piece(*ends, write, dict(reads or {})) for ends in pairwise(bounds)]
 
     def pieces(self, span: Span) -> list[Piece]:
-        """The pieces of exactly these bytes, cut where needed."""
-        before, inside, after = [], [], []
-        at = span.start
-        for piece in self._pieces:
-            if piece.stop <= span.start:
-                before.append(piece)
-            elif piece.start >= span.stop:
-                after.append(piece)
-            else:
-                if piece.start < span.start:
-                    before.append(piece.part(piece.start, span.start))
-                start, stop = max(piece.start, span.start), min(piece.stop, span.stop)
-                if at < start:
-                    inside.append(self._fresh.part(at, start))
-                inside.append(piece.part(start, stop))
-                at = stop
-                if piece.stop > span.stop:
-                    after.append(piece.part(span.stop, piece.stop))
-        if at < span.stop:
-            inside.append(self._fresh.part(at, span.stop))
-        self._pieces = [*before, *inside, *after]
-        return inside
+        """The pieces of exactly these bytes."""
+        start, stop = (bisect_left(self._bounds, end) for end in (span.start, span.stop))
+        return self._pieces[start:stop]
 
     def last_uses(self) -> Iterator[Access]:
         """All uses that a new owner of this memory has to wait for."""
-        for piece in (self._fresh, *self._pieces):
+        for piece in self._pieces:
             if piece.write is not None:
                 yield piece.write
             yield from piece.reads.values()
@@ -195,9 +181,14 @@ class Race:
         )
 
 
-def races(entries: Iterable[Entry], *, without: Collection[Site] = ()) -> list[Race]:
+def races(entries: Sequence[Entry], *, without: Collection[Site] = ()) -> list[Race]:
     """Check entries in the order of the host; those at the places ``without`` are left out."""
-    check, left_out = _Check(), frozenset(without)
+    ends: dict[int, set[int]] = defaultdict(set)
+    for launch in (entry for entry in entries if isinstance(entry, Launch)):
+        for span in (*launch.reads, *launch.writes):
+            ends[span.storage].update((span.start, span.stop))
+    check = _Check({storage: sorted(found) for storage, found in ends.items()})
+    left_out = frozenset(without)
     for entry in entries:
         if ordered_at(entry) not in left_out:
             check.take(entry)
@@ -205,8 +196,9 @@ def races(entries: Iterable[Entry], *, without: Collection[Site] = ()) -> list[R
 
 
 class _Check:
-    def __init__(self) -> None:
+    def __init__(self, bounds: Mapping[int, Sequence[int]]) -> None:
         self.found: list[Race] = []
+        self._bounds = bounds
         self._clocks = _Clocks()
         self._events: dict[int, Clock] = {}
         self._storages: dict[int, Storage] = {}
@@ -257,7 +249,9 @@ class _Check:
                 piece.write, piece.reads = access, {}
 
     def _pieces(self, span: Span) -> list[Piece]:
-        return self._storages.setdefault(span.storage, Storage()).pieces(span)
+        if span.storage not in self._storages:  # It was there before the trace began.
+            self._storages[span.storage] = Storage(self._bounds[span.storage])
+        return self._storages[span.storage].pieces(span)
 
     def _after(
         self, first: Access | None, second: Access, piece: Piece, span: Span, *, writes: bool
@@ -276,7 +270,7 @@ class _Check:
         )
         # Every use has to come after what its stream has done so far.
         made = Access(stream, self._clocks.now(stream).get(stream, 0), entry)
-        self._storages[entry.storage] = Storage(made, busy)
+        self._storages[entry.storage] = Storage(self._bounds.get(entry.storage, ()), made, busy)
         self._owners[entry.storage] = stream
 
     def _release(self, storage: int) -> None:
