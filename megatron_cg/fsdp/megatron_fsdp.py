@@ -12,8 +12,7 @@ from megatron_cg.errors import Violation
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.fsdp.sharding import REPLACED, Sharding, watched_tensors
-from megatron_cg.fsdp.transform import UnitHooks, transform
-from megatron_cg.hooks import module_hooks
+from megatron_cg.fsdp.transform import UnitHooks, unit_hooks
 from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
@@ -64,16 +63,6 @@ def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
                 raise changed(distribution, f"MegatronFSDP.{name}", "a member of the wrapped model")
         return module
     return None
-
-
-def unit_hooks(unit: Unit) -> UnitHooks:
-    """A unit's current hooks, sorted into the phases of a capture; changes nothing.
-
-    Raises HookError or UnknownFsdpHookError, naming the hook.
-    """
-    own, *below = unit.layer.modules()
-    inner = {module: tuple(module_hooks(module)) for module in below}
-    return transform(own, tuple(module_hooks(own)), inner, unit.graphed, unit.name)
 
 
 class MegatronFsdp(Sharding):

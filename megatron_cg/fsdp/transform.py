@@ -15,7 +15,7 @@ Note [Wrappers are withheld]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch import nn
 
 from megatron_cg.errors import HookError
 from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler, wrapped_handler
-from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe
-from megatron_cg.replay.unit import ManualHook
+from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe, module_hooks
+from megatron_cg.replay.unit import ManualHook, Unit
 
 CaptureTimeHook = Callable[[nn.Module], None]
 CaptureTimeHooks = dict[str, dict[int, CaptureTimeHook]]
@@ -43,34 +43,30 @@ class UnitHooks:
     replay, because a replay runs no Python of these modules."""
 
 
-def transform(
-    unit: nn.Module,
-    unit_hooks: Sequence[HookRecord],
-    inner_hooks: Mapping[nn.Module, Sequence[HookRecord]],
-    graphed: Iterable[nn.Module],
-    name: str = "unit",
-) -> UnitHooks:
-    """Sort the hooks of ``unit``, and of the modules below it in its graph, into TE's phases.
+def unit_hooks(unit: Unit) -> UnitHooks:
+    """The current hooks of a unit and of the modules in it, sorted into TE's phases.
+
+    Changes nothing.
 
     Raises:
         UnknownFsdpHookError: a hook made by Megatron-FSDP is not known.
         HookError: a user's hook would not run as intended.
     """
     phases: CaptureTimeHooks = {key: {} for key in CAPTURE_TIME_KEYS}
-    inside = set(graphed)
     before_replay: list[ManualHook] = []
-    for module, records in {unit: unit_hooks, **inner_hooks}.items():
-        target = None if module is unit else module
-        for record in records:
+    for module in unit.layer.modules():
+        target = None if module is unit.layer else module
+        is_inside = module in unit.graphed
+        for record in module_hooks(module):
             role = classify(record)
-            if role is not None and (target is None or module in inside):
+            if role is not None and (target is None or is_inside):
                 _place(phases, record, role, target)
                 if target is not None and role is FsdpRole.UNSHARD:
                     before_replay.append((_adapter(record.fn, None, (), {}), (module,)))
             elif role is None and target is None:
-                check_hook_of_unit(unit, record, name)
-            elif role is None and module in inside:
-                raise never_called(name, module, record)
+                check_hook_of_unit(unit.layer, record, unit.name)
+            elif role is None and is_inside:
+                raise never_called(unit.name, module, record)
     return UnitHooks(phases, tuple(before_replay))
 
 

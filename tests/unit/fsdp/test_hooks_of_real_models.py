@@ -10,9 +10,8 @@ import pytest
 from torch import nn
 
 from megatron_cg.errors import HookError, UnknownFsdpHookError
-from megatron_cg.fsdp.megatron_fsdp import unit_hooks
 from megatron_cg.fsdp.roles import FsdpRole, classify
-from megatron_cg.fsdp.transform import transform
+from megatron_cg.fsdp.transform import unit_hooks
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import installed_version
@@ -55,7 +54,7 @@ def record_of(unit: nn.Module, role: FsdpRole) -> HookRecord:
 
 def test_wrappers_are_withheld_and_handlers_change_phase(unit: nn.Module) -> None:
     records = {classify(record): record for record in module_hooks(unit)}
-    hooks = transform(unit, tuple(module_hooks(unit)), {}, ())
+    hooks = unit_hooks(Unit("a unit", unit, ()))
     keys = {name: list(found) for name, found in hooks.capture_time.items()}
     assert keys == {
         "forward_pre_hooks": [records[FsdpRole.UNSHARD].hook_id],
@@ -94,11 +93,14 @@ def test_a_known_hook_in_another_registry_is_an_error(unit: nn.Module) -> None:
         classify(moved)
 
 
-def test_a_wrapper_without_a_handler_is_an_error(unit: nn.Module) -> None:
+def test_a_wrapper_without_a_handler_is_an_error(
+    unit: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = record_of(unit, FsdpRole.WRAPS_POST_BACKWARD)
     empty = HookRecord(record.kind, record.hook_id, functools.partial(cast(Any, record.fn).func))
+    monkeypatch.setattr("megatron_cg.fsdp.transform.module_hooks", lambda _module: [empty])
     with pytest.raises(UnknownFsdpHookError, match="handler it wraps cannot be found"):
-        transform(unit, [empty], {}, ())
+        unit_hooks(Unit("a unit", unit, ()))
 
 
 def user_hook(*_args: object) -> None:
