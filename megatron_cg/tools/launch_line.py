@@ -203,38 +203,35 @@ def read_flags(words: Sequence[str]) -> tuple[Flag, ...]:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The number of GPUs of a run; ``guess`` says why it is one, and is empty if it is none."""
+    """The GPUs of a run: of all hosts, and of one."""
 
     count: int
-    per_node: int = GPUS_PER_NODE
-    guess: str = ""
+    per_node: int
 
 
-def gpus_of(line: LaunchLine, fewest: int) -> Gpus:
-    """The GPUs of a line's run; ``fewest`` is the least that its parallel sizes allow."""
+def gpus_of(line: LaunchLine, count: int | None = None) -> Gpus:
+    """The GPUs of a line's run; ``count`` is known from elsewhere.
+
+    Raises LaunchLineError if nobody says how many there are.
+    """
     text = f"{line.outer[0]} {line.before} "
     per_node = _number(text, "--nproc[-_]per[-_]node", "--ntasks-per-node", "--gpus-per-node")
     nodes = _number(text, "--nnodes", "--nodes")
-    total = None
+    torchrun = _TORCHRUN.search(text)
     if _TASKS.search(text):
         nodes = nodes or _number(text, "-N")
-        total = _number(text, "-n", "--ntasks", "-np")
-    if _TORCHRUN.search(text):
-        alone = 1 if "--nnodes" not in text else 0
-        total = (per_node or 0) * (nodes or alone)
-    elif nodes and per_node:
-        total = total or nodes * per_node
+        count = count or (None if torchrun else _number(text, "-n", "--ntasks", "-np"))
+    if torchrun and "--nnodes" not in text:
+        nodes = nodes or 1
+    if nodes and per_node:
+        count = count or nodes * per_node
     elif (world := line.variables.get("WORLD_SIZE", "")).isdecimal():
-        total = total or int(world)
-    each = per_node or GPUS_PER_NODE
-    if total:
-        return Gpus(total, each)
-    unknown = "the line does not say how many GPUs there are"
-    if nodes or per_node:
-        hosts = f"{nodes} hosts" if nodes and nodes > 1 else "one host"
-        return Gpus((nodes or 1) * each, each, f"{unknown}: {hosts} of {each} is a guess")
-    count = fewest * max(1, each // fewest)
-    return Gpus(count, each, f"{unknown}: {count} is a guess")
+        count = count or int(world)
+    if not count:
+        raise LaunchLineError(
+            "the line does not say how many GPUs there are: give --gpus N, before the bare --"
+        )
+    return Gpus(count, per_node or GPUS_PER_NODE)
 
 
 def _number(text: str, *options: str) -> int | None:

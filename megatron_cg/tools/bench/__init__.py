@@ -2,9 +2,6 @@
 
 from megatron_cg.errors import MegatronCGError
 
-INCOMPLETE = 3
-"""The exit code when a run failed."""
-
 
 class BenchError(MegatronCGError):
     """A benchmark cannot be made as asked."""

@@ -17,9 +17,14 @@ from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
 from megatron_cg.files import check_writable, write_text
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import Run, log_tail, named_error
-from megatron_cg.tools.align.run import PACKAGE, torch_cudnn
+from megatron_cg.tools.align.run import (
+    DETERMINISTIC_ENVIRONMENT,
+    PACKAGE,
+    environment,
+    torch_cudnn,
+)
 from megatron_cg.tools.align.token_data import from_text, python_sources
-from megatron_cg.tools.bench import INCOMPLETE, BenchError
+from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.configurations import (
     captured,
     chosen,
@@ -27,11 +32,11 @@ from megatron_cg.tools.bench.configurations import (
     given_line,
     preset_line,
 )
-from megatron_cg.tools.bench.megatron_log import read_log
+from megatron_cg.tools.bench.readings import read_log, read_trace
 from megatron_cg.tools.bench.results import SCHEMA, machine, print_results, summaries
-from megatron_cg.tools.bench.trace import read_trace
 from megatron_cg.tools.launch_line import LaunchLine
 
+INCOMPLETE = 3  # the exit code when a run failed
 _TAIL = 20  # lines of a failed run's log
 _PROFILED = 2  # steps in a trace
 
@@ -97,16 +102,6 @@ def _line(args: argparse.Namespace, extra: Sequence[str], folder: Path) -> Launc
     )
 
 
-def _environment_of_presets() -> dict[str, str]:
-    path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
-    # Megatron-FSDP refuses 1, which many containers set; 8 is CUDA's default.
-    env = {"PYTHONPATH": ":".join(filter(None, path)), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    # TE would else take the system's cuDNN, and an older one costs fused attention.
-    if (cudnn := torch_cudnn()) is not None:
-        env["CUDNN_HOME"] = os.environ.get("CUDNN_HOME", str(cudnn))
-    return env
-
-
 def _planned(
     args: argparse.Namespace, line: LaunchLine, names: Sequence[str], folder: Path
 ) -> list[PlannedRun]:
@@ -132,7 +127,8 @@ def _made(planned: PlannedRun, folder: Path, args: argparse.Namespace) -> dict[s
     # Without our launcher too, cuBLASLt's cache is as large as with it.
     env = {CACHE_VARIABLE: str(CACHE_ENTRIES), **os.environ}
     if args.preset is not None:
-        env |= _environment_of_presets()
+        like_align = environment(env, root=PACKAGE.parent, cudnn=torch_cudnn())
+        env = {n: value for n, value in like_align.items() if n not in DETERMINISTIC_ENVIRONMENT}
     run = Run(planned.name, planned.line.command, env, folder)
     made: dict[str, Any] = {
         "configuration": planned.configuration,

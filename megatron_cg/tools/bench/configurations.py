@@ -45,28 +45,20 @@ class Configuration(NamedTuple):
     title: str
     fsdp: bool = True
     graphs: bool = True
-    torch_gemm: bool = False
-    """Whether experts compute by torch's grouped GEMM, as in graphs of whole MoE layers."""
-
-    @property
-    def launched(self) -> bool:
-        """Whether it needs this package's launcher."""
-        return self.fsdp and (self.graphs or self.torch_gemm)
+    launched: bool = True
+    """Whether it needs this package's launcher."""
 
 
-GRAPHS = "graphs"
+GRAPHS, _TORCH = "graphs", "eager-torch"
 _DEFAULT = ("eager", "ddp", GRAPHS)
 CONFIGURATIONS = {
-    "eager": Configuration("Megatron-FSDP, eager", graphs=False),
-    "ddp": Configuration("DDP, Megatron's graphs", fsdp=False),
+    "eager": Configuration("Megatron-FSDP, eager", graphs=False, launched=False),
+    "ddp": Configuration("DDP, Megatron's graphs", fsdp=False, launched=False),
     GRAPHS: Configuration("Megatron-FSDP, graphs"),
-    "eager-torch": Configuration(
-        "Megatron-FSDP, eager, torch's GEMM", graphs=False, torch_gemm=True
-    ),
-    "partial": Configuration("Megatron-FSDP, partial graphs"),
-    "partial-torch": Configuration("Megatron-FSDP, partial graphs, torch's GEMM", torch_gemm=True),
+    # As in graphs of whole MoE layers.
+    _TORCH: Configuration("Megatron-FSDP, eager, torch's GEMM", graphs=False),
 }
-"""By the names that ``--only`` takes; all but the first three are for models with experts."""
+"""By the names that ``--only`` takes; the last is for models with experts."""
 
 
 def given_line(words: Sequence[str]) -> LaunchLine:
@@ -111,7 +103,7 @@ def chosen(only: str | None, line: LaunchLine) -> list[str]:
         if name not in CONFIGURATIONS:
             hint = did_you_mean(name, CONFIGURATIONS)
             raise BenchError(f"--only {name}{hint}: there are {', '.join(CONFIGURATIONS)}.")
-        if name not in _DEFAULT and not line.has("--num-experts"):
+        if name == _TORCH and not line.has("--num-experts"):
             raise BenchError(f"--only {name}: the model has no --num-experts. Leave it out.")
     return list(dict.fromkeys(names))
 
@@ -137,22 +129,19 @@ def _graph_flags(line: LaunchLine, name: str) -> tuple[str, ...]:
     For ``graphs`` those of the line come last, and without any that choose what is captured, what
     the README's line captures. The other configurations ignore those of the line.
     """
-    configuration = CONFIGURATIONS[name]
-    gemm = ("--cg-grouped-gemm", "torch") if configuration.torch_gemm else ()
-    if not configuration.graphs:
-        return gemm
+    if not CONFIGURATIONS[name].graphs:
+        return ("--cg-grouped-gemm", "torch") if name == _TORCH else ()
     flags: tuple[str, ...] = ("--cuda-graph-impl", "transformer_engine", _NO_MASK)
-    if configuration.fsdp:
-        flags += (*GRAPH_FLAGS, "--no-gradient-accumulation-fusion", *gemm)
     if name != GRAPHS:
         return (*flags, _MODULES, *_partial_modules(line))
+    flags += (*GRAPH_FLAGS, "--no-gradient-accumulation-fusion")
     if not line.has(_MODULES) and not line.has("--cuda-graph-impl"):
         flags += _whole_layers(line)
     return (*flags, *line.kept(_is_of_graphs).words)
 
 
 def _partial_modules(line: LaunchLine) -> tuple[str, ...]:
-    """What partial graphs capture of the line's model."""
+    """What graphs without experts capture of the line's model."""
     if line.has("--hybrid-layer-pattern"):
         return ("mamba", "attn")
     experts = line.has("--num-experts")

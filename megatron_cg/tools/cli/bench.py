@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         metavar="NAMES",
         help="runs, separated by commas (default: eager,ddp,graphs). For a model with experts also "
-        "partial (graphs up to the experts), and with torch's grouped GEMM, as whole MoE layers "
-        "have it, partial-torch and eager-torch",
+        "eager-torch: with torch's grouped GEMM, as graphs of whole MoE layers have it",
     )
     add("--steps", type=positive, default=20, help="steps that are measured (default 20)")
     add(

@@ -7,10 +7,8 @@ starts and fits; 1: it is refused or does not fit; 2: the command cannot be read
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_cg.tools.cli.options import positive
 
@@ -24,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=positive, help="GPUs of the whole run (default: what the launcher says)")
     add("--gpu-memory", type=positive, default=80, help="GB of one GPU (default: 80)")
-    add("--json", type=Path, metavar="FILE", help="also write the plan as JSON")
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -34,11 +31,8 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     line = read_line(extra)
     # Imports torch and Megatron.
     from megatron_cg.tools.plan.edit import edit
-    from megatron_cg.tools.plan.report import as_json, text_of
+    from megatron_cg.tools.plan.report import text_of
 
-    room = int(args.gpu_memory * _USABLE * 2**30)
-    plan = as_json(edit(line, room, args.gpus))
-    if args.json is not None:
-        args.json.write_text(json.dumps(plan, indent=1), encoding="utf-8")
+    plan = edit(line, int(args.gpu_memory * _USABLE * 2**30), args.gpus)
     sys.stdout.write(text_of(plan))
-    return READY if plan["accepted"] else REFUSED
+    return READY if plan.accepted else REFUSED

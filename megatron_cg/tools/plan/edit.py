@@ -16,10 +16,10 @@ from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.layers import Layer, layers_of
 from megatron_cg.tools.plan.memory import Memory, memory_of
-from megatron_cg.tools.plan.settings import Settings, fewest_gpus, settings_of
+from megatron_cg.tools.plan.settings import Settings, settings_of
 
 _MODULES, _GEMM = "--cuda-graph-modules", "--cg-grouped-gemm"
-_EXCHANGE, _ROWS, _LAYERS = "--cg-moe-exchange", "--cg-moe-rows", "--cg-layers"
+_EXCHANGE, _ROWS = "--cg-moe-exchange", "--cg-moe-rows"
 _RECOMPUTE = "--recompute-modules"
 LAUNCHER = "-m megatron_cg"
 _WHY = "all of each layer that graphs can hold"
@@ -29,7 +29,6 @@ _CHOSEN = {
     _EXCHANGE: "expert-parallel ranks of one host exchange tokens without padding",
     _ROWS: "room for this many times the average rows, so that it fits; a step with more is "
     "repeated eagerly, as happens often while a router learns to balance",
-    _LAYERS: "as many layers as fit",
 }
 """The flags of a choice, and why they are given."""
 _ORDER = ("mamba", "attn", "mlp")
@@ -57,7 +56,7 @@ _FIXES = {
     "fp8-primary-weights-recipe": "drop --fp8-param-gather --keep-fp8-transpose-cache",
     "moe-without-drop-and-pad": f"add {_GEMM} torch",
     "experts-tensor-parallel": "add --expert-tensor-parallel-size 1",
-    "cg-layers": f"drop {_LAYERS}",
+    "cg-layers": "drop --cg-layers",
     "full-recompute-of-parts": _SELECTIVE,
     "full-recompute": _SELECTIVE,
 }
@@ -77,14 +76,8 @@ _MEGATRONS = {
     "apply_rope_fusion": "add --no-rope-fusion",
 }
 """By a pattern of Megatron's own error: what to change."""
-
-
 _Choice = Mapping[str, tuple[str, ...]]
-
-
-def choice_of(line: LaunchLine) -> _Choice:
-    """What a line says of scopes, experts and layers."""
-    return {name: v for name in _CHOSEN if (v := line.values(name)) is not None}
+"""Flags of ``_CHOSEN`` with their values."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +102,12 @@ class Tried:
         megatrons = (Violation("megatron", "Megatron stops", error, ""),) if error else ()
         return self.settings.broken + megatrons
 
+    def against(self, room: int) -> str:
+        """Why the choice is not taken."""
+        if self.memory is not None:
+            return f"{gib(self.memory.total)} of {gib(room)} would be needed otherwise"
+        return f"{self.refused[0].found}: {self.refused[0].reason}"
+
 
 @dataclass(frozen=True)
 class Edited:
@@ -117,7 +116,6 @@ class Edited:
     given: LaunchLine
     gpus: Gpus
     best: Tried
-    tried: tuple[Tried, ...]
     eager: Memory | None
     """Of the same run without graphs."""
     room: int
@@ -133,60 +131,29 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
 
     Raises LaunchLineError if the flags cannot be read.
     """
-    settings = settings_of(given, megatron=False)
-    known = Gpus(gpus) if gpus else gpus_of(given, fewest_gpus(settings.args))
+    settings, known = settings_of(given, megatron=False), gpus_of(given, gpus)
     editor = _Editor(known.count, given)
     for fix, why in _needs(settings, given):
         editor.change(fix, why)
     tried: list[Tried] = []
-    accepted: list[Tried] = []
     for choice, why in _choices(settings, known, given):
         tried.append(editor.attempt(choice, why))
-        accepted = [trial for trial in tried if trial.memory is not None]
-        if accepted and accepted[0].fits(room):
+        if (best := tried[-1]).fits(room):
             break
     else:
-        large = [trial for trial in accepted if not trial.fits(room)]
-        tried += filter(None, [_fewer_layers(editor, trial, room) for trial in large])
-    fitting = [trial for trial in tried if trial.fits(room)]
-    best = max(fitting, key=_captured_parts) if fitting else (accepted or tried)[0]
-    first = tried[0]
-    if best is not first:
-        if first.memory is not None:
-            reason = f"{gib(first.memory.total)} of {gib(room)} would be needed otherwise"
-        else:
-            reason = f"{first.refused[0].found}: {first.refused[0].reason}"
-        best = replace(best, reasons={**best.reasons, _MODULES: reason, _LAYERS: reason})
+        best = next((trial for trial in tried if trial.memory is not None), tried[0])
+    if best is not tried[0]:
+        best = replace(best, reasons={**best.reasons, _MODULES: tried[0].against(room)})
     eager = None
     if best.memory is not None:
         run = replace(best.settings.run, cuda_graph_impl="none")
         eager = memory_of(replace(best.settings, run=run))
-    return Edited(given, known, best, tuple(tried), eager, room)
-
-
-def _captured_parts(trial: Tried) -> int:
-    return sum(len(layer.captured) for layer in trial.layers)
+    return Edited(given, known, best, eager, room)
 
 
 def gib(size: int) -> str:
     """A size in words."""
     return f"{size / 2**30:,.1f} GiB"
-
-
-def _fewer_layers(editor: _Editor, trial: Tried, room: int) -> Tried | None:
-    """The same choice on as many of the first layers as fit; None if not even one does."""
-    few, best, choice = 0, None, choice_of(trial.line)
-    many = sum(layer.name.isdecimal() for layer in trial.layers)
-    while many - few > 1:
-        middle = (few + many) // 2
-        scopes = choice.get(_MODULES) or ("layer",)
-        layers = tuple(f"{scope}:0-{middle - 1}" for scope in scopes)
-        fewer = editor.attempt({**choice, _LAYERS: layers}, trial.reasons.get(_MODULES, ""))
-        if fewer.fits(room):
-            few, best = middle, fewer
-        else:
-            many = middle
-    return best
 
 
 def _needs(settings: Settings, given: LaunchLine) -> Iterator[tuple[str, str]]:
@@ -206,10 +173,8 @@ def _needs(settings: Settings, given: LaunchLine) -> Iterator[tuple[str, str]]:
         yield "add --te-rng-tracker", why
     masks = args.create_attention_mask_in_dataloader and not args.reset_attention_mask
     if masks and not run.packs_sequences:
-        layers = sum("attn" in scopes for scopes in available_scopes(run) or ())
-        size = (args.micro_batch_size or 1) * (args.seq_length or 0) ** 2 * layers
-        why = "causal attention needs no mask; with one, each replay copies it and graphs hold"
-        yield "add --no-create-attention-mask-in-dataloader", f"{why} {gib(size)} of masks"
+        why = "causal attention needs no mask; each graph would hold one, and each replay copy it"
+        yield "add --no-create-attention-mask-in-dataloader", why
 
 
 @dataclass
@@ -284,7 +249,7 @@ _VERBS: dict[str, Callable[..., LaunchLine]] = {
 def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tuple[_Choice, str]]:
     """Ways to capture, the best first, and why. What the line says comes first."""
     run, args, against = settings.run, settings.args, ""
-    stated = choice_of(given)
+    stated = {name: v for name in _CHOSEN if (v := given.values(name)) is not None}
     if scopes := given.values("--cuda-graph-scope"):
         stated = {_MODULES: scopes, **stated}
     whole = run.cuda_graph_impl == "transformer_engine" and run.wants_graphs

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_cg.arguments import RunArguments
 from megatron_cg.arguments.layers import LayerSelection, available_scopes, decoder_symbols
 from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated
 from megatron_cg.tools.plan.settings import Settings
@@ -44,14 +43,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with its parts; ``captured`` are those in its graph, ``eager`` are (name, reason)."""
+    """A layer with its parts; ``captured`` are those in its graph."""
 
     name: str
     kind: str
     parts: tuple[Part, ...]
-    scopes: tuple[str, ...] = ()
     captured: tuple[Part, ...] = ()
-    eager: tuple[tuple[str, str], ...] = ()
 
     def holds(self, *names: str) -> bool:
         """Whether its graph holds one of these parts."""
@@ -137,50 +134,33 @@ def layers_of(settings: Settings) -> tuple[Layer, ...]:
 
 
 def _mtp_layers(shape: Shape, kind: str) -> Iterator[Layer]:
-    """Layers of multi-token prediction: a projection, and a layer like the decoder's last."""
-    args, run, why = shape.args, shape.run, ""
+    """Layers of multi-token prediction: a projection, and a layer like the decoder's last.
+
+    Megatron captures none of a hybrid model, and this package none that is repeated.
+    """
+    args, run = shape.args, shape.run
+    count, scopes = args.mtp_num_layers or 0, run.scope_names
     if run.hybrid_layer_pattern is not None:
         kind = run.hybrid_layer_pattern.partition("/")[2].partition("/")[0]
-        why = "Megatron captures no MTP layer of a hybrid model"
-    count = args.mtp_num_layers or 0
+        scopes = ()
     if mtp_is_repeated(run):
-        why, count = f"it runs {count} times before its first backward pass", 1
+        count, scopes = 1, ()
     joined = Part("projection", None, split=2 * args.hidden_size**2, saved=3 * shape.hidden)
     for number in range(count):
-        layer = _layer(shape, f"MTP {number}", kind, run.scope_names)
-        if why:
-            eager = tuple((part.name, why) for part in layer.parts)
-            layer = replace(layer, scopes=(), captured=(), eager=eager)
+        layer = _layer(shape, f"MTP {number}", kind, scopes)
         yield replace(layer, parts=(*layer.parts, joined))
 
 
 def _layer(shape: Shape, name: str, kind: str, active: Sequence[str]) -> Layer:
-    """The layer with what its graph holds by its ``active`` scopes, and why not the rest."""
-    run = shape.run
+    """The layer with what its graph holds by its ``active`` scopes."""
     made = [_KINDS.get(symbol, _KINDS["*"]) for symbol in kind]
     parts = tuple(part for _, make in made for part in make(shape))
-    scopes = set(active) if run.wants_graphs else set()
-    inside = {"moe_router", "moe_preprocess"} if "moe" in scopes else set()
+    scopes = set(active) if shape.run.wants_graphs else set()
+    if "moe" in scopes:
+        scopes |= {"moe_router", "moe_preprocess"}
     whole = WHOLE_LAYER in scopes
-    captured = tuple(part for part in parts if whole or part.scope in scopes | inside)
-    eager = tuple((part.name, _reason(part, run)) for part in parts if part not in captured)
-    exist = {part.scope for part in parts}
-    used = tuple(scope for scope in active if captured and (whole or scope in exist))
-    return Layer(name, " + ".join(called for called, _ in made), parts, used, captured, eager)
-
-
-def _reason(part: Part, run: RunArguments) -> str:
-    asked = WHOLE_LAYER if run.is_whole_layer else part.scope
-    if not run.wants_graphs:
-        return "the run asks for no graphs"
-    if asked in run.scope_names:
-        return f"--cg-layers leaves {asked} out"
-    if part.name == "experts":
-        return (
-            "tokens per expert differ from step to step; moe captures them with --cg-grouped-gemm "
-            "torch, or if each expert drops and pads to a capacity"
-        )
-    return f"{part.scope} is not in --cuda-graph-modules"
+    captured = tuple(part for part in parts if whole or part.scope in scopes)
+    return Layer(name, " + ".join(called for called, _ in made), parts, captured)
 
 
 def _attention(shape: Shape) -> Iterator[Part]:

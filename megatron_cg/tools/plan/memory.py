@@ -34,14 +34,10 @@ _OUTSIDE = "outside of torch's allocator"
 
 @dataclass(frozen=True)
 class Memory:
-    """Numbers of parameters, and bytes on one rank: ``terms`` by phase and name."""
+    """The number of parameters, and bytes on one rank: ``terms`` by phase and name."""
 
     parameters: int
     """Of the whole model."""
-    of_rank: int
-    """Before sharding."""
-    sharded: int
-    """After sharding."""
     terms: Mapping[str, Mapping[str, int]]
 
     def _sum(self, phase: str) -> int:
@@ -108,7 +104,7 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
         },
     }
     count = sum(part.split + part.whole + part.experts for part in parts)
-    return Memory(count, rank.held(parts), rank.held(parts, sharded=True), terms)
+    return Memory(count, terms)
 
 
 class _Rank:

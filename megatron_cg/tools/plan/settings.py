@@ -12,7 +12,6 @@ import argparse
 import copy
 import importlib
 import io
-import math
 import os
 import traceback
 import warnings
@@ -116,13 +115,6 @@ def _limits(args: Any) -> Iterator[str]:
         yield "a layer spec decides the layers; they are counted as those of the other flags"
     if args.padded_vocab_size is None and args.vocab_size is None:
         yield f"the tokenizer's vocabulary is counted as {VOCABULARY:,}; --vocab-size says it"
-
-
-def fewest_gpus(args: Any) -> int:
-    """The smallest number of GPUs for the parallel sizes of ``args``, without pipeline stages."""
-    dense = args.tensor_model_parallel_size * args.context_parallel_size
-    expert = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    return math.lcm(dense, args.expert_model_parallel_size * expert)
 
 
 def _megatrons_error(args: Any, graph: GraphArguments, variables: Mapping[str, str]) -> str | None:

@@ -22,7 +22,7 @@ from megatron_cg.tools.bench.configurations import (
     given_line,
     preset_line,
 )
-from megatron_cg.tools.bench.megatron_log import read_log
+from megatron_cg.tools.bench.readings import read_log
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
@@ -71,12 +71,6 @@ OURS = (
             f"{FSDP} --num-experts 8 --cg-moe-rows 1.5",
             "graphs",
             f"{FSDP} --num-experts 8 {OURS} {WHOLE} --cg-moe-rows 1.5",
-        ),
-        (
-            f"{FSDP} --num-experts 8",
-            "partial-torch",
-            f"{FSDP} --num-experts 8 {OURS} --cg-grouped-gemm torch "
-            "--cuda-graph-modules attn moe_router moe_preprocess",
         ),
         (
             f"{FSDP} --num-experts 8",
@@ -132,7 +126,7 @@ def test_megatron_and_our_rules_accept_every_line_of_a_preset(
 
     data = TokenStream(Path("data/text"), "", is_bytes=True)
     line = preset_line(load_preset(preset), data, nproc=2, microbatches=2, steps=50)
-    if preset == "llama" and name.endswith(("torch", "partial")):
+    if preset == "llama" and name == "eager-torch":
         with pytest.raises(BenchError, match="no --num-experts"):
             chosen(name, line)
         return

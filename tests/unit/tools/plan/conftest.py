@@ -9,7 +9,7 @@ import pytest
 
 from megatron_cg.tools.launch_line import read_line
 from megatron_cg.tools.plan.edit import Edited, edit
-from megatron_cg.tools.plan.report import as_json, text_of
+from megatron_cg.tools.plan.report import text_of
 
 Plan = Callable[..., Edited]
 
@@ -26,4 +26,4 @@ def plan() -> Plan:
 
 def said(plan: Edited) -> str:
     """What the command prints, without its line breaks."""
-    return " ".join(text_of(as_json(plan)).split())
+    return " ".join(text_of(plan).split())

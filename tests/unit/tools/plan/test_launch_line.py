@@ -64,7 +64,7 @@ def test_a_text_with_continued_lines_is_one_line() -> None:
     text = f"export A=1\ntorchrun --nproc-per-node 4 \\\n  b.py \\\n {FLAGS} \\\n  --x y\n"
     found = read_line([text])
     assert [flag.name for flag in found.flags] == ["--lr", "--moe-layer-freq", "--bf16", "--x"]
-    assert gpus_of(found, 1).count == 4 and found.variables == {"A": "1"}
+    assert gpus_of(found).count == 4 and found.variables == {"A": "1"}
     assert read_line(["torchrun", "\\\n", "b.py", "\n", "--x"]).flags == (Flag("--x"),)
 
 
@@ -75,26 +75,28 @@ def test_a_flag_given_twice_has_its_last_value_and_is_changed_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "count", "guessed"),
+    ("launcher", "count"),
     [
-        ("torchrun --nproc-per-node 8", 8, False),
-        ("torchrun --nproc_per_node=4 --nnodes=2", 8, False),
-        ("torchrun --nnodes 1:4 --nproc-per-node 8", 8, True),
-        ("torchrun --nnodes 2", 16, True),
-        ("srun -N 2 torchrun --nnodes 2 --nproc-per-node 8 -m megatron_cg", 16, False),
-        ("srun -N4 --ntasks-per-node=8 python", 32, False),
-        ("srun --nodes 4 --gpus-per-node 4 python", 16, False),
-        ("srun -N 4 python", 32, True),
-        ("mpiexec -n 16 python", 16, False),
-        ("env WORLD_SIZE=64 RANK=0 python", 64, False),
-        ("python", 8, True),
+        ("torchrun --nproc-per-node 8", 8),
+        ("torchrun --nproc_per_node=4 --nnodes=2", 8),
+        ("torchrun --nnodes 1:4 --nproc-per-node 8", 0),
+        ("torchrun --nnodes 2", 0),
+        ("srun -N 2 torchrun --nnodes 2 --nproc-per-node 8 -m megatron_cg", 16),
+        ("srun -N4 --ntasks-per-node=8 python", 32),
+        ("srun --nodes 4 --gpus-per-node 4 python", 16),
+        ("mpiexec -n 16 python", 16),
+        ("env WORLD_SIZE=64 RANK=0 python", 64),
+        ("python", 0),
     ],
 )
-def test_the_launcher_says_how_many_gpus_there_are(
-    launcher: str, count: int, guessed: bool
-) -> None:
-    found = gpus_of(read(f"{launcher} b.py --x"), 2)
-    assert (found.count, bool(found.guess)) == (count, guessed)
+def test_the_launcher_says_how_many_gpus_there_are(launcher: str, count: int) -> None:
+    line = read(f"{launcher} b.py --x")
+    assert gpus_of(line, 3).count == 3
+    if count:
+        assert gpus_of(line).count == count
+    else:
+        with pytest.raises(LaunchLineError, match="give --gpus N"):
+            gpus_of(line)
 
 
 @pytest.mark.parametrize("line", ["", "llama", "--bf16", "torchrun -m mine --lr 1", "'no script'"])
