@@ -16,7 +16,6 @@ from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.configurations import (
     CONFIGURATIONS,
-    captured,
     chosen,
     edited,
     given_line,
@@ -92,20 +91,6 @@ def test_a_line_keeps_its_variables_and_its_launcher(launcher: str) -> None:
     for name, launched in (("eager", ""), ("ddp", ""), ("graphs", "-m megatron_cg ")):
         command = " ".join(edited(line, name, steps=9).command)
         assert command.startswith(f"{start} {launched}train.py --")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--cuda-graph-impl transformer_engine", "whole layers"),
-        ("--cuda-graph-modules attn --cuda-graph-modules attn mlp", "attn mlp"),
-        ("--cuda-graph-modules=attn", "attn"),
-    ],
-)
-def test_the_table_names_what_is_captured(flags: str, words: str) -> None:
-    line = given_line(["train.py", "--use-megatron-fsdp", *flags.split()])
-    assert captured(edited(line, "graphs", steps=9)) == words
-    assert captured(edited(line, "eager", steps=9)) == ""
 
 
 @pytest.fixture
