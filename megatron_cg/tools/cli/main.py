@@ -12,22 +12,14 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.version import __version__
 
-COMMANDS = {
-    "align": "megatron_cg.tools.cli.align",
-    "bench": "megatron_cg.tools.cli.bench",
-    "doctor": "megatron_cg.tools.cli.doctor",
-    "plan": "megatron_cg.tools.cli.plan",
-    "precompile": "megatron_cg.tools.cli.precompile",
-    "report": "megatron_cg.tools.cli.report",
-}
-"""Each command's module; it has ``add_arguments(parser)`` and ``run(args, extra) -> int``."""
+COMMANDS = ("align", "bench", "doctor", "plan", "precompile", "report")
+"""The module of each has ``add_arguments(parser)`` and ``run(args, extra) -> int``."""
 
 TAKING_FLAGS = ("align", "bench", "plan")
 """The commands that take Megatron's flags after a bare ``--``."""
@@ -50,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = f"megatron-cg {words[0]}" if words and words[0] in COMMANDS else "megatron-cg"
     try:
-        with ended_in_order():
-            return _run(words)
+        _end_in_order()
+        return _run(words)
     except BaseException as error:
         # rich raises SystemExit when the reader is gone.
         if BrokenPipeError in (type(error), type(error.__context__)):
@@ -93,9 +85,8 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # Import only the named command's module: another one may import a broken package.
-    for name in [word for word in words[:1] if word in COMMANDS] or COMMANDS:
-        module = importlib.import_module(COMMANDS[name])
+    for name in COMMANDS:
+        module = importlib.import_module(f"megatron_cg.tools.cli.{name}")
         text = (module.__doc__ or "").strip()
         sub = commands.add_parser(name, help=text.splitlines()[0], description=text)
         module.add_arguments(sub)
@@ -118,9 +109,6 @@ def _told(error: BaseException) -> tuple[str, int]:
         return f"{error.filename or 'output'}: {error.strerror or error}", USAGE_ERROR
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
-    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("megatron_cg"):
-        text = f"the module {error.name} is missing, as after an installation with --no-deps"
-        return f"{text}: python -m pip install megatron-cg", USAGE_ERROR
     traceback.print_exception(error)
     text = "this was not foreseen. If the lines above end in megatron_cg, please report them"
     return text, DEFECT
@@ -132,27 +120,19 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@contextmanager
-def ended_in_order() -> Iterator[None]:
-    """Raise ``SystemExit`` in the main thread when a signal of ``ENDING`` arrives.
+def _end_in_order() -> None:
+    """Let a signal of ``ENDING`` raise ``SystemExit`` in the main thread.
 
-    The exit code is 128 plus the signal's number, as in a shell. A second signal ends the process
-    at once. An ignored signal, as under ``nohup``, stays ignored.
+    The exit code is 128 plus the signal's number, as in a shell. An ignored signal, as under
+    ``nohup``, stays ignored.
     """
-    chosen = [ending for ending in ENDING if signal.getsignal(ending) is signal.SIG_DFL]
 
     def end(number: int, _frame: FrameType | None) -> None:
-        for ending in chosen:
-            signal.signal(ending, signal.SIG_DFL)
         raise SystemExit(128 + number)
 
-    for ending in chosen:
-        signal.signal(ending, end)
-    try:
-        yield
-    finally:
-        for ending in chosen:
-            signal.signal(ending, signal.SIG_DFL)
+    for ending in ENDING:
+        if signal.getsignal(ending) is signal.SIG_DFL:
+            signal.signal(ending, end)
 
 
 if __name__ == "__main__":
