@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -177,13 +178,9 @@ def _unit_violations(
 
 def _compiled(network: nn.Module, name: str) -> str | None:
     """The unit or a module around it that torch.compile compiles, in words."""
-    parts = name.split(".") if name else []
-    for count in range(len(parts) + 1):
-        path = ".".join(parts[:count])
-        module: Any = network.get_submodule(path)
-        is_compiled = isinstance(module, OptimizedModule) or (
-            getattr(module, "_compiled_call_impl", None) is not None
-        )
-        if is_compiled:
+    modules = dict(network.named_modules())
+    for path in ("", *accumulate(name.split("."), "{}.{}".format)):
+        module: Any = modules[path]
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             return path or "the model"
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from tests.unit.integrations.standalone.plain import (
     REPLAYED,
     ROWS,
     STEPS,
-    UNITS,
     WARMUP,
     WIDTH,
     Training,
@@ -48,24 +46,6 @@ def test_an_output_that_is_kept_is_not_overwritten(frozen: bool) -> None:
     eager = 0 if frozen else REPLAYED
     counts = {"replayed": 2 * REPLAYED - eager, "eager": eager, "mismatched": eager}
     assert_as_eager(counts, partial(Network, frozen), cut_off_target, units="layers.*")
-
-
-def test_what_a_verification_leaves_in_modules_is_no_output_in_use() -> None:
-    """Megatron's token dispatcher keeps the input of an eager pass, another unit's output."""
-
-    class Keeping(Unit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept: list[Any] = [None]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.kept[0] = x
-            return super().forward(x)
-
-    Keeping.__module__ = "megatron.core.made_up"  # Known, so what it keeps is not observed.
-    assert_as_eager(
-        {"captured": UNITS, "replayed": REPLAYED}, lambda: nn.ModuleList([Unit(), Keeping()])
-    )
 
 
 class Shifted(Unit):

@@ -11,7 +11,6 @@ from megatron_fsdp import fully_shard_optimizer
 from torch import nn
 
 from megatron_cg.integrations.standalone import graph_units
-from megatron_cg.replay.eager_passes import as_one_node
 from tests.unit.integrations.standalone.sharded import under_v1
 from tests.unit.ranks import on_ranks
 
@@ -84,18 +83,3 @@ def eager_passes() -> list[Any]:
 
 def test_buckets_of_a_rank_that_is_eager_alone_are_reduced_in_the_order_of_replays() -> None:
     assert on_ranks(eager_passes) == [[0, 0], [3, 3]]
-
-
-def test_outputs_wait_for_each_others_gradients() -> None:
-    weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
-    order: list[Any] = []
-    for number, weight in enumerate(weights):
-        weight.register_post_accumulate_grad_hook(
-            lambda own, number=number: order.append((number, own.grad))
-        )
-    first, second = weights[0] * 2, weights[1] * 3
-    plain = torch.ones(1)
-    tied = as_one_node({"a": (first, plain), "b": [second, first, None]})
-    assert tied["a"][1] is plain and tied["b"][1] is tied["a"][0] and tied["b"][2] is None
-    tied["a"][0].sum().backward()
-    assert sorted(order, key=lambda one: one[0]) == [(0, torch.full((1,), 2.0)), (1, None)]
