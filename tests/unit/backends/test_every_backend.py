@@ -20,8 +20,6 @@ from megatron_cg.errors import CaptureError, HookError
 from tests.unit.backends.blocks import MASK, Scale, capture, make_blocks, train
 from tests.unit.backends.cuda_double import OnCpu, cuda_double
 
-KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-
 
 @pytest.fixture(params=["tape", "native"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
@@ -153,29 +151,59 @@ def test_after_reset_call_and_pending_backward_raise(backend: Backend) -> None:
     graph.reset()
 
 
-class _Incoming(torch.autograd.Function):
-    seen: list[torch.Tensor]
+class Rotary(nn.Module):
+    """Complex rotary embedding; the backward pass multiplies by the conjugate of ``factors``."""
 
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
+    factors: torch.Tensor
 
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _Incoming.seen.append(gradient.clone())
-        return gradient
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factors", torch.polar(torch.ones(2), torch.arange(2.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(x.unflatten(1, (2, 2))) * self.factors
+        return torch.view_as_real(turned).flatten(1)
 
 
-def test_made_up_gradients_are_numbers(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+class Imaginary(nn.Module):
+    """The imaginary part of a conjugate, which is a negative view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(x.unflatten(1, (2, 2))).conj().imag * 3.0
+
+
+class Conjugated(nn.Module):
+    """Its output is a conjugate that torch computes later, and so is the incoming gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(x.unflatten(1, (2, 2)) * 2.0).conj()
+
+
+@pytest.mark.parametrize("kind", [Rotary, Imaginary, Conjugated])
+def test_a_lazy_view_keeps_what_it_means(backend: Backend, kind: type[nn.Module]) -> None:
+    module = kind()
+    (graph,) = small(backend, module, _order=[1, -1], _reuse_graph_input_output_buffers=True)
+    found = []
+    for call in (module, graph):
+        x = torch.arange(8.0).reshape(2, 4).requires_grad_()
+        out = call(x)
+        scale = torch.arange(1.0, 1.0 + out.numel()).view(out.shape)
+        found.append(out.detach().clone())
+        out.backward((out.detach() * scale).conj())
+        found.append(x.grad)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
+def test_made_up_gradients_are_numbers(backend: Backend) -> None:
     """Of memory that nobody has written, deterministic algorithms make NaN."""
 
     class Two(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
-            x = _Incoming.apply(x)  # type: ignore[no-untyped-call]
+            x = x * 1.0
+            x.register_hook(lambda gradient: seen.append(gradient.clone()))
             return super().forward(x), x * 2
 
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(_Incoming, "seen", seen, raising=False)
     torch.use_deterministic_algorithms(True)
     try:
         small(backend, Two(4, 4), num_warmup_iters=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -15,13 +13,8 @@ from torch import nn
 from megatron_cg.backends.cuda_cleanup import generators_of
 from megatron_cg.backends.native.native_backend import NativeBackend, refuse
 from megatron_cg.errors import CaptureError
-from tests.unit.backends.cuda_double import (
-    Calling,
-    CudaDouble,
-    OnCpu,
-    capture,
-    cuda_double,
-)
+from tests.unit.backends.cuda_double import Calling, CudaDouble, OnCpu, capture, cuda_double
+from tests.unit.backends.test_te_backend import QuantizationState, fake_te
 
 
 @pytest.fixture
@@ -51,48 +44,38 @@ def test_generators_of_modules_and_trackers_are_registered_before_the_capture(
     assert generators_of([module], "cuda") == []
 
 
-class Fp8(nn.Linear):
-    """TE's name for weights that are quantized themselves."""
-
-    primary_weights_in_fp8 = True
-
-
-class Fused(nn.Linear):
-    fuse_wgrad_accumulation = True
+def having(**attributes: Any) -> nn.Linear:
+    module = nn.Linear(4, 4)
+    vars(module).update(attributes)
+    return module
 
 
-class MegatronsFused(nn.Linear):
-    gradient_accumulation_fusion = True
-
-
-class Delayed(nn.Linear):
-    def need_backward_dw(self) -> bool:
-        return True
-
-
-class Quantized(nn.Linear):
+def quantized() -> nn.Linear:
     """Its buffer keeps its values as TE's quantized tensors do."""
+    module = nn.Linear(4, 4)
+    module.register_buffer("scaled", torch.ones(2))
+    module.scaled._rowwise_data = torch.ones(2)  # type: ignore[union-attr]
+    return module
 
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.register_buffer("scaled", torch.ones(2))
-        self.scaled._rowwise_data = torch.ones(2)  # type: ignore[union-attr]
 
-
+DELAYED = {"need_backward_dw": lambda: True}
+FUSED = {"fuse_wgrad_accumulation": True}
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
     ("module", "found"),
     [
-        (Fp8(4, 4), r"0 \(Fp8\) has FP8 weights"),
-        (Quantized(), r"0 \(Quantized\) has FP8 weights"),
-        (Fused(4, 4), r"0 \(Fused\) has fuse_wgrad_accumulation=True.*main_grad"),
-        (MegatronsFused(4, 4), "gradient_accumulation_fusion=True.*no-gradient-accumulation"),
-        (Delayed(4, 4), "delay_wgrad_compute=False"),
+        (having(primary_weights_in_fp8=True), r"0 \(Linear\) has FP8 weights"),
+        (quantized(), r"0 \(Linear\) has FP8 weights"),
+        (having(**FUSED), r"0 \(Linear\) has fuse_wgrad_accumulation=True.*main_grad"),
+        (
+            having(gradient_accumulation_fusion=True),
+            "gradient_accumulation_fusion=True.*no-gradient-accumulation",
+        ),
+        (having(**DELAYED), "delay_wgrad_compute=False"),
         (nn.Linear(4, 4, device="meta"), "buffers on meta: move the model to cpu"),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_what_a_replay_would_get_wrong_is_refused_by_name(module: nn.Module, found: str) -> None:
     with pytest.raises(CaptureError, match=found):
@@ -103,54 +86,29 @@ def test_what_a_replay_would_get_wrong_is_refused_by_name(module: nn.Module, fou
 def test_all_reasons_come_at_once_and_before_anything_runs(cuda: CudaDouble) -> None:
     sample, more = (torch.ones(1, device="meta"),), [{"mask": torch.ones(1, device="meta")}]
     with pytest.raises(CaptureError, match="4 reasons") as caught:
-        OnCpu().capture(
-            (Fused(4, 4), Delayed(4, 4)), [sample], capture_time_hooks=[{}], sample_kwargs=more
-        )
+        modules = having(**FUSED), having(**DELAYED)
+        OnCpu().capture(modules, [sample], capture_time_hooks=[{}], sample_kwargs=more)
     said = str(caught.value)
-    assert "callable 0 (Fused)" in said and "callable 1 (Delayed)" in said
+    assert "callable 0 (Linear)" in said and "callable 1 (Linear)" in said
     assert said.count("a sample is on meta: move it to cpu") == 2
     assert cuda.graphs == [] and cuda.memory == {}
-
-
-def loaded_te(monkeypatch: pytest.MonkeyPatch, recipe: Any = None) -> Any:
-    """TE's modules as they are where a model has imported them."""
-    graph = types.ModuleType("transformer_engine.pytorch.graph")
-    flag = {"capturing": False}
-    vars(graph).update(
-        is_graph_capturing=lambda: flag["capturing"],
-        set_capture_start=lambda: flag.update(capturing=True),
-        set_capture_end=lambda: flag.update(capturing=False),
-    )
-    quantization = types.ModuleType("transformer_engine.pytorch.quantization")
-    manager = types.SimpleNamespace(
-        is_fp8_enabled=lambda: recipe is not None, get_fp8_recipe=lambda: recipe
-    )
-    vars(quantization).update(FP8GlobalStateManager=manager)
-    distributed = types.ModuleType("transformer_engine.pytorch.distributed")
-    states = {"te": torch.Generator()}
-    vars(distributed).update(get_all_rng_states=lambda: states)
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    for module in (graph, quantization, distributed):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return types.SimpleNamespace(flag=flag, states=states)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_modules_of_te_are_told_of_the_capture(
     cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    te = loaded_te(monkeypatch)
+    te = fake_te(monkeypatch)
     seen: list[bool] = []
 
     def look() -> None:
-        seen.append(te.flag["capturing"])
+        seen.append(te.capturing)
         if fails:
             raise LookupError
 
     with pytest.raises(LookupError) if fails else nullcontext():
         capture(Calling(look, 1))
-    assert seen == [True] and te.flag["capturing"] is False
+    assert seen == [True] and te.capturing is False
     if not fails:
         assert te.states["te"] in cuda.graphs[1].registered
 
@@ -161,7 +119,8 @@ def test_fp8_is_refused_at_capture_and_seen_by_the_guard(
 ) -> None:
     backend: Any = OnCpu()
     assert backend.numerics() is None and backend.captured_numerics(0, {}) is None
-    loaded_te(monkeypatch, recipe="delayed")
+    fake_te(monkeypatch)
+    monkeypatch.setattr(QuantizationState, "recipe", "delayed")
     assert backend.numerics() == "delayed"
     with pytest.raises(CaptureError, match="FP8 is on"):
         capture(nn.Linear(4, 4))

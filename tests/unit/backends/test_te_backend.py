@@ -43,23 +43,6 @@ class QuantizationState:
         cls.recipe = state
 
 
-def fake_te(monkeypatch: pytest.MonkeyPatch, make: Any) -> types.ModuleType:
-    """Modules by TE's names, with the given capture function."""
-    graph = types.ModuleType("transformer_engine.pytorch.graph")
-    distributed = types.ModuleType("transformer_engine.pytorch.distributed")
-    vars(graph).update(make_graphed_callables=make, capturing=False)
-    vars(graph).update(is_graph_capturing=lambda: vars(graph)["capturing"])
-    vars(graph).update(set_capture_end=lambda: vars(graph).update(capturing=False))
-    vars(distributed).update(get_all_rng_states=dict)
-    quantization = types.ModuleType("transformer_engine.pytorch.quantization")
-    vars(quantization).update(FP8GlobalStateManager=QuantizationState)
-    for module in (types.ModuleType("transformer_engine"), graph, distributed, quantization):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    package = types.ModuleType("transformer_engine.pytorch")
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    return graph
-
-
 def old_capture(modules: Any, sample_args: Any, pool: Any = None) -> Any:
     """As before TE 2.19."""
 
@@ -70,6 +53,34 @@ def new_capture(
     """As since TE 2.19."""
 
 
+def fake_te(monkeypatch: pytest.MonkeyPatch, make: Any = new_capture) -> types.SimpleNamespace:
+    """Modules by TE's names; returns its flag and the states of its tracker."""
+    te = types.SimpleNamespace(capturing=False, states={"te": torch.Generator()})
+    contents: dict[str, dict[str, Any]] = {
+        "": {},
+        ".pytorch": {},
+        ".pytorch.distributed": {"get_all_rng_states": lambda: te.states},
+        ".pytorch.quantization": {"FP8GlobalStateManager": QuantizationState},
+        ".pytorch.graph": {
+            "make_graphed_callables": make,
+            "is_graph_capturing": lambda: te.capturing,
+            "set_capture_start": lambda: setattr(te, "capturing", True),
+            "set_capture_end": lambda: setattr(te, "capturing", False),
+        },
+    }
+    for name, members in contents.items():
+        module = types.ModuleType(f"transformer_engine{name}")
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return te
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> transformer_engine.TransformerEngineBackend:
+    fake_te(monkeypatch)
+    return transformer_engine.TransformerEngineBackend()
+
+
 def test_a_te_without_capture_time_hooks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_te(monkeypatch, old_capture)
     with pytest.raises(UpstreamChangedError, match=r"transformer-engine .*make_graphed_callables"):
@@ -77,10 +88,8 @@ def test_a_te_without_capture_time_hooks_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_scales_of_all_modules_are_not_updated_by_a_pass_outside_of_training(
-    monkeypatch: pytest.MonkeyPatch,
+    backend: transformer_engine.TransformerEngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_te(monkeypatch, new_capture)
-    backend = transformer_engine.TransformerEngineBackend()
     monkeypatch.setattr(QuantizationState, "updates", 0)
     before = vars(QuantizationState)["reduce_and_update_fp8_tensors"]
     with backend.without_updates():
@@ -103,7 +112,7 @@ class Own(nn.Linear):
 
 
 def test_what_a_failed_capture_leaves_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = fake_te(monkeypatch, new_capture)
+    te = fake_te(monkeypatch)
     backend = transformer_engine.TransformerEngineBackend()
     layers = [Plain(1, 1), Own(1, 1)]
     own, rng = Own.__call__, torch.get_rng_state()
@@ -111,14 +120,14 @@ def test_what_a_failed_capture_leaves_is_put_back(monkeypatch: pytest.MonkeyPatc
         pytest.raises(RuntimeError, match="in capture"),
         backend.preserved(layers),
     ):
-        vars(graph)["capturing"] = True
+        te.capturing = True
         Plain.__call__ = Own.__call__ = lambda *_: None  # type: ignore[method-assign]
         torch.rand(3)
         gc.disable()
         raise RuntimeError("in capture")
     assert "__call__" not in vars(Plain) and Own.__call__ is own
     assert torch.equal(torch.get_rng_state(), rng)
-    assert gc.isenabled() and not vars(graph)["capturing"]
+    assert gc.isenabled() and not te.capturing
 
 
 def test_a_capture_that_fails_is_over_before_it_is_undone() -> None:
@@ -154,11 +163,9 @@ class DelayedScaling(nn.Module):
 
 
 def test_scales_and_histories_of_delayed_scaling_are_put_back(
-    monkeypatch: pytest.MonkeyPatch,
+    backend: transformer_engine.TransformerEngineBackend,
 ) -> None:
-    fake_te(monkeypatch, new_capture)
     scaled = DelayedScaling()
-    backend = transformer_engine.TransformerEngineBackend()
     with backend.preserved([nn.Sequential(scaled)]):
         scaled.fp8_meta["scaling_bwd"].scale.fill_(7)
         scaled.fp8_meta["scaling_fwd"].amax_history.fill_(7)
@@ -166,9 +173,9 @@ def test_scales_and_histories_of_delayed_scaling_are_put_back(
     assert scaled.fp8_meta["scaling_fwd"].amax_history.eq(0).all()
 
 
-def test_numerics_are_the_recipe_where_fp8_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_te(monkeypatch, new_capture)
-    backend = transformer_engine.TransformerEngineBackend()
+def test_numerics_are_the_recipe_where_fp8_is_on(
+    backend: transformer_engine.TransformerEngineBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert backend.numerics() is None
     monkeypatch.setattr(QuantizationState, "recipe", "delayed")
     options = {"fp8_enabled": (False, True), "fp8_recipe": "delayed"}
@@ -181,10 +188,8 @@ def test_numerics_are_the_recipe_where_fp8_is_on(monkeypatch: pytest.MonkeyPatch
 
 
 def test_scales_and_histories_are_what_a_graph_holds_of_fp8(
-    monkeypatch: pytest.MonkeyPatch,
+    backend: transformer_engine.TransformerEngineBackend,
 ) -> None:
-    fake_te(monkeypatch, new_capture)
-    backend = transformer_engine.TransformerEngineBackend()
     scaled = DelayedScaling()
     rows = backend.entries([scaled, nn.Linear(1, 1)])
     before = [row.holder.get(row.key) for row in rows]

@@ -84,34 +84,23 @@ def test_weights_in_a_bucket_are_not_copied() -> None:
     assert torch.equal(whole, torch.stack(weights))
 
 
-def shuffled(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [weights[1], weights[0], weights[2]]
+OTHERWISE: dict[str, Any] = {
+    "shuffled": lambda weights: [weights[1], weights[0], weights[2]],
+    "apart": lambda weights: [weight.detach().clone() for weight in weights],
+    "transposed": lambda weights: [weights[0][:IN, :IN].t(), *(w[:IN, :IN] for w in weights[1:])],
+    "misaligned": lambda weights: list(
+        torch.cat([torch.zeros(1).bfloat16(), *map(torch.flatten, weights)])[1:].view(3, OUT, IN)
+    ),
+    "overlapping": lambda weights: [weights[0][at : at + 2] for at in range(3)],
+}
 
 
-def apart(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [weight.detach().clone() for weight in weights]
-
-
-def transposed(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    square = [weight[:IN, :IN] for weight in weights]
-    return [square[0].t(), *square[1:]]
-
-
-def misaligned(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    bucket = torch.cat([torch.zeros(1).bfloat16(), *(weight.flatten() for weight in weights)])
-    return list(bucket[1:].view(3, OUT, IN).unbind())
-
-
-def overlapping(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [weights[0][:2], weights[0][1:3], weights[0][2:4]]
-
-
-@pytest.mark.parametrize("way", [shuffled, apart, transposed, misaligned, overlapping])
+@pytest.mark.parametrize("way", OTHERWISE)
 def test_weights_that_lie_otherwise_are_copied(
-    way: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(grouped_gemm, "_copied", set())
-    weights = way(weights_in_one_bucket(3, torch.bfloat16))
+    weights = OTHERWISE[way](weights_in_one_bucket(3, torch.bfloat16))
     with caplog.at_level(logging.INFO), torch.no_grad():
         for _ in range(2):
             assert torch.equal(grouped_gemm.stacked(weights), torch.stack(weights))

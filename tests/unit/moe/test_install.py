@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,27 +161,6 @@ def test_dispatchers_of_a_group_share_peer_memory(
     assert isinstance(one, PeerMemory) and one is other and one.bytes == 0
     undo()
     assert dispatcher().transport is None
-
-
-def test_a_group_of_the_same_name_made_later_has_peer_memory_of_its_own(
-    model_parallel: None, used: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core import parallel_state
-
-    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "__init__", of_two_ranks)
-    undo = use_device_counts(by_peers=True)
-    group: Any = torch.distributed.group.WORLD
-    before, name = dispatcher().transport, group.group_name
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-    store = f"file://{tmp_path}/again"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    group = torch.distributed.group.WORLD
-    after = dispatcher().transport
-    undo()
-    assert group.group_name == name
-    assert isinstance(after, PeerMemory) and after is not before and after._group is group
 
 
 def of_two_ranks(self: Any, *args: Any, **named: Any) -> None:

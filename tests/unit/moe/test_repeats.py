@@ -116,7 +116,6 @@ CASES = {
         (never, every_pass, every_pass, never, every_pass), again=3, evaluated=4
     ),
     "verified": Case((never, every_pass, never, only(1, 0, 0), never), verify_interval=1),
-    "a real bound": Case(real=True),
     "a real bound, all at once": Case(
         real=True, options=ALL_AT_ONCE, dropout=0.2, verify_interval=2
     ),
@@ -125,13 +124,6 @@ CASES = {
     "recomputed, verified": Case(real=True, options=RECOMPUTED, verify_interval=1),
 }
 """What a step changes is compared after each, so one case has all that draws numbers or counts."""
-
-
-def step_of(case: Case, step: int) -> str:
-    """How a failure names a step."""
-    places = [*["before the capture"] * WARMUP, *PLACES]
-    named = len(places) == case.steps
-    return f"step {step} ({places[step]})" if named else f"step {step}"
 
 
 def forced_bound(steps: tuple[Exceeds, ...]) -> Any:
@@ -294,7 +286,7 @@ def test_everything_is_as_after_eager_steps(results: list[dict[str, Any]], name:
         assert len(ours["steps"]) == numbers and len(ours["states"]) == case.steps
         assert ours["steps"] == eager["steps"][:numbers]
         for step, state in enumerate(ours["states"]):
-            assert state == eager["states"][step], f"after {step_of(case, step)}"
+            assert state == eager["states"][step], f"after step {step}"
 
 
 @pytest.mark.parametrize("name", CASES)

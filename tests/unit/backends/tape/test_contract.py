@@ -15,17 +15,11 @@ from megatron_cg.backends.tape.tape_recording import is_recording, recorded_acti
 from megatron_cg.errors import HostSyncError
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 
-KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-
 
 def capture(*modules: nn.Module, hooks: Any = None, **options: Any) -> Any:
     samples = [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
     hooks = [{} for _ in modules] if hooks is None else hooks
     return TapeBackend().capture(modules, samples, capture_time_hooks=hooks, **options)
-
-
-def _nothing(*_args: object) -> None:
-    return None
 
 
 class Reading(nn.Module):
@@ -93,19 +87,12 @@ def test_another_thread_reads_waits_and_copies_meanwhile(in_backward: bool) -> N
     assert len(found) == 2 and actions == [False] * 2
 
 
-def wait_for_all() -> None:
-    torch.cuda.synchronize()  # looked up as it is called, when it is a fake
-
-
-def wait_for_a_stream() -> None:
-    torch.cuda.current_stream().synchronize()
-
-
 @pytest.mark.parametrize(
     ("wait", "named"),
     [
-        (wait_for_all, r"torch\.cuda\.synchronize"),
-        (wait_for_a_stream, "synchronize of a stream or an event"),
+        # Looked up as it is called, when it is a fake.
+        (lambda: torch.cuda.synchronize(0), r"torch\.cuda\.synchronize"),
+        (lambda: torch.cuda.current_stream().synchronize(), "synchronize of a stream or an event"),
     ],
 )
 def test_a_wait_for_the_device_is_refused_with_its_module(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from tests.functional.loops import (
     EXPERTS,
     GROUPS,
     PREPROCESS,
-    RECOMPUTE,
     Run,
 )
 from tests.functional.test_own_loop import check
@@ -47,8 +44,6 @@ RUNS = {
     "mtp-repeated": (Run("fp32", PREPROCESS, API), Run("bf16", PREPROCESS, ENABLED)),
     "latent-attention": (Run("bf16", PREPROCESS, API),),
 }
-RECOMPUTED = "mtp-repeated, recomputed"
-"""One eager step of the group with full recompute."""
 CASES = [(group, run) for group, runs in RUNS.items() for run in runs]
 
 
@@ -75,10 +70,6 @@ def train(directory: Path) -> None:
             train_all(GROUPS[name], [*eager, *runs], STEPS, folder)
             # The models never go, and each run's end collects garbage.
             gc.freeze()
-        again = GROUPS["mtp-repeated"]
-        again = replace(again, config={**again.config, **RECOMPUTE})
-        (directory / RECOMPUTED).mkdir(exist_ok=True)
-        train_all(again, [Run("fp32")], 1, directory / RECOMPUTED)
 
 
 def warmed_up_once(run: Any) -> Any:
@@ -117,7 +108,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     run_processes(partial(train, root), RANKS)
     return {
         name: [json.loads((root / name / f"rank{r}.json").read_text()) for r in range(RANKS)]
-        for name in (*RUNS, RECOMPUTED)
+        for name in RUNS
     }
 
 
@@ -127,20 +118,3 @@ def test_losses_and_norms_are_equal_to_eager(
 ) -> None:
     for found in results[group]:
         check(GROUPS[group], found[Run(run.dtype).name], found[run.name], STEPS)
-
-
-@pytest.mark.refuses("full-recompute")
-def test_full_recompute_of_a_repeated_layer_loses_gradients_without_graphs(
-    results: dict[str, list[dict[str, Any]]],
-) -> None:
-    """The same step has the same loss and another gradient, and rounding changes it by far less."""
-    name = Run("fp32").name
-    plain, again = (
-        [rank[name] for rank in results[group]] for group in ("mtp-repeated", RECOMPUTED)
-    )
-    assert [rank["losses"] for rank in again] == [rank["losses"][:1] for rank in plain]
-    # Each rank has the norm of its shards.
-    expected, found = (
-        math.hypot(*(float.fromhex(rank["norms"][0]) for rank in ranks)) for ranks in (plain, again)
-    )
-    assert abs(found - expected) > 1e-4 * expected
