@@ -2,9 +2,10 @@
 
 Note [Where a tensor is]
     On a CPU, host and device share their memory, so a tensor cannot show where it would be on a
-    machine with a GPU. Here every tensor is the device's. So a read of a tensor that would be on
-    the host is refused too, and a copy from the host to the device is not: CUDA itself refuses it
-    in a capture, or a kernel keeps the value of a zero-dimensional tensor, as a tape does.
+    machine with a GPU. What a pass makes from numbers alone may be on the host, and each pass makes
+    the same: it may be read. All other tensors are the device's. Copies from the host to the device
+    are not refused: CUDA itself refuses them in a capture, or a kernel keeps the value of a
+    zero-dimensional tensor, as a tape does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 
-from megatron_cg.errors import HostSyncError
 from megatron_cg.upstream.patch import set_attribute
 
 #: Torch tags them as data dependent, but only some of their arguments make them so.
@@ -50,28 +50,28 @@ def _name_and_tag(func: torch._ops.OpOverload) -> tuple[str, bool]:
 
 
 @contextmanager
-def methods_refused(error: Callable[[str], HostSyncError]) -> Iterator[None]:
-    """In the block, raise ``error`` where this thread reads a tensor by a method.
+def methods_watched(read: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
+    """In the block, call ``read`` before this thread reads a tensor by a method.
 
     Other threads may read tensors meanwhile, such as one that writes a checkpoint. On a CPU,
     autograd runs a backward pass in its caller's thread.
     """
     thread = threading.get_ident()
 
-    def refusing(name: str) -> Callable[..., Any]:
+    def watching(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
 
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             reads = name != "to" or any(map(_is_host, (*args, kwargs.get("device"))))
             if reads and threading.get_ident() == thread:
-                raise error(f"Tensor.{name}")
+                read(tensor, f"Tensor.{name}")
             return original(tensor, *args, **kwargs)
 
         return method
 
     with ExitStack() as undo:
         for name in _METHODS:
-            undo.callback(set_attribute(torch.Tensor, name, refusing(name)))
+            undo.callback(set_attribute(torch.Tensor, name, watching(name)))
         yield
 
 

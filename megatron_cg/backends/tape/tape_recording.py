@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cg.backends.aten import leaves, tensors_in, written
 from megatron_cg.backends.driver.graphed import Recording, Tensors
 from megatron_cg.backends.places import place_of
-from megatron_cg.backends.tape.host_reads import methods_refused, waits
+from megatron_cg.backends.tape.host_reads import methods_watched, waits
 from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
 from megatron_cg.errors import CaptureError, HostSyncError
 from megatron_cg.memory.storage import is_dense
@@ -148,7 +148,7 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
     recorder = _Recorder(Tape(pool, label), module)
     _here.recorders.append(recorder)
     try:
-        with methods_refused(recorder.error), recorder:
+        with methods_watched(recorder.read), recorder:
             yield recorder.tape
     finally:
         _here.recorders.pop()
@@ -161,6 +161,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tape: Tape, root: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape, self._root = tape, root
+        self._constants: set[int] = set()
+        """Storages whose values are made from numbers alone; see Note [Where a tensor is]."""
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(
@@ -174,12 +176,13 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default:
             # The end of torch.tensor(...): its data is a constant, of which each replay has a copy.
             func, args = torch.ops.aten.clone.default, (args[0].clone(),)
-            self.tape.pool.adopt(args[0])
+            self._constants.add(self.tape.pool.adopt(args[0]))
         tensors = tensors_in([args, *kwargs.values()])
         self._check_dense(func, tensors)
         collective = func.namespace == "c10d"
         writes = tensors if collective else written(func, args, kwargs)
-        if waits(func, args, kwargs):
+        constant = not collective and all(map(self._is_constant, tensors))
+        if waits(func, args, kwargs) and not constant:
             raise self.error(str(func))
 
         def slot_for(value: Any) -> Any:
@@ -199,6 +202,10 @@ class _Recorder(TorchDispatchMode):
         _wait_for_collectives(func, flat)
         inputs = {t.untyped_storage()._cdata for t in tensors}
         results = tuple(self._result_slot(value, inputs, func) for value in flat)
+        if constant and torch.Tag.nondeterministic_seeded not in func.tags:
+            self._constants.update(slot.key for slot in results if slot is not None)
+        else:
+            self._constants -= storage_keys(tuple(writes))
         if not writes and not any(slot is not None for slot in results):
             return result  # a view, or only host values: there is no kernel to run again
         if func._schema.name.partition("::")[2] not in _UNSET:
@@ -206,6 +213,14 @@ class _Recorder(TorchDispatchMode):
             operation = _Operation(func, slots, named, results, collective or functional)
             self.tape.entries.append(operation)
         return result
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._constants
+
+    def read(self, tensor: torch.Tensor, what: str) -> None:
+        """Raise HostSyncError if ``what`` reads memory of the device."""
+        if not self._is_constant(tensor):
+            raise self.error(what)
 
     def error(self, what: str) -> HostSyncError:
         """The error for ``what``, which waits, with its place."""

@@ -44,6 +44,9 @@ class Reading(nn.Module):
         (lambda t: t.masked_select(t > 0), r"aten\.\w+"),
         (lambda t: t.unique(), r"aten\._unique2"),
         (lambda t: t.tolist(), r"Tensor\.tolist"),
+        (lambda t: torch.rand(2).tolist(), r"Tensor\.tolist"),
+        (lambda t: torch.zeros(4).add_(t[0]).tolist(), r"Tensor\.tolist"),
+        (lambda t: torch.zeros(2).normal_().tolist(), r"Tensor\.tolist"),
         (lambda t: t.numpy(), r"Tensor\.numpy"),
         (lambda t: t.cpu(), r"Tensor\.cpu"),
         (lambda t: t.to("cpu"), r"Tensor\.to"),
@@ -127,7 +130,9 @@ def test_a_copy_in_the_backward_pass_is_refused_too() -> None:
 def test_each_replay_begins_with_a_tensor_of_data_as_it_was_made() -> None:
     class Adding(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            total = torch.tensor([1.0, 2.0, 3.0, 4.0])
+            rows = torch.full((4,), 2).cumsum(0).tolist()
+            total = torch.tensor([*map(float, rows)])
+            assert total.sum().item() == 20.0 and len(total.nonzero()) == 4
             total += super().forward(x).sum(0) * torch.tensor(2.0)
             return total + torch.tensor([1.0])
 
