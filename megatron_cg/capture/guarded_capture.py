@@ -86,10 +86,6 @@ class GuardedCapture:
         ``begin`` is called when all is ready and before the first hook runs, and may raise.
         ``joins`` says whether to run the hooks that other ranks wait for after a failure.
         """
-        if len(args) != len(self._units):
-            raise CaptureError(
-                f"{len(args)} sample_args for {len(self._units)} units: a unit has one graph"
-            )
         layers = [unit.layer for unit in self._units]
         capture_time = [unit.capture_time for unit in hooks]
         order = HookOrder(

@@ -53,8 +53,6 @@ class HookOrder:
     Pass ``wrapped`` to the backend instead of the hooks. Each call is then checked against the
     expected order. ``options`` are ``make_graphed_callables``'s other arguments. ``begun`` and
     ``ended`` are called around each pass; see Note [Around a pass].
-
-    Raises CaptureError: ``options`` ask for several microbatches or model chunks.
     """
 
     def __init__(
@@ -66,13 +64,6 @@ class HookOrder:
         begun: AroundPass = lambda _layer, _forward, _warmup: None,
         ended: AroundPass = lambda _layer, _forward, _warmup: None,
     ) -> None:
-        order = options.get("_order") or [1, -1]
-        if list(order) != [1, -1]:
-            raise CaptureError(
-                f"the passes would be captured in the order {order}, with several microbatches or "
-                "model chunks, and a unit has one graph. Leave pipeline parallelism and "
-                "--overlap-moe-expert-parallel-comm out"
-            )
         layers = range(len(callables))
         warmups: int = options.get("num_warmup_iters", _WARMUP_ITERS)
         forward = [(layer, key) for layer in layers for key in _OF_FORWARD]
