@@ -22,10 +22,10 @@ from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.fsdp_symbols import unknown_bodies
 from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.upstream.patch import Undo
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
-Undo = Callable[[], None]
 _OF_GRAPHS = "detached-weights-of-graphs"
 
 

@@ -25,8 +25,7 @@ Note [Ranks may differ]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
 from operator import is_
 from types import SimpleNamespace
@@ -40,7 +39,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.ranges import in_range
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
 
 _PLAIN = {torch.Tensor, nn.Parameter}
@@ -113,7 +112,7 @@ def _are_plain(tensors: Sequence[Any]) -> bool:
     return set(map(type, tensors)) <= _PLAIN and {t.dtype for t in tensors} <= {torch.float32}
 
 
-def install_clip(optimizers: Iterable[Any]) -> Callable[[], None]:
+def install_clip(optimizers: Iterable[Any]) -> Undo:
     """Shorten ``clip_grad_norm`` of the optimizers that are Megatron's; returns the undo.
 
     Raises NotApplicableError if none of them clips in the way that this replaces.
@@ -124,10 +123,7 @@ def install_clip(optimizers: Iterable[Any]) -> Callable[[], None]:
     mine = [optimizer for optimizer, why in whys.items() if why is None]
     if not mine:
         raise NotApplicableError(next(filter(None, whys.values()), "there is no optimizer"))
-    with ExitStack() as undo:
-        for optimizer in mine:
-            undo.callback(put_over(optimizer, _CLIP, LocalClip(optimizer)))
-        return undo.pop_all().close
+    return all_of(put_over(optimizer, _CLIP, LocalClip(optimizer)) for optimizer in mine)
 
 
 def _why_not(optimizer: Any) -> str | None:
@@ -224,7 +220,7 @@ class LocalClip:
         return norm
 
 
-def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
+def install_adam(optimizers: Iterable[Any]) -> Undo:
     """Shorten the step of every FusedAdam among ``optimizers``; returns the undo.
 
     ``optimizers`` are Megatron's, chained or not, or torch's.
@@ -241,10 +237,7 @@ def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
         if adams:
             why = "keeps main weights itself, runs in a graph, or has a step of its own"
         raise NotApplicableError(f"the optimizer {why}")
-    with ExitStack() as undo:
-        for adam in simple:
-            undo.callback(put_over(adam, "step", LocalStep(adam)))
-        return undo.pop_all().close
+    return all_of(put_over(adam, "step", LocalStep(adam)) for adam in simple)
 
 
 def _inner(optimizers: Iterable[Any]) -> Iterator[Any]:

@@ -320,3 +320,9 @@ def test_buckets_that_are_megatron_s(change: Callable[[Megatron], None]) -> None
     assert known == [False, False, True, True]
     bucketing(megatron.parameters[:1])
     assert megatron.told == [0]
+
+
+def test_a_bucket_that_sums_up_microbatches_stays_without_a_pool() -> None:
+    megatron = Megatron(2, sharded=False)
+    no_memory_that_stays(megatron)
+    assert GradientBucketing(megatron, megatron.take).knows(megatron.parameters[0])
