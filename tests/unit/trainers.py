@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
@@ -29,11 +29,8 @@ def trainer_of(model: CpuModelConfig, **plan: Any) -> Iterator[Any]:
 
     from megatron_cg.tools.cpu.train import Trainer
 
-    trainer = None
     try:
-        trainer = Trainer(TrainingPlan(model, **plan))
-        yield trainer
+        with closing(Trainer(TrainingPlan(model, **plan))) as trainer:
+            yield trainer
     finally:
-        if trainer is not None and trainer.session is not None:
-            trainer.session.close()
         parallel_state.destroy_model_parallel()

@@ -36,7 +36,6 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
         moe = {
             "num_moe_experts": model.experts,
             "moe_router_topk": model.topk,
-            "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 1e-2,
             "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": model.grouped,
@@ -60,11 +59,6 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
         "activation_func": torch.nn.functional.silu,
         # gloo lacks PREMUL_SUM; FSDP would reduce with it if it scaled the gradients itself.
         "calculate_per_token_loss": True,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
         # Costs nothing until layers get graphs, and eager runs then build the same model.
         "cuda_graph_impl": "transformer_engine",
         "cuda_graph_modules": list(model.graph_modules),

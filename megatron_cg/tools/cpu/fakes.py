@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import _device_constructors
 
 from megatron_cg.backends.tape.tape_recording import host_waits, is_recording, recorded_action
-from megatron_cg.tools.cpu.gloo import averages_as_sums, one_worker_a_group, sizes_as_lists
+from megatron_cg.tools.cpu.gloo import as_nccl, one_worker_a_group
 from megatron_cg.upstream.patch import set_attribute, undone_after
 
 FACTORIES = (
@@ -49,8 +49,8 @@ TE_VERSION = "2.20.2"
 _CPU = torch.device("cpu")
 
 
-class _Done:
-    """Work that is finished as soon as it is issued; takes and ignores torch's arguments."""
+class FakeEvent:
+    """In place of ``torch.cuda.Event``: it has happened. Takes and ignores torch's arguments."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         self.stream_id = 0
@@ -63,18 +63,14 @@ class _Done:
         """Return True: no work is pending."""
         return True
 
-
-class FakeEvent(_Done):
-    """In place of ``torch.cuda.Event``: it has happened."""
-
-    def record(self, stream: object = None) -> None:
+    def record(self, _stream: object = None) -> None:
         """Do nothing."""
 
-    def wait(self, stream: object = None) -> None:
+    def wait(self, _stream: object = None) -> None:
         """Do nothing."""
 
 
-class FakeStream(_Done):
+class FakeStream(FakeEvent):
     """In place of ``torch.cuda.Stream``; all its waits return at once."""
 
     cuda_stream = 0
@@ -261,25 +257,17 @@ def _generators(stack: ExitStack) -> None:
     Both have private ``_get_cuda_rng_state``/``_set_cuda_rng_state`` (megatron-core 0.19.2,
     tensor_parallel/random.py; megatron-fsdp 0.6.1, utils.py) that call into torch._C.
     """
-    for module in _loaded(
-        "megatron.core.tensor_parallel.random",
-        "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
-        "megatron_fsdp.utils",
-    ):
-        functions = _rng_functions("_get_cuda_rng_state", "_set_cuda_rng_state")
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
+    from megatron.core.tensor_parallel import random
+
+    modules = [random, utils]
+    with suppress(ModuleNotFoundError):
+        modules.append(importlib.import_module("megatron_fsdp.utils"))
+    functions = _rng_functions("_get_cuda_rng_state", "_set_cuda_rng_state")
+    for module in modules:
         for name, function in functions.items():
             stack.enter_context(replaced(module, name, function))
-    for module in _loaded("megatron.core.tensor_parallel.random"):
-        stack.enter_context(replaced(module.CudaRNGStatesTracker, "fork", _forked))
-
-
-def _loaded(*names: str) -> list[types.ModuleType]:
-    """Import and return those of ``names`` that are installed."""
-    modules = []
-    for name in names:
-        with suppress(ModuleNotFoundError):
-            modules.append(importlib.import_module(name))
-    return modules
+    stack.enter_context(replaced(random.CudaRNGStatesTracker, "fork", _forked))
 
 
 def _meshes(stack: ExitStack) -> None:
@@ -305,13 +293,14 @@ def _transformer_engine(stack: ExitStack) -> None:
     An installed TE stays unchanged, except for the one kernel that Megatron's router calls directly
     (megatron-core 0.19.2, moe_utils.py: without it torch multiplies).
     """
-    for module in _loaded("megatron.core.transformer.moe.moe_utils"):
-        stack.enter_context(replaced(module, "te_general_gemm", None))
+    from megatron.core import utils
+    from megatron.core.transformer.moe import moe_utils
+
+    stack.enter_context(replaced(moe_utils, "te_general_gemm", None))
     if importlib.util.find_spec("transformer_engine") is not None:
         return
-    for module in _loaded("megatron.core.utils"):
-        # megatron-core 0.19.2 caches the first answer for the whole process.
-        stack.enter_context(replaced(module, "_te_version", None))
+    # megatron-core 0.19.2 caches the first answer for the whole process.
+    stack.enter_context(replaced(utils, "_te_version", None))
     package = types.ModuleType("transformer_engine")
     package.__version__ = TE_VERSION  # type: ignore[attr-defined]
     package.__path__ = []
@@ -330,8 +319,7 @@ def cpu_fakes() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(one_worker_a_group())
-        stack.enter_context(sizes_as_lists())
-        stack.enter_context(averages_as_sums())
+        stack.enter_context(as_nccl())
         _devices(stack)
         _meshes(stack)
         _generators(stack)

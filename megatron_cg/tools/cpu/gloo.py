@@ -13,12 +13,11 @@ core of the thread that wakes it: on two cores a collective then takes 0.1 ms in
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,57 +52,34 @@ def one_worker_a_group() -> Iterator[None]:
 
 
 @contextmanager
-def sizes_as_lists() -> Iterator[None]:
-    """Let ``all_to_all_single`` take its sizes as tensors; gloo takes lists alone.
+def as_nccl() -> Iterator[None]:
+    """Let two collectives take what NCCL takes and gloo does not, as Megatron calls them.
 
-    Megatron turns sizes into lists only if it copied them from a GPU.
+    ``all_to_all_single`` takes its sizes as tensors: Megatron turns them into lists only if it
+    copied them from a GPU. ``all_reduce`` takes ``ReduceOp.AVG``: the sum is divided after it.
     """
-    with_lists = _with_lists(dist.all_to_all_single)
-    with undone_after(put_over(dist, "all_to_all_single", with_lists)):
-        yield
+    exchange, reduce = dist.all_to_all_single, dist.all_reduce
 
-
-@contextmanager
-def averages_as_sums() -> Iterator[None]:
-    """Let ``all_reduce`` and ``reduce_scatter_tensor`` take ``ReduceOp.AVG``; gloo has no such one.
-
-    The sum is divided after it. An asynchronous call with it is refused.
-    """
-    with ExitStack() as undo:
-        undo.callback(put_over(dist, "all_reduce", _with_averages(dist.all_reduce)))
-        scatter = _with_averages(dist.reduce_scatter_tensor)
-        undo.callback(put_over(dist, "reduce_scatter_tensor", scatter))
-        yield
-
-
-def _with_averages(original: Callable[..., Any]) -> Callable[..., Any]:
-    parameters = inspect.signature(original)
-
-    @wraps(original)
-    def reduce(*args: Any, **named: Any) -> Any:
-        given = parameters.bind(*args, **named)
-        if given.arguments.get("op") != dist.ReduceOp.AVG:
-            return original(*args, **named)
-        if given.arguments.get("async_op"):
-            raise NotImplementedError("gloo: an average that is not waited for is not faked")
-        given.arguments["op"] = dist.ReduceOp.SUM
-        original(*given.args, **given.kwargs)
-        output: torch.Tensor = given.args[0]
-        output.div_(dist.get_world_size(given.arguments.get("group")))
-        return None
-
-    return reduce
-
-
-def _with_lists(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_to_all_single(output: Any, given: Any, *sizes: Any, **named: Any) -> Any:
         lists = [size.tolist() if hasattr(size, "tolist") else size for size in sizes]
         for key in ("output_split_sizes", "input_split_sizes"):
             if hasattr(named.get(key), "tolist"):
                 named[key] = named[key].tolist()
-        return original(output, given, *lists, **named)
+        return exchange(output, given, *lists, **named)
 
-    return all_to_all_single
+    def all_reduce(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if op != dist.ReduceOp.AVG or async_op:
+            return reduce(tensor, op, group, async_op)
+        reduce(tensor, dist.ReduceOp.SUM, group)
+        tensor.div_(dist.get_world_size(group))
+        return None
+
+    with ExitStack() as undo:
+        undo.callback(put_over(dist, "all_to_all_single", all_to_all_single))
+        undo.callback(put_over(dist, "all_reduce", all_reduce))
+        yield
 
 
 def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:

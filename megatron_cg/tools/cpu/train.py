@@ -17,7 +17,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
@@ -29,7 +28,6 @@ from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.moe.dispatcher import shared_experts_idle
 from megatron_cg.moe.install import use_device_counts
-from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.telemetry.record import Recorder, recording
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
@@ -205,6 +203,11 @@ class Trainer:
         self.session = session
         return session
 
+    def close(self) -> None:
+        """Delete the graphs, if there are any. Safe to call twice."""
+        if self.session is not None:
+            self.session.close()
+
     def _samples(self, layer: Any) -> tuple[tuple[torch.Tensor], dict[str, torch.Tensor]]:
         """Return static inputs as Megatron's helper makes them, in the model's precision."""
         shape = self.plan.model
@@ -218,62 +221,21 @@ class Trainer:
         return (hidden.requires_grad_(),), inputs
 
 
-class VotingTrainer(Trainer):
-    """Ranks decide together: captures at :meth:`start`.
-
-    Args:
-        plan: the training plan.
-        policy: what happens when a graph must not be replayed.
-        backend: the capture backend.
-    """
-
-    def __init__(
-        self,
-        plan: TrainingPlan,
-        policy: ReplayPolicy | None = None,
-        backend: Backend | None = None,
-    ) -> None:
-        super().__init__(plan)
-        self._policy, self._backend = policy, backend or TapeBackend()
-        self.agreement = Agreement()
-        self.controller = GraphController(self.agreement, self._capture)
-
-    def start(self) -> None:
-        """Capture, on all ranks. Raises as :meth:`GraphController.capture` does."""
-        self.controller.capture()
-
-    def stop(self) -> None:
-        """Delete the graphs, if there are any; keep their counts."""
-        self.controller.delete()
-
-    def close(self) -> None:
-        """Stop voting and release the graphs. Safe to call twice."""
-        self.controller.close()
-        self.controller.release()
-
-    def _capture(self) -> Session:
-        session = self.capture(self._backend, self.agreement, policy=self._policy)
-        session.on_close(lambda: setattr(self, "session", None))
-        return session
-
-
-def record_steps(plan: TrainingPlan, trainer: VotingTrainer, recorder: Recorder) -> None:
+def record_steps(plan: TrainingPlan, trainer: Trainer, recorder: Recorder) -> None:
     """Train the steps of ``plan``, and record their numbers and the counts of graphs."""
     for number in range(plan.steps):
         if plan.graphs and number == plan.warmup_steps:
-            trainer.start()
+            trainer.capture(TapeBackend(), Agreement())
         start = time.perf_counter()
         loss, norm = trainer.step()
         losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
         recorder.add_step(losses, norm, False, start)
-    if plan.graphs:
-        recorder.note("graphs", trainer.controller.counters.as_dict())
+    if trainer.session is not None:
+        recorder.note("graphs", trainer.session.counters.as_dict())
 
 
-def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -> None:
+def train(plan: TrainingPlan, directory: Path) -> None:
     """Run ``plan`` in this process and write its record to ``directory/rank<N>.jsonl``.
-
-    ``backend`` captures its graphs; the tape if None.
 
     The record's file is written also when training fails, with the error's name and text.
     """
@@ -285,8 +247,7 @@ def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -
         if plan.device_counts:
             relaxed.enter_context(in_place_of_te())
             relaxed.callback(use_device_counts())
-        trainer = VotingTrainer(plan, backend=backend)
-        with recording(recorder), closing(trainer):
+        with recording(recorder), closing(Trainer(plan)) as trainer:
             record_steps(plan, trainer, recorder)
             recorder.finish([trainer.model])
     except BaseException as error:

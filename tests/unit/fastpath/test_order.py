@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fastpath.detached_weights import _Detached
 from megatron_cg.replay.guard import Mismatch
 from tests.unit.ranks import on_ranks
@@ -73,12 +75,12 @@ def layers_of(trainer: Any) -> Any:
 
 def started(layers: int = LAYERS) -> Any:
     """A trainer whose first gathers are known, so that only the eager passes differ."""
-    from megatron_cg.tools.cpu.train import VotingTrainer
+    from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
-    trainer: Any = VotingTrainer(TrainingPlan(CpuModelConfig(layers=layers), graphs=True))
+    trainer: Any = Trainer(TrainingPlan(CpuModelConfig(layers=layers), graphs=True))
     trainer.step()
-    trainer.start()
+    trainer.capture(TapeBackend(), Agreement())
     trainer.step()
     trainer.step()
     return trainer

@@ -25,26 +25,29 @@ def play() -> dict[str, Any]:
     """In one process: an eager run, and one with graphs for each policy and place."""
     from megatron.core import parallel_state
 
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.replay.mismatch_policy import ReplayPolicy
-    from megatron_cg.tools.cpu.train import VotingTrainer
+    from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)
     plan = TrainingPlan(model, graphs=True)
 
     def run(policy: str | None, change: Change | None = None, ranks: tuple[int, ...] = BOTH) -> Any:
-        trainer: Any = VotingTrainer(plan, ReplayPolicy(policy or "eager"))  # type: ignore[arg-type]
+        trainer: Any = Trainer(plan)
         numbers, error = [], ""
         try:
             numbers += [trainer.step() for _ in range(BEFORE)]
             if policy is not None:
-                trainer.start()
+                given: Any = policy
+                trainer.capture(TapeBackend(), Agreement(), policy=ReplayPolicy(given))
             if change is not None and dist.get_rank() in ranks:
                 change(trainer)
             numbers += [trainer.step() for _ in range(AFTER)]
         except ReplayMismatchError as found:
             error = str(found)
-        report = trainer.controller.counters.as_dict()
+        report = trainer.session.counters.as_dict() if trainer.session is not None else {}
         trainer.close()
         parallel_state.destroy_model_parallel()
         return {"numbers": numbers, "error": error, "graphs": report}

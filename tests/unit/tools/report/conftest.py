@@ -38,9 +38,9 @@ def tape_pair(one_rank: None, tmp_path: Path) -> Path:
 
 
 def train_recorded(plan: TrainingPlan, directory: Path) -> None:
-    from megatron_cg.tools.cpu.train import VotingTrainer, record_steps
+    from megatron_cg.tools.cpu.train import Trainer, record_steps
 
     recorder = Recorder(directory)
-    with recording(recorder), closing(VotingTrainer(plan)) as trainer:
+    with recording(recorder), closing(Trainer(plan)) as trainer:
         record_steps(plan, trainer, recorder)
         recorder.finish([trainer.model])
