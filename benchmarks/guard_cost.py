@@ -56,7 +56,6 @@ class TimedGuard:
                 "hooks": guard._hooks.broken,
                 "memory, forward": partial(guard.addresses.broken, forward=True),
                 "all, forward": partial(guard.broken, args, kwargs),
-                "counting inputs (no row)": partial(guard.inputs.copied, args, kwargs),
             }
             self.costs = {name: self._timed(ask) for name, ask in clauses.items()}
         return self._guard.broken(args, kwargs)

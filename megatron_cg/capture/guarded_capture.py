@@ -37,7 +37,6 @@ from megatron_cg.replay.depends_on import (
     autocast_of,
     entries_of,
     frozen_of,
-    modes_of,
 )
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard.inputs import Inputs
@@ -254,7 +253,6 @@ class GuardedCapture:
     ) -> DependsOn:
         unit, observer = self._units[index], self._observers[index]
         layer, graphed = unit.layer, unit.graphed
-        numerics = self._backend.captured_numerics(index, options)
         more = [*unit.entries(graphed), *self._backend.entries(graphed)]
         observer.forget_passes()
         with unit.in_backward():
@@ -267,7 +265,8 @@ class GuardedCapture:
                 key_sets=observer.key_sets(),
                 hooks=self._hooks[index],
                 frozen=frozen_of(layer, graphed),
-                modes=modes_of(device_type, numerics, self._backend.numerics),
+                captured_numerics=self._backend.captured_numerics(index, options),
+                numerics=self._backend.numerics,
                 device_type=device_type,
                 autocast=in_backward,
             )

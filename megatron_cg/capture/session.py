@@ -97,8 +97,8 @@ class Session:
         self._capture: GuardedCapture | None = None
         self.phase = Phase.EAGER
         self.counters = Counters()
-        votes = () if agreement is None else (agreement.fall_back_together, agreement.on_any_rank)
-        self.mismatches = MismatchPolicy(policy or ReplayPolicy(), self.counters, *votes)
+        on_any_rank = None if agreement is None else agreement.on_any_rank
+        self.mismatches = MismatchPolicy(policy or ReplayPolicy(), self.counters, on_any_rank)
 
     @property
     def digest(self) -> int:

@@ -31,14 +31,13 @@ class Kind(IntEnum):
     CAPTURE_END = 2
     DELETION = 3
     MISMATCH = 4
+    """What to do at a graph with collectives, and whether its replay differs from an eager pass."""
     GUARD = 5
     """Whether a compiled region's guards pass (``compiled/together.py``)."""
     COMPILE = 6
     """Which function is being compiled."""
     PRECOMPILED = 8
     """Whether compiled code that was loaded may be used (``compiled/load.py``)."""
-    VERIFICATION = 9
-    """Whether a replay differs from an eager pass."""
 
 
 @dataclass(frozen=True)

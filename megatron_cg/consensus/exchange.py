@@ -8,6 +8,7 @@ never NCCL, never inside a graph.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.consensus.arrival import gloo_backend, gloo_group
 from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
@@ -31,6 +31,19 @@ from megatron_cg.consensus.decision import (
 from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.ranges import in_range
+from megatron_cg.upstream.patch import put_over, undone_after
+from megatron_cg.upstream.symbols import Symbol
+
+_STORE = Symbol(
+    "torch.distributed.distributed_c10d:_get_default_store",
+    "where all ranks of the default group can write",
+)
+_NAME = Symbol(
+    "torch.distributed.distributed_c10d:_process_group_name",
+    "the name of a new group, equal on its ranks",
+    parameters=("ranks", "use_hashed_name"),
+)
+RELIES_ON = (_STORE, _NAME)
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others' votes. Capture of a large model takes minutes."""
@@ -50,9 +63,8 @@ class Agreement:
     :meth:`begin_capture` opens the next capture.
 
     Args:
-        timeout: how long a vote waits for a rank that does not arrive.
+        timeout: how long this call and a vote wait for a rank that does not arrive.
         group: whose ranks vote; the default group if None.
-        arrival: how long this call waits for a rank that does not make it.
         remedy: what a user does if only some ranks make this call, in a sentence.
 
     Raises:
@@ -64,13 +76,12 @@ class Agreement:
         timeout: timedelta = TIMEOUT,
         *,
         group: dist.ProcessGroup | None = None,
-        arrival: timedelta = TIMEOUT,
         remedy: str = "",
     ) -> None:
         self._group: dist.ProcessGroup | None = None
         self._ranks = [0]
         if dist.is_initialized():
-            self._group = gloo_group(group, timeout, arrival, remedy)
+            self._group = _gloo_group(group, timeout, remedy)
             self._ranks = dist.get_process_group_ranks(self._group)
         self._timeout = timeout
         self._closed, self._broken = False, ""
@@ -112,7 +123,7 @@ class Agreement:
         if group is None:
             return [mine]
         objects = [None] * group.size()
-        gloo_backend(group).set_timeout(self._timeout)
+        _gloo_backend(group).set_timeout(self._timeout)
         with self._naming_lost_ranks():
             dist.all_gather_object(objects, mine, group=group)
         return objects
@@ -179,34 +190,20 @@ class Agreement:
                 "train without graphs: --cuda-graph-impl none"
             ) from error
 
-    def fall_back_together(self, name: str, timeout: timedelta | None = None) -> None:
-        """Return when all ranks want to fall back to eager at this call of the graph ``name``.
+    def on_any_rank(self, name: str, here: bool = True, timeout: timedelta | None = None) -> bool:
+        """Whether ``here`` is true on any rank. All ranks call this at the same ``name``.
 
-        Raises AgreementError when a rank is at another graph, or does not arrive within
-        ``timeout`` (:data:`FALLING_BACK` if None): it is waiting for a collective in its replay.
+        Raises AgreementError when a rank is at another name, or does not arrive within ``timeout``
+        (:data:`FALLING_BACK` if None): it is waiting for a collective in its replay.
         """
         if len(self._ranks) == 1:  # No rank could wait for this one.
-            return
-        vote = Vote(graphs=digest([name]))
-        decision = self.agree(Kind.MISMATCH, vote, timeout=timeout or FALLING_BACK)
-        self._require_same(decision, name)
-
-    def on_any_rank(self, name: str, here: bool) -> bool:
-        """Whether ``here`` is true on any rank. All ranks vote at this call of the graph ``name``.
-
-        Raises AgreementError as :meth:`fall_back_together`.
-        """
-        if len(self._ranks) == 1:
             return here
         vote = Vote(size=int(here), graphs=digest([name]))
-        decision = self.agree(Kind.VERIFICATION, vote, timeout=FALLING_BACK)
-        self._require_same(decision, name)
-        return bool(decision.largest)
-
-    def _require_same(self, decision: Decision, name: str) -> None:
+        decision = self.agree(Kind.MISMATCH, vote, timeout=timeout or FALLING_BACK)
         if decision.minority:
             self._break(f"{ranks_text(decision.minority)} voted on another graph than {name}")
             raise AgreementError(self._broken)
+        return bool(decision.largest)
 
     def close(self) -> None:
         """Release the group. Safe to call twice, and after the process groups were destroyed."""
@@ -261,7 +258,7 @@ class Agreement:
         rows = row.new_empty(group.size() * len(row))
         # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
         # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
-        gloo_backend(group).set_timeout(timeout or self._timeout)
+        _gloo_backend(group).set_timeout(timeout or self._timeout)
         with self._naming_lost_ranks():
             dist.all_gather_into_tensor(rows, row, group)
         return rows.view(group.size(), -1)
@@ -284,6 +281,50 @@ class Agreement:
         self._broken = reason
         if len(self._ranks) > 1:
             exit_without_waiting()
+
+
+_made: Counter[str] = Counter()
+"""How many groups of these ranks were made; equal on all of them."""
+
+
+def _gloo_group(
+    group: dist.ProcessGroup | None, timeout: timedelta, remedy: str
+) -> dist.ProcessGroup:
+    """A new gloo group of the ranks of ``group``; all of them, and no others, call this together.
+
+    Raises AgreementError, with the ranks that did not come in time.
+    """
+    ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
+    those = f"megatron_cg/{digest(map(str, ranks))}"
+    name = f"{those}/{_made[those]}"
+    _made[those] += 1
+    store: Any = _STORE.find()()
+    here = {rank: f"{name}/{rank}" for rank in ranks}
+    store.set(here[dist.get_rank()], "here")
+    made: dist.ProcessGroup
+    try:
+        # torch takes the number of the groups that this process knows into the name. Ranks of one
+        # group may be in other groups too, which differ.
+        with undone_after(put_over(*_NAME.place(), lambda *_args, **_kwargs: name)):
+            made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    except RuntimeError as error:
+        absent = [rank for rank, key in here.items() if not store.check([key])]
+        raise AgreementError(
+            f"{ranks_text(absent) if absent else 'another rank'} did not come here within "
+            f"{timeout.total_seconds():g} seconds of rank {dist.get_rank()}: each rank of the "
+            f"group votes, so all of them make this call, together. {remedy}"
+        ) from error
+    return made
+
+
+def _gloo_backend(group: dist.ProcessGroup) -> Any:
+    """The group's gloo backend, without the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+
+    The wrapper (``_ProcessGroupWrapper``, torch 2.11) has no ``set_timeout`` of its own. Its check
+    before each exchange keeps the timeout that the group was created with.
+    """
+    backend = group._get_backend(torch.device("cpu"))
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def under_capture() -> bool:

@@ -31,9 +31,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from megatron_cg.hooks import HookKind
+from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs, described
-from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.plain import contents, is_container, is_plain, same_value
 from megatron_cg.upstream.symbols import Symbol
 
@@ -137,8 +137,9 @@ class Hooks:
 class DependsOn:
     """The table of one graph.
 
-    ``modes`` returns the current modes, comparable with ``==``, in the order of ``_MODES``; they
-    must now be those of forward passes. ``autocast`` is :func:`autocast_of` backward passes.
+    The modes must now be those of forward passes, but for the backend's state of numerics, such as
+    TE's FP8 recipe: that of capture is ``captured_numerics``, and ``numerics`` returns the current
+    one. ``autocast`` is :func:`autocast_of` backward passes.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class DependsOn:
         key_sets: Iterable[KeySet],
         hooks: Hooks,
         frozen: Iterable[tuple[nn.Parameter, str]],
-        modes: Callable[[], tuple[Any, ...]],
+        captured_numerics: Any,
+        numerics: Callable[[], Any],
         device_type: str,
         autocast: torch.dtype | None,
     ) -> None:
@@ -168,8 +170,9 @@ class DependsOn:
         self._known = [frozenset(keys) for keys in self._keys]
         self._hooks = hooks
         self._frozen = list(frozen)
-        self._modes, self._read_modes = modes(), modes
         self._device_type, self._autocast = device_type, autocast
+        self._numerics = numerics
+        self._modes = (*self._read_modes()[:-1], captured_numerics)
 
     def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """What forbids a forward replay with these arguments, or None."""
@@ -184,6 +187,16 @@ class DependsOn:
             subject = f"torch.autocast for {self._device_type} in the backward pass"
             return _mismatch("autocast", subject, _switch(self._autocast), _switch(now))
         return self.addresses.broken(forward=False)
+
+    def _read_modes(self) -> tuple[Any, ...]:
+        """In the order of ``_MODES``: what Python code follows, and a replay does not."""
+        return (
+            torch.is_grad_enabled(),
+            autocast_of(self._device_type),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
+            self._numerics(),
+        )
 
     def _broken_object(self) -> Mismatch | None:
         for number, (holder, key, same) in enumerate(self._objects):
@@ -247,26 +260,6 @@ def autocast_of(device_type: str) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
-
-
-def modes_of(device_type: str, numerics: Any, read: Callable[[], Any]) -> Callable[[], Any]:
-    """Reads the modes that a layer's Python code follows and a replay does not.
-
-    ``read`` returns the backend's numerics state, such as TE's FP8 recipe. The first call returns
-    ``numerics`` instead: a capture may run in another state than replays.
-    """
-    captured = [numerics]
-
-    def modes() -> tuple[Any, ...]:
-        return (
-            torch.is_grad_enabled(),
-            autocast_of(device_type),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_default_dtype(),
-            captured.pop() if captured else read(),
-        )
-
-    return modes
 
 
 def entries_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:

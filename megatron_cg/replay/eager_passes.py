@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.ranges import in_range
-from megatron_cg.replay.guard.mismatch import Mismatch
+from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.upstream.patch import put_over
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -49,7 +50,7 @@ class GuardedGraph:
         self._eager = unit.eager or unit.run
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
-        self._replayed = self._returns_inputs = self._gives_copies = False
+        self._replayed = self._gives_copies = False
         self._refuted: Mismatch | None = None
         """What a verification has found: the graph is wrong for good."""
         self._constant = tuple(n for n, needed in enumerate(replay.needs) if not needed)
@@ -66,14 +67,11 @@ class GuardedGraph:
         counters = self._mismatches.counters
         with named_range("guard"):
             mismatch = self._guard.broken(args, kwargs) or self._refuted
-        given = args, kwargs
-        if self._returns_inputs and mismatch is None:
-            given = self._guard.inputs.read_first(args, kwargs)
         if mismatch is None and (self._mismatches.verifies or not self._replayed):
             counters.verified += self._mismatches.verifies
             self._mismatches.issue_held()
             with named_range("verification"):
-                mismatch = self._verify(*given)
+                mismatch = self._verify(args, kwargs)
             if not self._numbers_hold(mismatch):
                 mismatch = None
             self._refuted = mismatch
@@ -83,9 +81,9 @@ class GuardedGraph:
         is_first, self._replayed = not self._replayed, True
         counters.replayed += 1
         with named_range("replay"):
-            outputs = self.graph(*given[0], **given[1])
+            outputs = self.graph(*args, **kwargs)
         if is_first:
-            self._returns_inputs = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
+            self._gives_copies = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
         has_backward = self._in_flight.begin(
             self._index, self._unit, outputs, self._before_backward
         )
@@ -97,12 +95,6 @@ class GuardedGraph:
     def __getattr__(self, name: str) -> Any:
         # For backward_dw: Megatron checks with hasattr whether the backend's callable has it.
         return getattr(self.graph, name)
-
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        raise TypeError(
-            f"the graph of {self._unit.name} cannot be copied or pickled: it reads and writes "
-            "fixed addresses. Copy the layer before the capture, or after close()."
-        )
 
     def out_of_order(self) -> Mismatch | None:
         """What waits for its backward, or is still in use, and forbids a replay now; or None.
@@ -151,14 +143,12 @@ class GuardedGraph:
             return self._mismatches.numbers_hold()
         return mismatch is None or self._mismatches.numbers_hold_here()
 
-    def _on_any_rank(self, here: bool) -> bool:
-        return self._mismatches.on_any_rank(self._unit.name, here)
-
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
         counters = self._mismatches.counters
         gradients = self._guard.addresses.are_as_in_backward()
         counters.gradients_verified += gradients and self._mismatches.verifies
+        on_any_rank = partial(self._mismatches.on_any_rank, self._unit.name)
         # With the backend's own function, not the one that the fast path installs instead.
         with undone_after(self._replay.replace(self._replay.function)):
             return verify(
@@ -169,7 +159,7 @@ class GuardedGraph:
                 self._kept,
                 gradients=gradients,
                 left_out=counters.count_unstable,
-                on_any_rank=self._on_any_rank if self.eager_passes.collectives else bool,
+                on_any_rank=on_any_rank if self.eager_passes.collectives else bool,
             )
 
     def _before_backward(self) -> None:

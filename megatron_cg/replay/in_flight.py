@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -54,7 +54,7 @@ class _Replay:
         self.unit, self.node = unit, weakref.ref(node)
         storages = [output.untyped_storage() for output in outputs]
         own = [storage._cdata for storage in storages]
-        self._storages = {s: _users()(s._cdata) - own.count(s._cdata) for s in storages}
+        self._storages = {s: _USERS.cached(s._cdata) - own.count(s._cdata) for s in storages}
         """With how many users each has when nobody uses an output."""
 
     @property
@@ -65,13 +65,7 @@ class _Replay:
     @property
     def is_used(self) -> bool:
         """Whether an output is in use."""
-        return any(_users()(storage._cdata) > unused for storage, unused in self._storages.items())
-
-
-@cache  # Each replay asks.
-def _users() -> Callable[[int], int]:
-    count: Callable[[int], int] = _USERS.find()
-    return count
+        return any(_USERS.cached(s._cdata) > unused for s, unused in self._storages.items())
 
 
 class InFlight:
@@ -129,28 +123,38 @@ class InFlight:
         _gradients: Sequence[torch.Tensor | None],
     ) -> None:
         if self._waiting.get(index) is not this:
-            exit_without_waiting_unless_it_goes_on()
-            raise ReplayMismatchError(
-                f"{this.unit.name}: its backward runs after another forward replay of the same "
-                "graph, or a second time; the graph's memory no longer holds what it reads. Run "
-                "each backward once and before the layer's next forward pass, without "
-                "retain_graph, and with no recompute around a captured region. Or: "
-                f"{this.unit.leave_out(None)}"
+            _refuse(
+                this.unit,
+                "runs after another forward replay of the same graph, or a second time; the "
+                "graph's memory no longer holds what it reads. Run each backward once and before "
+                "the layer's next forward pass, without retain_graph, and with no recompute around "
+                "a captured region.",
             )
         waiting = reversed(self._waiting.values())
         last = next(item for item in waiting if item is this or item.node() is not None)
         if last is not this:
-            exit_without_waiting_unless_it_goes_on()
-            raise ReplayMismatchError(
-                f"{this.unit.name}: its backward comes before that of {last.unit.name}, which was "
-                "replayed after it, and may overwrite what that one reads. Run one backward() "
-                f"over the whole pass. Or: {this.unit.leave_out(None)}"
+            _refuse(
+                this.unit,
+                f"comes before that of {last.unit.name}, which was replayed after it, and may "
+                "overwrite what that one reads. Run one backward() over the whole pass.",
+            )
+        if torch.is_grad_enabled():
+            # Gradients of a replay have no graph of autograd of their own. What depends on them
+            # would miss a part, and autograd would not say so.
+            _refuse(
+                this.unit,
+                "runs with create_graph=True, and a CUDA graph has no second derivative. Leave "
+                "create_graph out if nothing differentiates the gradients.",
             )
         self._over[index] = self._waiting.pop(index)
-        if torch.is_grad_enabled():
-            node: Any = this.node()
-            node.register_hook(partial(_as_last, this.unit))
         before_backward()
+
+
+def _refuse(unit: Unit, what_backward_does: str) -> NoReturn:
+    exit_without_waiting_unless_it_goes_on()
+    raise ReplayMismatchError(
+        f"{unit.name}: its backward {what_backward_does} Or: {unit.leave_out(None)}"
+    )
 
 
 def _waits(replay: _Replay) -> Mismatch:
@@ -172,33 +176,3 @@ def _waits(replay: _Replay) -> Mismatch:
         "order of the steps before capture, and run the backward (or drop the loss) before the "
         "next pass.",
     )
-
-
-class _Once(torch.autograd.Function):
-    """Passes gradients on, as results that cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: Unit, _needs: torch.Tensor, *gradients: torch.Tensor) -> Any:
-        ctx.unit = unit
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: torch.Tensor | None) -> Any:
-        unit: Unit = ctx.unit
-        raise ReplayMismatchError(
-            f"{unit.name}: the gradients of its replay are differentiated again, as after "
-            "backward(create_graph=True) or torch.autograd.grad(..., create_graph=True), and a "
-            f"graph has no second derivative. {unit.leave_out(None)}"
-        )
-
-
-def _as_last(unit: Unit, gradients: tuple[torch.Tensor | None, ...], _incoming: Any) -> Any:
-    """Make it an error to differentiate the gradients that a replay's node is about to return.
-
-    ``create_graph=True`` asks for gradients with a graph of autograd of their own. A replay has
-    none, so what depends on them would miss a part, and autograd would not say so.
-    """
-    given = [gradient for gradient in gradients if gradient is not None]
-    needs = torch.zeros((), device="cpu", requires_grad=True)
-    passed = iter(_Once.apply(unit, needs, *given) if given else ())  # type: ignore[no-untyped-call]
-    return tuple(None if gradient is None else next(passed) for gradient in gradients)

@@ -36,16 +36,14 @@ class ReplayPolicy:
 class MismatchPolicy:
     """The mismatch policy of all graphs of one session.
 
-    ``all_fall_back`` and ``on_any_rank`` are those of the ranks' ``Agreement``; None if this rank
-    decides alone.
+    ``on_any_rank`` is that of the ranks' ``Agreement``; None if this rank decides alone.
     """
 
     def __init__(
         self,
         policy: ReplayPolicy,
         counters: Counters,
-        all_fall_back: Callable[[str, timedelta | None], None] | None = None,
-        on_any_rank: Callable[[str, bool], bool] | None = None,
+        on_any_rank: Callable[[str, bool, timedelta | None], bool] | None = None,
     ) -> None:
         self.counters = counters
         self.issue_held: Callable[[], None] = lambda: None
@@ -58,8 +56,7 @@ class MismatchPolicy:
         self.numbers_hold_here: Callable[[], bool] = lambda: True
         """The same for a graph without collectives, which depends on this rank alone."""
         self._policy = policy
-        self._all_fall_back = all_fall_back
-        self.on_any_rank = on_any_rank or (lambda _unit, here: here)
+        self._on_any_rank = on_any_rank or (lambda _name, here, _timeout: here)
         self._reported: set[tuple[str, tuple[str, str]]] = set()
         self._step = 0
 
@@ -94,16 +91,18 @@ class MismatchPolicy:
             f"{text} The forward pass was replayed, so its backward cannot run eagerly."
         )
 
+    def on_any_rank(self, unit: str, here: bool) -> bool:
+        """Whether ``here`` is true on any rank; all ranks ask at the same replay of ``unit``."""
+        return self._on_any_rank(unit, here, None)
+
     def fall_back_together(self, name: str, text: str, timeout: timedelta | None = None) -> None:
         """Return if all ranks agree, by ``name``, on what to do with a graph with collectives.
 
         Otherwise raise ReplayMismatchError with a message that begins with ``text``. ``timeout`` is
-        as in ``Agreement.fall_back_together``.
+        as in ``Agreement.on_any_rank``.
         """
-        if self._all_fall_back is None:
-            return
         try:
-            self._all_fall_back(name, timeout)
+            self._on_any_rank(name, True, timeout)
         except RuntimeError as error:
             raise ReplayMismatchError(
                 f"{text} The graph holds collectives, which no rank may run eagerly while others "

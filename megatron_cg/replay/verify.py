@@ -27,17 +27,18 @@ Note [Results that differ by themselves]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from megatron_cg.replay.guard.mismatch import Mismatch
+from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.unit import Unit
 
 Kept = Callable[[], AbstractContextManager[None]]
@@ -73,29 +74,36 @@ def verify(
     compared; see Note [Results that differ by themselves]. ``on_any_rank`` says whether this holds
     on any of the ranks that run the same passes.
     """
+    needs: list[bool] | None = None if gradients else []
+    """Which outputs of the first eager pass a backward pass begins with."""
 
     def eager(*inputs: Any, **keywords: Any) -> Any:
         return unit.run(unit.layer, inputs, keywords)
 
-    def passed(run: Callable[..., Any], *, copies: bool) -> _Named:
-        one = _Pass(unit, run, args, kwargs, copies=copies)
-        results = one.results()
-        alike = len(one.differentiable()) == len(needs)
-        return results + (one.gradients(needs) if gradients and alike else [])
+    def passed(run: Callable[..., Any], *, copies: bool = True) -> _Named:
+        nonlocal needs
+        own = partial(_detached, copies=copies)
+        inputs, keywords = tree_map(own, list(args)), tree_map(own, dict(kwargs))
+        with unit.in_forward():
+            made, _ = tree_flatten(run(*inputs, **keywords))
+        # Copies, which outlive the backward pass.
+        results = [*_copies(unit.layer, made), *_states()]
+        if needs is None:
+            needs = [tensor is not None and tensor.requires_grad for tensor in made]
+        if any(needs) and len(needs) == len(made):
+            _backward(unit, list(compress(made, needs)))
+            results += _gradients(unit.layer, inputs, keywords)
+        return results
 
     with kept():
-        first = _Pass(unit, eager, args, kwargs)
-        expected, needs = first.results(), first.differentiable()
-        gradients = gradients and any(needs)
-        if gradients:
-            expected += first.gradients(needs)
+        expected = passed(eager)
     rounds = 1 if torch.are_deterministic_algorithms_enabled() else ROUNDS
     unstable: set[str] = set()
     different: dict[str, Mismatch] | None = None
     for _ in range(rounds):
         if rounds > 1:
             with kept():
-                unstable |= _differences(expected, passed(eager, copies=True)).keys()
+                unstable |= _differences(expected, passed(eager)).keys()
         with kept():
             # A graph may read its inputs in place, and gradients are in its own memory.
             found = _differences(expected, passed(graph, copies=False))
@@ -112,56 +120,35 @@ def verify(
     return replace(mismatch, cause=f"{mismatch.cause} Until then: {unit.leave_out(None)}")
 
 
-class _Pass:
-    """One forward and, if asked for, backward pass on detached inputs."""
+def _copies(layer: nn.Module, made: Sequence[torch.Tensor | None]) -> _Named:
+    """What a pass has returned and left in buffers."""
+    found = [(f"output {index}", tensor) for index, tensor in enumerate(made)]
+    found += [(f"buffer {name}", buffer) for name, buffer in layer.named_buffers()]
+    return [(n, None if tensor is None else tensor.detach().clone()) for n, tensor in found]
 
-    def __init__(
-        self,
-        unit: Unit,
-        run: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        copies: bool = True,
-    ) -> None:
-        self._unit, self._run = unit, run
-        own = partial(_detached, copies=copies)
-        self._args, self._kwargs = tree_map(own, list(args)), tree_map(own, dict(kwargs))
-        self._made: list[Any] = []
 
-    def results(self) -> _Named:
-        """Run the forward pass; returns copies of all results, which outlive the backward pass.
+def _states() -> _Named:
+    """The states of the random generators."""
+    generators = [("the host's", torch.default_generator)]
+    if torch.cuda.is_available():
+        own = torch.cuda.default_generators[torch.cuda.current_device()]
+        generators.append(("the device's", own))
+    return [(f"state of {whose} random generator", one.get_state()) for whose, one in generators]
 
-        These are its outputs, and what it leaves in buffers and in the random generators.
-        """
-        with self._unit.in_forward():
-            self._made, _ = tree_flatten(self._run(*self._args, **self._kwargs))
-        outputs = [(f"output {index}", tensor) for index, tensor in enumerate(self._made)]
-        buffers = [(f"buffer {name}", buffer) for name, buffer in self._unit.layer.named_buffers()]
-        copies = [(n, None if t is None else t.detach().clone()) for n, t in [*outputs, *buffers]]
-        return [*copies, *((f"state of {n}", g.get_state()) for n, g in _generators())]
 
-    def differentiable(self) -> list[bool]:
-        """For each output, whether a backward pass begins with it."""
-        return [tensor is not None and tensor.requires_grad for tensor in self._made]
+def _backward(unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
+    # Synthetic gradients may reach what training masks.
+    with unit.in_backward(), torch.autograd.set_detect_anomaly(False):
+        torch.autograd.backward(outputs, [synthetic_gradient(output) for output in outputs])
 
-    def gradients(self, needs: Sequence[bool]) -> _Named:
-        """Gradients of inputs and parameters, from synthetic gradients of the outputs ``needs``."""
-        chosen = [tensor for tensor, need in zip(self._made, needs, strict=True) if need]
-        self._made = []
-        # Synthetic gradients may reach what training masks.
-        with self._unit.in_backward(), torch.autograd.set_detect_anomaly(False):
-            torch.autograd.backward(chosen, [synthetic_gradient(tensor) for tensor in chosen])
-        return [(f"the gradient of {name}", tensor.grad) for name, tensor in self._leaves()]
 
-    def _leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
-        by_place = [(f"input {index}", value) for index, value in enumerate(self._args)]
-        for name, value in (*by_place, *self._kwargs.items()):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                yield name, value
-        for name, parameter in self._unit.layer.named_parameters():
-            if parameter.requires_grad:
-                yield name, parameter
+def _gradients(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Named:
+    positional = [(f"input {index}", value) for index, value in enumerate(args)]
+    return [
+        (f"the gradient of {name}", value.grad)
+        for name, value in (*positional, *kwargs.items(), *layer.named_parameters())
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
 
 
 def _detached(value: Any, *, copies: bool) -> Any:
@@ -180,14 +167,6 @@ def _detached(value: Any, *, copies: bool) -> Any:
     made.requires_grad_(value.requires_grad)
     vars(made).update({} if isinstance(value, nn.Parameter) else vars(value))
     return made
-
-
-def _generators() -> list[tuple[str, torch.Generator]]:
-    generators = [("the host's random generator", torch.default_generator)]
-    if torch.cuda.is_available():
-        own = torch.cuda.default_generators[torch.cuda.current_device()]
-        generators.append(("the device's random generator", own))
-    return generators
 
 
 def synthetic_gradient(output: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -43,8 +42,6 @@ _NO_UNITS = Violation(
     'units=["layers.*"], with names as in model.module.named_modules()',
 )
 
-_ARRIVAL = timedelta(seconds=50)
-"""How long :func:`graph_units` waits for the other ranks."""
 _SOME_RANKS = (
     "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
     "GROUP = torch.distributed.new_group(RANKS), which all ranks call"
@@ -126,7 +123,7 @@ class GraphedUnits:
         with ExitStack() as undo:
             undo.callback(self._observer.forget)
             undo.callback(graphs_close_in_time())
-            self._agreement = Agreement(group=group, arrival=_ARRIVAL, remedy=_SOME_RANKS)
+            self._agreement = Agreement(group=group, remedy=_SOME_RANKS)
             self._controller = GraphController(
                 self._agreement,
                 self._capture,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_cg.replay.guard.mismatch import Mismatch
+from megatron_cg.replay.guard import Mismatch
 
 _RAW = ("_data", "_transpose", "_rowwise_data", "_columnwise_data", "_scale_inv")
 """Where TE 2.20.2 keeps the memory of a quantized tensor; its own address has no meaning."""

@@ -10,18 +10,15 @@ Note [What a graph does with its inputs]
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
-from megatron_cg.replay.guard.mismatch import Mismatch
+from megatron_cg.replay.guard import Mismatch
 
-FIELDS = ("shape", "dtype", "stride", "device")
+_FIELDS = ("shape", "dtype", "stride", "device", "requires_grad")
 """Properties of a tensor that must be equal, by the name of the clause."""
-
-
-"""The clause about inputs that never changed before capture; see ``static_inputs.py``."""
 
 NOT_INPUTS = frozenset({"is_first_microbatch", "cuda_graph_stream", "cuda_graph_event"})
 """Keywords that control a replay and are not inputs of the graph: ``GraphableMegatronModule.
@@ -34,14 +31,6 @@ _CAUSE = {
     "device": "The input is on another device",
     "requires_grad": "The graph computes gradients for the inputs that needed one at capture",
 }
-
-
-@dataclass(frozen=True)
-class _Spec:
-    name: str
-    fields: tuple[Any, ...]
-    requires_grad: bool
-    address: int
 
 
 class Inputs:
@@ -70,11 +59,8 @@ class Inputs:
         self._keywords = tuple(kwargs)
         self._given: list[str] = []
         """The keywords of the last call that was as at capture."""
-        self._specs = tuple(
-            _Spec(name, _fields(tensor), tensor.requires_grad, tensor.data_ptr())
-            for name, tensor in [*zip(labels, args, strict=False), *kwargs.items()]
-        )
-        self._captured = tuple((*spec.fields, spec.requires_grad) for spec in self._specs)
+        self._names = [*labels[: len(args)], *kwargs]
+        self._captured = [_fields(tensor) for tensor in (*args, *kwargs.values())]
         self._borrowed = [
             (number, tensor.data_ptr())
             for number, tensor in enumerate((*args, *kwargs.values()))
@@ -90,7 +76,7 @@ class Inputs:
                 return mismatch
             self._given = given
         flat = self._flat(args, kwargs)
-        for tensor, spec, captured in zip(flat, self._specs, self._captured, strict=True):
+        for tensor, name, captured in zip(flat, self._names, self._captured, strict=True):
             # One comparison for the usual case: this runs for every input of every replay.
             if not isinstance(tensor, torch.Tensor) or captured != (
                 tensor.shape,
@@ -99,14 +85,14 @@ class Inputs:
                 tensor.device,
                 tensor.requires_grad,
             ):
-                mismatch = self._other_kind(tensor, spec)
+                mismatch = self._other_kind(name, captured, tensor)
                 if mismatch is not None:
                     return mismatch
         for number, address in self._borrowed:
             if flat[number].data_ptr() != address:
                 return Mismatch(
                     "static input",
-                    f"the memory of argument {self._specs[number].name}",
+                    f"the memory of argument {self._names[number]}",
                     hex(address),
                     hex(flat[number].data_ptr()),
                     "It was one tensor in all steps before capture, so the graph reads it in "
@@ -114,47 +100,31 @@ class Inputs:
                 )
         return None
 
-    def _other_kind(self, tensor: Any, spec: _Spec) -> Mismatch | None:
+    def _other_kind(self, name: str, captured: tuple[Any, ...], tensor: Any) -> Mismatch | None:
         if not isinstance(tensor, torch.Tensor):
-            subject, cause = f"argument {spec.name}", "A graph takes only tensors."
+            subject, cause = f"argument {name}", "A graph takes only tensors."
             return Mismatch("structure", subject, "a tensor", described(tensor), cause)
-        for name, before, now in zip(FIELDS, spec.fields, _fields(tensor), strict=True):
-            if before != now:
-                return _field(name, spec, before, now)
-        # An input that needs no gradient any more gets one that nobody reads. But code may look at
-        # that: torch's reentrant checkpoint then computes no gradients of weights either.
-        if tensor.requires_grad > spec.requires_grad or (
-            self._same_gradients and tensor.requires_grad != spec.requires_grad
-        ):
-            return _field("requires_grad", spec, spec.requires_grad, tensor.requires_grad)
+        for clause, before, now in zip(_FIELDS, captured, _fields(tensor), strict=True):
+            # An input that needs no gradient any more gets one that nobody reads. But code may look
+            # at that: torch's reentrant checkpoint then computes no gradients of weights either.
+            is_allowed = clause == "requires_grad" and before and not self._same_gradients
+            if before != now and not is_allowed:
+                cause = f"{_CAUSE[clause]}: replaying would compute something else."
+                return Mismatch(
+                    clause, f"{clause} of argument {name}", _text(before), _text(now), cause
+                )
         return None
 
     def are_returned(self, outputs: Iterable[Any]) -> bool:
-        """Whether an output of the graph lies in the memory of its inputs, of which it has two."""
-        return len(self._specs) > 1 and any(map(self._lies_here, outputs))
+        """Whether an output of the graph lies in the memory of its inputs, of which it has two.
 
-    def read_first(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with copies of those that lie in the memory of another input.
-
-        A graph copies one input after another (TE 2.20.2), and overwrites these before it reads
-        them: a unit that returns its inputs may get them back in another order.
+        A graph copies one input after another (TE 2.20.2). It would overwrite such an output that
+        comes back as another input before it reads it.
         """
-        specs = iter(self._specs)
-
-        def own(value: Any) -> Any:
-            in_place = value.data_ptr() == next(specs).address
-            return value if in_place or not self._lies_here(value) else value.clone()
-
-        flat = tuple(own(value) for value in args)
-        return flat, {**kwargs, **{name: own(kwargs[name]) for name in self._keywords}}
-
-    def _lies_here(self, value: Any) -> bool:
-        if not isinstance(value, torch.Tensor):
-            return False
-        address = value.data_ptr()
-        return any(begin <= address < end for begin, end in self._memory)
+        addresses = [value.data_ptr() for value in outputs if isinstance(value, torch.Tensor)]
+        return len(self._names) > 1 and any(
+            begin <= address < end for begin, end in self._memory for address in addresses
+        )
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         return [*args, *[kwargs[name] for name in self._keywords]]
@@ -186,12 +156,8 @@ def described(value: Any) -> str:
 
 
 def _fields(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
 
 
-def _field(clause: str, spec: _Spec, expected: Any, actual: Any) -> Mismatch:
-    if clause == "shape":
-        expected, actual = tuple(expected), tuple(actual)
-    cause = f"{_CAUSE[clause]}: replaying would compute something else."
-    subject = f"{clause} of argument {spec.name}"
-    return Mismatch(clause, subject, str(expected), str(actual), cause)
+def _text(value: Any) -> str:
+    return str(tuple(value) if isinstance(value, torch.Size) else value)

@@ -105,7 +105,7 @@ def came_late(rank: int, votes: Agreement) -> Any:
 def left_a_graph(rank: int, votes: Agreement) -> Any:
     """Both ranks leave one graph; then each another; then they can leave none."""
     names = ("layer 0", f"layer {rank}", "layer 0")
-    return said(*(partial(votes.fall_back_together, name) for name in names))
+    return said(*(partial(votes.on_any_rank, name) for name in names))
 
 
 def names_given(rank: int, votes: Agreement) -> Any:
@@ -299,7 +299,7 @@ def test_one_rank_agrees_with_itself(one_rank: None) -> None:
     assert votes.agree(Kind.DELETION, Vote(against=True)).against == (0,)
     votes.begin_capture()
     votes.report_failure()
-    votes.fall_back_together("layer 0")
+    votes.on_any_rank("layer 0")
 
 
 def test_an_agreement_closes_after_the_process_groups(tmp_path: Path) -> None:

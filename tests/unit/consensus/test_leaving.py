@@ -101,7 +101,7 @@ def failed_votes() -> list[int]:
         votes.agree(Kind.DELETION, Vote(), serial=rank)
     counts.append(len(left))
     with pytest.raises(AgreementError):
-        late.fall_back_together(f"layer {rank % 2}")
+        late.on_any_rank(f"layer {rank % 2}")
     counts.append(len(left))
     return counts
 

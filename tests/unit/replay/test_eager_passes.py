@@ -97,14 +97,15 @@ def together() -> tuple[list[Any], list[str]]:
     eager, run = with_collectives(), with_collectives()
     run.with_graphs(verify_interval=7)
     votes: list[str] = []
-    real = Agreement.fall_back_together
+    real = Agreement.on_any_rank
 
-    def leave(self: Any, name: str, timeout: timedelta | None = None) -> None:
-        votes.append(name)
-        real(self, name, timeout)
+    def leave(self: Any, name: str, here: bool, timeout: timedelta | None) -> bool:
+        if "/" in name:  # not a vote on a verification
+            votes.append(name)
+        return real(self, name, here, timeout)
 
     found: list[Any] = []
-    with patch.object(Agreement, "fall_back_together", leave), no_hang():
+    with patch.object(Agreement, "on_any_rank", leave), no_hang():
         assert torch.equal(eager.step(), run.step())
         for name, _ in STEPS:
             for one in (eager, run):
@@ -130,14 +131,19 @@ def test_all_ranks_vote_before_a_unit_runs_eagerly() -> None:
 def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta | None) -> None:
     """A checkpoint or a first batch of data may lie before a turn, on some ranks only."""
     asked: list[Any] = []
-    mismatches = MismatchPolicy(ReplayPolicy(), Counters(), lambda *given: asked.append(given))
+
+    def on_any_rank(*given: Any) -> bool:
+        asked.append(given)
+        return True
+
+    mismatches = MismatchPolicy(ReplayPolicy(), Counters(), on_any_rank)
     passes = EagerPasses(UNIT, mismatches, collectives=True)
     if turn:
         passes.for_no_replay("it is in evaluation mode")
         passes.replay_follows()
     else:
         passes.for_mismatch(WRONG)
-    assert [given[1] for given in asked] == [waits] * (2 if turn else 1)
+    assert [given[2] for given in asked] == [waits] * (2 if turn else 1)
 
 
 def test_gathers_that_wait_for_a_replay_are_issued_if_it_raises() -> None:
