@@ -4,7 +4,7 @@
 :func:`enable` does the same from inside a script, before its arguments are parsed. A custom
 training loop uses :class:`GraphedLayers` for a megatron-core model and :func:`graph_units` for a
 model under the standalone Megatron-FSDP. :func:`compile_together` lets all ranks decide together at
-the guards of ``torch.compile``. They import torch; ``import megatron_cg`` alone does not.
+the guards of ``torch.compile``. All of them import torch; ``import megatron_cg`` alone does not.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megatron_cg.compiled.together import compile_together
-    from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm
     from megatron_cg.integrations.megatron.loop import GraphedLayers
-    from megatron_cg.integrations.megatron.patches import counters
+    from megatron_cg.integrations.megatron.patches import counters, disable, enable
     from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
 
 __all__ = [
@@ -40,6 +39,8 @@ _LATER = {
     "GraphedUnits": "megatron_cg.integrations.standalone.graphs",
     "compile_together": "megatron_cg.compiled.together",
     "counters": "megatron_cg.integrations.megatron.patches",
+    "disable": "megatron_cg.integrations.megatron.patches",
+    "enable": "megatron_cg.integrations.megatron.patches",
     "graph_units": "megatron_cg.integrations.standalone.graphs",
 }
 
@@ -54,28 +55,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
-
-
-def enable(
-    *,
-    grouped_gemm: GroupedGemm = "te",
-    moe_rows: float | None = None,
-    moe_exchange: Exchange = "nccl",
-    full_recompute: bool = False,
-) -> None:
-    """Make partial CUDA graphs work under Megatron-FSDP; see ``megatron.patches.enable``."""
-    from megatron_cg.integrations.megatron.patches import enable as enable_patches
-
-    enable_patches(
-        grouped_gemm=grouped_gemm,
-        moe_rows=moe_rows,
-        moe_exchange=moe_exchange,
-        full_recompute=full_recompute,
-    )
-
-
-def disable() -> None:
-    """Release all graphs and undo :func:`enable`; see ``megatron.patches.disable``."""
-    from megatron_cg.integrations.megatron.patches import disable as disable_patches
-
-    disable_patches()

@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 
-from megatron_cg import disable, enable
+import megatron_cg
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 
 CACHE_VARIABLE, CACHE_ENTRIES = "CUBLASLT_HEURISTICS_CACHE_CAPACITY", 1 << 18
@@ -37,11 +37,11 @@ def main() -> None:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     os.environ.setdefault(CACHE_VARIABLE, str(CACHE_ENTRIES))  # before torch loads cuBLASLt
     try:
-        enable()
+        megatron_cg.enable()
         try:
             runpy.run_path(script, run_name="__main__")
         finally:
-            disable()
+            megatron_cg.disable()
     except (ConfigurationError, UpstreamChangedError) as error:
         sys.exit(f"megatron_cg: error: {error}")
 

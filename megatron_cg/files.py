@@ -13,30 +13,17 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Yield a file beside ``path`` to write to; after the block it replaces ``path``.
 
     Where the block raises, what was at ``path`` stays as it was: a full disk or an interrupted
-    command never leaves half a file. Links are followed, and parent folders are made. A file
-    that is not regular, such as ``/dev/stdout`` or a named pipe, is written to directly.
-
-    Raises OSError, always with the name of ``path`` or of a parent folder.
+    command never leaves half a file. Links are followed, and parent folders are made.
     """
-    part = None
+    target = path.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Hidden, and with its own suffix, so that it is not mistaken for the file.
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        if path.exists() and not path.is_file():
-            yield path
-            return
-        target = path.resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Hidden, and with its own suffix, so that it is not mistaken for the file.
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            yield part
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        # The error names no file when a quota or a limit on file sizes is reached.
-        if error.filename is None or error.filename == str(part):
-            error.filename, error.filename2 = str(path), None
-        raise
+        yield part
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.nearest import did_you_mean
 
 _FOLDER = Path(__file__).parents[2] / "arguments" / "presets"
 Flag = bool | int | float | str | list[int | float | str]
@@ -57,8 +56,7 @@ def load_preset(name: str) -> Preset:
 
     if name not in preset_names():
         names = preset_names()
-        hint = did_you_mean(name, names)
-        raise PresetError(f"there is no preset {name!r}{hint}; there are {', '.join(names)}.")
+        raise PresetError(f"there is no preset {name!r}; there are {', '.join(names)}.")
     data = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     return Preset(
         name,

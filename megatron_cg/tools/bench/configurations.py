@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.align.run import BASE_FLAGS, GRAPH_FLAGS, example_script
 from megatron_cg.tools.align.token_data import TokenStream
@@ -101,8 +100,7 @@ def chosen(only: str | None, line: LaunchLine) -> list[str]:
     names = only.split(",") if only else _DEFAULT
     for name in names:
         if name not in CONFIGURATIONS:
-            hint = did_you_mean(name, CONFIGURATIONS)
-            raise BenchError(f"--only {name}{hint}: there are {', '.join(CONFIGURATIONS)}.")
+            raise BenchError(f"--only {name}: there are {', '.join(CONFIGURATIONS)}.")
         if name == _TORCH and not line.has("--num-experts"):
             raise BenchError(f"--only {name}: the model has no --num-experts. Leave it out.")
     return list(dict.fromkeys(names))

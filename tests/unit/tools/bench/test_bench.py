@@ -105,7 +105,7 @@ def test_the_profiler_tells_busy_time_exposed_nccl_and_kernels(
     [
         (["--", "bash", "train.sh"], "ends with .py"),
         (["--", "torchrun", "pretrain_gpt.py"], "no --use-megatron-fsdp"),
-        (["--only", "graps", *LINE], "did you mean graphs?"),
+        (["--only", "graps", *LINE], "--only graps: there are"),
         (["--only", "eager-torch", *LINE], "no --num-experts"),
     ],
 )

@@ -36,7 +36,7 @@ def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     ("line", "told"),
     [
         ("algin", "invalid choice: 'algin' (choose from 'align', "),
-        ("align --preset lama", "(did you mean llama?)"),
+        ("align --preset lama", "there is no preset 'lama'"),
         ("align --num-layers 4", "--num-layers 4 (Megatron's own come after a bare --)"),
         ("doctor --jsn", "megatron-cg doctor: error: unrecognized arguments: --jsn\n"),
         ("align --nproc 0", "'0' is not a whole number of 1 or more"),
