@@ -57,20 +57,11 @@ class StepRepeated:
 
 Event = CaptureBegan | CaptureEnded | GraphsDeleted | StepRepeated
 
-_subscribers: list[Callable[[Event], None]] = []
-
-
-def subscribe(heard: Callable[[Event], None]) -> Callable[[], None]:
-    """Call ``heard`` for each event from now on, after earlier subscribers; returns the undo."""
-    _subscribers.append(heard)
-
-    def unsubscribe() -> None:
-        _subscribers[:] = [known for known in _subscribers if known is not heard]
-
-    return unsubscribe
+subscribers: list[Callable[[Event], None]] = []
+"""Called for each event, in this order."""
 
 
 def emit(event: Event) -> None:
-    """Call all subscribers, in the order in which they subscribed."""
-    for heard in tuple(_subscribers):
-        heard(event)
+    """Call all subscribers."""
+    for hear in tuple(subscribers):
+        hear(event)

@@ -94,7 +94,7 @@ class Observer:
         self._of_hooks: list[Change] = []
         self._state: PythonState | None = None
         self._operations = Operations(unit.layer)
-        self.addresses = Addresses(())
+        self.addresses = Addresses()
         self.collectives = unit.collectives
         """Whether the unit's graph contains collectives; final once it is captured."""
         self.entries: list[Entry] = []

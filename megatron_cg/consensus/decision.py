@@ -68,16 +68,14 @@ class Decision:
         """Whether all ranks would choose the same static size."""
         return self.smallest == self.largest
 
-    def reason(self) -> str:
-        """In what ranks differ, in words."""
-        reasons = []
+    def difference(self) -> str:
+        """In what the ranks differ, in words."""
+        found = []
         if self.minority:
-            reasons.append(
-                f"{ranks_text(self.minority)} and the other ranks hold different sets of graphs"
-            )
+            found.append(f"{ranks_text(self.minority)} would capture other graphs than most ranks")
         if not self.sizes_agree:
-            reasons.append(f"static sizes go from {self.smallest} to {self.largest}")
-        return "; ".join(reasons)
+            found.append(f"static sizes go from {self.smallest} to {self.largest}")
+        return "; ".join(found)
 
 
 def digest(names: Iterable[str]) -> int:

@@ -225,7 +225,7 @@ class Agreement:
             )
         if decision.minority or other_sizes:
             raise CaptureError(
-                f"ranks would capture different graphs ({decision.reason()}), and their "
+                f"ranks would capture different graphs ({decision.difference()}), and their "
                 "collectives would not match. All ranks discard their graphs; hooks and state are "
                 "as before. Give all ranks the same --cg-layers, the same choice of "
                 "--cg-no-fsdp-fast-path and the same sequence length"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from megatron_cg.events import (
     Event,
     GraphsDeleted,
     StepRepeated,
-    subscribe,
+    subscribers,
 )
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.unit import Unit
@@ -137,13 +137,12 @@ def _summary(capture: Mapping[str, Any]) -> str:
 
 
 _under_way: list[_Capture] = []
-_following: list[Callable[[], None]] = []
 
 
 def follow_captures() -> None:
     """Report the captures and deletions of this process from now on; a second call does nothing."""
-    if not _following:
-        _following.append(subscribe(_hear))
+    if _hear not in subscribers:
+        subscribers.append(_hear)
 
 
 def _hear(event: Event) -> None:

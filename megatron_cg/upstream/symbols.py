@@ -32,12 +32,6 @@ from megatron_cg.errors import UpstreamChangedError
 _INSIDE = "<locals>"
 _NOT_CODE = {"annotation", "returns", "type_comment", "type_params", "ctx", "kind"}
 _WITH_DOCSTRING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
-_PACKAGES = {
-    "megatron-core": "megatron.core",
-    "megatron-fsdp": "megatron_fsdp",
-    "torch": "torch",
-    "transformer-engine": "transformer_engine",
-}
 _NUMBERS = re.compile(r"^(?:MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
 _PRE_RELEASE = re.compile(r"^PRE_RELEASE\s*=\s*[\"'](.*)[\"']", re.MULTILINE)
 _WHOLE = re.compile(r"^__version__\s*=\s*[\"'](.+)[\"']", re.MULTILINE)
@@ -50,7 +44,8 @@ def installed_version(distribution: str) -> str | None:
     """
     from importlib import metadata  # Slow to import, and not needed to print a command's help.
 
-    folder = _folder_of(_PACKAGES.get(distribution, ""))
+    is_core = distribution == "megatron-core"
+    folder = _folder_of("megatron.core" if is_core else distribution.replace("-", "_"))
     version = version_in(folder) if folder is not None else None
     with suppress(metadata.PackageNotFoundError):
         return version or metadata.version(distribution)

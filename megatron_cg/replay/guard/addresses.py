@@ -14,7 +14,7 @@ Note [Twice a pass]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +37,8 @@ class Watched:
 class Addresses:
     """The tensors of one unit, and their addresses in capture's forward and backward passes."""
 
-    def __init__(self, watched: Sequence[Watched]) -> None:
+    def __init__(self, watched: Iterable[Watched] = ()) -> None:
         self._watched: list[Watched] = []
-        self._tensors: list[torch.Tensor] = []
-        self._plain: list[Watched] = []
-        """Those whose own memory has a meaning."""
-        self._read_layout: list[Callable[[], object]] = []
-        self._read: list[Callable[[], object]] = []
         self._at: dict[bool, list[object]] = {True: [], False: []}
         """The addresses in the forward pass, and in the backward pass."""
         self._layout: list[object] = []
@@ -53,14 +48,14 @@ class Addresses:
     def add(self, watched: Iterable[Watched]) -> None:
         """Watch more tensors, of which none is watched already."""
         known = {id(item.tensor) for item in self._watched}
-        new = [item for item in watched if id(item.tensor) not in known]
-        self._watched += new
-        self._tensors += [item.tensor for item in new]
+        self._watched += [item for item in watched if id(item.tensor) not in known]
+        tensors = [item.tensor for item in self._watched]
+        on_device = any(tensor.device.type != "cpu" for tensor in tensors)
+        self._read = [_reader(tensor, on_device=on_device) for tensor in tensors]
+        # Of quantized tensors neither address nor layout has a meaning.
         self._plain = [item for item in self._watched if not is_quantized(item.tensor)]
         both = [(item.tensor.stride, item.tensor.size) for item in self._plain]
         self._read_layout = [read for pair in both for read in pair]
-        on_device = any(tensor.device.type != "cpu" for tensor in self._tensors)
-        self._read = [_reader(tensor, on_device=on_device) for tensor in self._tensors]
 
     def note(self, *, forward: bool) -> None:
         """Record all addresses as a forward or a backward pass begins; the last call counts."""

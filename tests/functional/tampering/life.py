@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_cg.capture import session
-from megatron_cg.events import Event, GraphsDeleted, subscribe
+from megatron_cg.events import Event, GraphsDeleted, subscribers
 from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import (
     ForcedError,
@@ -129,7 +129,7 @@ def captured_again_before(steps: Iterable[int]) -> None:
             _capture_again(helpers[0])
 
     before_capture(helpers.append)
-    subscribe(deleted)
+    subscribers.append(deleted)
     before_steps(again)
 
 

@@ -17,7 +17,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError
-from megatron_cg.events import CaptureEnded, Event, subscribe
+from megatron_cg.events import CaptureEnded, Event, subscribers
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
@@ -252,7 +252,8 @@ def fail_at(kind: type[Event]) -> Callable[[], None]:
         if isinstance(event, kind):
             raise BrokenPipeError
 
-    return subscribe(hear)
+    subscribers.append(hear)
+    return lambda: subscribers.remove(hear)
 
 
 def test_graphs_are_released_if_their_report_fails(trainer: Any) -> None:

@@ -47,6 +47,7 @@ def test_restore_gives_back_the_identical_hooks_in_order_and_may_run_twice(
     before = contents(module)
     snapshot = HookSnapshot(module)
     snapshot.clear()
+    module.register_forward_hook(plain)  # by somebody else, meanwhile
     for _ in range(2):
         snapshot.restore()
         after = contents(module)
@@ -63,15 +64,6 @@ def test_handles_made_before_still_remove_their_hook(module: nn.Linear) -> None:
     snapshot.restore()
     handle.remove()
     assert handle.id not in module._forward_hooks
-
-
-def test_hooks_left_by_somebody_else_are_gone_after_restore(module: nn.Linear) -> None:
-    before = contents(module)
-    snapshot = HookSnapshot(module)
-    snapshot.clear()
-    module.register_forward_hook(plain)
-    snapshot.restore()
-    assert contents(module) == before
 
 
 def test_parameter_hooks_are_quiet_and_come_back() -> None:

@@ -193,7 +193,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.events import StepRepeated, subscribe
+    from megatron_cg.events import StepRepeated, subscribers
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.moe import row_bound
@@ -226,7 +226,8 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
         trainer = undo.enter_context(trainer_of(plan))
         if ours:
             trainer.before = getattr(bound, "before", trainer.before)
-            undo.callback(subscribe(events.append))
+            subscribers.append(events.append)
+            undo.callback(subscribers.remove, events.append)
             undo.callback(repeat_steps())
             undo.callback(repeats(trainer))
         numbers, states = [], []
