@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.errors import ArgumentError, Violation
-from megatron_cg.nearest import did_you_mean
 
 OnFailure = Literal["error", "eager"]
 OnMismatch = Literal["eager", "error"]
@@ -50,8 +49,9 @@ def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Violation
     """Check an argument that is one of some words."""
     if value not in known:
         words = ", ".join(map(repr, known))
-        reason = f"it is one of {words}{did_you_mean(str(value), known)}"
-        yield Violation("argument", f"{name}={value!r}", reason, f"{name}={known[0]!r}")
+        yield Violation(
+            "argument", f"{name}={value!r}", f"it is one of {words}", f"{name}={known[0]!r}"
+        )
 
 
 def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
