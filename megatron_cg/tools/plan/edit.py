@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_cg.arguments.layers import available_scopes
-from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.layers import Layer, layers_of
 from megatron_cg.tools.plan.memory import Memory, memory_of
@@ -95,18 +94,12 @@ class Tried:
         """Whether the run has room."""
         return self.memory is not None and self.memory.total <= room
 
-    @property
-    def refused(self) -> tuple[Violation, ...]:
-        """What keeps the line from starting, and no fix mends."""
-        error = self.settings.megatron
-        megatrons = (Violation("megatron", "Megatron stops", error, ""),) if error else ()
-        return self.settings.broken + megatrons
-
     def against(self, room: int) -> str:
         """Why the choice is not taken."""
         if self.memory is not None:
             return f"{gib(self.memory.total)} of {gib(room)} would be needed otherwise"
-        return f"{self.refused[0].found}: {self.refused[0].reason}"
+        first = self.settings.broken[0]
+        return f"{first.found}: {first.reason}"
 
 
 @dataclass(frozen=True)
@@ -196,7 +189,7 @@ class _Editor:
                 trial.change(f"drop {name}", "the captured scopes are others, without it")
         settings = trial.fixed()
         tried = Tried(trial.line, settings, trial.reasons)
-        if tried.refused:
+        if settings.broken:
             return tried
         layers = layers_of(settings)
         return replace(tried, layers=layers, memory=memory_of(settings, layers))
@@ -207,11 +200,10 @@ class _Editor:
             before, settings = self.line, settings_of(self.line, self.gpus)
             for violation in settings.broken:
                 fixes = _FIXES.get(violation.rule, "")
+                if violation.rule == "megatron" and self.line == before:
+                    reason = violation.reason
+                    fixes = next((_MEGATRONS[p] for p in _MEGATRONS if re.search(p, reason)), "")
                 self.change(fixes, f"{violation.found}: {violation.reason}")
-            error = settings.megatron
-            if self.line == before and error:
-                fixes = next((_MEGATRONS[p] for p in _MEGATRONS if re.search(p, error)), "")
-                self.change(fixes, f"Megatron: {error}")
             if self.line == before:
                 break
         return settings

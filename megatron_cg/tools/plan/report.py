@@ -59,7 +59,7 @@ def _lines(plan: Edited) -> Iterator[str]:
     yield f"{plan.given.script} on {plan.gpus.count:,} GPUs"
     if best.memory is None:
         yield "\nRefused:"
-        for item in best.refused:
+        for item in best.settings.broken:
             yield from _wrapped(f"- {item.found}: {item.reason}", "  ")
             if item.remedy:
                 yield from _wrapped(f"Instead: {item.remedy}.", "      ")

@@ -52,9 +52,7 @@ class Settings:
     run: RunArguments
     graph: GraphArguments
     broken: tuple[Violation, ...]
-    """Our broken rules."""
-    megatron: str | None
-    """Megatron's own error."""
+    """Our broken rules, then Megatron's own, which is named ``megatron``."""
     notes: tuple[str, ...] = ()
 
 
@@ -102,8 +100,9 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
     notes = [*notices(run, graph, where), *_limits(args)]
     if unknown:
         notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
-    megatrons = _megatrons_error(args, graph, line.variables) if megatron else None
-    return Settings(args, run, graph, broken, megatrons, tuple(notes))
+    if megatron and (why := _megatrons_error(args, graph, line.variables)):
+        broken += (Violation("megatron", "Megatron stops", why, ""),)
+    return Settings(args, run, graph, broken, tuple(notes))
 
 
 def _limits(args: Any) -> Iterator[str]:

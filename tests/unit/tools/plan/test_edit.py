@@ -99,7 +99,7 @@ def test_what_would_change_the_training_is_refused_with_the_remedy(flags: str, p
     found = plan(preset("llama", flags))
     assert not found.accepted and found.best.memory is None
     rule, words = REFUSED[flags]
-    assert rule in {item.rule for item in found.best.refused}
+    assert rule in {item.rule for item in found.best.settings.broken}
     text = said(found)
     assert text.startswith("train.py on 2 GPUs Refused:") and words in text
 

@@ -35,7 +35,7 @@ def test_memory_is_within_a_tenth_of_a_recorded_run(name: str) -> None:
     run = RUNS[name]
     memory = run["ranks"][0]["timed"]["memory"]
     settings = settings_of(read_line(run["command"]), run["key"]["nproc"])
-    assert not settings.megatron
+    assert "megatron" not in {violation.rule for violation in settings.broken}
     planned = memory_of(settings)
     assert planned.allocated == pytest.approx(memory["peak_allocated"], rel=0.03)
     assert planned.reserved == pytest.approx(memory["peak_reserved"], rel=0.1)
