@@ -87,21 +87,20 @@ def without_unused_masks(layers: Sequence[nn.Module], inputs: ObservedInputs) ->
 
     Call it before sample inputs are made, and undo it after the graphs are deleted.
     """
-    return all_of(
-        undo
-        for layer in layers
-        if isinstance(layer, TransformerLayer)
-        for undo in _changes(layer, never_given=inputs.is_never_given(layer, MASK))
-    )
 
+    def changes() -> Iterator[Undo]:
+        for layer in layers:
+            if not isinstance(layer, TransformerLayer):
+                continue
+            never_given = inputs.is_never_given(layer, MASK)
+            if never_given:
+                samples = partial(_samples, layer, layer.get_layer_static_inputs)
+                yield put_over(layer, "get_layer_static_inputs", samples)
+            if never_given or _may_read(layer.self_attention):
+                replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
+                yield put_over(layer, "_get_te_cuda_graph_replay_args", replay)
 
-def _changes(layer: Any, *, never_given: bool) -> Iterator[Undo]:
-    if never_given:
-        samples = partial(_samples, layer, layer.get_layer_static_inputs)
-        yield put_over(layer, "get_layer_static_inputs", samples)
-    if never_given or _may_read(layer.self_attention):
-        replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
-        yield put_over(layer, "_get_te_cuda_graph_replay_args", replay)
+    return all_of(changes())
 
 
 def _may_read(attention: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Packed sequences: graphs behind attention replay, and those of attention are left alone.
+"""Packed and padded sequences, which a graph is not told of.
+
+Graphs behind attention replay, unless they would read more than attention's output. Graphs of
+attention are never replayed.
 
 Sequences of a pack have other lengths, and other numbers, in every step; tokens of a pack do not.
 """
@@ -23,7 +26,10 @@ LAYERS, TOKENS, BEFORE, AFTER = 2, 16, 2, 3
 PACKS = ((0, 5, 16), (0, 16), (0, 3, 4, 11, 16), (0, 8, 16), (0, 1, 16))
 """Where the sequences of each step's pack begin, and the end of the last."""
 MOE: dict[str, Any] = {"experts": 4}
-CAPACITY = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+BALANCED = {
+    **MOE,
+    "options": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
+}
 
 
 def boundaries(starts: tuple[int, ...], **fields: Any) -> Any:
@@ -66,9 +72,10 @@ def train(
     *,
     graphed: bool,
     model: Mapping[str, Any] | None = None,
+    padding_mask: torch.Tensor | None = None,
     **fields: Any,
 ) -> tuple[Any, Any]:
-    """Losses and norms of all steps, and the counters of the graphs.
+    """Losses and norms of all steps, and the counters of the graphs; no packs if padded.
 
     ``model`` has other fields of the model's config, and ``fields`` are of the packs' objects.
     """
@@ -84,7 +91,8 @@ def train(
         for number, starts in enumerate(PACKS):
             if graphed and number == BEFORE:
                 trainer.capture(TapeBackend())
-            trainer.model = partial(whole, packed_seq_params=boundaries(starts, **fields))
+            pack = boundaries(starts, **fields) if padding_mask is None else None
+            trainer.model = partial(whole, packed_seq_params=pack, padding_mask=padding_mask)
             numbers.append(trainer.step())
             trainer.model = whole
         return numbers, trainer.session and trainer.session.counters
@@ -95,7 +103,6 @@ def train(
     [
         (("mlp",), {}),
         (("moe_router", "moe_preprocess"), MOE),
-        (("moe",), {**MOE, "options": CAPACITY}),
     ],
 )
 def test_graphs_behind_attention_replay(
@@ -107,16 +114,18 @@ def test_graphs_behind_attention_replay(
     expect(counters, replayed=LAYERS * AFTER, mismatched=0, eager=0)
 
 
+def test_a_router_behind_attention_counts_no_padding(one_rank: None) -> None:
+    padding = torch.arange(TOKENS)[None] >= TOKENS // 4
+    padded = partial(train, ("moe_router",), model=BALANCED, padding_mask=padding)
+    eager, _ = padded(graphed=False)
+    graphed, counters = padded(graphed=True)
+    assert graphed == eager
+    expect(counters, replayed=0, mismatched=LAYERS * AFTER, eager=LAYERS * AFTER)
+
+
 def test_samples_that_a_pack_joins_are_not_balanced_as_one(one_rank: None) -> None:
     """A router behind attention: its graph has not been told where a sample ends."""
-    model = {
-        **MOE,
-        "options": {
-            "moe_router_load_balancing_type": "seq_aux_loss",
-            "moe_aux_loss_coeff": 0.5,
-        },
-    }
-    joined = partial(train, ("moe_router",), model=model)
+    joined = partial(train, ("moe_router",), model=BALANCED)
     eager, _ = joined(graphed=False, tokens_per_sample=TOKENS // 2)
     graphed, counters = joined(graphed=True, tokens_per_sample=TOKENS // 2)
     assert graphed == eager != joined(graphed=False)[0]

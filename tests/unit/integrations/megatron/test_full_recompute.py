@@ -24,7 +24,6 @@ from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.loops import RECOMPUTE
 from tests.unit.moe.test_repeats import SIGMOID
-from tests.unit.moe.test_training import DROP_AND_PAD
 from tests.unit.trainers import half_a_batch
 
 STEPS, WARMUP, LAYERS, FIRST = 3, 1, 3, 2
@@ -58,7 +57,6 @@ PLANS = {
     "fine-grained gathering": sharded("optim_grads_params", RECOMPUTE, **FINE),
     "attn moe": with_model(EXPERTS, graph_modules=("attn", "moe")),
     "experts with a bias": with_model(EXPERTS, options={**RECOMPUTE, **SIGMOID}),
-    "drop and pad": with_model(experts=4, options={**RECOMPUTE, **DROP_AND_PAD}),
 }
 
 
