@@ -19,57 +19,38 @@ from tests.functional.cases import (
 )
 
 SAVED = ("--save", "{directory}/{run}/checkpoints")
-LIFE = {
-    "dense": Case("dense", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
-    "moe": Case("moe", MOE, ROUTER, batch(8)),
-    "experts": Case("experts", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=TORCH_GEMM),
-    "peers": Case("peers", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=PEERS),
-    "bounded-peers": Case(
-        "bounded-peers",
-        MOE,
-        EXPERTS,
-        (*batch(8), *EP2),
-        graph_flags=(*PEERS, "--cg-moe-rows", "1"),
-    ),
-    "bounded-meta": Case(
-        "bounded-meta",
-        MOE,
-        EXPERTS,
-        (*batch(8), *EP2, "--init-model-with-meta-device"),
-        graph_flags=(*TORCH_GEMM, "--cg-moe-rows", "1"),
-    ),
-    "saved-experts": Case(
-        "saved-experts",
-        MOE,
-        EXPERTS,
-        (*batch(8), *EP2, *SAVED, "--save-interval", "6"),
-        graph_flags=TORCH_GEMM,
-    ),
-    "tensor-parallel": Case(
-        "tensor-parallel", DENSE, ("attn", "mlp"), (*batch(4), *TENSOR_PARALLEL)
-    ),
-    "saved-dropout": Case(
-        "saved-dropout",
-        DENSE,
-        ("attn", "mlp"),
-        (*batch(8), *DROPOUT, *SAVED, "--save-interval", "6"),
-    ),
-    "skipped": Case("skipped", MOE, ROUTER, (*batch(8), "--iterations-to-skip", "4", "7")),
-    "signal": Case(
+
+
+def _dense(name: str, *flags: str) -> Case:
+    return Case(name, DENSE, ("attn", "mlp"), flags)
+
+
+def _experts(name: str, *ours: str, flags: tuple[str, ...] = ()) -> Case:
+    return Case(name, MOE, EXPERTS, (*batch(8), *EP2, *flags), graph_flags=ours)
+
+
+_EVERY_SIX = (*SAVED, "--save-interval", "6")
+_ROWS = ("--cg-moe-rows", "1")
+_CASES = (
+    _dense("dense", *batch(8), *DROPOUT),
+    Case("moe", MOE, ROUTER, batch(8)),
+    _experts("experts", *TORCH_GEMM),
+    _experts("peers", *PEERS),
+    _experts("bounded-peers", *PEERS, *_ROWS),
+    _experts("bounded-meta", *TORCH_GEMM, *_ROWS, flags=("--init-model-with-meta-device",)),
+    _experts("saved-experts", *TORCH_GEMM, flags=_EVERY_SIX),
+    _dense("tensor-parallel", *batch(4), *TENSOR_PARALLEL),
+    _dense("saved-dropout", *batch(8), *DROPOUT, *_EVERY_SIX),
+    Case("skipped", MOE, ROUTER, (*batch(8), "--iterations-to-skip", "4", "7")),
+    Case(
         "signal",
         MOE,
         ROUTER,
         (*batch(8), *SAVED, "--save-interval", "100", "--exit-signal-handler"),
         scenario="signal@7",
     ),
-    "destroy": Case(
-        "destroy",
-        DENSE,
-        ("attn", "mlp"),
-        (*batch(4), *TENSOR_PARALLEL),
-        scenario="destroy@7",
-    ),
-    "long": Case(
+    replace(_dense("destroy", *batch(4), *TENSOR_PARALLEL), scenario="destroy@7"),
+    Case(
         "long",
         MOE,
         ROUTER,
@@ -81,7 +62,8 @@ LIFE = {
         ),
         steps=10_000,
     ),
-}
+)
+LIFE = {case.name: case for case in _CASES}
 UNUSED = Case("unused", MOE, ROUTER, batch(8), graph_flags=("--cg-moe-exchange", "peer"))
 """Refused, since no graph holds experts."""
 

@@ -5,7 +5,6 @@ One set of two processes trains each group of ``loops.py``, and each of its runs
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from megatron_cg.tools.align.run import environment, torch_cudnn
 from tests.functional.conftest import skip_without
@@ -42,8 +42,7 @@ def results(shared: Path) -> Callable[[Group], list[Results]]:
     def results_of(group: Group) -> list[Results]:
         directory = shared / f"own-loop-{group.name}"
         directory.mkdir(exist_ok=True)
-        with (directory / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with FileLock(directory / "lock"):
             if not (directory / "log.txt").exists():
                 start(group, directory)
         return read(group, directory)
