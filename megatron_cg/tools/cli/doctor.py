@@ -8,7 +8,7 @@ libraries, symbols that this package relies on, environment variables. Nothing i
 from __future__ import annotations
 
 import argparse
-import json
+import os
 from collections.abc import Sequence
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
@@ -16,7 +16,6 @@ from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument(
         "--verbose",
         action="store_true",
@@ -36,14 +35,11 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Run the checks and report; returns the exit code."""
     from rich.console import Console
 
-    from megatron_cg.tools.doctor.checks import as_json, can_run, examine, print_report
-    from megatron_cg.tools.doctor.system import this_system
+    from megatron_cg.tools.doctor.checks import can_run, examine, print_report
+    from megatron_cg.tools.doctor.system import System, run_probe
 
     with Console(stderr=True).status("checking, which takes some seconds"):
-        here = this_system(args.backend)
+        here = System(run_probe(args.backend, os.environ), args.backend, os.environ)
         findings = examine(here)
-    if args.json:
-        print(json.dumps(as_json(here, findings, verbose=args.verbose), indent=1))
-    else:
-        print_report(Console(highlight=False), here, findings, verbose=args.verbose)
+    print_report(Console(highlight=False), here, findings, verbose=args.verbose)
     return 0 if can_run(findings) else 1

@@ -10,20 +10,27 @@ import argparse
 import importlib
 import json
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.arguments.schema import PACKAGES, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.doctor.relied_on import look_up
-from megatron_cg.upstream.symbols import installed_version, lookup, version_in
+from megatron_cg.arguments.schema import NATIVE, PACKAGES, TAPE, TRANSFORMER_ENGINE
+from megatron_cg.upstream.symbols import Symbol, installed_version, lookup
 
 _FAMILIES = {"cuDNN": "libcudnn", "NCCL": "libnccl.", "cuBLAS": "libcublas"}
 """Families of libraries, and what the file names of each begin with."""
+_DECLARED = re.compile(r"^RELIES_ON\b", re.MULTILINE)
+_PACKAGE = Path(__file__).resolve().parents[2]
+_OF_THE_TAPE = ("megatron_cg.backends.tape.", "megatron_cg.tools.cpu.")
+_NOT_USED = {
+    TAPE: ("megatron_cg.backends.te.",),
+    NATIVE: (*_OF_THE_TAPE, "megatron_cg.backends.te.te_"),
+}
+"""Modules that a backend has no use for. With ``native``, TE's layers may be in the model."""
 
 
 def main(out: Path, backend: str) -> None:
@@ -34,13 +41,16 @@ def main(out: Path, backend: str) -> None:
             try:
                 answer = {"found": stage()}
             except (Exception, SystemExit) as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
+                answer = {"error": _text(error)}
             file.write(json.dumps({name: answer}) + "\n")
 
 
 def stages(backend: str) -> dict[str, Callable[[], Any]]:
     """What can be looked at with the packages that are installed."""
-    stages_here: dict[str, Callable[[], Any]] = {"machine": platform.platform, "versions": versions}
+    stages_here: dict[str, Callable[[], Any]] = {
+        "machine": platform.platform,
+        "versions": lambda: {name: installed_version(name) for name in PACKAGES},
+    }
     if installed_version("torch"):
         stages_here["torch"] = torch
         if backend != TAPE:
@@ -50,16 +60,6 @@ def stages(backend: str) -> dict[str, Callable[[], Any]]:
         if installed_version("megatron-core"):
             stages_here |= {"symbols": lambda: look_up(backend), "settings": settings}
     return stages_here
-
-
-def versions() -> dict[str, Any]:
-    """The versions of what would be imported, and each folder with a Megatron, in search order."""
-    places = dict.fromkeys(Path(entry).resolve() for entry in sys.path)
-    cores = [place for place in places if (place / "megatron/core/__init__.py").is_file()]
-    return {
-        "packages": {name: installed_version(name) for name in PACKAGES},
-        "megatron": [(version_in(place / "megatron/core"), str(place)) for place in cores],
-    }
 
 
 def torch() -> dict[str, Any]:
@@ -85,7 +85,7 @@ def transformer_engine() -> dict[str, Any]:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (Exception, SystemExit) as raised:
-        error = f"{type(raised).__name__}: {raised}"
+        error = _text(raised)
     return {"error": error, "loaded": loaded()}
 
 
@@ -100,10 +100,7 @@ def loaded() -> dict[str, list[str]]:
 
 
 def driver() -> dict[str, Any]:
-    """The visible GPUs, or torch's error, and what torch warns of when it takes them.
-
-    ``apart`` are pairs of GPUs of which the first cannot access the memory of the second.
-    """
+    """The visible GPUs, or torch's error, and what torch warns of when it takes them."""
     from torch import cuda
 
     try:
@@ -113,13 +110,67 @@ def driver() -> dict[str, Any]:
     except Exception as error:
         return {"error": str(error)}
     indices = range(cuda.device_count())
-    pairs = [pair for pair in permutations(indices, 2) if not cuda.can_device_access_peer(*pair)]
     return {
         "error": None,
         "said": [" ".join(str(warning.message).split()) for warning in said],
         "gpus": [(cuda.get_device_name(n), *cuda.get_device_capability(n)) for n in indices],
-        "apart": pairs,
     }
+
+
+def modules_that_rely(package: Path = _PACKAGE) -> list[str]:
+    """Names of the modules below ``package`` that declare a tuple ``RELIES_ON``, sorted.
+
+    They are found in the sources, so there is no second list to maintain.
+    """
+    files = [p for p in package.rglob("*.py") if _DECLARED.search(p.read_text(encoding="utf-8"))]
+    names = (".".join(path.relative_to(package.parent).with_suffix("").parts) for path in files)
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
+    """Find each symbol that a run with ``backend`` needs, in installed packages.
+
+    Returns one dictionary per symbol. ``error`` is None if it is as expected. ``unknown`` is a text
+    if it is a function that we replace and its body is not one that we know. ``skipped``: the
+    package is not installed. A module that cannot be imported has one entry, with its own name.
+    """
+    rows: list[dict[str, Any]] = []
+    for module in modules_that_rely(package):
+        if module.startswith(_NOT_USED.get(backend, _OF_THE_TAPE)):
+            continue
+        try:
+            symbols: tuple[Symbol, ...] = importlib.import_module(module).RELIES_ON
+        except Exception as error:
+            rows.append(_row(module, "megatron-cg", module, error=_text(error)))
+            continue
+        rows += [
+            _row(module, symbol.distribution, symbol.path, **_state(symbol))
+            for symbol in symbols
+            # The tape replaces TE, whether it is installed or not.
+            if backend != TAPE or symbol.distribution != "transformer-engine"
+        ]
+    return rows
+
+
+def _row(module: str, package: str, symbol: str, **state: Any) -> dict[str, Any]:
+    row = {"module": module, "package": package, "symbol": symbol}
+    return {**row, "replaced": False, "error": None, "unknown": None, "skipped": False, **state}
+
+
+def _state(symbol: Symbol) -> dict[str, Any]:
+    replaced = bool(symbol.fingerprints)
+    if symbol.distribution != "megatron-core" and installed_version(symbol.distribution) is None:
+        return {"replaced": replaced, "skipped": True}
+    try:
+        symbol.find()
+        return {"replaced": replaced, "unknown": symbol.unknown_body()}
+    except Exception as error:
+        return {"replaced": replaced, "error": _text(error)}
+
+
+def _text(error: BaseException) -> str:
+    cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+    return f"{type(error).__name__}: {error}{cause}"
 
 
 def settings() -> None:

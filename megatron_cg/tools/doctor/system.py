@@ -1,4 +1,4 @@
-"""The system to check: the one of this process, or one made by a test."""
+"""The system to check, what the other process found in it, and the result of a check."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,29 @@ SECONDS = 300.0
 _ROOT = Path(__file__).resolve().parents[3]
 Answers = dict[str, dict[str, Any]]
 """By stage of ``probe.py``: ``{"found": ...}``, or ``{"error": text}``."""
+
+
+class Level(StrEnum):
+    """The severity of a finding; only ERROR means that the run is impossible."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    OK = "ok"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found, why it matters, and what to type."""
+
+    level: Level
+    found: str
+    why: str = ""
+    remedy: str = ""
+    check: str = ""
+    """The name of the check, set when findings are collected."""
+
+
+ok, warning, error = (partial(Finding, level) for level in (Level.OK, Level.WARNING, Level.ERROR))
 
 
 @dataclass(frozen=True)
@@ -33,12 +58,6 @@ class System:
     def told(self, stage: str) -> Any:
         """What the other process found at a stage; None if it failed or was not run."""
         return self.answers.get(stage, {}).get("found")
-
-
-def this_system(backend: str) -> System:
-    """The machine and environment of this process."""
-    variables = dict(os.environ)
-    return System(run_probe(backend, variables), backend, variables)
 
 
 def run_probe(backend: str, variables: Mapping[str, str], seconds: float = SECONDS) -> Answers:

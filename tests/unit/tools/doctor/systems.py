@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.doctor.checks import examine
-from megatron_cg.tools.doctor.finding import Finding, Level
-from megatron_cg.tools.doctor.system import System
+from megatron_cg.tools.doctor.system import Finding, Level, System
 
 ROOT = Path(__file__).resolve().parents[4]
 VERSIONS = {
@@ -22,7 +21,7 @@ NCCL = "/venv/nvidia/nccl/lib/libnccl.so.2"
 LOADED = {"cuDNN": [CUDNN], "NCCL": [NCCL], "cuBLAS": []}
 FOUND: dict[str, Any] = {
     "machine": "Linux",
-    "versions": {"packages": VERSIONS, "megatron": [("0.19.2", "/venv")]},
+    "versions": VERSIONS,
     "torch": {
         "folder": "/venv/torch",
         "cuda": "13.0",
@@ -30,7 +29,7 @@ FOUND: dict[str, Any] = {
         "NCCL": "2.28.9",
         "loaded": LOADED,
     },
-    "driver": {"error": None, "said": [], "gpus": [["NVIDIA H200", 9, 0]], "apart": []},
+    "driver": {"error": None, "said": [], "gpus": [["NVIDIA H200", 9, 0]]},
     "transformer-engine": {"error": None, "loaded": LOADED},
     "symbols": [],
 }

@@ -11,19 +11,15 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.doctor.checks import can_run, examine
-from megatron_cg.tools.doctor.finding import Level
+from megatron_cg.tools.doctor.checks import INSTALL, can_run, examine
 from megatron_cg.tools.doctor.probe import driver as driver_here
 from megatron_cg.tools.doctor.probe import loaded
-from megatron_cg.tools.doctor.probe import versions as versions_here
-from megatron_cg.tools.doctor.system import System, run_probe
-from megatron_cg.tools.doctor.versions import INSTALL
+from megatron_cg.tools.doctor.system import Level, System, run_probe
 from tests.unit.tools.doctor.systems import (
     CUDNN,
     LOADED,
     NCCL,
     ROOT,
-    VERSIONS,
     of_level,
     only,
     system,
@@ -34,9 +30,7 @@ OTHER_NCCL = "/usr/lib/libnccl.so.2.18.5"
 
 
 def packages(**versions: str | None) -> dict[str, Any]:
-    return {
-        "versions": {"packages": VERSIONS | {n.replace("_", "-"): v for n, v in versions.items()}}
-    }
+    return {"versions": {n.replace("_", "-"): version for n, version in versions.items()}}
 
 
 def driver(**changes: Any) -> dict[str, Any]:
@@ -65,17 +59,11 @@ def test_a_good_machine_has_facts_alone(backend: str) -> None:
         (packages(torch="2.15.0"), Level.WARNING, "torch 2.15.0 was run with this package on"),
         (packages(torch="2.11.0a0+eb6.nv26.02"), Level.WARNING, "torch 2.11.0a0"),
         (packages(megatron_fsdp="99.0"), Level.WARNING, "megatron-fsdp 99.0"),
-        (
-            {"versions": {"megatron": [("0.19.1", "/clone"), ("0.19.2", "/venv")]}},
-            Level.WARNING,
-            "a second megatron.core, 0.19.2, in /venv",
-        ),
         ({"torch": {"cuda": None}}, Level.ERROR, "without CUDA"),
         (driver(error="no NVIDIA driver"), Level.ERROR, "no NVIDIA driver"),
         (driver(said=["sm_120 is not compatible"]), Level.WARNING, "sm_120"),
         (driver(gpus=[["T4", 7, 5]] * 2), Level.ERROR, "2 x T4 (sm_75)"),
-        (driver(gpus=[["A100", 8, 0]]), Level.NOTE, "1 x A100 (sm_80)"),
-        (driver(apart=[[0, 1], [1, 0]]), Level.NOTE, "GPU 0 cannot access the memory of GPU 1"),
+        (driver(gpus=[["A100", 8, 0]]), Level.WARNING, "1 x A100 (sm_80)"),
         (with_te(error="ImportError: undefined symbol"), Level.ERROR, "undefined symbol"),
         (
             with_te(loaded=LOADED | {"cuDNN": [OTHER_CUDNN, CUDNN]}),
@@ -189,17 +177,6 @@ def test_what_was_seen_before_the_other_process_ended_is_kept(
     assert said in answers["second"]["error"] and "last words" in answers["second"]["error"]
 
 
-def test_each_copy_of_megatron_on_the_path_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    (core / "__init__.py").touch()
-    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 9\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert versions_here()["megatron"][0] == ("0.19.9", str(tmp_path.resolve()))
-
-
 def test_what_torch_says_of_its_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch import cuda
 
@@ -213,12 +190,11 @@ def test_what_torch_says_of_its_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -
         "device_count": lambda: 2,
         "get_device_name": "GPU {}".format,
         "get_device_capability": lambda number: (9, number),
-        "can_device_access_peer": lambda one, other: one < other,
     }
     for name, function in made.items():
         monkeypatch.setattr(cuda, name, function)
     found = driver_here()
-    assert found["gpus"] == [("GPU 0", 9, 0), ("GPU 1", 9, 1)] and found["apart"] == [(1, 0)]
+    assert found["gpus"] == [("GPU 0", 9, 0), ("GPU 1", 9, 1)]
     assert found["said"] == ["sm_120 is not compatible"]
     failed = system({"driver": {"error": "none"}}).answers | {"driver": {"found": {"error": "no"}}}
     assert only(System(failed), Level.ERROR).found == "torch finds no GPU: no"

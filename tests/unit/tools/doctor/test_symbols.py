@@ -15,10 +15,10 @@ from rich.console import Console
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.tools.doctor import relied_on
+from megatron_cg.tools.doctor import probe
 from megatron_cg.tools.doctor.checks import examine, print_report
-from megatron_cg.tools.doctor.finding import Level
-from megatron_cg.tools.doctor.relied_on import look_up, modules_that_rely
+from megatron_cg.tools.doctor.probe import look_up, modules_that_rely
+from megatron_cg.tools.doctor.system import Level
 from megatron_cg.upstream.symbols import Symbol
 from tests.unit.tools.doctor.systems import ROOT, of_level, system
 
@@ -122,7 +122,7 @@ def test_each_backend_needs_the_modules_of_its_own(monkeypatch: pytest.MonkeyPat
     backends = "megatron_cg.backends."
     of_te = [f"{backends}te.gone", f"{backends}te.te_replay_gone"]
     of_tape = [f"{backends}tape.gone", "megatron_cg.tools.cpu.gone"]
-    monkeypatch.setattr(relied_on, "modules_that_rely", lambda _: [*of_te, *of_tape])
+    monkeypatch.setattr(probe, "modules_that_rely", lambda _: [*of_te, *of_tape])
     for backend, mine in ((TRANSFORMER_ENGINE, of_te), (NATIVE, of_te[:1]), (TAPE, of_tape)):
         assert [row["module"] for row in look_up(backend)] == mine
     assert not [row for row in look_up(TAPE) if row["package"] == "transformer-engine"]
