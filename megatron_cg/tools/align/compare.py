@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +81,7 @@ def compare(
     different models, layouts, data or versions are ``not comparable``; none of their numbers are
     compared.
     """
-    counts = _graph_counts(graphed)
+    counts = graph_counts(graphed)
     missing = _missing_ranks(eager, graphed, labels)
     unlike = [] if missing else _differences(eager[0], graphed[0])
     if unlike:
@@ -179,12 +180,13 @@ def _shards(eager: Run, graphed: Run) -> tuple[int, tuple[str, ...]]:
     return count, tuple(different)
 
 
-def _graph_counts(run: Run) -> dict[str, int]:
-    total: dict[str, int] = {}
+def graph_counts(run: Run) -> dict[str, int]:
+    """The run's counters, summed over all ranks: at the end, or else the last written ones."""
+    total: Counter[str] = Counter()
     for rank in run.values():
-        for name, count in (rank.get("graphs") or {}).items():
-            total[name] = total.get(name, 0) + int(count)
-    return total
+        rows = rank["intervals"]
+        total.update(rank["graphs"] or (rows[-1]["counters"] if rows else {}))
+    return dict(total)
 
 
 def _broken(eager: Run, graphed: Run, counts: Mapping[str, int], labels: Labels) -> str:

@@ -1,7 +1,4 @@
-"""The runs of a page, one or two, read from their records, and the points of their curves.
-
-``Curve`` is a number at each step, from 1, in the order of steps; NaN where it is no number.
-"""
+"""The runs of a page, one or two, read from their records, and the points of their curves."""
 
 from __future__ import annotations
 
@@ -13,12 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.telemetry.read_record import (
-    RecordError,
-    captured_after,
-    read_run,
-    record_files,
-)
+from megatron_cg.telemetry.read_record import captured_after, read_run, record_files
 from megatron_cg.tools.align.compare import (
     NOT_COMPARABLE,
     Comparison,
@@ -31,51 +23,44 @@ from megatron_cg.tools.align.compare import (
 EAGER, GRAPHS = "eager", "graphs"
 MIB = 2**20
 Curve = dict[int, float]
+"""A number at each step, from 1, in the order of steps."""
 
 
 @dataclass(frozen=True)
 class Story:
-    """``reference`` is None if the page shows one run; names are for legends."""
+    """One run, or two to compare."""
 
     title: str
-    run: Run
-    name: str = GRAPHS
-    reference: Run | None = None
-    reference_name: str = EAGER
+    runs: Mapping[str, Run]
+    """By name. The last is the page's run; one before it is the reference, as an eager run is."""
 
     @property
-    def runs(self) -> tuple[tuple[str, Run], ...]:
-        """The runs by name, the reference first."""
-        first = () if self.reference is None else ((self.reference_name, self.reference),)
-        return (*first, (self.name, self.run))
+    def name(self) -> str:
+        """The name of the page's run."""
+        return list(self.runs)[-1]
 
     @property
-    def records(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    def run(self) -> Run:
+        """The page's run."""
+        return self.runs[self.name]
+
+    @cached_property
+    def records(self) -> dict[str, Mapping[str, Any]]:
         """The record of each run's first rank, by name; curves are drawn from them."""
-        return tuple((name, first_rank(run)) for name, run in self.runs)
+        return {name: run[min(run)] for name, run in self.runs.items()}
 
     @property
     def rank(self) -> Mapping[str, Any]:
-        """The record of the run's first rank."""
-        return first_rank(self.run)
+        """The record of the first rank of the page's run."""
+        return self.records[self.name]
 
     @cached_property
     def comparison(self) -> Comparison | None:
         """Both runs' numbers bit for bit, by the rules of ``megatron-cg align``."""
-        if self.reference is None:
+        if len(self.runs) == 1:
             return None
-        labels = f"the run {self.reference_name}", f"the run {self.name}"
-        return compare(self.reference, self.run, labels)
-
-    @property
-    def values(self) -> tuple[Value, ...]:
-        """The numbers that were compared."""
-        return () if self.comparison is None else self.comparison.values
-
-    @property
-    def is_comparable(self) -> bool:
-        """Whether there are two runs with the same setup."""
-        return self.comparison is not None and self.comparison.status != NOT_COMPARABLE
+        reference, name = self.runs
+        return compare(self.runs[reference], self.run, (f"the run {reference}", f"the run {name}"))
 
     @property
     def captures(self) -> list[Mapping[str, Any]]:
@@ -93,69 +78,68 @@ class Story:
         return bool(self.rank.get("device", "cpu") != "cpu")
 
 
-def first_rank(run: Run) -> Mapping[str, Any]:
-    """The record of the first rank."""
-    return run[min(run)]
-
-
 @dataclass(frozen=True)
 class Quantity:
-    """One number per step, of one run or of two."""
+    """One number per step, of the first rank of each run that has it."""
 
     name: str
-    run: Curve
-    reference: Curve | None = None
-    difference: Curve | None = None
-    """Run minus reference at each common step, on the rank where it is widest."""
-    compared: int = 0
-    """How many numbers both runs have, over all ranks."""
-    unequal: tuple[tuple[int, int], ...] = ()
-    """(step from 1, rank) of the numbers that differ in any bit, in the order of steps."""
+    curves: Mapping[str, Curve]
+    values: tuple[Value, ...] = ()
+    """The numbers that both runs have, over all ranks; empty if they cannot be compared."""
 
+    @property
+    def unequal(self) -> list[Value]:
+        """Those that differ in any bit, in the order of steps."""
+        return [value for value in self.values if not value.same]
 
-def quantities(story: Story) -> list[Quantity]:
-    """Losses and the gradient norm, the first loss first."""
-    other = None if story.reference is None else _curves(story.reference)
-    found = []
-    for name, run in _curves(story.run).items():
-        reference = None if other is None else other.get(name, {})
-        compared: dict[str, Any] = _compared(story, name) if story.is_comparable else {}
-        found.append(Quantity(name, run, reference, **compared))
-    return found
+    @property
+    def difference(self) -> Curve:
+        """The widest difference of each common step, over all ranks; none is wider than NaN."""
+        widest: Curve = {}
+        for value in self.values:
+            found = 0.0 if value.same else value.difference
+            widest[value.step] = max(widest.get(value.step, 0.0), found, key=width)
+        return widest
 
 
 def width(difference: float) -> float:
-    """How wide a difference is; none is wider than NaN."""
-    return math.inf if math.isnan(difference) else abs(difference)
+    """How wide a difference is."""
+    return math.inf if math.isnan(difference) else difference
 
 
-def _compared(story: Story, name: str) -> dict[str, Any]:
-    """The fields of a quantity that two runs have together."""
-    values = [v for v in story.values if v.name == name and None not in (v.eager, v.graphed)]
-    differences: dict[int, list[float]] = {}
-    for value in values:
-        run, reference = (float.fromhex(text or "") for text in (value.graphed, value.eager))
-        differences.setdefault(value.step, []).append(0.0 if value.same else run - reference)
-    return {
-        "difference": {step: max(found, key=width) for step, found in differences.items()},
-        "compared": len(values),
-        "unequal": tuple((value.step, value.rank) for value in values if not value.same),
-    }
+def losses(story: Story) -> list[Quantity]:
+    """Losses and the gradient norm, the first loss first."""
+    curves = {name: _curves(record) for name, record in story.records.items()}
+    comparison = story.comparison
+    values: tuple[Value, ...] = ()
+    if comparison is not None and comparison.status != NOT_COMPARABLE:
+        values = comparison.values
+    return [
+        Quantity(
+            name,
+            {run: found[name] for run, found in curves.items() if name in found},
+            tuple(v for v in values if v.name == name and None not in (v.eager, v.graphed)),
+        )
+        for name in curves[story.name]
+    ]
 
 
-def _curves(run: Run) -> dict[str, Curve]:
-    """The numbers of the first rank, by name, in the order in which they were trained."""
-    steps = first_rank(run)["steps"]
+def _curves(record: Mapping[str, Any]) -> dict[str, Curve]:
+    """The numbers of a rank, by name, in the order in which they were trained."""
     curves: dict[str, Curve] = {}
-    for index in range(len(steps)):
-        for name, text in numbers_of(steps, index).items():
+    for index in range(len(record["steps"])):
+        for name, text in numbers_of(record["steps"], index).items():
             curves.setdefault(name, {})[index + 1] = float.fromhex(text)
     return curves
 
 
-def step_times(record: Mapping[str, Any]) -> Curve:
+def step_times(story: Story) -> Quantity:
     """Milliseconds of each step."""
-    return {number: float(s["milliseconds"]) for number, s in enumerate(record["steps"], 1)}
+    curves = {
+        name: {number: float(s["milliseconds"]) for number, s in enumerate(record["steps"], 1)}
+        for name, record in story.records.items()
+    }
+    return Quantity("milliseconds", curves)
 
 
 def counted_steps(story: Story) -> range:
@@ -163,58 +147,55 @@ def counted_steps(story: Story) -> range:
 
     Without graphs the second half, because the first half contains one-time work.
     """
-    steps = min(len(record["steps"]) for _, record in story.records)
+    steps = min(len(record["steps"]) for record in story.records.values())
     captured = story.captured_after
-    first = steps // 2 + 1 if captured is None else captured + (2 if steps - captured > 1 else 1)
-    return range(first, steps + 1)
+    return range(steps // 2 + 1 if captured is None else captured + 2, steps + 1)
 
 
 def median_times(story: Story) -> dict[str, float]:
-    """Milliseconds of the median counted step, by run; without runs that have no such step."""
+    """Milliseconds of the median counted step, by run; empty if there is no such step."""
     steps = counted_steps(story)
-    times = {
-        name: [time for number, time in step_times(record).items() if number in steps]
-        for name, record in story.records
+    return {
+        name: statistics.median(curve[step] for step in steps)
+        for name, curve in step_times(story).curves.items()
+        if steps
     }
-    return {name: statistics.median(found) for name, found in times.items() if found}
 
 
-def memory_over_steps(record: Mapping[str, Any], name: str) -> Curve:
-    """MiB after steps, of ``allocated_bytes`` or the like; empty without a GPU."""
-    rows = [row for row in record.get("intervals", ()) if row["memory"] is not None]
-    return {row["step"]: row["memory"][name] / MIB for row in rows}
+def memory(story: Story) -> Quantity:
+    """MiB of tensors and graphs after steps; without curves if there is no GPU."""
+    curves = {
+        name: {
+            row["step"]: row["memory"]["allocated_bytes"] / MIB
+            for row in record.get("intervals", ())
+            if row["memory"] is not None
+        }
+        for name, record in story.records.items()
+    }
+    return Quantity("MiB", {name: curve for name, curve in curves.items() if curve})
 
 
 def read_story(directory: Path, against: Path | None = None) -> Story:
     """The runs in ``directory``, as written by ``align`` or ``--cg-report``.
 
     Args:
-        directory: contains ``eager`` and ``graphs``, or one of them, or one run's ``rank0.jsonl``,
-            or a ``record`` with it.
-        against: another such folder of one run, the reference, as an eager run is.
+        directory: contains one run's ``rank0.jsonl``, or a ``record`` with it, or ``eager`` and
+            ``graphs``, each with a run, as align leaves them.
+        against: another folder of one run, the reference.
 
-    Raises RecordError if there is no record, or if two runs are compared with a third.
+    Raises RecordError if there is no record.
     """
-    inside = [name for name in (EAGER, GRAPHS) if _records(directory / name)]
-    if len(inside) == 1 and not _records(directory):
-        directory /= inside[0]
-    pair = len(inside) == 2
-    if pair and against is not None:
-        raise RecordError(
-            f"{directory} holds two runs already: leave --against out, or name one of them, such "
-            f"as {directory / GRAPHS}."
-        )
-    if pair:
-        eager, graphs = (_read(directory / name) for name in (EAGER, GRAPHS))
-        return Story(_title(directory), graphs, reference=eager)
-    run = _read(directory)
-    if against is None:
-        return Story(_title(directory), run, name=_title(directory))
-    other = _read(against)
-    names = _title(directory), _title(against)
-    if names[0] == names[1]:
-        names = str(directory), str(against)
-    return Story(" against ".join(names), run, names[0], other, names[1])
+    title = _title(directory)
+    if against is not None:
+        names = _title(against), title
+        if names[0] == names[1]:
+            names = str(against), str(directory)
+        runs = dict(zip(names, map(_read, (against, directory)), strict=True))
+        return Story(" against ".join(reversed(names)), runs)
+    pair = [directory / name for name in (EAGER, GRAPHS)]
+    if all(map(_records, pair)):
+        return Story(title, {place.name: _read(place) for place in pair})
+    return Story(title, {title: _read(directory)})
 
 
 def _records(directory: Path) -> Path | None:
@@ -223,10 +204,10 @@ def _records(directory: Path) -> Path | None:
     return next((place for place in there if record_files(place)), None)
 
 
-def _read(directory: Path) -> dict[int, dict[str, Any]]:
+def _read(directory: Path) -> Run:
     return read_run(_records(directory) or directory)
 
 
 def _title(directory: Path) -> str:
-    name = directory.resolve().name
-    return directory.resolve().parent.name if name == "record" else name
+    place = directory.resolve()
+    return place.parent.name if place.name == "record" else place.name

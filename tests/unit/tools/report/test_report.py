@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_cg.telemetry.read_record import RecordError
+from megatron_cg.tools.align.compare import graph_counts
 from megatron_cg.tools.cli.main import main
 from megatron_cg.tools.report import plots
 from megatron_cg.tools.report.report_page import (
-    counts,
     difference,
     faults,
     page,
@@ -22,7 +22,7 @@ from megatron_cg.tools.report.report_page import (
     speed,
     verdict,
 )
-from megatron_cg.tools.report.story import Story, counted_steps, quantities, read_story
+from megatron_cg.tools.report.story import Story, counted_steps, losses, read_story
 from tests.unit.tools.report.made_up import MISMATCH, make_record, write
 
 EAGER = make_record(graphs=False)
@@ -30,7 +30,11 @@ FAILED = {"finished": False, "error": "RuntimeError: out of luck"}
 
 
 def pair(graphs: dict[str, Any], eager: dict[str, Any] = EAGER) -> Story:
-    return Story("pair", {0: graphs}, reference={0: eager})
+    return Story("pair", {"eager": {0: eager}, "graphs": {0: graphs}})
+
+
+def one(record: dict[str, Any]) -> Story:
+    return Story("one", {"graphs": {0: record}})
 
 
 @pytest.fixture
@@ -46,42 +50,43 @@ def headings(text: str) -> list[str]:
 def test_one_bit_on_one_rank_is_a_difference_and_nan_is_the_widest() -> None:
     eager = {rank: make_record(graphs=False, steps=9, world_size=2) for rank in (0, 1)}
     graphs = {rank: make_record(steps=6, world_size=2) for rank in (0, 1)}
-    loss = graphs[0]["steps"][4]["losses"]["lm loss"]
-    graphs[0]["steps"][4]["losses"]["lm loss"] = math.nextafter(loss, 9)
+    numbers = graphs[0]["steps"][4]["losses"]
+    numbers["lm loss"] = math.nextafter(numbers["lm loss"], 9)
     graphs[1]["steps"][3]["grad_norm"] = math.nan
-    losses, balance, norm = quantities(Story("pair", graphs, reference=eager))
-    assert (losses.name, losses.unequal, losses.compared) == ("lm loss", ((5, 0),), 12)
-    assert losses.difference is not None and norm.difference is not None
+    loss, balance, norm = losses(Story("pair", {"eager": eager, "graphs": graphs}))
+    assert (loss.name, len(loss.values)) == ("lm loss", 12)
+    assert [(value.step, value.rank) for value in loss.unequal] == [(5, 0)]
     # As far as both go.
-    assert list(losses.difference) == [1, 2, 3, 4, 5, 6]
-    assert [step for step, number in losses.difference.items() if number] == [5]
-    assert balance.unequal == ()
-    assert norm.unequal == ((4, 1),) and math.isnan(norm.difference[4])
+    assert list(loss.difference) == [1, 2, 3, 4, 5, 6]
+    assert [step for step, number in loss.difference.items() if number] == [5]
+    assert balance.unequal == []
+    assert [(value.step, value.rank) for value in norm.unequal] == [(4, 1)]
+    assert math.isnan(norm.difference[4])
 
 
 @pytest.mark.parametrize(("graphs", "counted"), [(True, range(7, 41)), (False, range(21, 41))])
 def test_steps_whose_time_counts_come_after_capture(graphs: bool, counted: range) -> None:
-    assert counted_steps(Story("one", {0: make_record(graphs=graphs)})) == counted
+    assert counted_steps(one(make_record(graphs=graphs))) == counted
 
 
 def test_folders_of_align_of_one_run_and_of_two_are_found(made_up: Path, tmp_path: Path) -> None:
     both = read_story(made_up)
-    assert [name for name, _ in both.runs] == ["eager", "graphs"] and set(both.run) == {0, 1}
+    assert list(both.runs) == ["eager", "graphs"] and set(both.run) == {0, 1}
     assert read_story(made_up / "graphs" / "record").name == "graphs"
     against = read_story(made_up / "graphs", made_up / "eager")
-    assert (against.name, against.reference_name) == ("graphs", "eager")
-    assert against.reference == both.reference
-    # An alignment whose second run left nothing.
-    write(tmp_path / "eager" / "record", make_record(steps=3, graphs=False))
-    (tmp_path / "graphs").mkdir()
-    alone = read_story(tmp_path)
-    assert alone.name == "eager" and alone.reference is None
+    assert against.title == "graphs against eager" and against.runs == both.runs
+    # Of two folders with one name.
+    write(tmp_path / "graphs", make_record(steps=3))
+    assert list(read_story(tmp_path / "graphs", made_up / "graphs").runs) == [
+        str(made_up / "graphs"),
+        str(tmp_path / "graphs"),
+    ]
 
 
 def test_what_is_no_record_is_named(made_up: Path, tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"holds no record .*--cg-record"):
         read_story(tmp_path)
-    with pytest.raises(RecordError, match="holds two runs already"):
+    with pytest.raises(RecordError, match="holds no record"):
         read_story(made_up, made_up / "eager")
     (tmp_path / "rank0.jsonl").write_text("{")
     with pytest.raises(RecordError, match=r"rank0\.jsonl is not a record"):
@@ -91,7 +96,7 @@ def test_what_is_no_record_is_named(made_up: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("story", "kind", "said"),
     [
-        (pair(make_record()), "good", "120 losses and gradient norms and 1 parameter shard of"),
+        (pair(make_record()), "good", "120 losses and gradient norms and 1 parameter shards have"),
         (pair(make_record(off=17)), "bad", "step 17"),
         (
             pair(make_record() | {"parameters": {}}, EAGER | {"parameters": {}}),
@@ -99,10 +104,10 @@ def test_what_is_no_record_is_named(made_up: Path, tmp_path: Path) -> None:
             "no parameter shard was recorded",
         ),
         (pair(EAGER), "note", "captured no graph"),
-        (pair(make_record() | FAILED), "bad", "RuntimeError: out of luck"),
-        (Story("one", {0: EAGER}), "note", "There is no run to compare it with"),
-        (Story("one", {0: EAGER | {"finished": False}}), "note", "still going, or was killed"),
-        (Story("one", {0: EAGER | FAILED}), "bad", "rank 0: RuntimeError: out of luck"),
+        (pair(make_record() | FAILED), "note", "RuntimeError: out of luck"),
+        (one(EAGER), "note", "There is no run to compare it with"),
+        (one(EAGER | {"finished": False}), "note", "still going, or was killed"),
+        (one(EAGER | FAILED), "bad", "40 steps are recorded"),
     ],
 )
 def test_the_verdict_claims_no_more_than_was_compared(story: Story, kind: str, said: str) -> None:
@@ -113,25 +118,27 @@ def test_the_verdict_claims_no_more_than_was_compared(story: Story, kind: str, s
 
 def test_a_difference_is_never_called_zero() -> None:
     zero = "The difference is exactly zero at every step: all 40 numbers have the same bits"
-    assert difference(quantities(pair(make_record()))[0]).startswith(zero)
-    text = difference(quantities(pair(make_record(off=17)))[0])
+    assert difference(losses(pair(make_record()))[0]).startswith(zero)
+    text = difference(losses(pair(make_record(off=17)))[0])
     assert "24 of 40 numbers differ, the first at step 17 on rank 0" in text and "zero" not in text
 
 
 def test_times_and_memory_are_ratios_and_times_need_a_gpu() -> None:
     more = make_record()
     more["peak_allocated_bytes"] += 2**30
-    story = Story("pair", {0: make_record(), 1: more}, reference={0: EAGER, 1: EAGER})
-    assert "graphs 102.0 ms, eager 152.0 ms, a ratio of 0.671 (steps 7 to 40" in speed(story)
+    story = Story(
+        "pair", {"eager": dict.fromkeys((0, 1), EAGER), "graphs": {0: make_record(), 1: more}}
+    )
+    assert "eager 152.0 ms, graphs 102.0 ms, a ratio of 0.671 (steps 7 to 40" in speed(story)
     assert "eager 26000 MiB, graphs 27924 MiB, a ratio of 1.074" in peaks(story)
     on_cpu = pair(make_record() | {"device": "cpu"}, EAGER | {"device": "cpu"})
     assert "times mean nothing for a GPU" in speed(on_cpu)
 
 
 def test_a_fault_is_told_once_with_its_ranks() -> None:
-    story = Story("one", {0: make_record(), 1: make_record()})
+    story = Story("one", {"graphs": {0: make_record(), 1: make_record()}})
     assert faults(story) == [f"graphs, ranks 0, 1: after step 19, warning: {MISMATCH}"]
-    assert counts(story.run)["mismatched"] == 2
+    assert graph_counts(story.run)["mismatched"] == 2
     story.run[1]["captures"].append({"after_step": 30, "error": "CaptureError: no room"})
     assert "graphs, rank 1: after step 30, capture failed: CaptureError: no room" in faults(story)
 
@@ -158,7 +165,7 @@ def test_a_page_of_all_that_a_record_can_hold_loads_nothing(made_up: Path, undra
         *("GPU memory", "What was captured", "Versions, machine and flags"),
     ]
     assert not re.findall(r"https?:|@import|<script|<link|<iframe", text)
-    assert "default-src 'none'" in text and "longer than the picture is high: 2." in text
+    assert "default-src 'none'" in text
     assert "24 graphs of 24 layers in 2.47 s" in text and "2 not allowed by a guard" in text
     rows = re.findall(r"<tr><td>(layer[^<]*)</td><td>\w+</td><td>([^<]*)<", text)
     assert rows == [
@@ -174,13 +181,13 @@ def test_text_of_a_run_cannot_become_markup(undrawn: None) -> None:
     record["error"] = record["command"][0] = '</p><script>alert("x")</script>'
     for step in record["steps"]:
         step["losses"] = {'<b onload="x">$^': step["losses"]["lm loss"]}
-    odd = page(Story("<title>", {0: record}, name="__<i>" + "long" * 20))
+    odd = page(Story("<title>", {"__<i>" + "long" * 20: {0: record}}))
     assert not re.findall(r"<(?:script|b|i)\b", odd)
     assert "argument &lt;hidden&gt; &amp; co" in odd and "<h1>&lt;title&gt;</h1>" in odd
 
 
 def test_a_run_without_a_step_has_a_page(undrawn: None) -> None:
-    text = page(Story("none", {0: make_record(steps=0, graphs=False) | {"finished": False}}))
+    text = page(one(make_record(steps=0, graphs=False) | {"finished": False}))
     assert "No step has ended" in text
     assert headings(text) == ["Losses and gradient norm", "Versions, machine and flags"]
 
