@@ -71,6 +71,14 @@ RULES = (
         "type --pipeline-model-parallel-size 1, and shard over data or expert parallel ranks",
     ),
     Rule(
+        "fp16",
+        lambda c: c.run.fp16,
+        "--fp16 with --use-megatron-fsdp",
+        "before it unscales, Megatron's optimizer (megatron-core 0.19.2) reads the gradient of "
+        "every parameter, and under Megatron-FSDP some have none, so eager runs fail too",
+        "type --bf16 instead, or drop --fp16 and train in fp32",
+    ),
+    Rule(
         "fp8-primary-weights",
         lambda c: _fp8_weights(c) and not c.run.keep_fp8_transpose_cache,
         "--fp8-param-gather without --keep-fp8-transpose-cache",

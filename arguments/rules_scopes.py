@@ -52,6 +52,11 @@ def _captures_parts(given: Configuration) -> bool:
     )
 
 
+def _captures_router(given: Configuration) -> bool:
+    run = given.run
+    return run.is_moe and (run.captures("moe") or run.captures("moe_router"))
+
+
 def _against_full_recompute(given: Configuration) -> list[Facts]:
     run = given.run
     found = (
@@ -143,13 +148,18 @@ RULES = (
     ),
     Rule(
         "routing-replay",
-        lambda c: (
-            c.run.moe_enable_routing_replay
-            and (c.run.captures("moe") or c.run.captures("moe_router"))
-        ),
+        lambda c: c.run.moe_enable_routing_replay and _captures_router(c),
         "--moe-enable-routing-replay with a captured MoE router",
         "Python code of the router records or repeats its choices, and a replay does not run it",
         "drop --moe-enable-routing-replay, or type --cuda-graph-modules attn",
+    ),
+    Rule(
+        "sinkhorn-router",
+        lambda c: "sinkhorn" in c.run.moe_router_load_balancing_type and _captures_router(c),
+        "--moe-router-load-balancing-type sinkhorn with a captured MoE router",
+        "its iteration ends when a value on the GPU is small enough, so the CPU waits for it in "
+        "each round, which a capture does not allow",
+        "type --moe-router-load-balancing-type aux_loss, or type --cuda-graph-modules attn",
     ),
     Rule(
         "largest-attention-logits",

@@ -177,6 +177,7 @@ class RunArguments:
     hidden_dropout: float = _setting(0.1, "dropout after attention and MLP")
     fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
     bf16: bool = _setting(False, "parameters and activations are bfloat16")
+    fp16: bool = _setting(False, "they are float16; without both they are float32")
     fp8: str | None = _setting(None, "FP8 format, if any")
     fp4: str | None = _setting(None, "FP4 format, if any")
     fp8_recipe: str = _setting("delayed", "how FP8 scales are found")

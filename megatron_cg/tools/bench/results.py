@@ -14,6 +14,8 @@ from megatron_cg.version import __version__
 SCHEMA = {"name": "megatron_cg.bench", "version": 4}
 """Versions 1 to 3 were those of another measurement."""
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
+_PEAKS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
+"""Dense BF16 TFLOP/s by the whole name: those of other cards (PCIe, NVL) are lower."""
 _NAME_WIDTH = 90
 _UNKNOWN = "-"
 
@@ -44,20 +46,25 @@ def summaries(results: Mapping[str, Any], names: Sequence[str]) -> dict[str, dic
     runs = {name: [run for run in timed if run["configuration"] == name] for name in names}
     made = {name: found for name, found in runs.items() if found}
     base = {run["round"]: _median(run["step_ms"]) for run in next(iter(made.values()), ())}
-    return {name: _summary(found, base) for name, found in made.items()}
+    peak = _PEAKS.get(next(iter(results["machine"]["gpus"]), ""))
+    return {name: _summary(found, base, peak) for name, found in made.items()}
 
 
-def _summary(runs: Sequence[Mapping[str, Any]], base: Mapping[int, Any]) -> dict[str, Any]:
+def _summary(
+    runs: Sequence[Mapping[str, Any]], base: Mapping[int, Any], peak: float | None
+) -> dict[str, Any]:
     """Of the rounds of one configuration; ``base`` has the median step of the first one's."""
     times = [time for run in runs for time in run["step_ms"]]
     quarters = statistics.quantiles(times, method="inclusive") if len(times) > 1 else times
     medians = {run["round"]: statistics.median(run["step_ms"]) for run in runs}
     ratios = [median / base[number] for number, median in medians.items() if number in base]
+    tflops = _median([value for run in runs for value in run["tflops"]])
     return {
         "ms": statistics.median(times),
         "ms_quartiles": [quarters[0], quarters[-1]],
         "ms_of_rounds": [*medians.values()],
-        "tflops": _median([value for run in runs for value in run["tflops"]]),
+        "tflops": tflops,
+        "mfu": tflops / peak if tflops is not None and peak else None,
         "tokens": _median([run["tokens"] for run in runs if run["tokens"] is not None]),
         "allocated_mib": max(run["allocated_mib"] or 0 for run in runs) or None,
         "reserved_mib": max(run["reserved_mib"] or 0 for run in runs) or None,
@@ -97,7 +104,7 @@ def print_results(results: dict[str, Any]) -> None:
 
 def _step_rows(results: dict[str, Any]) -> list[list[str]]:
     first = next(iter(results["summary"]))
-    head = ["run", "captured", "ms a step", "quartiles", f"of {first}", "TFLOP/s per GPU"]
+    head = ["run", "captured", "ms a step", "quartiles", f"of {first}", "TFLOP/s per GPU", "MFU"]
     rows = [[*head, "tokens/s per GPU", "allocated MiB", "reserved MiB"]]
     of_runs = {run["configuration"]: run["captured"] for run in results["runs"]}
     for name, found in results["summary"].items():
@@ -110,6 +117,7 @@ def _step_rows(results: dict[str, Any]) -> list[list[str]]:
                 f"{low:.1f} to {high:.1f}",
                 _ratio(found),
                 _number(found["tflops"], ".1f"),
+                _number(found["mfu"], ".1%"),
                 _number(found["tokens"], ",.0f"),
                 _number(found["allocated_mib"], ",.0f"),
                 _number(found["reserved_mib"], ",.0f"),

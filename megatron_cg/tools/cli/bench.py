@@ -1,4 +1,4 @@
-"""Measure what graphs save: step time, TFLOP/s, tokens/s and memory, from Megatron's own log.
+"""Measure what graphs save: step time, TFLOP/s, MFU, tokens/s and memory, from Megatron's own log.
 
 Starts one training in turn: under Megatron-FSDP eagerly, under DDP with Megatron's own graphs, and
 under Megatron-FSDP with graphs. Give the launch line of your script after a bare --, with

@@ -79,6 +79,7 @@ ALL = (
     case("expert-parallel-overlap", overlap_moe_expert_parallel_comm=True),
     case("optimizer-graph", optimizer_cuda_graph=True),
     case("pipeline-parallel", pipeline_model_parallel_size=2),
+    case("fp16", fp16=True),
     case("fp8-primary-weights", fp8="hybrid", fp8_param_gather=True),
     case(
         "fp8-primary-weights-recipe",
@@ -117,6 +118,8 @@ ALL = (
     case("full-recompute", FULL, DENSE, REPEATED, recompute_method="uniform"),
     case("activation-offloading", fine_grained_activation_offloading=True),
     case("routing-replay", moe_enable_routing_replay=True),
+    case("sinkhorn-router", moe_router_load_balancing_type=("sinkhorn",)),
+    case("sinkhorn-router", DROP_AND_PAD, WHOLE, moe_router_load_balancing_type=("sinkhorn",)),
     case("largest-attention-logits", qk_clip=True),
     case("largest-attention-logits", log_max_attention_logit=True),
     case("packed-sequences", packs_sequences=True),

@@ -165,6 +165,7 @@ NEAR: list[dict[str, Any]] = [
     {"cuda_graph_modules": ("mamba",), "custom_layers": True},
     {"cuda_graph_modules": ("attn", "mlp", "moe_router"), "moe_layer_freq": 2},
     {"cuda_graph_modules": ("moe_router",), "packs_sequences": True, "qk_clip": True},
+    {"cuda_graph_modules": ("attn",), "moe_router_load_balancing_type": ("sinkhorn",)},
     DELAYED,
 ]
 

@@ -42,6 +42,7 @@ def test_runs_are_made_in_turn_and_ratios_are_of_a_round(
         "ms_quartiles": [200.0, 201.0],
         "ms_of_rounds": [200.5, 200.5],
         "tflops": pytest.approx(493.3, abs=0.1),
+        "mfu": pytest.approx(493.3 / 989, abs=1e-3),
         "tokens": pytest.approx(4 * 4096 / 2 / 0.2005),
         "allocated_mib": 217.0,
         "reserved_mib": 300.0,
@@ -56,9 +57,18 @@ def test_runs_are_made_in_turn_and_ratios_are_of_a_round(
     (row,) = [line for line in capfd.readouterr().out.splitlines() if "| graphs: " in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:] == [
-        *("attn mlp", "200.5", "200.0 to 201.0", "0.250 (0.250 to 0.250)", "493.2"),
+        *("attn mlp", "200.5", "200.0 to 201.0", "0.250 (0.250 to 0.250)", "493.2", "49.9%"),
         *("40,858", "217", "300"),
     ]
+
+
+def test_a_gpu_without_a_known_peak_has_no_mfu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"gpus": ["NVIDIA H100 PCIe"], "driver": "580", "versions": {}}
+    monkeypatch.setattr("megatron_cg.tools.bench.bench_command.machine", lambda: here)
+    made = bench(f"{STEPS} --only graphs", tmp_path / "out.json")
+    assert made["summary"]["graphs"]["mfu"] is None
 
 
 @pytest.mark.parametrize("fails", ["ddp", "eager"])

@@ -9,7 +9,7 @@ import pytest
 from megatron_cg.tools.align.presets import load_preset, preset_names
 from megatron_cg.tools.cli.main import main
 from megatron_cg.tools.launch_line import LaunchLineError
-from megatron_cg.tools.plan.report import changes
+from megatron_cg.tools.plan.report import changes, similar_runs
 from tests.unit.tools.plan.conftest import Plan, said
 
 TRAINED = "--bf16 --lr 1e-4 --train-iters 9 --mock-data --tokenizer-type NullTokenizer"
@@ -59,6 +59,7 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
         ("--fp8-format hybrid", "attn moe_router"),
         ("--expert-model-parallel-size 2", "attn moe"),
         ("--moe-token-dispatcher-type flex", "attn moe_router"),
+        ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "attn"),
         ("--cuda-graph-modules attn moe_router moe_preprocess", "attn moe_router moe_preprocess"),
         ("--cuda-graph-modules moe", "moe"),
         ("--cuda-graph-modules moe --cg-grouped-gemm torch --cg-moe-exchange peer", "attn moe"),
@@ -83,7 +84,27 @@ def test_large_experts_stay_eager(plan: Plan) -> None:
     assert "few and large" in said(found)
 
 
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("qwen3-moe", "Qwen3-MoE, 64 experts of 768, EP 2, attn moe, two H100s: 836 -> 195 ms"),
+        (
+            "mixtral",
+            "Mixtral, 8 experts of 14,336, EP 2, attn moe_router moe_preprocess, two H100s",
+        ),
+        ("llama", "Llama, 8 layers, hidden 2,048, attn mlp, two H200s: 131 -> 85 ms; GPU busy 83"),
+    ],
+)
+def test_the_nearest_measured_runs_are_shown(name: str, first: str, plan: Plan) -> None:
+    found = plan(preset(name))
+    shown = similar_runs(found.best)
+    assert 1 < len(shown) <= 3 and shown[0].startswith(first)
+    # A row has the work of its own preset.
+    assert "here has 1 times its work" in shown[0] and shown[0] in said(found)
+
+
 REFUSED = {
+    "--fp16": ("fp16", "type --bf16 instead"),
     "--fine-grained-activation-offloading --offload-modules mlp_norm": (
         "activation-offloading",
         "drop --fine-grained",
