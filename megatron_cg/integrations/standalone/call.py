@@ -210,13 +210,13 @@ class CallForm:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments of a call with these tensors; the reverse of :meth:`split`."""
         tensors = {**kwargs, **dict(zip(self.names, args, strict=True))}
-        leaves = []
+        given: dict[str, Any] = {}
         for name, mark in self.marks.items():
             if isinstance(mark, _Again):
-                leaves.append(tensors[mark.name])
+                given[name] = given[mark.name]
             else:
-                leaves.append(mark.given(tensors[name]) if isinstance(mark, _Input) else mark)
-        left = iter(leaves)
+                given[name] = mark.given(tensors[name]) if isinstance(mark, _Input) else mark
+        left = iter(given.values())
         values = [
             next(left) if spec is None else tree_unflatten(islice(left, spec.num_leaves), spec)
             for spec in self.specs

@@ -15,6 +15,13 @@ X, Y, MASK = torch.ones(1), torch.ones(2), torch.ones(3)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class Kind(torch.Tensor):
+    pass
+
+
+KIND = torch.ones(1, requires_grad=True).as_subclass(Kind)
+
+
 def forward(x: Any, flag: Any = False, y: Any = None, *, mask: Any = None, scale: Any = 1) -> None:
     pass
 
@@ -44,6 +51,7 @@ TENSORS: list[tuple[Callable[..., Any], Call, Any, dict[str, Any]]] = [
     (forward, call(mask=(None, MASK), x=X), MASK, {"x": X}),
     (variadic, call(1, X, Y, x=MASK), X, {"number 2": Y, "x": MASK}),
     (scaled, call(X, Y, bias=MASK), X, {"number 1": Y, "bias": MASK}),
+    (forward, call(KIND, True, KIND), X, {}),
 ]
 """A function, a call, its first tensor, and the others by name."""
 
