@@ -98,9 +98,9 @@ class Results:
 
     def problem(self, before: Results | None) -> str | None:
         """Why no graph can return this form, after the pass ``before``; None if one can."""
-        for leaf in self.leaves:
+        for leaf in (*self.leaves, *self.attributes.values()):
             if not isinstance(leaf, _Tensor) and not is_plain(leaf):
-                return f"returns a {type(leaf).__name__}"
+                return f"returns, or sets as an attribute, a {type(leaf).__name__}"
         if before is None or (
             (self.spec, self.attributes) == (before.spec, before.attributes)
             and all(map(_same, self.leaves, before.leaves))

@@ -133,12 +133,6 @@ class Case:
             return detach_in_graphs(self.detached, self.replays, lambda: None)
         return detach_in(PLACE, NAME, self.detached)
 
-    def leave_to_megatron(self) -> Callable[[], None]:
-        """Its own function takes the gradients of the operation's weights."""
-        for weight in self.weights:
-            weight.register_post_accumulate_grad_hook(lambda one: self.megatron.take([one]))
-        return lambda: None
-
     def call(
         self, rows: torch.Tensor, order: list[Any] | None = None, *, eagerly: bool = False
     ) -> torch.Tensor:

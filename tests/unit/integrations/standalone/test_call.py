@@ -1,4 +1,4 @@
-"""Which arguments of a call go into a graph, and which must be as they were."""
+"""Which arguments and results of a call go through a graph, and which must be as they were."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_cg.integrations.standalone.call import CallForm
+from megatron_cg.integrations.standalone.results import Results
 
 X, Y, MASK = torch.ones(1), torch.ones(2), torch.ones(3)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -129,3 +130,8 @@ class Array:
 def test_what_no_graph_can_take_is_named(made: Call, named: list[str]) -> None:
     problems = CallForm.of(forward, *made).problems()
     assert [text.split(" is ")[0] for text in problems] == named
+
+
+def test_an_attribute_of_another_class_of_tensors_is_named() -> None:
+    results, _ = Results.of(X, {(torch.nn.Identity(), "loss"): KIND}, {})
+    assert results.problem(None) == "returns, or sets as an attribute, a Kind"
