@@ -253,7 +253,7 @@ class GuardedCapture:
     ) -> DependsOn:
         unit, observer = self._units[index], self._observers[index]
         layer, graphed = unit.layer, unit.graphed
-        more = [*unit.entries(graphed), *self._backend.entries(graphed)]
+        more = [*unit.entries(), *self._backend.entries(graphed)]
         observer.forget_passes()
         with unit.in_backward():
             in_backward = autocast_of(device_type)

@@ -18,7 +18,6 @@ class Counters:
     step that is repeated."""
     mismatched: int = 0
     """Times that a guard forbade a replay."""
-    """Captures that replaced an earlier one because of a mismatch."""
     verified: int = 0
     """Replays that were compared with an eager pass."""
     gradients_verified: int = 0

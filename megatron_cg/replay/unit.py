@@ -20,10 +20,6 @@ def _leave_out_unit(_module: nn.Module | None) -> str:
     return "Leave the unit out of graph_units."
 
 
-def _no_entries(_graphed: Sequence[nn.Module]) -> list[Entry]:
-    return []
-
-
 def _call(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return layer(*args, **kwargs)
 
@@ -43,8 +39,8 @@ class Unit:
     sets_attributes: bool = False
     """Whether ``run`` returns the tensors too that modules get as attributes in a pass, so that a
     replay can set them."""
-    entries: Callable[[Sequence[nn.Module]], list[Entry]] = _no_entries
-    """More rows for the table of what its graph depends on, given ``graphed``."""
+    entries: Callable[[], list[Entry]] = list
+    """More rows for the table of what its graph depends on."""
     kept: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context that restores what a pass changes outside of the layer's modules."""
     run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = _call

@@ -230,7 +230,7 @@ def _metrics_kept() -> Iterator[None]:
                 values.copy_(old)
 
 
-def _entries(_graphed: Sequence[nn.Module]) -> list[Entry]:
+def _entries() -> list[Entry]:
     """The rows of the MoE metrics' tensors."""
     tracker = _metrics_tracker()
     if tracker is None:

@@ -57,7 +57,7 @@ class GraphedUnits:
 
     This call captures nothing: steps inside :meth:`GraphedUnits.step` train eagerly for the first
     ``warmup_steps`` steps. The units are then captured with the arguments of those calls, so no
-    sample inputs are needed. All ranks of ``group`` call this together, within a minute::
+    sample inputs are needed. All ranks of ``group`` call this together::
 
         with graph_units(model, ["layers.*"]) as graphs:
             for batch in batches:
