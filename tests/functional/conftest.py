@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,11 @@ from filelock import FileLock
 
 from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import load_preset
-from megatron_cg.tools.align.processes import Options
-from megatron_cg.tools.align.run import Plan, align_on_gpus, arguments, example_script, make_run
+from megatron_cg.tools.align.processes import run_and_compare
+from megatron_cg.tools.align.run import Plan, arguments, example_script, make_run
 from megatron_cg.tools.align.token_data import TokenStream, from_text, python_sources
 from tests.functional.cases import Case
-from tests.functional.tampered import SCENARIO
+from tests.functional.tampered import MUTATION, SCENARIO
 
 TIMEOUT = 240.0
 """Seconds of a run of two ranks; more ranks start side by side and are given more."""
@@ -103,16 +102,18 @@ def align(data: TokenStream, shared: Path, tmp_path: Path) -> Callable[..., Outc
             pytest.skip(f"needs {case.needs}")
         tampered = mutation is not None or case.scenario
         plan = plan_of(case, tmp_path, TAMPERED if tampered else example_script())
-        limit = timeout or time_limit(case.gpus)
-        options = Options(runs_of(case, tmp_path), limit, mutation=mutation)
+        names, record = ["eager", "graphs"], None
         with pytest.MonkeyPatch.context() as patch:
             env = (*case.env, (SCENARIO, case.scenario)) if case.scenario else case.env
             for name, value in env:
                 patch.setenv(name, value)
             if not any("{directory}" in word for word in case.flags):
                 record = baseline(plan, data, env, shared / "baselines")
-                options = replace(options, eager_record=record)
-            return align_on_gpus(plan, data, options)
+                del names[0]
+            if mutation is not None:
+                patch.setenv(MUTATION, mutation)
+            runs = [make_run(plan, data, runs_of(case, tmp_path), name) for name in names]
+            return run_and_compare(runs, timeout or time_limit(case.gpus), record)
 
     return run
 
@@ -134,11 +135,8 @@ def baseline(
         if not done.exists():
             attempt = directory / f"attempt{len(list(directory.glob('attempt*')))}"
             run = make_run(plan, data, attempt, "eager")
-            try:
-                run.start(time_limit(plan.nproc))
-                assert run.wait() == 0, f"the eager run failed:\n{run.text()[-3000:]}"
-            finally:
-                run.stop()
+            failure = run.make(time_limit(plan.nproc))
+            assert not failure, f"the eager run {failure}:\n{run.text()[-3000:]}"
             done.write_text(str(run.record))
         return Path(done.read_text())
 

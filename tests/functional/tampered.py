@@ -1,15 +1,15 @@
 """The example script with one thing broken or interrupted on purpose.
 
 Run by the launcher instead of ``examples/pretrain_gpt.py``; the functional tests look at how
-the run ends. What is done is named by MEGATRON_CG_MUTATE, which only the graph run is given, and
-by MEGATRON_CG_SCENARIO, which both runs are: ``action@detail``. Without them it is the example as
-it is.
+the run ends. What is done is named by MEGATRON_CG_MUTATE, for the graph run alone, and by
+MEGATRON_CG_SCENARIO, for both runs: ``action@detail``. Without them it is the example as it is.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +46,8 @@ ACTIONS: dict[str, Callable[[str], None]] = {
 def main() -> None:
     """Tamper, then run the example."""
     names = []
-    for variable in (MUTATION, SCENARIO):
+    is_eager = "--cuda-graph-impl none" in " ".join(sys.argv)
+    for variable in (SCENARIO,) if is_eager else (MUTATION, SCENARIO):
         name, _, detail = os.environ.get(variable, "none").partition("@")
         ACTIONS[name](detail)
         names.append(name)

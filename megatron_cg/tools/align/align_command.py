@@ -25,23 +25,26 @@ from megatron_cg.tools.align.compare import (
     Outcome,
 )
 from megatron_cg.tools.align.presets import Preset, load_preset
-from megatron_cg.tools.align.processes import LaunchError, Options, check_start
+from megatron_cg.tools.align.processes import LaunchError, Run, check_start, run_and_compare
 from megatron_cg.tools.align.run import (
+    EAGER,
+    GRAPHS,
     Plan,
-    align_on_gpus,
     by_run,
     check_gpus,
     example_script,
     gpu_count,
+    make_run,
 )
-from megatron_cg.tools.align.tape import TAPE_NOTICE, align_on_tape, describe, tape_plan
+from megatron_cg.tools.align.tape import TAPE_NOTICE, describe, tape_plan, tape_run
 from megatron_cg.tools.align.token_data import TokenStream, existing, from_text, python_sources
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, NOT_COMPARABLE: 2, FAILED: 3}
 _SHOWN_SHARDS = 5
 _DIFFER = "[bold red]differ[/]"
 _COLOURS = {IDENTICAL: "green", DIFFERENT: "red"}
-Align = Callable[[TokenStream], Outcome]
+MakeRun = Callable[[TokenStream, Path, str], Run]
+"""Makes the run of that name, not started yet, of the data and the folder for both runs."""
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -53,9 +56,8 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="megatron-cg-align-") as temporary:
         directory = (args.work_dir or Path(temporary)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        options = Options(directory, timeout=args.timeout)
-        prepare = _on_tape if backend == TAPE else _on_gpus
-        align = prepare(args, preset, options, extra)
+        check_start(directory)
+        made = _on_tape(args, preset, extra) if backend == TAPE else _on_gpus(args, preset, extra)
         if args.data_path:
             data = existing(args.data_path)
         else:
@@ -63,7 +65,8 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             data = from_text(python_sources(), directory / "data", text)
         print(f"preset {preset.name}: {preset.description}")
         print(f"data: {data.description}", flush=True)
-        outcome = align(data)
+        runs = [made(data, directory, name) for name in (EAGER, GRAPHS)]
+        outcome = run_and_compare(runs, args.timeout)
     notice = TAPE_NOTICE if backend == TAPE else ""
     print_report(Console(emoji=False), f"{preset.name} on {backend}", outcome, notice)
     if args.work_dir is not None and outcome.graphed is not None:
@@ -71,8 +74,8 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     return EXIT_CODES[outcome.comparison.status]
 
 
-def _on_gpus(args: Any, preset: Preset, options: Options, extra: Sequence[str]) -> Align:
-    """Check both runs of a Megatron script. Raises LaunchError."""
+def _on_gpus(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
+    """Runs of a Megatron script. Raises LaunchError if they cannot be made here."""
     both, of_graphs = by_run(extra)
     gemm = () if args.cg_grouped_gemm == "te" else ("--cg-grouped-gemm", args.cg_grouped_gemm)
     backend = ("--cg-backend", NATIVE) if args.backend == NATIVE else ()
@@ -86,29 +89,22 @@ def _on_gpus(args: Any, preset: Preset, options: Options, extra: Sequence[str]) 
         graph_extra=(*gemm, *backend, *of_graphs),
         extra=both,
     )
-    check_gpus(plan, options)
-    return partial(align_on_gpus, plan, options=options)
+    check_gpus(plan)
+    return partial(make_run, plan)
 
 
-def _on_tape(args: Any, preset: Preset, options: Options, extra: Sequence[str]) -> Align:
-    """Check both runs on the CPU. Raises LaunchError."""
-    what = " ".join([*(["--script", str(args.script)] if args.script else []), *extra])
-    if what:
+def _on_tape(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
+    """Runs on the CPU. Raises LaunchError if it cannot make them."""
+    given = ["--script", str(args.script)] if args.script else []
+    given += ["--cg-grouped-gemm", args.cg_grouped_gemm] if args.cg_grouped_gemm != "te" else []
+    if given or extra:
         raise LaunchError(
-            f"the tape has a training loop of its own and cannot take {what}: leave it out, or "
-            f"give --backend {TRANSFORMER_ENGINE} on a machine with GPUs."
+            f"the tape has a training loop of its own and cannot take {' '.join([*given, *extra])}"
+            f": leave it out, or give --backend {TRANSFORMER_ENGINE} on a machine with GPUs."
         )
-    processes = args.nproc or preset.nproc
-    plan = tape_plan(
-        preset,
-        steps=args.steps,
-        warmup_steps=args.warmup_steps,
-        scopes=None if args.scopes is None else tuple(args.scopes),
-        torch_gemm=args.cg_grouped_gemm == "torch",
-    )
-    check_start(options)
-    print(describe(plan.model, processes), flush=True)
-    return partial(align_on_tape, plan, processes, options=options)
+    plan = tape_plan(preset, steps=args.steps, warmup_steps=args.warmup_steps, scopes=args.scopes)
+    print(describe(plan.model), flush=True)
+    return partial(tape_run, plan, args.nproc or preset.nproc)
 
 
 def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
@@ -120,7 +116,12 @@ def print_report(console: Console, title: str, outcome: Outcome, notice: str = "
     if comparison.values:
         console.print(_table(title, comparison))
     if comparison.shards:
-        _print_shards(console, comparison)
+        different = comparison.different_shards
+        console.print(
+            f"parameter shards, all ranks: {comparison.shards}, different: {len(different)}"
+        )
+        for name in different[:_SHOWN_SHARDS]:
+            console.print(f"  differs: {name}", markup=False, highlight=False, soft_wrap=True)
     if comparison.graphs:
         console.print(f"graphs, all ranks: {counts_text(comparison.graphs)}", soft_wrap=True)
     colour = _COLOURS.get(comparison.status, "red")
@@ -144,12 +145,3 @@ def _table(title: str, comparison: Comparison) -> Table:
             result = ("0", "same") if value.same else (f"{value.difference:.3e}", _DIFFER)
             table.add_row(str(value.step), escape(name), *numbers, *result)
     return table
-
-
-def _print_shards(console: Console, comparison: Comparison) -> None:
-    different = comparison.different_shards
-    console.print(f"parameter shards, all ranks: {comparison.shards}, different: {len(different)}")
-    for name in different[:_SHOWN_SHARDS]:
-        console.print(f"  differs: {name}", markup=False, highlight=False, soft_wrap=True)
-    if len(different) > _SHOWN_SHARDS:
-        console.print(f"  ... and {len(different) - _SHOWN_SHARDS} more")

@@ -82,7 +82,8 @@ def compare(
     compared.
     """
     counts = graph_counts(graphed)
-    missing = _missing_ranks(eager, graphed, labels)
+    pairs = zip(labels, map(missing_ranks, (eager, graphed)), strict=True)
+    missing = next((f"{label} has {ranks}" for label, ranks in pairs if ranks), "")
     unlike = [] if missing else _differences(eager[0], graphed[0])
     if unlike:
         more = f"; and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
@@ -99,7 +100,10 @@ def compare(
         reason = _describe(first, different, labels) + _before_capture(first, eager, graphed)
         return Comparison(DIFFERENT, reason, *facts)
     if different:
-        reason = f"every loss and gradient norm agrees, but {_count_shards(different, shards)}"
+        reason = (
+            f"every loss and gradient norm agrees, but {len(different)} of {shards} parameter "
+            f"shards differ, first {different[0]}"
+        )
         return Comparison(DIFFERENT, reason, *facts)
     return Comparison(IDENTICAL, "", *facts)
 
@@ -119,16 +123,11 @@ def _differences(eager: Rank, graphed: Rank) -> list[str]:
         if group in graphed["setup"]:
             groups[group] = values, graphed["setup"][group]
     return [
-        f"{group}: {name} {_setting(values, name)} and {_setting(others, name)}"
+        f"{group}: {name} {values.get(name)} and {others.get(name)}"
         for group, (values, others) in groups.items()
         for name in dict.fromkeys([*values, *others])
         if values.get(name) != others.get(name)
     ]
-
-
-def _setting(values: Mapping[str, Any], name: str) -> str:
-    value = values.get(name)
-    return "none" if value is None else str(value)
 
 
 def missing_ranks(run: Run) -> str:
@@ -139,11 +138,6 @@ def missing_ranks(run: Run) -> str:
         return ""
     names = ", ".join([*absent[:_SHOWN], *(["..."] * (len(absent) > _SHOWN))])
     return f"records of {len(run)} of its {size} ranks, none of {names}"
-
-
-def _missing_ranks(eager: Run, graphed: Run, labels: Labels) -> str:
-    pairs = zip(labels, map(missing_ranks, (eager, graphed)), strict=True)
-    return next((f"{label} has {missing}" for label, missing in pairs if missing), "")
 
 
 def _values(eager: Run, graphed: Run) -> Iterator[Value]:
@@ -244,7 +238,3 @@ def _before_capture(first: Value, eager: Run, graphed: Run) -> str:
         "training itself is not deterministic here. Align again, and if it stays, look for what "
         "--deterministic-mode does not cover"
     )
-
-
-def _count_shards(different: tuple[str, ...], total: int) -> str:
-    return f"{len(different)} of {total} parameter shards differ, first {different[0]}"

@@ -11,19 +11,11 @@ from pathlib import Path
 
 from megatron_cg.arguments.schema import GraphArguments, flag_of
 from megatron_cg.arguments.validation import ANY_RUN
-from megatron_cg.tools.align.compare import Outcome
-from megatron_cg.tools.align.processes import (
-    NO_DROPLESS,
-    LaunchError,
-    Options,
-    Run,
-    check_start,
-    run_and_compare,
-)
+from megatron_cg.tools.align.processes import LaunchError, Run
 from megatron_cg.tools.align.token_data import TokenStream
 
+EAGER, GRAPHS = "eager", "graphs"
 PACKAGE = Path(__file__).resolve().parents[2]
-_WITH_EXPERTS_IN_GRAPHS = ("--cg-grouped-gemm", "--moe-expert-capacity-factor")
 
 BASE_FLAGS = (
     *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
@@ -68,8 +60,6 @@ ABOUT_GRAPHS = frozenset(
 )
 """Flags of this package for the graph run alone; a run without graphs refuses them."""
 
-MUTATION_VARIABLE = "MEGATRON_CG_MUTATE"
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -100,8 +90,7 @@ def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) ->
     words += ["-m", "megatron_cg", str(plan.script), *plan.model, *base, *data]
     words += ["--train-iters", str(plan.steps)]
     words += graph_flags(plan) if graphs else ["--cuda-graph-impl", "none"]
-    name = "graphs" if graphs else "eager"
-    extra = [word.replace("{run}", name) for word in plan.extra]
+    extra = [word.replace("{run}", GRAPHS if graphs else EAGER) for word in plan.extra]
     return [*words, *extra, "--cg-record", str(record)]
 
 
@@ -129,13 +118,7 @@ def graph_flags(plan: Plan) -> list[str]:
     return [*words, *plan.graph_extra]
 
 
-def environment(
-    inherited: Mapping[str, str],
-    *,
-    root: Path,
-    cudnn: Path | None,
-    mutation: str | None = None,
-) -> dict[str, str]:
+def environment(inherited: Mapping[str, str], *, root: Path, cudnn: Path | None) -> dict[str, str]:
     """The environment of one run.
 
     ``root`` goes on PYTHONPATH, so this package is found from any working directory. ``cudnn`` is
@@ -145,12 +128,9 @@ def environment(
     """
     env = {**inherited, **DETERMINISTIC_ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
     env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-    env.pop(MUTATION_VARIABLE, None)
     env["PYTHONPATH"] = ":".join(filter(None, [str(root), inherited.get("PYTHONPATH", "")]))
     if cudnn is not None:
         env.setdefault("CUDNN_HOME", str(cudnn))
-    if mutation is not None:
-        env[MUTATION_VARIABLE] = mutation
     return env
 
 
@@ -162,8 +142,8 @@ def example_script() -> Path:
     return script
 
 
-def check_gpus(plan: Plan, options: Options) -> None:
-    """Raise LaunchError, before anything is created, if runs cannot be made or compared here."""
+def check_gpus(plan: Plan) -> None:
+    """Raise LaunchError if the runs cannot be made here."""
     if not plan.script.is_file():
         raise LaunchError(f"--script {plan.script}: there is no such file.")
     gpus = gpu_count()
@@ -173,44 +153,18 @@ def check_gpus(plan: Plan, options: Options) -> None:
             f"--nproc {plan.nproc} needs as many GPUs, and {gpus} can be seen: give {smaller}"
             "--backend tape to compare on the CPU."
         )
-    flags = {word.partition("=")[0] for word in (*plan.model, *plan.extra, *plan.graph_extra)}
-    if "moe" in plan.scopes and flags.isdisjoint(_WITH_EXPERTS_IN_GRAPHS):
-        raise LaunchError(NO_DROPLESS)
-    check_start(options)
 
 
-def align_on_gpus(plan: Plan, data: TokenStream, options: Options) -> Outcome:
-    """Train eagerly, train with graphs, compare; see :func:`check_gpus`."""
-    runs = [
-        make_run(
-            plan,
-            data,
-            options.directory,
-            name,
-            mutation=options.mutation if name == "graphs" else None,
-        )
-        for name in options.names
-    ]
-    return run_and_compare(runs, options)
-
-
-def make_run(
-    plan: Plan,
-    data: TokenStream,
-    directory: Path,
-    name: str,
-    *,
-    mutation: str | None = None,
-) -> Run:
+def make_run(plan: Plan, data: TokenStream, directory: Path, name: str) -> Run:
     """The run ``name``, ``eager`` or ``graphs``, in a folder of that name; not started yet."""
     directory /= name
     words = arguments(
         plan,
-        graphs=name == "graphs",
+        graphs=name == GRAPHS,
         data=data.flags(directory / "cache"),
         record=directory / "record",
     )
-    env = environment(os.environ, root=PACKAGE.parent, cudnn=torch_cudnn(), mutation=mutation)
+    env = environment(os.environ, root=PACKAGE.parent, cudnn=torch_cudnn())
     return Run(name, words, env, directory)
 
 

@@ -8,40 +8,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.align.processes import (
-    NO_DROPLESS,
-    LaunchError,
-    Options,
-    Run,
-    run_and_compare,
-)
-from megatron_cg.tools.align.run import environment
+from megatron_cg.tools.align.processes import LaunchError, Run
+from megatron_cg.tools.align.run import GRAPHS, PACKAGE, environment
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
 TAPE_NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
-
-_ROOT = Path(__file__).resolve().parents[3]
+_GPU_ONLY = ("mamba", "moe")
+_OF_EXPERTS = ("moe_router", "moe_preprocess")
 
 
 def tape_plan(
-    preset: Preset,
-    *,
-    steps: int,
-    warmup_steps: int,
-    scopes: tuple[str, ...] | None = None,
-    torch_gemm: bool = False,
+    preset: Preset, *, steps: int, warmup_steps: int, scopes: Sequence[str] | None = None
 ) -> TrainingPlan:
-    """The run with tapes; the eager one follows from it.
+    """The run with tapes; ``scopes`` are the preset's if None.
 
-    ``scopes`` are the preset's if None. With ``torch_gemm`` the experts of both runs are Megatron's
-    grouped ones, and those in tapes compute by torch's grouped GEMM. Raises LaunchError if a CPU
-    has no such run.
+    Raises LaunchError if a CPU has no such run.
     """
     if preset.tape is None:
         raise LaunchError(
@@ -49,60 +36,40 @@ def tape_plan(
             "--preset, or run on GPUs."
         )
     model = CpuModelConfig(**preset.tape)
-    scopes = tuple(model.graph_modules if scopes is None else scopes)
-    wants_experts = torch_gemm or any("moe" in scope for scope in scopes)
-    if "mamba" in scopes or (wants_experts and not model.experts):
-        lacking = "Mamba layers" if "mamba" in scopes else "experts"
+    scopes = model.graph_modules if scopes is None else scopes
+    missing = [scope for scope in scopes if scope in _GPU_ONLY]
+    if not model.experts:
+        missing += [scope for scope in scopes if scope in _OF_EXPERTS]
+    if missing:
         raise LaunchError(
-            f"the small model of {preset.name} has no {lacking}: leave out --scopes and "
-            "--cg-grouped-gemm, or give another --preset."
+            f"on the CPU, {preset.name} has no {' and '.join(missing)} to capture: give other "
+            "--scopes, or none of them, or another --preset, or run on GPUs."
         )
-    if "moe" in scopes and not torch_gemm:
-        raise LaunchError(NO_DROPLESS)
-    if warmup_steps >= steps:
-        raise LaunchError(f"--steps {steps} leaves no step after --warmup-steps {warmup_steps}.")
-    model = replace(model, grouped=torch_gemm, graph_modules=scopes)
-    return TrainingPlan(model, steps, warmup_steps, graphs=True, device_counts=torch_gemm)
+    return TrainingPlan(replace(model, graph_modules=tuple(scopes)), steps, warmup_steps, True)
 
 
-def describe(model: CpuModelConfig, processes: int) -> str:
-    """Describes the model that is trained instead of the preset's, and warns of a long wait."""
+def describe(model: CpuModelConfig) -> str:
+    """Describes the model that is trained instead of the preset's."""
     experts = f", {model.experts} experts, top-{model.topk}" if model.experts else ""
-    text = (
+    return (
         f"{TAPE_NOTICE}; the model is a small copy of the preset's shape: {model.layers} layers, "
         f"hidden {model.hidden_size}, {model.heads} heads{experts}, sequences of "
         f"{model.sequence_length}, plain attention"
     )
-    cores = len(os.sched_getaffinity(0))
-    if processes > cores:
-        text += (
-            f"\nwarning: {processes} processes share {cores} cores, so each step takes about "
-            f"{processes / cores:.0f} times as long: give a smaller --nproc"
-        )
-    return text
 
 
-def align_on_tape(
-    plan: TrainingPlan, processes: int, data: TokenStream, options: Options
-) -> Outcome:
-    """Train eagerly, train with tapes as ``plan`` says, compare."""
-    env = environment(os.environ, root=_ROOT, cudnn=None)
+def tape_run(
+    plan: TrainingPlan, processes: int, data: TokenStream, directory: Path, name: str
+) -> Run:
+    """The run ``name``, ``eager`` or ``graphs``, in a folder of that name; not started yet."""
+    env = environment(os.environ, root=PACKAGE.parent, cudnn=None)
     # Uses no GPU, even if there is one.
     env["CUDA_VISIBLE_DEVICES"] = ""
-    plan = replace(plan, tokens=data.prefix)
-    plans = {"graphs": plan, "eager": replace(plan, graphs=False, device_counts=False)}
-    if plan.device_counts:
-        # Megatron refuses dropless experts in a graph, also in the config of an eager run.
-        model = replace(plan.model, graph_modules=("attn",))
-        plans["eager"] = replace(plans["eager"], model=model)
-    runs = []
-    for name in options.names:
-        directory = options.directory / name
-        words = [sys.executable, "-m", "megatron_cg.tools.align.tape"]
-        words += [json.dumps(asdict(plans[name]), default=str), str(processes)]
-        words.append(str(directory / "record"))
-        runs.append(Run(name, words, env, directory))
-    return run_and_compare(runs, options)
+    directory /= name
+    fields = asdict(replace(plan, tokens=data.prefix, graphs=name == GRAPHS))
+    words = [sys.executable, "-m", "megatron_cg.tools.align.tape"]
+    words += [json.dumps(fields, default=str), str(processes), str(directory / "record")]
+    return Run(name, words, env, directory)
 
 
 def main(text: str, processes: str, directory: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
 from megatron_cg.files import check_writable, write_text
 from megatron_cg.tools.align.presets import load_preset
-from megatron_cg.tools.align.processes import Run, log_tail, named_error
+from megatron_cg.tools.align.processes import Run, log_tail
 from megatron_cg.tools.align.run import (
     DETERMINISTIC_ENVIRONMENT,
     PACKAGE,
@@ -138,15 +138,10 @@ def _made(planned: PlannedRun, folder: Path, args: argparse.Namespace) -> dict[s
         "command": planned.line.command,
         "error": "",
     }
+    failure, text = run.make(args.timeout), run.text()
     try:
-        run.start(args.timeout)
-        code = run.wait()
-    finally:
-        run.stop()
-    text = run.text()
-    try:
-        if code:
-            raise BenchError(run.overdue or named_error(text) or f"exit code {code}")
+        if failure:
+            raise BenchError(failure)
         if planned.profile:
             made |= read_trace(folder / "torch_profile" / "rank-0.json.gz", _PROFILED)
         else:

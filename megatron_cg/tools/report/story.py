@@ -19,8 +19,8 @@ from megatron_cg.tools.align.compare import (
     compare,
     numbers_of,
 )
+from megatron_cg.tools.align.run import EAGER, GRAPHS
 
-EAGER, GRAPHS = "eager", "graphs"
 MIB = 2**20
 Curve = dict[int, float]
 """A number at each step, from 1, in the order of steps."""

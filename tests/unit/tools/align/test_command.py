@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.align import run
-from megatron_cg.tools.align.processes import LaunchError, Options
+from megatron_cg.tools.align.processes import LaunchError
 from megatron_cg.tools.align.run import Plan, arguments, by_run, environment
 
 PLAN = Plan(
@@ -73,16 +73,15 @@ def test_the_environment_is_deterministic_and_finds_the_package() -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "NCCL_ALGO": "Tree",
         "PYTHONPATH": "/x",
-        "MEGATRON_CG_MUTATE": "stale",
         "HOME": "/h",
     }
     env = environment(inherited, root=Path("/root"), cudnn=Path("/cudnn"))
-    chosen = environment({"CUDNN_HOME": "/mine"}, root=Path("/"), cudnn=Path("/x"), mutation="m")
-    assert chosen["CUDNN_HOME"] == "/mine" and chosen["MEGATRON_CG_MUTATE"] == "m"
+    chosen = environment({"CUDNN_HOME": "/mine"}, root=Path("/"), cudnn=Path("/x"))
+    assert chosen["CUDNN_HOME"] == "/mine"
     assert env["PYTHONPATH"] == "/root:/x" and env["HOME"] == "/h"
     assert env["NCCL_ALGO"] == "Ring" and env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
     assert env["CUDNN_HOME"] == "/cudnn"
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env and "MEGATRON_CG_MUTATE" not in env
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env
 
 
 def test_the_runs_share_no_compiled_code_of_other_row_counts() -> None:
@@ -98,23 +97,14 @@ def test_the_runs_share_no_compiled_code_of_other_row_counts() -> None:
     assert ran.stdout.split() == ["False", "False"]
 
 
-def test_too_few_gpus_and_a_missing_script_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    options = Options(tmp_path, 1.0)
+def test_too_few_gpus_and_a_missing_script_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match=r"train\.py: there is no such file"):
-        run.check_gpus(PLAN, options)
+        run.check_gpus(PLAN)
     there = replace(PLAN, script=run.example_script())
     for gpus, smaller in ((1, "a smaller --nproc, or "), (0, "")):
         monkeypatch.setattr(run, "gpu_count", lambda gpus=gpus: gpus)
         told = f"--nproc 2 needs as many GPUs, and {gpus} can be seen: give {smaller}--backend tape"
         with pytest.raises(LaunchError, match=told):
-            run.check_gpus(there, options)
+            run.check_gpus(there)
     monkeypatch.setattr(run, "gpu_count", lambda: 2)
-    run.check_gpus(there, options)
-    experts = replace(there, scopes=("attn", "moe"))
-    with pytest.raises(LaunchError, match="add --cg-grouped-gemm torch"):
-        run.check_gpus(experts, options)
-    run.check_gpus(replace(experts, graph_extra=("--cg-grouped-gemm=torch",)), options)
-    run.check_gpus(replace(experts, model=("--moe-expert-capacity-factor", "1.0")), options)
-    assert list(tmp_path.iterdir()) == []
+    run.check_gpus(there)

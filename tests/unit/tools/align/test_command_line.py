@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from megatron_cg.tools.align.compare import (
     Outcome,
     Value,
 )
+from megatron_cg.tools.align.processes import Run
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.cli.main import main
 
@@ -29,21 +30,16 @@ def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "from_text", lambda *_: stream)
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> dict[str, Any]:
-    """Let both backends give ``outcome``; returns what they are asked."""
-    asked: dict[str, Any] = {}
+def answer(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> dict[str, str]:
+    """Let the runs have ``outcome``; returns the command line of each by its name."""
+    asked: dict[str, str] = {}
 
-    def on_gpus(plan: Any, data: Any, options: Any) -> Outcome:
-        asked.update(plan=plan, data=data, options=options)
+    def made(runs: Sequence[Run], timeout: float) -> Outcome:
+        asked.update({run.name: " ".join(run.words) for run in runs})
         return outcome
 
-    def on_tape(plan: Any, processes: int, data: Any, options: Any) -> Outcome:
-        asked.update(plan=plan, processes=processes, data=data, options=options)
-        return outcome
-
-    monkeypatch.setattr(command, "check_gpus", lambda *_: None)
-    monkeypatch.setattr(command, "align_on_gpus", on_gpus)
-    monkeypatch.setattr(command, "align_on_tape", on_tape)
+    monkeypatch.setattr(command, "check_gpus", lambda _: None)
+    monkeypatch.setattr(command, "run_and_compare", made)
     return asked
 
 
@@ -76,7 +72,7 @@ def test_the_table_shows_numbers_differences_and_shards(
     main(["align", "--backend", "tape"])
     out = capsys.readouterr().out
     assert "gradient norm (rank 1)" in out and "5.000e-01" in out and "differ" in out
-    assert "9, different: 7" in out and "main:w4" in out and "and 2 more" in out
+    assert "9, different: 7" in out and "main:w4" in out and "main:w5" not in out
     assert "3 captured" in out and "[the end]" in out
     assert "CPU tape: a recording of ATen operations replaces the CUDA graph" in out
 
@@ -96,33 +92,39 @@ def test_arguments_reach_the_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     line += "--scopes moe_router --cg-grouped-gemm torch "
     line += "-- --seed 7 --cg-moe-rows 1.5 --preset --"
     assert main(line.split()) == 0
-    plan = asked["plan"]
-    assert (plan.steps, plan.warmup_steps, plan.nproc) == (14, 2, 4)
-    assert plan.scopes == ("moe_router",) and plan.extra == ("--seed", "7", "--preset", "--")
-    graphs = "--cg-grouped-gemm torch --cg-backend native --cg-moe-rows 1.5"
-    assert " ".join(plan.graph_extra) == graphs
-    assert "--num-experts" in plan.model and plan.script.name == "pretrain_gpt.py"
+    for words in asked.values():
+        assert "--nproc-per-node 4" in words and "--train-iters 14" in words
+        assert "pretrain_gpt.py" in words and "--num-experts" in words
+        assert "--seed 7 --preset -- --cg-record" in words
+    graphs = "--cuda-graph-modules moe_router --cuda-graph-warmup-steps 2"
+    assert graphs in asked["graphs"] and "--cuda-graph-impl none" in asked["eager"]
+    flags = "--cg-grouped-gemm torch --cg-backend native --cg-moe-rows 1.5"
+    assert flags in asked["graphs"] and flags not in asked["eager"]
 
 
-def test_arguments_reach_the_runs_on_the_tape(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_reach_the_runs_on_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "")))
-    line = "align --preset mixtral-tiny --backend tape --scopes moe --nproc 640 "
-    assert main([*line.split(), "--cg-grouped-gemm", "torch"]) == 0
-    plan = asked["plan"]
-    assert asked["processes"] == 640 and plan.graphs and plan.device_counts
-    assert plan.model.grouped and plan.model.graph_modules == ("moe",)
-    assert "640 processes share" in capsys.readouterr().out
+    line = "align --preset mixtral-tiny --backend tape --scopes attn moe_router --nproc 640"
+    assert main(line.split()) == 0
+    assert asked["eager"].replace('"graphs": false', '"graphs": true') == asked["graphs"].replace(
+        "graphs/record", "eager/record"
+    )
+    assert '"graph_modules": ["attn", "moe_router"]' in asked["graphs"]
+    assert " 640 " in asked["graphs"]
 
 
-@pytest.mark.parametrize(("scopes", "expected"), [([], ("attn", "moe_router")), (["--scopes"], ())])
+@pytest.mark.parametrize(
+    ("scopes", "expected"),
+    [([], "--cuda-graph-modules attn moe_router --cuda-graph-warmup"), (["--scopes"], None)],
+)
 def test_scopes_are_the_presets_unless_given(
-    scopes: list[str], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    scopes: list[str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "")))
     main(["align", "--preset", "qwen3-moe", "--backend", "transformer_engine", *scopes])
-    assert asked["plan"].scopes == expected
+    assert (expected or "--cuda-graph-impl transformer_engine --cuda-graph-warmup") in asked[
+        "graphs"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,11 +135,9 @@ def test_scopes_are_the_presets_unless_given(
         ("--backend tape --preset mamba-hybrid-tiny", "cannot be built on a CPU"),
         ("--backend tape --script x.py", "cannot take --script x.py"),
         ("--backend tape -- --seed 1", "cannot take --seed 1"),
-        ("--backend tape --steps 3", "leaves no step after --warmup-steps 3"),
-        ("--backend tape --scopes moe_router", "model of llama-tiny has no experts"),
-        ("--backend tape --cg-grouped-gemm torch", "model of llama-tiny has no experts"),
-        ("--backend tape --preset mixtral --scopes mamba", "has no Mamba layers"),
-        ("--backend tape --preset mixtral --scopes moe", "add --cg-grouped-gemm torch"),
+        ("--backend tape --cg-grouped-gemm torch", "cannot take --cg-grouped-gemm torch"),
+        ("--backend tape --scopes moe_router", "llama-tiny has no moe_router to capture"),
+        ("--backend tape --preset mixtral --scopes mamba moe", "has no mamba and moe to capture"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_code_2(

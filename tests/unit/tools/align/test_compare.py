@@ -191,7 +191,7 @@ def changed(group: str, name: str, value: Any) -> Callable[[Record], None]:
     ("change", "where"),
     [
         (changed("model", "hidden_size", 64), "model: hidden_size 32 and 64"),
-        (changed("model", "num_experts", 4), "model: num_experts none and 4"),
+        (changed("model", "num_experts", 4), "model: num_experts None and 4"),
         (changed("data", "data_path", ["8 bytes"]), "data: data_path ['9 bytes'] and ['8 bytes']"),
         (lambda rank: rank["versions"].update(torch="1.0"), "versions: torch 0.0 and 1.0"),
         (lambda rank: rank.update(device="a GPU"), "machine: device cpu and a GPU"),

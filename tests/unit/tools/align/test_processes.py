@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,6 @@ from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Outcom
 from megatron_cg.tools.align.processes import (
     OVERDUE,
     LaunchError,
-    Options,
     Run,
     check_start,
     named_error,
@@ -33,12 +33,12 @@ directory = pathlib.Path(sys.argv[1]); directory.mkdir(parents=True)
 class RunsOnceReady(Run):
     """A run whose timeout begins only once it has reported, by a file, that it is ready."""
 
-    def start(self, timeout: float) -> None:
-        super().start(timeout)
-        assert self.process is not None
+    def start(self) -> subprocess.Popen[bytes]:
+        process = super().start()
         while not (self.directory / "ready").exists():
-            assert self.process.poll() is None
+            assert process.poll() is None
             time.sleep(0.05)
+        return process
 
 
 READY = "import pathlib, sys; pathlib.Path(sys.argv[1]).parent.joinpath('ready').touch()\n"
@@ -64,17 +64,15 @@ def recording(loss: float, **fields: Any) -> str:
 @pytest.mark.parametrize(("loss", "status"), [(1.0, IDENTICAL), (2.0, DIFFERENT)])
 def test_two_runs_are_compared(loss: float, status: str, tmp_path: Path) -> None:
     runs = make_runs(tmp_path, recording(1.0), recording(loss))
-    outcome = run_and_compare(runs, Options(tmp_path, timeout=600))
+    outcome = run_and_compare(runs, 600)
     assert outcome.comparison.status == status
     assert outcome.eager is not None and outcome.graphed is not None
     # Their records are in the way of the next runs.
     with pytest.raises(LaunchError, match="holds an earlier run"):
-        check_start(Options(tmp_path, timeout=600))
+        check_start(tmp_path)
     # And the eager one can be compared with again.
     again = make_runs(tmp_path / "again", "raise SystemExit(9)", recording(loss))[1:]
-    options = Options(tmp_path / "again", timeout=600, eager_record=runs[0].record)
-    assert options.names == ("graphs",)
-    assert run_and_compare(again, options).comparison.status == status
+    assert run_and_compare(again, 600, runs[0].record).comparison.status == status
 
 
 def failed(outcome: Outcome) -> str:
@@ -110,9 +108,9 @@ def test_a_run_that_failed_is_named_with_why_and_is_the_last(
     eager: str, graphs: str, reason: str, tail: str, tmp_path: Path
 ) -> None:
     runs = make_runs(tmp_path, eager, graphs)
-    outcome = run_and_compare(runs, Options(tmp_path, timeout=600))
+    outcome = run_and_compare(runs, 600)
     assert failed(outcome).startswith(reason) and tail in outcome.log_tail
-    assert (runs[1].process is None) is reason.startswith("the eager run")
+    assert runs[1].log.exists() is not reason.startswith("the eager run")
 
 
 def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
@@ -125,7 +123,7 @@ def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, *{words!r}]))"
     runs = make_runs(tmp_path, recording(1.0), code)
-    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=600)))
+    reason = failed(run_and_compare(runs, 600))
     assert reason == "the graphs run ended with exit code 1: rank 1 was ended by Signal 9 (SIGKILL)"
 
 
@@ -138,7 +136,7 @@ def test_a_run_that_takes_too_long_is_ended_with_its_workers(tmp_path: Path) -> 
         f"{READY}worker.wait()\n"
     )
     runs = make_runs(tmp_path, code, recording(1.0))
-    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=0.5)))
+    reason = failed(run_and_compare(runs, 0.5))
     assert reason == "the eager run did not end within --timeout 0.5 s"
     pid = (tmp_path / "eager" / "pid").read_text()
     deadline = time.monotonic() + 300
@@ -162,7 +160,7 @@ def test_the_signal_that_stops_torchrun_is_not_taken_for_the_cause(
         f"{READY}time.sleep(600)\n"
     )
     runs = make_runs(tmp_path, recording(1.0), code)
-    outcome = run_and_compare(runs, Options(tmp_path, timeout=0.5))
+    outcome = run_and_compare(runs, 0.5)
     before = f"said {said!r} and " if said else ""
     assert failed(outcome) == f"the graphs run {before}{OVERDUE} 0.5 s"
     assert OVERDUE in outcome.log_tail

@@ -78,8 +78,9 @@ def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_made(
     monkeypatch.setenv("FAILS", fails)
     made = bench(STEPS, tmp_path / "out.json", code=3)
     said = capfd.readouterr()
-    assert f"CUDA out of memory.\nthe run {fails}.1 failed: torch.OutOfMemoryError" in said.err
-    assert f"{fails} failed in round 1: torch.OutOfMemoryError" in said.out
+    reason = "ended with exit code 1: torch.OutOfMemoryError"
+    assert f"CUDA out of memory.\nthe run {fails}.1 failed: {reason}" in said.err
+    assert f"{fails} failed in round 1: {reason}" in said.out
     # Ratios are to the first run that was made.
     first, last = made["summary"].values()
     assert (first["ratio"], last["ratio"]) == (1.0, pytest.approx(200.5 / first["ms"]))

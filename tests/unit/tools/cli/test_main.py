@@ -148,11 +148,7 @@ from megatron_cg.tools.cli import align, main
 
 def run(args, extra):
     started = Run("a", [sys.executable, "-c", {worker!r}], dict(os.environ), Path({folder!r}))
-    try:
-        started.start(60.0)
-        return started.wait()
-    finally:
-        started.stop()
+    return started.make(60.0)
 
 align.run = run
 sys.exit(main.main(["align"]))
