@@ -63,6 +63,8 @@ _CAUSES = {
     "layers does so): a replay would overwrite activations that a backward still needs.",
     "autocast": "The graph computes in the precision of capture. Keep one torch.autocast around "
     "the same passes in all steps (with Megatron: none, but --bf16), or train without graphs.",
+    "autocast cache": "The graph casts a weight once for all its uses, or for each, as at capture. "
+    "Keep cache_enabled of torch.autocast in all steps.",
     "determinism": "The graph holds the kernels of capture. Set it before training begins.",
     "default dtype": "The graph makes tensors of the dtype of capture. Set it before training "
     "begins.",
@@ -71,7 +73,7 @@ _CAUSES = {
     "hooks": "A replay runs no Python of the modules inside the graph, so such a hook is not "
     "called. Put it on the layer itself, where it runs around every replay.",
 }
-_MODES = ("grad mode", "autocast", "determinism", "default dtype", "fp8")
+_MODES = ("grad mode", "autocast", "autocast cache", "determinism", "default dtype", "fp8")
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ class DependsOn:
         return (
             torch.is_grad_enabled(),
             autocast_of(self._device_type),
+            torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_default_dtype(),
             self._numerics(),

@@ -38,11 +38,6 @@ def said(*calls: Callable[[], Any]) -> list[str]:
     return results
 
 
-def request(rank: int) -> Vote:
-    """Rank 1 is against it, and has another size than rank 0."""
-    return Vote(against=rank == 1, size=96 + 32 * rank, graphs=5)
-
-
 def confirmed_by_both(rank: int, votes: Agreement) -> Any:
     return said(votes.confirm, votes.report_failure)
 
@@ -80,11 +75,6 @@ def other_graphs(rank: int, votes: Agreement) -> Any:
 def failed_alone(rank: int, _votes: Agreement) -> Any:
     votes = Agreement(SHORT)
     return said(votes.report_failure, votes.report_failure) if rank == 1 else None
-
-
-def decided_at_once(rank: int, votes: Agreement) -> Any:
-    decision = votes.agree(Kind.MISMATCH, request(rank))
-    return [decision.against, decision.smallest, decision.largest]
 
 
 def came_to_different_votes(rank: int, votes: Agreement) -> Any:
@@ -146,7 +136,6 @@ SCENARIOS = (
     other_sizes,
     other_graphs,
     failed_alone,
-    decided_at_once,
     came_to_different_votes,
     came_late,
     left_a_graph,
@@ -162,7 +151,7 @@ def vote_in_detail() -> list[Any]:
     set_debug_level_from_env()
     rank = dist.get_rank()
     votes, alone = Agreement(LONG), Agreement(SHORT)
-    decision = votes.agree(Kind.DELETION, request(rank))
+    decision = votes.agree(Kind.DELETION, Vote(against=rank == 1))
     result = [decision.against, *said(votes.ready, votes.confirm)]
     missed = said(alone.ready) if rank == 0 else []
     # Both end together: rank 0's exchange has rank 1 to connect to.
@@ -240,10 +229,6 @@ def test_a_rank_that_fails_alone_does_not_go_on(outcome: Any) -> None:
     for told in outcome(failed_alone)[1]:
         assert told.startswith("CaptureError: this rank's capture failed, and the other ranks did")
         assert "Timed out waiting 1000ms" in told and "--cuda-graph-impl none" in told
-
-
-def test_all_learn_the_same_at_once(outcome: Any) -> None:
-    assert outcome(decided_at_once) == [[[1], 96, 128]] * 2
 
 
 def test_ranks_at_different_votes_all_end_and_vote_no_more(outcome: Any) -> None:

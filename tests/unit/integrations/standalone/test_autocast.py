@@ -90,6 +90,13 @@ def test_a_step_in_another_precision_is_no_step_of_these_graphs(place: str) -> N
         expect(graphs.counters, mismatched=STEPS * UNITS)
 
 
+def test_a_step_without_the_cache_of_casts_runs_eagerly() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        return under("forward", cache=run.step < STEPS - 1)(run, x)
+
+    assert_as_eager({"replayed": REPLAYED - UNITS, "mismatched": UNITS}, units, microbatch)
+
+
 class UnderItsOwn(Unit):
     """Enters autocast outside of the unit below it."""
 
