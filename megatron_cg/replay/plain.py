@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, Enum)
-_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _SEQUENCES = (tuple, list)
 _SETS = (set, frozenset)
 _DEPTH = 4

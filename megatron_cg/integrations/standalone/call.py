@@ -236,7 +236,7 @@ class CallForm:
         problems = [
             f"argument {name} is {_in_words(value)}"
             for name, value in self.marks.items()
-            if not isinstance(value, _Mark | torch.Size) and not is_plain(value)
+            if not isinstance(value, _Mark) and not is_plain(value)
         ]
         return problems if self.names else [*problems, "no argument is a tensor"]
 

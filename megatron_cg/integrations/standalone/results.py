@@ -68,7 +68,7 @@ class Results:
                 tensors.append(leaf)
             return marks[id(leaf)]
 
-        leaves, spec = tree_flatten(value)
+        leaves, spec = tree_flatten(value, is_plain)
         form = [marked(leaf) for leaf in leaves]
         return cls(form, spec, {p: marked(one) for p, one in attributes.items()}), tensors
 

@@ -132,6 +132,7 @@ def test_what_no_graph_can_take_is_named(made: Call, named: list[str]) -> None:
     assert [text.split(" is ")[0] for text in problems] == named
 
 
-def test_an_attribute_of_another_class_of_tensors_is_named() -> None:
-    results, _ = Results.of(X, {(torch.nn.Identity(), "loss"): KIND}, {})
+def test_a_shape_is_returned_whole_and_an_attribute_that_no_graph_can_set_is_named() -> None:
+    results, _ = Results.of((X, X.shape), {(torch.nn.Identity(), "loss"): KIND}, {})
+    assert results.leaves[1] == X.shape
     assert results.problem(None) == "returns, or sets as an attribute, a Kind"
