@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER
-from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.events import (
     CaptureBegan,
     CaptureEnded,
@@ -29,9 +28,8 @@ from megatron_cg.events import (
     StepRepeated,
     subscribers,
 )
-from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.unit import Unit
-from megatron_cg.telemetry.record import add_capture, memory, note
+from megatron_cg.telemetry.record import Memory, add_capture, memory, note
 from megatron_cg.upstream.megatron import LayerConfig
 from megatron_cg.upstream.symbols import Symbol
 
@@ -48,36 +46,6 @@ _GRAPHABLE = Symbol(
 )
 _SCOPES = Symbol(f"{_TRANSFORMER}.enums:CudaGraphModule", "the scopes by name")
 RELIES_ON = (_LAYER, _GRAPHABLE, _SCOPES)
-
-
-class _Capture:
-    """One capture, from :class:`CaptureBegan` to :class:`CaptureEnded`."""
-
-    def __init__(self, began: CaptureBegan) -> None:
-        self._model, self._units = began.model, tuple(began.units)
-        self._memory, self._since = memory(), time.perf_counter()
-
-    def end(self, counters: Counters | None, error: BaseException | None) -> None:
-        """Record the capture; all graphs replay from now on, or it failed with ``error``."""
-        entry = {
-            "seconds": time.perf_counter() - self._since,
-            "memory": {"before": self._memory, "after": memory()},
-            "layers": 0 if counters is None else len(self._units),
-            "graphs": 0 if counters is None else counters.captured,
-            "coverage": [] if counters is None else self._coverage(),
-            "error": None if error is None else f"{type(error).__name__}: {error}",
-        }
-        add_capture(entry, counters)
-        if error is None and self._units and _is_first_rank():
-            print(f"megatron_cg: {_summary(entry)}", flush=True)
-
-    def _coverage(self) -> list[dict[str, Any]]:
-        """The coverage rows; empty if Megatron is not as relied on, as the graphs work anyway."""
-        try:
-            return coverage(self._model, self._units)
-        except UpstreamChangedError as error:
-            logger.warning("megatron_cg: what was graphed is not recorded: %s", error)
-            return []
 
 
 def coverage(model: nn.Module, units: Sequence[Unit]) -> list[dict[str, Any]]:
@@ -136,7 +104,8 @@ def _summary(capture: Mapping[str, Any]) -> str:
     return f"{text}; {allocated:+.0f} MiB of GPU memory allocated, {reserved:+.0f} MiB reserved"
 
 
-_under_way: list[_Capture] = []
+_under_way: list[tuple[CaptureBegan, Memory | None, float]] = []
+"""The capture that has begun, the memory before it and when that was."""
 
 
 def follow_captures() -> None:
@@ -147,7 +116,7 @@ def follow_captures() -> None:
 
 def _hear(event: Event) -> None:
     if isinstance(event, CaptureBegan):
-        _under_way[:] = [_Capture(event)]
+        _under_way[:] = [(event, memory(), time.perf_counter())]
     elif isinstance(event, GraphsDeleted):
         note("graphs", event.total.as_dict())
         if _is_first_rank():
@@ -155,17 +124,30 @@ def _hear(event: Event) -> None:
             print(f"megatron_cg: graphs of rank 0: {counts}.", flush=True)
     elif isinstance(event, StepRepeated):
         if _is_first_rank():
-            logger.warning("megatron_cg: %s", _repeated(event))
-    elif isinstance(event, CaptureEnded) and _under_way:
-        _under_way.pop().end(event.counters, event.error)
+            step = "a step" if event.step is None else f"step {event.step}"
+            logger.warning(
+                f"megatron_cg: {step} repeated: a rank had {event.rows:,} rows for another in a "
+                f"MoE layer, bound {event.bound:,}. With --cg-moe-rows {event.enough:g} or more "
+                "it would have fitted."
+            )
+    elif _under_way:
+        _report(*_under_way.pop(), event)
 
 
-def _repeated(event: StepRepeated) -> str:
-    step = "a step" if event.step is None else f"step {event.step}"
-    return (
-        f"{step} repeated: a rank had {event.rows:,} rows for another in a MoE layer, bound "
-        f"{event.bound:,}. With --cg-moe-rows {event.enough:g} or more it would have fitted."
-    )
+def _report(began: CaptureBegan, before: Memory | None, since: float, ended: CaptureEnded) -> None:
+    """Record a capture that has ended; all graphs replay from now on, or it failed."""
+    counters, error = ended.counters, ended.error
+    entry = {
+        "seconds": time.perf_counter() - since,
+        "memory": {"before": before, "after": memory()},
+        "layers": 0 if counters is None else len(began.units),
+        "graphs": 0 if counters is None else counters.captured,
+        "coverage": [] if counters is None else coverage(began.model, began.units),
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+    }
+    add_capture(entry, counters)
+    if error is None and began.units and _is_first_rank():
+        print(f"megatron_cg: {_summary(entry)}", flush=True)
 
 
 def _is_first_rank() -> bool:

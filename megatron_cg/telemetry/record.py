@@ -59,6 +59,7 @@ _VARIABLES = ("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH
 _WRITE_SECONDS = 10.0
 """Steps are written that often; a killed run lacks at most those of this time."""
 
+Memory = dict[str, int]
 _active: list[Recorder] = []
 
 
@@ -80,27 +81,14 @@ def add_capture(capture: Mapping[str, Any], counters: Counters | None) -> None:
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Send notes, captures and warnings of this package to ``recorder`` inside the block."""
-    package, warnings = logging.getLogger("megatron_cg"), _Warnings(recorder)
-    package.addHandler(warnings)
+    package = logging.getLogger("megatron_cg")
+    package.addHandler(recorder)
     _active.append(recorder)
     try:
         yield
     finally:
         _active.remove(recorder)
-        package.removeHandler(warnings)
-
-
-class _Warnings(logging.Handler):
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(logging.WARNING)
-        self._recorder = recorder
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Record a warning or an error; logging handles failures, as in every handler."""
-        try:
-            self._recorder.add_event(record.levelname.lower(), record.getMessage())
-        except Exception:
-            self.handleError(record)
+        package.removeHandler(recorder)
 
 
 def install_recorder(
@@ -124,8 +112,10 @@ def install_recorder(
         return stack.pop_all().close
 
 
-class Recorder:
+class Recorder(logging.Handler):
     """The record of one rank; its file grows step by step, from the begin of training.
+
+    As a handler of logging it records warnings and errors.
 
     Args:
         directory: where ``rank<N>.jsonl`` is written.
@@ -134,6 +124,7 @@ class Recorder:
     """
 
     def __init__(self, directory: Path, *, digests: bool = True, interval: int = 1) -> None:
+        super().__init__(logging.WARNING)
         rank = int(os.environ.get("RANK", "0"))
         self._path = directory / f"rank{rank}.jsonl"
         self._digests, self._interval = digests, max(1, interval)
@@ -170,9 +161,13 @@ class Recorder:
             self._counters.append(counters)
         self.note("captures", [{"after_step": self._steps, **capture}])
 
-    def add_event(self, level: str, text: str) -> None:
-        """Add an event for the reader, and the number of steps trained before it."""
-        self.note("events", [{"after_step": self._steps, "level": level, "text": text}])
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a warning or an error, and the number of steps trained before it."""
+        try:
+            level, text = record.levelname.lower(), record.getMessage()
+            self.note("events", [{"after_step": self._steps, "level": level, "text": text}])
+        except Exception:
+            self.handleError(record)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``train_step`` that also adds its loss, gradient norm and time to the record."""
@@ -292,18 +287,15 @@ class Recorder:
         self._written = time.monotonic()
 
 
-def memory() -> dict[str, int] | None:
+def memory() -> Memory | None:
     """Bytes of this process on the current GPU, or None if it uses none.
 
     Tensors and graphs hold ``allocated_bytes``; ``reserved_bytes`` also includes the allocator's
-    cache; ``peak_allocated_bytes`` is the highest since the process began or since the last reset.
-    Read from torch's allocator, without a query to the GPU.
+    cache. Read from torch's allocator, without a query to the GPU.
     """
     if not torch.cuda.is_initialized():
         return None
     stats = torch.cuda.memory_stats()
     return {
-        "allocated_bytes": stats["allocated_bytes.all.current"],
-        "reserved_bytes": stats["reserved_bytes.all.current"],
-        "peak_allocated_bytes": stats["allocated_bytes.all.peak"],
+        f"{kind}_bytes": stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved")
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_cg.arguments.schema import NATIVE, SCOPES, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.align.presets import preset_names
-from megatron_cg.tools.cli.options import positive, seconds, whole
+from megatron_cg.tools.cli.options import positive, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep logs and records here; 'megatron-cg report DIR' makes a page of them",
     )
-    add("--timeout", type=seconds, default=1800.0, help="seconds that a run may take")
+    add("--timeout", type=positive, default=1800, help="seconds that a run may take")
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_cg.tools.align.presets import preset_names
-from megatron_cg.tools.cli.options import positive, seconds
+from megatron_cg.tools.cli.options import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--out", type=Path, metavar="JSON", help="write all numbers, commands and versions here")
     add("--work-dir", type=Path, metavar="DIR", help="keep logs and traces here")
-    add("--timeout", type=seconds, default=1800.0, help="seconds that a run may take")
+    add("--timeout", type=positive, default=1800, help="seconds that a run may take")
     add("--dry-run", action="store_true", help="print the command lines, and run nothing")
 
 

@@ -48,14 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # rich raises SystemExit when the reader is gone.
         if BrokenPipeError in (type(error), type(error.__context__)):
             # Nobody reads the rest, including what Python flushes at exit.
-            _discard_output()
+            with contextlib.suppress(io.UnsupportedOperation):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return NO_READER
         if isinstance(error, SystemExit):
             raise
         text, code = _told(error)
-        if isinstance(error, OSError) and error.filename is None:
-            # Python would fail again when it flushes the rest at exit, with a code of its own.
-            _discard_output()
         print(f"{name}: {text}", file=sys.stderr)
         return code
 
@@ -74,7 +72,7 @@ def _run(words: Sequence[str]) -> int:
     # And torch warns if there is nvcc but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     code = int(args.run(args, extra))
-    # Here, so that a full disk is told.
+    # Here, so that a reader that has gone is seen.
     print(end="", flush=True)
     return code
 
@@ -112,12 +110,6 @@ def _told(error: BaseException) -> tuple[str, int]:
     traceback.print_exception(error)
     text = "this was not foreseen. If the lines above end in megatron_cg, please report them"
     return text, DEFECT
-
-
-def _discard_output() -> None:
-    """Discard what is still to be written to stdout, unless it is no file, as with Jupyter."""
-    with contextlib.suppress(io.UnsupportedOperation):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end_in_order() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 
 
 def whole(text: str, least: int = 0) -> int:
@@ -16,14 +15,3 @@ def whole(text: str, least: int = 0) -> int:
 def positive(text: str) -> int:
     """A whole number of 1 or more."""
     return whole(text, 1)
-
-
-def seconds(text: str) -> float:
-    """A finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value

@@ -59,15 +59,11 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
 
     from megatron_cg.compiled.save import save
 
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(args.deterministic or before)
-    try:
-        name = args.build.rpartition(":")[2]
-        manifest = save(
-            build, args.out, name=name, world_size=args.world_size, capability=args.capability
-        )
-    finally:
-        torch.use_deterministic_algorithms(before)
+    torch.use_deterministic_algorithms(args.deterministic)
+    name = args.build.rpartition(":")[2]
+    manifest = save(
+        build, args.out, name=name, world_size=args.world_size, capability=args.capability
+    )
     ranks = ", ".join(map(str, manifest.traced_ranks))
     print(
         f"wrote {args.out / name}.artifact, without weights\n"
