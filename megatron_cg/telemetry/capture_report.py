@@ -151,7 +151,6 @@ def _report(began: CaptureBegan, before: Memory | None, since: float, ended: Cap
 
 
 def _is_first_rank() -> bool:
-    """Whether this is rank 0, or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

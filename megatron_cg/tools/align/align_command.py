@@ -42,7 +42,6 @@ from megatron_cg.tools.align.token_data import TokenStream, existing, from_text,
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, NOT_COMPARABLE: 2, FAILED: 3}
 _SHOWN_SHARDS = 5
 _DIFFER = "[bold red]differ[/]"
-_COLOURS = {IDENTICAL: "green", DIFFERENT: "red"}
 MakeRun = Callable[[TokenStream, Path, str], Run]
 """Makes the run of that name, not started yet, of the data and the folder for both runs."""
 
@@ -124,7 +123,7 @@ def print_report(console: Console, title: str, outcome: Outcome, notice: str = "
             console.print(f"  differs: {name}", markup=False, highlight=False, soft_wrap=True)
     if comparison.graphs:
         console.print(f"graphs, all ranks: {counts_text(comparison.graphs)}", soft_wrap=True)
-    colour = _COLOURS.get(comparison.status, "red")
+    colour = "green" if comparison.status == IDENTICAL else "red"
     reason = f": {comparison.reason}" if comparison.reason else ", to the last bit"
     reason += f" ({notice})" if notice else ""
     console.print(f"[bold {colour}]{comparison.status.upper()}[/]{escape(reason)}", soft_wrap=True)

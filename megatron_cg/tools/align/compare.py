@@ -15,7 +15,6 @@ NOT_COMPARABLE = "not comparable"
 Rank = Mapping[str, Any]
 Run = Mapping[int, Rank]
 Labels = tuple[str, str]
-_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -83,17 +82,16 @@ def compare(
     """
     counts = graph_counts(graphed)
     pairs = zip(labels, map(missing_ranks, (eager, graphed)), strict=True)
-    missing = next((f"{label} has {ranks}" for label, ranks in pairs if ranks), "")
-    unlike = [] if missing else _differences(eager[0], graphed[0])
-    if unlike:
-        more = f"; and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
-        reason = f"{labels[0]} and {labels[1]} have different setups: {'; '.join(unlike[:_SHOWN])}"
-        return Comparison(NOT_COMPARABLE, reason + more, graphs=counts)
+    for label, ranks in pairs:
+        if ranks:
+            return Comparison(FAILED, f"{label} has {ranks}", graphs=counts)
+    if unlike := _differences(eager[0], graphed[0]):
+        reason = f"{labels[0]} and {labels[1]} have different setups: {'; '.join(unlike)}"
+        return Comparison(NOT_COMPARABLE, reason, graphs=counts)
     values = tuple(_values(eager, graphed))
     shards, different = _shards(eager, graphed)
     facts = (values, shards, different, counts)
-    broken = missing or _broken(eager, graphed, counts, labels)
-    if broken:
+    if broken := _broken(eager, graphed, counts, labels):
         return Comparison(FAILED, broken, *facts)
     first = next((value for value in values if not value.same), None)
     if first is not None:
@@ -136,16 +134,14 @@ def missing_ranks(run: Run) -> str:
     absent = [str(rank) for rank in range(size) if rank not in run]
     if not absent:
         return ""
-    names = ", ".join([*absent[:_SHOWN], *(["..."] * (len(absent) > _SHOWN))])
-    return f"records of {len(run)} of its {size} ranks, none of {names}"
+    return f"records of {len(run)} of its {size} ranks, none of {', '.join(absent[:6])}"
 
 
 def _values(eager: Run, graphed: Run) -> Iterator[Value]:
     """Every number, by step, then by rank, so the first difference is the earliest."""
-    ranks = sorted(set(eager) & set(graphed))
-    longest = max((len(run[r]["steps"]) for run in (eager, graphed) for r in ranks), default=0)
+    longest = max(len(rank["steps"]) for run in (eager, graphed) for rank in run.values())
     for step in range(longest):
-        for rank in ranks:
+        for rank in sorted(eager):
             numbers, others = (numbers_of(run[rank]["steps"], step) for run in (eager, graphed))
             for name in dict.fromkeys([*numbers, *others]):
                 yield Value(rank, step + 1, name, numbers.get(name), others.get(name))
@@ -164,7 +160,7 @@ def numbers_of(steps: Sequence[Any], step: int) -> dict[str, str]:
 def _shards(eager: Run, graphed: Run) -> tuple[int, tuple[str, ...]]:
     """The number of shards in the two runs, and the shards that are not equal in both."""
     count, different = 0, []
-    for rank in sorted(set(eager) & set(graphed)):
+    for rank in sorted(eager):
         shards, others = eager[rank]["parameters"], graphed[rank]["parameters"]
         names = dict.fromkeys([*shards, *others])
         count += len(names)

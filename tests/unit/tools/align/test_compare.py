@@ -217,4 +217,4 @@ def test_another_number_of_ranks_is_not_comparable(eager: Run) -> None:
 
 def test_of_many_missing_ranks_the_first_are_named() -> None:
     run = {0: make_rank(world_size=9), 2: make_rank(rank=2, world_size=9)}
-    assert missing_ranks(run).endswith("none of 1, 3, 4, 5, 6, 7, ...")
+    assert missing_ranks(run).endswith("none of 1, 3, 4, 5, 6, 7")
