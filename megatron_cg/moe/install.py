@@ -83,7 +83,7 @@ def use_device_counts(bound: RowBound | None = None, *, by_peers: bool = False) 
     with ExitStack() as undo:
         undo.callback(set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
         undo.callback(put_over(*_DISPATCHER.place(), make_dispatcher))
-        undo.callback(relax_rules(_check))
+        undo.callback(allow_dropless_experts())
         return undo.pop_all().close
 
 
@@ -123,6 +123,11 @@ def captures_experts(config: Any) -> bool:
         and (capacity is None or capacity < 0)
         and not config.moe_pad_expert_input_to_capacity
     )
+
+
+def allow_dropless_experts() -> Undo:
+    """Let configs that are made from now on capture whole MoE layers; returns the undo."""
+    return relax_rules(_check)
 
 
 def _check(config: Any, rules: Callable[[Any], None]) -> None:

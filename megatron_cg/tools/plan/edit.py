@@ -249,7 +249,10 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
         yield stated, "--cuda-graph-scope is its older name"
     available = available_scopes(run) or (frozenset({"attn", "moe" if run.is_moe else "mlp"}),)
     here = frozenset().union(*available)
-    base = tuple(scope for scope in _ORDER if scope in here)
+    every = tuple(scope for scope in _ORDER if scope in here)
+    eager = {"attn", "mamba"} if run.packs_sequences else set()
+    eager |= {"attn"} if run.qk_clip or run.log_max_attention_logit else set()
+    base = tuple(scope for scope in every if scope not in eager)
     if "moe" in here and run.drops_and_pads:
         yield {_MODULES: (*base, "moe")}, _WHY
     elif "moe" in here and not (against := _against_whole(args, gpus)):
@@ -265,7 +268,7 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
             {_MODULES: (*base, "moe_router")},
             f"experts stay eager: {against or 'they do not fit'}",
         )
-    for scopes in dict.fromkeys([base, *((scope,) for scope in base)]):
+    for scopes in dict.fromkeys([base, *((scope,) for scope in base), every]):
         if scopes:
             yield {_MODULES: scopes}, _WHY
 

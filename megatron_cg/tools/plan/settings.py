@@ -121,15 +121,12 @@ def _megatrons_error(args: Any, graph: GraphArguments, variables: Mapping[str, s
     from megatron.training import arguments
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    with _hopper(variables), redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    dropless = graph.cg_grouped_gemm == "torch"
+    with _hopper(variables, dropless), redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             arguments.validate_args(args)
-            shown = copy.copy(args)
-            if graph.cg_grouped_gemm == "torch":
-                # Megatron's rule against dropless experts has no effect in the run.
-                shown.cuda_graph_modules = [s for s in args.cuda_graph_modules if s.name != "moe"]
-            core_transformer_config_from_args(shown)
+            core_transformer_config_from_args(copy.copy(args))
             _check_experts(args)
         except (Exception, SystemExit) as error:
             return _text_of(error)
@@ -150,12 +147,13 @@ def _check_experts(args: Any) -> None:
 
 
 @contextmanager
-def _hopper(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let Megatron's rules see an H100, Transformer Engine, and the run's variables."""
+def _hopper(variables: Mapping[str, str], dropless: bool) -> Iterator[None]:
+    """Let Megatron's rules see an H100, Transformer Engine, the run's variables and our changes."""
     import torch
     from megatron.core import utils
 
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+    from megatron_cg.moe.install import allow_dropless_experts
 
     before = dict(os.environ)
     gpu = SimpleNamespace(major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132)
@@ -172,6 +170,8 @@ def _hopper(variables: Mapping[str, str]) -> Iterator[None]:
             for name in [name for name in missing if name.startswith("fused_")]:
                 undo.callback(set_attribute(module, name, lambda *_a, **_n: None))
         undo.callback(allow_full_recompute())
+        if dropless:
+            undo.callback(allow_dropless_experts())
         yield
 
 

@@ -28,6 +28,7 @@ def test_every_preset_can_be_made_to_run(name: str, plan: Plan) -> None:
     assert changes(plan(str(found.best.line))) == []
 
 
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MENDED = [
     ("--optimizer-cuda-graph", "", "--optimizer-cuda-graph"),
@@ -64,6 +65,12 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
         ("--cuda-graph-modules moe", "moe"),
         ("--cuda-graph-modules moe --cg-grouped-gemm torch --cg-moe-exchange peer", "attn moe"),
         ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", "attn moe"),
+        ("--moe-expert-capacity-factor 1.0", "attn moe_router"),
+        ("--sft", "moe"),
+        ("--log-max-attention-logit", "moe"),
+        # Megatron's rules see the scopes as they are.
+        (f"{SELECTIVE} core_attn --attention-dropout 0.1 --cuda-graph-modules moe", "moe"),
+        (f"{SELECTIVE} moe --hidden-dropout 0.1", "attn moe_router"),
     ],
 )
 def test_scopes_are_chosen_unless_the_line_has_some_that_work(
