@@ -153,7 +153,7 @@ def validate(namespace: argparse.Namespace, environment: Environment | None = No
     if broken:
         raise ConfigurationError(broken)
     if getattr(namespace, "rank", 0) == 0:
-        for line in notices(run, graph, environment):
+        for line in notices(run, environment):
             logger.warning("megatron_cg: %s", line)
 
 

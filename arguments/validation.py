@@ -65,7 +65,7 @@ def violations(
     )
 
 
-def notices(run: RunArguments, graph: GraphArguments, environment: Environment) -> tuple[str, ...]:
+def notices(run: RunArguments, environment: Environment) -> tuple[str, ...]:
     """Facts that do not stop a run with graphs but belong in its log."""
     if not run.wants_graphs:
         return ()

@@ -93,8 +93,7 @@ RELIES_ON = (
     *fsdp_class("MegatronFSDP", "_params_require_handle_grad", "_root_pre_backward_hook_issued"),
     *fsdp_class("MegatronFSDP", "report_nan_in_param_grad", "mp_policy"),
     *fsdp_class("GradReducePipeline", "bucket_grad_ready_params"),
-    *fsdp_class("DataParallelBuffer", "fetch_bucket", "get_item_from_bucket", "param_idx"),
-    *fsdp_class("DataParallelBuffer", "is_data_distributed"),
+    *fsdp_class("DataParallelBuffer", "fetch_bucket", "is_data_distributed"),
     *fsdp_class("ParameterGroup", "hfsdp_helper_gbuf", "main_grad_buffer", "requires_grad"),
     *fsdp_class("ParameterGroup", "params", "fsdp_unit_id"),
 )

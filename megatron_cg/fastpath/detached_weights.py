@@ -8,7 +8,7 @@ inputs. Its own backward function passes all their gradients on in one call.
 A graph's backward replay also computes the gradients of all its weights. The backend returns copies
 of them, which are copied once more, into Megatron-FSDP's bucket. Detached, they are copied once,
 from the graph's own memory into the bucket (Note [Borrowed gradients] in
-``megatron_cg/replay/replay_function.py``). Only if a weight is also used in another way, they are
+``megatron_cg/replay/unit.py``). Only if a weight is also used in another way, they are
 copied out of the graph's memory first.
 
 Note [What autograd would have done]

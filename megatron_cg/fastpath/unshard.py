@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
-from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
+from megatron_cg.fsdp.fsdp_symbols import fsdp_function
 from megatron_cg.upstream.patch import put_over, put_over_cell
 
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
@@ -37,7 +37,7 @@ REPLACES = (
         fingerprint="00cb9ee24111bcad",
     ),
 )
-RELIES_ON = (*REPLACES, *fsdp_class("DataParallelBuffer", "get_item_from_bucket"))
+RELIES_ON = REPLACES
 
 
 class CachedParameters(list[nn.Parameter]):

@@ -116,7 +116,6 @@ def _dropless() -> list[Case]:
         row("ep2-evaluation", *EP2, *EVALUATED, "--empty-unused-memory-level", "2"),
         row("ep2-permute-fusion", *EP2, "--moe-permute-fusion"),
         row("ep2-shared-experts", *EP2, *RECOMPUTED, preset=MLA),
-        row("ep2-routing-replay", *EP2, "--moe-enable-routing-replay"),
         # In a graph as many rows as 192 of each expert, eagerly 96: grouped_mm takes other tiles.
         row("ep2-few-rows", *EP2, "--seq-length", "192"),
         row("ep2-verified", *EP2, ours=VERIFIED),

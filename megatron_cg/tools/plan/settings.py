@@ -97,7 +97,7 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
         variables={**here.variables, **line.variables},
     )
     broken = violations(run, graph, where)
-    notes = [*notices(run, graph, where), *_limits(args)]
+    notes = [*notices(run, where), *_limits(args)]
     if unknown:
         notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
     if megatron and (why := _megatrons_error(args, graph, line.variables)):

@@ -41,7 +41,7 @@ def broken_by(case: Case) -> tuple[Violation, ...]:
 
 def test_a_good_run_keeps_every_rule() -> None:
     assert violations(GOOD_RUN, GraphArguments(), GOOD_ENVIRONMENT) == ()
-    assert notices(GOOD_RUN, GraphArguments(), GOOD_ENVIRONMENT) == ()
+    assert notices(GOOD_RUN, GOOD_ENVIRONMENT) == ()
 
 
 def messages() -> str:
@@ -136,7 +136,7 @@ def test_torchs_grouped_gemm_is_checked_without_graphs_too() -> None:
 def test_no_rule_looks_at_a_run_without_layerwise_graphs(change: dict[str, Any]) -> None:
     run = dataclasses.replace(GOOD_RUN, fsdp_double_buffer=False, bf16=False, **change)
     assert violations(run, GraphArguments(cg_record="records"), Environment()) == ()
-    assert notices(run, GraphArguments(), Environment(versions={"torch": "3.0"})) == ()
+    assert notices(run, Environment(versions={"torch": "3.0"})) == ()
     graph = GraphArguments(cg_layers=("attn:0-3",), cg_verify_interval=5)
     (violation,) = violations(run, graph, Environment())
     assert violation.rule == "flags-without-graphs"
@@ -179,7 +179,7 @@ def test_unseen_versions_and_the_random_tracker_are_noticed() -> None:
     versions = {**GOOD_ENVIRONMENT.versions, "torch": "2.12.0", "megatron-fsdp": "0.7.0"}
     environment = dataclasses.replace(GOOD_ENVIRONMENT, versions=versions)
     run = dataclasses.replace(GOOD_RUN, te_rng_tracker=False)
-    lines = notices(run, GraphArguments(), environment)
+    lines = notices(run, environment)
     assert [line.split(" ")[0] for line in lines] == ["megatron-fsdp", "torch", "--te-rng-tracker"]
 
 
