@@ -75,6 +75,17 @@ def test_the_optimizers_step_begins_a_gather_that_the_next_pass_waits_for(
     assert {status.name for status in pipeline.bucket_status.values()} >= {"COMMUNICATING"}
 
 
+@pytest.mark.refuses("fp16")
+def test_unscaling_needs_the_gradients_of_all_parameters(one_rank: None) -> None:
+    options = {"fp16": True, "params_dtype": torch.float16}
+    shape = CpuModelConfig(layers=1, bf16=False, options=options)
+    scales: Any = {"initial_loss_scale": 8.0, "min_loss_scale": 1.0}
+    _, optimizer = before_its_step(shape, fp16=True, **scales)
+    optimizer.get_parameters()[0].grad = None  # as of a parameter that another rank has
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'data'"):
+        optimizer.step()
+
+
 KEPT: list[torch.Tensor] = []
 """Largest logits that a test lets nobody free."""
 
