@@ -163,5 +163,7 @@ def _tensor_kind(tensor: torch.Tensor) -> str:
 
 
 def _text(value: Any) -> str:
-    """Without addresses, which differ between processes."""
+    """Without addresses and the order of sets, which differ between processes."""
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -40,6 +40,12 @@ def test_every_field_of_megatrons_configuration_is_in_it() -> None:
     assert found["config.activation_func"].endswith("gelu>")
 
 
+def test_the_order_of_a_set_is_not_in_it() -> None:
+    one, other = ({"layers": layers} for layers in ({0, 8}, {8, 0}))
+    assert str(one) != str(other)
+    assert fingerprint(region(config=one), None) == fingerprint(region(config=other), None)
+
+
 def in_eval() -> Region:
     changed = region()
     changed.module.eval()
