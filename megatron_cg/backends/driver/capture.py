@@ -318,13 +318,14 @@ def _check_options(backend: str, options: Mapping[str, Any]) -> None:
 
 def _check_modules(callables: Sequence[nn.Module]) -> None:
     """Raise for a module in evaluation (CaptureError), or with a trainable buffer (HookError)."""
-    if not all(module.training for module in callables):
-        raise CaptureError("a callable is in evaluation: call .train() before capture")
     for index, module in enumerate(callables):
+        label = f"callable {index} ({type(module).__name__})"
+        if not module.training:
+            raise CaptureError(f"{label} is in evaluation: call .train() before capture")
         if any(buffer.requires_grad for buffer in module.buffers()):
             raise HookError(
-                f"callable {index} ({type(module).__name__}) has a buffer that requires a "
-                "gradient: only parameters may be trainable. Make it a parameter."
+                f"{label} has a buffer that requires a gradient: only parameters may be "
+                "trainable. Make it a parameter."
             )
 
 
