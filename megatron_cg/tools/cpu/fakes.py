@@ -257,17 +257,23 @@ def _generators(stack: ExitStack) -> None:
     Both have private ``_get_cuda_rng_state``/``_set_cuda_rng_state`` (megatron-core 0.19.2,
     tensor_parallel/random.py; megatron-fsdp 0.6.1, utils.py) that call into torch._C.
     """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
-    from megatron.core.tensor_parallel import random
-
-    modules = [random, utils]
-    with suppress(ModuleNotFoundError):
-        modules.append(importlib.import_module("megatron_fsdp.utils"))
+    trackers = _loaded("megatron.core.tensor_parallel.random")
+    others = ("megatron.core.distributed.fsdp.src.megatron_fsdp.utils", "megatron_fsdp.utils")
     functions = _rng_functions("_get_cuda_rng_state", "_set_cuda_rng_state")
-    for module in modules:
+    for module in (*trackers, *_loaded(*others)):
         for name, function in functions.items():
             stack.enter_context(replaced(module, name, function))
-    stack.enter_context(replaced(random.CudaRNGStatesTracker, "fork", _forked))
+    for module in trackers:
+        stack.enter_context(replaced(module.CudaRNGStatesTracker, "fork", _forked))
+
+
+def _loaded(*names: str) -> list[Any]:
+    """Import and return those of ``names`` that are installed."""
+    modules = []
+    for name in names:
+        with suppress(ModuleNotFoundError):
+            modules.append(importlib.import_module(name))
+    return modules
 
 
 def _meshes(stack: ExitStack) -> None:
@@ -293,14 +299,13 @@ def _transformer_engine(stack: ExitStack) -> None:
     An installed TE stays unchanged, except for the one kernel that Megatron's router calls directly
     (megatron-core 0.19.2, moe_utils.py: without it torch multiplies).
     """
-    from megatron.core import utils
-    from megatron.core.transformer.moe import moe_utils
-
-    stack.enter_context(replaced(moe_utils, "te_general_gemm", None))
+    for module in _loaded("megatron.core.transformer.moe.moe_utils"):
+        stack.enter_context(replaced(module, "te_general_gemm", None))
     if importlib.util.find_spec("transformer_engine") is not None:
         return
-    # megatron-core 0.19.2 caches the first answer for the whole process.
-    stack.enter_context(replaced(utils, "_te_version", None))
+    for module in _loaded("megatron.core.utils"):
+        # megatron-core 0.19.2 caches the first answer for the whole process.
+        stack.enter_context(replaced(module, "_te_version", None))
     package = types.ModuleType("transformer_engine")
     package.__version__ = TE_VERSION  # type: ignore[attr-defined]
     package.__path__ = []
