@@ -308,7 +308,9 @@ def _gloo_group(
         with undone_after(put_over(*_NAME.place(), lambda *_args, **_kwargs: name)):
             made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     except RuntimeError as error:
-        absent = [rank for rank, key in here.items() if not store.check([key])]
+        absent: list[int] = []
+        with suppress(RuntimeError):  # The rank that has the store may be gone.
+            absent = [rank for rank, key in here.items() if not store.check([key])]
         raise AgreementError(
             f"{ranks_text(absent) if absent else 'another rank'} did not come here within "
             f"{timeout.total_seconds():g} seconds of rank {dist.get_rank()}: each rank of the "

@@ -148,7 +148,8 @@ class GraphedUnits:
     def step(self) -> Iterator[None]:
         """One training step of all ranks: every pass up to the optimizer's step.
 
-        On entry, graphs are captured if they are due.
+        On entry, graphs are captured if they are due. If other weights need a gradient than in the
+        last step, one more step is observed first.
 
         Raises:
             ConfigurationError: the observed calls of a unit cannot be captured.
@@ -157,7 +158,8 @@ class GraphedUnits:
             AgreementError: ranks no longer do the same; this one has to end.
             ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.MismatchPolicy`.
         """
-        if self._controller.awaits_capture and self._observer.steps >= self._warmup_steps:
+        is_due = self._observer.steps >= self._warmup_steps and self._observer.is_recent
+        if is_due and self._controller.awaits_capture:
             self._controller.capture()
         if self._controller.gave_up:
             self._observer.forget()

@@ -81,6 +81,23 @@ class Observer:
         """The memory of the tensors of the call that runs now."""
         self.static_inputs = StaticInputs(self._units.values())
         self.steps = 0
+        self._trained: set[str] = set()
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether the weights that need a gradient are those of the last observed step.
+
+        What is shared between units depends on it, such as the cast of a weight.
+        """
+        return self._trained == self._trainable()
+
+    def _trainable(self) -> set[str]:
+        return {
+            f"{unit}.{name}"
+            for unit, module in self._units.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
 
     @contextmanager
     def observe_step(self) -> Iterator[None]:
@@ -101,7 +118,7 @@ class Observer:
                 self.written.add(name)
         self._views.clear()
         self.steps += 1
-        self.calls = self._now
+        self.calls, self._trained = self._now, self._trainable()
 
     def autocast_in_backward(self, device_type: str) -> Autocast:
         """Around the last backward pass; if there was none, what is around this call."""

@@ -75,7 +75,9 @@ def together_for_a_moment() -> Iterator[None]:
     """
     connect = dist.new_group
     with (
-        patch.object(dist, "new_group", lambda **how: connect(**how | {"timeout": LONG})),
+        patch.object(
+            dist, "new_group", lambda ranks, _, *how, **more: connect(ranks, LONG, *how, **more)
+        ),
         compile_together(timeout=SHORT),
     ):
         dist.barrier()

@@ -77,6 +77,19 @@ def test_closing_leaves_nothing_behind(one_rank: None) -> None:
     assert torch.distributed.destroy_process_group is destroy
 
 
+def test_a_step_with_the_weights_that_need_a_gradient_comes_before_the_capture() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].weight.requires_grad_(False)
+    captured = []
+    with graph_units(model, ["0", "1"], warmup_steps=1, backend="tape") as graphs:
+        for _ in range(3):
+            with graphs.step():
+                captured.append(graphs.session is not None)
+                model(torch.ones(2, 4)).sum().backward()
+            model[0].weight.requires_grad_(True)
+    assert captured == [False, False, True]
+
+
 def test_a_unit_has_graphs_of_one_session(one_rank: None) -> None:
     run = v1_run()
     with run.with_graphs(["layers.0", "layers.1"]) as first:
