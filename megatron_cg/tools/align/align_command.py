@@ -102,8 +102,9 @@ def _on_tape(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
             f": leave it out, or give --backend {TRANSFORMER_ENGINE} on a machine with GPUs."
         )
     plan = tape_plan(preset, steps=args.steps, warmup_steps=args.warmup_steps, scopes=args.scopes)
-    print(describe(plan.model), flush=True)
-    return partial(tape_run, plan, args.nproc or preset.nproc)
+    processes = args.nproc or preset.nproc
+    print(describe(plan.model, processes), flush=True)
+    return partial(tape_run, plan, processes)
 
 
 def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:

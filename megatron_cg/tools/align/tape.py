@@ -48,13 +48,15 @@ def tape_plan(
     return TrainingPlan(replace(model, graph_modules=tuple(scopes)), steps, warmup_steps, True)
 
 
-def describe(model: CpuModelConfig) -> str:
-    """Describes the model that is trained instead of the preset's."""
+def describe(model: CpuModelConfig, processes: int) -> str:
+    """Describes the model that is trained instead of the preset's, and warns of a long wait."""
+    cores = len(os.sched_getaffinity(0))
+    wait = f"\nwarning: {processes} processes share {cores} cores: give a smaller --nproc"
     experts = f", {model.experts} experts, top-{model.topk}" if model.experts else ""
     return (
         f"{TAPE_NOTICE}; the model is a small copy of the preset's shape: {model.layers} layers, "
         f"hidden {model.hidden_size}, {model.heads} heads{experts}, sequences of "
-        f"{model.sequence_length}, plain attention"
+        f"{model.sequence_length}, plain attention{wait if processes > cores else ''}"
     )
 
 

@@ -102,7 +102,9 @@ def test_arguments_reach_the_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     assert flags in asked["graphs"] and flags not in asked["eager"]
 
 
-def test_arguments_reach_the_runs_on_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_reach_the_runs_on_the_tape(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "")))
     line = "align --preset mixtral-tiny --backend tape --scopes attn moe_router --nproc 640"
     assert main(line.split()) == 0
@@ -111,6 +113,7 @@ def test_arguments_reach_the_runs_on_the_tape(monkeypatch: pytest.MonkeyPatch) -
     )
     assert '"graph_modules": ["attn", "moe_router"]' in asked["graphs"]
     assert " 640 " in asked["graphs"]
+    assert "warning: 640 processes share" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
