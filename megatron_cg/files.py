@@ -26,12 +26,6 @@ def whole_file(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` in UTF-8 to ``path``, whole or not at all; see :func:`whole_file`."""
-    with whole_file(path) as part:
-        part.write_text(text, encoding="utf-8")
-
-
 def check_writable(path: Path) -> None:
     """Raise OSError if ``path`` cannot be written; leaves no new file behind."""
     path.parent.mkdir(parents=True, exist_ok=True)

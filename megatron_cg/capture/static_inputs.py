@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.patch import all_of, look_before
+from megatron_cg.upstream.patch import all_of, look
 
 
 class StaticInputs:
@@ -37,7 +37,7 @@ class StaticInputs:
     def observe_step(self) -> Callable[[], None]:
         """Observe every call of the layers until the returned function is called."""
         self._steps += 1
-        return all_of(look_before(layer, self._called) for layer in self._layers)
+        return all_of(look(layer, self._called) for layer in self._layers)
 
     def replace_in(
         self, layer: nn.Module, samples: Mapping[str, torch.Tensor]

@@ -18,7 +18,7 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from megatron_cg.errors import PrecompileError
-from megatron_cg.hooks.hook_records import describe, module_hooks
+from megatron_cg.hooks import describe, module_hooks
 
 _OF_DYNAMO = ("__compiled_fn", "__import_torch_dot_", "__import_builtins", "__import_operator")
 """Beginnings of the names that bytecode of Dynamo needs itself (torch 2.11 and 2.15)."""

@@ -30,7 +30,7 @@ from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest, r
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
 from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
-from megatron_cg.hooks.hook_records import HookKind, describe, module_hooks
+from megatron_cg.hooks import HookKind, describe, module_hooks
 from megatron_cg.replay.verify import difference, synthetic_gradient
 from megatron_cg.upstream.patch import Undo, all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol

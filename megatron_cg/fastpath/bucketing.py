@@ -73,7 +73,7 @@ from megatron_cg.fastpath.buckets import (
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.ranges import in_range
-from megatron_cg.upstream.patch import put_over_cell, run_before
+from megatron_cg.upstream.patch import put_over_cell, run_around
 
 WAITING_BYTES = 64 << 20
 """Limit for the gradients of one bucket; about ten expert weights of a 30B-A3B MoE model."""
@@ -359,5 +359,5 @@ def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]
     with ExitStack() as undo:
         undo.callback(put_over_cell(cell, bucketing))
         undo.callback(bucketing.freed.install())
-        undo.callback(run_before(fsdp, "forward", bucketing.refuse_what_is_left))
+        undo.callback(run_around(fsdp, "forward", before=bucketing.refuse_what_is_left))
         return bucketing, undo.pop_all().close

@@ -56,7 +56,7 @@ from torch import nn
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.ranges import in_range
-from megatron_cg.upstream.patch import put_over, run_before
+from megatron_cg.upstream.patch import put_over, run_around
 
 Key = tuple[int, bool]
 """A bucket's number, and whether the key is for its transposed weights."""
@@ -136,7 +136,7 @@ def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]
     gathers = Gathers(pipeline, deferred, lambda: bool(fsdp.training))
     with ExitStack() as undo:
         undo.callback(deferred.drop)
-        undo.callback(run_before(fsdp, "forward", deferred.drop))
+        undo.callback(run_around(fsdp, "forward", before=deferred.drop))
         undo.callback(put_over(pipeline, "all_gather_params", gathers.all_gather_params))
         return undo.pop_all().close
 

@@ -33,7 +33,7 @@ from megatron_cg.fastpath.part import NotApplicableError, float8_test
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.ranges import in_range
-from megatron_cg.upstream.patch import put_over, run_before
+from megatron_cg.upstream.patch import put_over, run_around
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def install_main_gradients(fsdp: Any, scratch: IdlePool | None) -> Callable[[], 
 
     with ExitStack() as undo:
         undo.callback(put_over(store, _ATTACH, table))
-        undo.callback(run_before(fsdp, "forward", relocate))
+        undo.callback(run_around(fsdp, "forward", before=relocate))
         return undo.pop_all().close
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_cg.fsdp.fsdp_symbols import fsdp_function
 from megatron_cg.fsdp.roles import fsdp_package_of
-from megatron_cg.hooks.hook_records import innermost
+from megatron_cg.hooks import innermost
 from megatron_cg.upstream.patch import cells_of
 from megatron_cg.upstream.symbols import changed
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_cg.errors import UnknownFsdpHookError
 from megatron_cg.fsdp.fsdp_symbols import fsdp_function
-from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe, innermost
+from megatron_cg.hooks import HookKind, HookRecord, describe, innermost
 from megatron_cg.upstream.symbols import installed_version
 
 _PACKAGES = {

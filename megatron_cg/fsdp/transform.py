@@ -23,7 +23,7 @@ from torch import nn
 
 from megatron_cg.errors import HookError
 from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler, wrapped_handler
-from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe, module_hooks
+from megatron_cg.hooks import HookKind, HookRecord, describe, module_hooks
 from megatron_cg.replay.unit import ManualHook, Unit
 
 CaptureTimeHook = Callable[[nn.Module], None]

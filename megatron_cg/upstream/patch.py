@@ -184,18 +184,12 @@ def put_over_cell(cell: CellType, function: Any) -> Undo:
     return all_of((set_cell(cell, over), pass_on))
 
 
-def look_before(module: nn.Module, hook: Callable[..., None]) -> Undo:
-    """Register a forward pre-hook that gets keyword arguments; returns the undo.
-
-    The module cannot be copied until then, see Note [No copies].
-    """
+def look(module: nn.Module, hook: Callable[..., None], *, after: bool = False) -> Undo:
+    """Register a forward pre-hook that gets keywords, or a forward hook; see Note [No copies]."""
+    if after:
+        return all_of((_forbid_copies(module), module.register_forward_hook(hook).remove))
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     return all_of((_forbid_copies(module), handle.remove))
-
-
-def look_after(module: nn.Module, hook: Callable[..., None]) -> Undo:
-    """Register a forward hook, as :func:`look_before`."""
-    return all_of((_forbid_copies(module), module.register_forward_hook(hook).remove))
 
 
 def _forbid_copies(module: nn.Module) -> Undo:
@@ -259,27 +253,23 @@ def _named_as(over: Any, function: Any, beneath: Any, *, bound: bool = False) ->
     return over
 
 
-def run_before(owner: Any, name: str, action: Callable[[], None]) -> Undo:
-    """Run ``action`` before each call of a method of ``owner``; returns the undo."""
+def run_around(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
+) -> Undo:
+    """Run these before each call of a method of ``owner``, and when it returns; gives the undo."""
     method = getattr(owner, name)
 
-    def before(*args: Any, **kwargs: Any) -> Any:
-        action()
-        return method(*args, **kwargs)
-
-    return put_over(owner, name, before)
-
-
-def run_after(owner: Any, name: str, action: Callable[[], None]) -> Undo:
-    """Run ``action`` when a call of a method of ``owner`` returns; returns the undo."""
-    method = getattr(owner, name)
-
-    def after(*args: Any, **kwargs: Any) -> Any:
+    def around(*args: Any, **kwargs: Any) -> Any:
+        before()
         result = method(*args, **kwargs)
-        action()
+        after()
         return result
 
-    return put_over(owner, name, after)
+    return put_over(owner, name, around)
 
 
 def all_of(undos: Iterable[Undo]) -> Undo:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.files import whole_file, write_text
+from megatron_cg.files import whole_file
 
 
 def test_an_interrupt_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
@@ -21,5 +21,6 @@ def test_an_interrupt_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> 
 def test_folders_are_made_and_links_are_followed(tmp_path: Path) -> None:
     link, target = tmp_path / "link", tmp_path / "a" / "b" / "file"
     link.symlink_to(target)
-    write_text(link, "text")
+    with whole_file(link) as part:
+        part.write_text("text")
     assert link.is_symlink() and target.read_text() == "text"

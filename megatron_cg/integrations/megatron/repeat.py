@@ -42,7 +42,7 @@ from megatron_cg.integrations.megatron.step_state import StepState
 from megatron_cg.integrations.megatron.steps import Steps
 from megatron_cg.moe.install import bound_of
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.upstream.patch import Undo, all_of, put_over, run_after, run_before
+from megatron_cg.upstream.patch import Undo, all_of, put_over, run_around
 from megatron_cg.upstream.symbols import Symbol
 
 _FORWARD, _DATA, _MODEL = "forward_step_func", "data_iterator", "model"
@@ -114,8 +114,10 @@ def repeat_if_bounded(
     repeater = _Repeater(model, optimizers, controller, steps, bound)
 
     def changes() -> Iterator[Undo]:
-        yield run_after(model[0], "zero_grad_buffer", repeater.begin)
-        yield from (run_before(optimizer, "step", repeater.check) for optimizer in optimizers)
+        yield run_around(model[0], "zero_grad_buffer", after=repeater.begin)
+        yield from (
+            run_around(optimizer, "step", before=repeater.check) for optimizer in optimizers
+        )
         _repeaters[fsdp] = repeater
         yield partial(_repeaters.__delitem__, fsdp)
 

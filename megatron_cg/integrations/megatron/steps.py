@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.static_inputs import StaticInputs
-from megatron_cg.upstream.patch import Undo, all_of, put_over, run_after
+from megatron_cg.upstream.patch import Undo, all_of, put_over, run_around
 from megatron_cg.upstream.symbols import Symbol
 
 _ITERATION = "iteration"
@@ -91,4 +91,4 @@ def by_optimizer(steps: Steps, optimizers: Sequence[Any]) -> Undo:
         steps.begin(steps.number)
 
     steps.begin(0)
-    return all_of(run_after(optimizer, "step", stepped) for optimizer in optimizers[-1:])
+    return all_of(run_around(optimizer, "step", after=stepped) for optimizer in optimizers[-1:])

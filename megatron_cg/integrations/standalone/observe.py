@@ -31,7 +31,7 @@ from megatron_cg.integrations.standalone.results import attributes_of, tensors_o
 from megatron_cg.integrations.standalone.sums import Autocast, Sums, autocast_now
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.patch import look_after, look_before
+from megatron_cg.upstream.patch import look
 from megatron_cg.upstream.symbols import Symbol
 
 _HOOKS = Symbol(
@@ -108,8 +108,8 @@ class Observer:
             stack.callback(self._sharding.observe_step(self._units.values()))
             stack.callback(self.sums.observe_step())
             for name, module in self._units.items():
-                stack.callback(look_before(module, partial(self._look, name)))
-                stack.callback(look_after(module, partial(self._look_back, name)))
+                stack.callback(look(module, partial(self._look, name)))
+                stack.callback(look(module, partial(self._look_back, name), after=True))
             if self.steps:
                 stack.callback(self.static_inputs.observe_step())
             yield

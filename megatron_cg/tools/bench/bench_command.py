@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
-from megatron_cg.files import check_writable, write_text
+from megatron_cg.files import check_writable, whole_file
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import Run, log_tail
 from megatron_cg.tools.align.run import (
@@ -79,7 +79,8 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             results["runs"].append(_made(run, folder / run.name, args))
             results["summary"] = summaries(results, names)
             if args.out is not None:
-                write_text(args.out, json.dumps(results, indent=1) + "\n")
+                with whole_file(args.out) as part:
+                    part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print_results(results)
     if args.out is not None:
         print(f"written: {args.out}")

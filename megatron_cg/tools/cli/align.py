@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_cg.arguments.schema import NATIVE, SCOPES, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.align.presets import preset_names
-from megatron_cg.tools.cli.options import positive, whole
+from megatron_cg.tools.cli import positive, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_cg.tools.align.presets import preset_names
-from megatron_cg.tools.cli.options import positive
+from megatron_cg.tools.cli import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

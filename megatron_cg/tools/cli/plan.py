@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_cg.tools.cli.options import positive
+from megatron_cg.tools.cli import positive
 
 READY, REFUSED = 0, 1
 _USABLE = 0.99

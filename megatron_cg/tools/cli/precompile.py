@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cli.options import positive
+from megatron_cg.tools.cli import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

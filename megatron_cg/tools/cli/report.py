@@ -26,12 +26,13 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Write the page, and print its place."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MegatronCGError("the plots need matplotlib: pip install 'megatron-cg[report]'.")
-    from megatron_cg.files import write_text
+    from megatron_cg.files import whole_file
     from megatron_cg.tools.report.report_page import page
     from megatron_cg.tools.report.story import read_story
 
     story = read_story(args.directory, args.against)
     out = args.out or args.directory / "report.html"
-    write_text(out, page(story))
+    with whole_file(out) as part:
+        part.write_text(page(story), encoding="utf-8")
     print(f"written: {out}")
     return 0

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.hooks import HookKind
-from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
+from megatron_cg.hooks import FLAG_REGISTRIES, HookKind
 
 
 class ForcedError(RuntimeError):

@@ -19,8 +19,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError
 from megatron_cg.events import CaptureEnded, Event, subscribers
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
-from megatron_cg.hooks import HookKind
-from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
+from megatron_cg.hooks import FLAG_REGISTRIES, HookKind
 from megatron_cg.replay.verify import bytes_of
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after

@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.hooks import HookKind, HookSnapshot, ParameterHookSnapshot, describe
-from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
+from megatron_cg.hooks import (
+    FLAG_REGISTRIES,
+    HookKind,
+    HookSnapshot,
+    ParameterHookSnapshot,
+    describe,
+)
 
 
 def plain(*_args: object) -> None:

@@ -65,7 +65,7 @@ def _on_another_stream(name: str, trainer: Any, trace: Trace) -> Iterator[None]:
     when the pass is over (torch 2.11, ``engine.cpp``: leaf streams).
     """
     from megatron_cg.fastpath.part import find_cell, hook_functions
-    from megatron_cg.upstream.patch import run_after, run_before, set_cell
+    from megatron_cg.upstream.patch import run_around, set_cell
 
     names = {id(p): n for n, p in trainer.model.module.raw_param.items()}
     main: Any = torch.cuda.current_stream()
@@ -93,9 +93,9 @@ def _on_another_stream(name: str, trainer: Any, trace: Trace) -> Iterator[None]:
 
     with ExitStack() as undo:
         undo.callback(set_cell(hook, called))
-        undo.callback(run_before(trainer, "_forward", ends))
-        undo.callback(run_after(trainer, "_forward", begins))
-        undo.callback(run_before(fsdp, "finish_grad_sync", ends))
+        undo.callback(run_around(trainer, "_forward", before=ends))
+        undo.callback(run_around(trainer, "_forward", after=begins))
+        undo.callback(run_around(fsdp, "finish_grad_sync", before=ends))
         yield
 
 

@@ -23,12 +23,10 @@ from megatron_cg.memory.storage import StorageReference
 from megatron_cg.upstream.patch import (
     applied,
     cells_of,
-    look_after,
-    look_before,
+    look,
     put_over,
     put_over_cell,
-    run_after,
-    run_before,
+    run_around,
     set_attribute,
     set_cell,
 )
@@ -59,12 +57,12 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("run", [run_before, run_after])
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_somebody_wrapped_stays_wrapped(
-    run: Any, caplog: pytest.LogCaptureFixture
+    when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     optimizer, events = stepping(), Events()
-    undo = run(optimizer, "step", lambda: events.append("ours"))
+    undo = run_around(optimizer, "step", **{when: lambda: events.append("ours")})
     theirs = theirs_over(optimizer, "step", events)
     optimizer.step()
     assert sorted(events) == ["ours", "theirs"]
@@ -81,7 +79,7 @@ def test_a_step_that_somebody_wrapped_stays_wrapped(
 
 def test_a_schedule_of_torchs_may_wrap_a_step_of_ours(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, events = stepping(), Events()
-    undo = run_after(optimizer, "step", lambda: events.append("ours"))
+    undo = run_around(optimizer, "step", after=lambda: events.append("ours"))
     LambdaLR(optimizer, lambda _: 1.0)
     weight = optimizer.param_groups[0]["params"][0]
     weight.grad = torch.ones(1)
@@ -125,7 +123,7 @@ def test_changes_of_ours_may_be_undone_in_any_order(
     own = owner.run
     undos, flags = [], []
     for number in range(3):
-        undos.append(run_before(owner, "run", partial(events.append, str(number))))
+        undos.append(run_around(owner, "run", before=partial(events.append, str(number))))
         flags.append(set_attribute(owner, "flag", True))
         if number == theirs_after:
             theirs_over(owner, "run", events)
@@ -218,7 +216,7 @@ def test_a_method_of_a_class_gets_its_object_and_keeps_its_signature(
 def test_an_object_whose_undo_was_dropped_is_freed(number: int) -> None:
     optimizer = stepping()
     for _ in range(number):
-        run_after(optimizer, "step", lambda: None)
+        run_around(optimizer, "step", after=lambda: None)
         set_attribute(optimizer, "flag", True)
     gone = weakref.ref(optimizer)
     del optimizer
@@ -240,8 +238,8 @@ def test_a_module_with_changes_of_ours_is_not_copied(way: str) -> None:
     own = dict(vars(module))
     undos = [
         set_attribute(module, "forward", lambda rows: rows),
-        look_before(module, lambda *_: None),
-        look_after(module, lambda *_: None),
+        look(module, lambda *_: None),
+        look(module, lambda *_: None, after=True),
     ]
     for undo in undos:
         with pytest.raises(TypeError, match=r"cannot be copied or pickled.*or after close\(\)"):
