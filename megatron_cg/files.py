@@ -24,12 +24,3 @@ def whole_file(path: Path) -> Iterator[Path]:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
-
-
-def check_writable(path: Path) -> None:
-    """Raise OSError if ``path`` cannot be written; leaves no new file behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    path.open("a", encoding="utf-8").close()
-    if is_new:
-        path.unlink()

@@ -231,7 +231,7 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
 
 def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
     """Each number of the run to the last bit, digests of the weights, and how many replays."""
-    from megatron_cg.telemetry.record_shards import parameter_digests
+    from megatron_cg.telemetry.record_contents import parameter_digests
     from tests.unit.trainers import half_a_batch, trainer_of
 
     found: list[Any] = []

@@ -33,8 +33,7 @@ import torch
 
 from megatron_cg.replay.counters import Counters
 from megatron_cg.telemetry.read_record import FORMAT
-from megatron_cg.telemetry.record_setup import Setup, of_megatron
-from megatron_cg.telemetry.record_shards import parameter_digests
+from megatron_cg.telemetry.record_contents import Setup, of_megatron, parameter_digests
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 from megatron_cg.version import __version__

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
-from megatron_cg.files import check_writable, whole_file
+from megatron_cg.files import whole_file
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import Run, log_tail
 from megatron_cg.tools.align.run import (
@@ -59,7 +59,8 @@ class PlannedRun:
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Measure, print and write; returns the exit code."""
     if args.out is not None:
-        check_writable(args.out)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.touch()  # Now, not after the runs: it may not be writable.
     with tempfile.TemporaryDirectory(prefix="megatron-cg-bench-") as temporary:
         folder = (args.work_dir or Path(temporary)).resolve()
         line = _line(args, extra, folder)

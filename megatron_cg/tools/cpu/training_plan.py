@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megatron_cg.telemetry.record_setup import Setup, dataset
+from megatron_cg.telemetry.record_contents import Setup, dataset
 
 
 @dataclass(frozen=True)

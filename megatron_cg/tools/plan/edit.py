@@ -7,6 +7,7 @@ of the training. For the rest, scopes are tried in an order: the best first.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from megatron_cg.tools.plan.memory import Memory, memory_of
 from megatron_cg.tools.plan.settings import Settings, settings_of
 
 _MODULES, _GEMM = "--cuda-graph-modules", "--cg-grouped-gemm"
-_EXCHANGE, _ROWS = "--cg-moe-exchange", "--cg-moe-rows"
+_EXCHANGE, _ROWS, _LAYERS = "--cg-moe-exchange", "--cg-moe-rows", "--cg-layers"
 _RECOMPUTE = "--recompute-modules"
 LAUNCHER = "-m megatron_cg"
 _WHY = "all of each layer that graphs can hold"
@@ -28,6 +29,7 @@ _CHOSEN = {
     _EXCHANGE: "expert-parallel ranks of one host exchange tokens without padding",
     _ROWS: "room for this many times the average rows, so that it fits; a step with more is "
     "repeated eagerly, as happens often while a router learns to balance",
+    _LAYERS: "as many layers as fit",
 }
 """The flags of a choice, and why they are given."""
 _ORDER = ("mamba", "attn", "mlp")
@@ -55,7 +57,7 @@ _FIXES = {
     "fp8-primary-weights-recipe": "drop --fp8-param-gather --keep-fp8-transpose-cache",
     "moe-without-drop-and-pad": f"add {_GEMM} torch",
     "experts-tensor-parallel": "add --expert-tensor-parallel-size 1",
-    "cg-layers": "drop --cg-layers",
+    "cg-layers": f"drop {_LAYERS}",
     "full-recompute-of-parts": _SELECTIVE,
     "full-recompute": _SELECTIVE,
 }
@@ -131,17 +133,38 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     tried: list[Tried] = []
     for choice, why in _choices(settings, known, given):
         tried.append(editor.attempt(choice, why))
-        if (best := tried[-1]).fits(room):
+        starts = [trial for trial in tried if trial.memory is not None]
+        if starts and starts[0].fits(room):
             break
-    else:
-        best = next((trial for trial in tried if trial.memory is not None), tried[0])
+        if starts and not tried[-1].fits(room):
+            tried += _on_fewer_layers(editor, choice, why, starts[-1], room)
+    best = max(
+        (trial for trial in tried if trial.fits(room)),
+        key=lambda trial: sum(len(layer.captured) for layer in trial.layers),
+        default=(starts or tried)[0],
+    )
     if best is not tried[0]:
-        best = replace(best, reasons={**best.reasons, _MODULES: tried[0].against(room)})
+        against = dict.fromkeys((_MODULES, _LAYERS), tried[0].against(room))
+        best = replace(best, reasons={**best.reasons, **against})
     eager = None
     if best.memory is not None:
         run = replace(best.settings.run, cuda_graph_impl="none")
         eager = memory_of(replace(best.settings, run=run))
     return Edited(given, known, best, eager, room)
+
+
+def _on_fewer_layers(
+    editor: _Editor, choice: _Choice, why: str, whole: Tried, room: int
+) -> list[Tried]:
+    """The choice on as many of the first layers as fit; empty if not even one does."""
+
+    def on(count: int) -> Tried:
+        layers = tuple(f"{scope}:0-{count - 1}" for scope in choice.get(_MODULES) or ("layer",))
+        return editor.attempt({**choice, _LAYERS: layers}, why)
+
+    many = sum(layer.name.isdecimal() for layer in whole.layers)
+    fitting = bisect_left(range(1, many), True, key=lambda count: not on(count).fits(room))
+    return [on(fitting)] if fitting else []
 
 
 def gib(size: int) -> str:

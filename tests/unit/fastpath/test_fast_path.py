@@ -139,7 +139,7 @@ EDGES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
 def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]:
     """Numbers and shards of a run, and what the fast path did."""
     from megatron_cg.fastpath import bucketing as gradients
-    from megatron_cg.telemetry.record_shards import parameter_digests
+    from megatron_cg.telemetry.record_contents import parameter_digests
 
     options = dict(options)
     waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)

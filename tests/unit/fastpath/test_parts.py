@@ -156,7 +156,7 @@ def usual() -> dict[str, Any]:
 
 def train(*, graphs: bool) -> tuple[list[Any], list[str]]:
     """Losses, norms and weights, and the parts of the fast path."""
-    from megatron_cg.telemetry.record_shards import parameter_digests
+    from megatron_cg.telemetry.record_contents import parameter_digests
 
     parts: list[str] = []
     with trainer_of(CpuModelConfig(layers=2), graphs=graphs) as trainer:

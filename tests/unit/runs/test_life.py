@@ -25,7 +25,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.telemetry.read_record import read_run
 from megatron_cg.telemetry.record import Recorder
-from megatron_cg.telemetry.record_shards import parameter_digests
+from megatron_cg.telemetry.record_contents import parameter_digests
 from megatron_cg.tools.align.compare import Comparison, Run, compare
 from tests.unit.counted import expect
 

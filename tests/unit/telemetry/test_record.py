@@ -17,11 +17,10 @@ import torch
 
 import megatron_cg
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.telemetry import record, record_setup
+from megatron_cg.telemetry import record, record_contents
 from megatron_cg.telemetry.read_record import RecordError, read_run
 from megatron_cg.telemetry.record import Recorder, install_recorder, note, recording
-from megatron_cg.telemetry.record_setup import dataset, of_megatron
-from megatron_cg.telemetry.record_shards import digest
+from megatron_cg.telemetry.record_contents import dataset, digest, of_megatron
 
 STEPS = 5
 LOSS = 1 / 3
@@ -282,4 +281,4 @@ def test_the_setup_is_read_from_megatrons_arguments(
     assert of_megatron() == {}
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     known = {action.dest for action in parser._actions} | {"padded_vocab_size"}
-    assert not set(" ".join(record_setup._NAMES.values()).split()) - known
+    assert not set(" ".join(record_contents._NAMES.values()).split()) - known
