@@ -158,8 +158,8 @@ class GraphedUnits:
             AgreementError: ranks no longer do the same; this one has to end.
             ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.MismatchPolicy`.
         """
-        is_due = self._observer.steps >= self._warmup_steps and self._observer.is_recent
-        if is_due and self._controller.awaits_capture:
+        warmed_up = self._observer.steps >= self._warmup_steps
+        if self._controller.awaits_capture and warmed_up and self._observer.is_recent:
             self._controller.capture()
         if self._controller.gave_up:
             self._observer.forget()
