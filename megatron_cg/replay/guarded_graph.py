@@ -148,7 +148,7 @@ class GuardedGraph:
         counters = self._mismatches.counters
         gradients = self._guard.addresses.are_as_in_backward()
         counters.gradients_verified += gradients and self._mismatches.verifies
-        on_any_rank = partial(self._mismatches.on_any_rank, self._unit.name)
+        on_any_rank = partial(self._mismatches.on_any_rank, self._unit.name, timeout=None)
         # With the backend's own function, not the one that the fast path installs instead.
         with undone_after(self._replay.replace(self._replay.function)):
             return verify(

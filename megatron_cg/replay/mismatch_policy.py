@@ -43,7 +43,7 @@ class MismatchPolicy:
         self,
         policy: ReplayPolicy,
         counters: Counters,
-        on_any_rank: Callable[[str, bool, timedelta | None], bool] | None = None,
+        on_any_rank: Callable[..., bool] | None = None,
     ) -> None:
         self.counters = counters
         self.issue_held: Callable[[], None] = lambda: None
@@ -56,7 +56,8 @@ class MismatchPolicy:
         self.numbers_hold_here: Callable[[], bool] = lambda: True
         """The same for a graph without collectives, which depends on this rank alone."""
         self._policy = policy
-        self._on_any_rank = on_any_rank or (lambda _name, here, _timeout: here)
+        self.on_any_rank = on_any_rank or (lambda _name, here, timeout=None: here)
+        """Whether something is true on any rank; all ranks ask at the same replay of a unit."""
         self._reported: set[tuple[str, tuple[str, str]]] = set()
         self._step = 0
 
@@ -91,10 +92,6 @@ class MismatchPolicy:
             f"{text} The forward pass was replayed, so its backward cannot run eagerly."
         )
 
-    def on_any_rank(self, unit: str, here: bool) -> bool:
-        """Whether ``here`` is true on any rank; all ranks ask at the same replay of ``unit``."""
-        return self._on_any_rank(unit, here, None)
-
     def fall_back_together(self, name: str, text: str, timeout: timedelta | None = None) -> None:
         """Return if all ranks agree, by ``name``, on what to do with a graph with collectives.
 
@@ -102,7 +99,7 @@ class MismatchPolicy:
         as in ``Agreement.on_any_rank``.
         """
         try:
-            self._on_any_rank(name, True, timeout)
+            self.on_any_rank(name, True, timeout)
         except RuntimeError as error:
             raise ReplayMismatchError(
                 f"{text} The graph holds collectives, which no rank may run eagerly while others "
