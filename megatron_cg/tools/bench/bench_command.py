@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,6 @@ class PlannedRun:
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Measure, print and write; returns the exit code."""
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.touch()  # Now, not after the runs: it may not be writable.
     with tempfile.TemporaryDirectory(prefix="megatron-cg-bench-") as temporary:
         folder = (args.work_dir or Path(temporary)).resolve()
         line = _line(args, extra, folder)
@@ -76,16 +73,21 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             "settings": {"settle_steps": args.settle_steps, "steps": args.steps},
             "runs": [],
         }
+        _write(args.out, results)  # It may not be writable, and the runs take long.
         for run in runs:
             results["runs"].append(_made(run, folder / run.name, args))
             results["summary"] = summaries(results, names)
-            if args.out is not None:
-                with whole_file(args.out) as part:
-                    part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            _write(args.out, results)
     print_results(results)
     if args.out is not None:
         print(f"written: {args.out}")
     return INCOMPLETE if any(run["error"] for run in results["runs"]) else 0
+
+
+def _write(out: Path | None, results: Mapping[str, Any]) -> None:
+    if out is not None:
+        with whole_file(out) as part:
+            part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _line(args: argparse.Namespace, extra: Sequence[str], folder: Path) -> LaunchLine:

@@ -136,8 +136,8 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
         starts = [trial for trial in tried if trial.memory is not None]
         if starts and starts[0].fits(room):
             break
-        if starts and not tried[-1].fits(room):
-            tried += _on_fewer_layers(editor, choice, why, starts[-1], room)
+        if (last := tried[-1]).memory is not None and not last.fits(room):
+            tried += _on_fewer_layers(editor, choice, why, last, room)
     best = max(
         (trial for trial in tried if trial.fits(room)),
         key=lambda trial: sum(len(layer.captured) for layer in trial.layers),
