@@ -1,4 +1,4 @@
-"""What graphs need not hold is let go."""
+"""Memory that graphs do not need is freed."""
 
 from __future__ import annotations
 
