@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -144,10 +146,10 @@ def test_a_stage_that_failed_is_an_error_and_what_depends_on_it_is_not_looked_at
 PROBE = """
 import json, os, signal, sys, time
 out, end = sys.argv[1:]
-with open(out, "a") as file:
-    file.write('{"first": {"found": 1}}\\n{"second": {}}\\n{"cut')
 print("last words")
 sys.stdout.flush()
+with open(out, "a") as file:
+    file.write('{"first": {"found": 1}}\\n{"second": {}}\\n{"cut')
 if end == "signal":
     os.kill(os.getpid(), signal.SIGSEGV)
 if end == "wait":
@@ -172,6 +174,14 @@ def test_what_was_seen_before_the_other_process_ended_is_kept(
         (place / "__init__.py").touch()
     (folder / "probe.py").write_text(PROBE)
     monkeypatch.chdir(tmp_path)
+    communicate = subprocess.Popen.communicate
+
+    def once_written(process: Any, *given: Any, **named: Any) -> Any:
+        while end == "wait" and not Path(process.args[3]).exists():
+            time.sleep(0.01)
+        return communicate(process, *given, **named)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", once_written)
     answers = run_probe(end, {"PYTHONPATH": str(tmp_path)}, seconds)
     assert answers["first"] == {"found": 1} and "third" not in answers
     assert said in answers["second"]["error"] and "last words" in answers["second"]["error"]
