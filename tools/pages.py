@@ -1,4 +1,4 @@
-"""MkDocs hooks: flags and rules are put into their page from the code when the site is built.
+"""MkDocs hooks: what code and tests say is put into the pages when the site is built.
 
 A line ``<!-- generated: NAME -->`` of a page becomes what :data:`GENERATORS` makes. ``docs/x.md``
 in code becomes a link to that page.
@@ -8,9 +8,14 @@ Relied on: MkDocs 1.6, https://www.mkdocs.org/dev-guide/plugins/#events.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
-from collections.abc import Callable
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
@@ -24,6 +29,8 @@ _FLAG = re.compile(r"(?<![\w`-])(--[a-z][a-z0-9-]*)")
 _FACT = re.compile(r"\{[^}]+\}")
 _MARKER = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
 _PAGE_NAMED = re.compile(r"`docs/([a-z_-]+)\.md`")
+_NAMES = re.compile(r"\b(fsdp|gpu|nccl)\b")
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 def our_flags() -> str:
@@ -68,9 +75,62 @@ def _in_code(text: str) -> str:
     return _FLAG.sub(r"`\1`", text.replace("<", "&lt;"))
 
 
+def configurations() -> str:
+    """A row for each configuration that the functional suite aligns."""
+    sys.path.insert(0, str(_ROOT))
+    cases = import_module("tests.functional.cases")
+    large = import_module("tests.functional.test_scale")
+    rows = ["| case | preset | GPUs | scopes | flags |", "|---|---|---|---|---|"]
+    for case in sorted([*cases.CASES, *cases.FEATURES, *large.CASES], key=lambda case: case.preset):
+        preset = case.preset if case.bf16 else f"{case.preset}, fp32"
+        scopes = f"`{' '.join(case.scopes)}`" if case.scopes else "whole layers"
+        words = [*case.flags, *case.graph_flags, *map("=".join, case.env)]
+        flags = " ".join(words).replace("--global-batch-size 8", "").strip()
+        flags = f"`{flags}`" if flags else ""
+        rows.append(f"| {case.name} | {preset} | {case.gpus} | {scopes} | {flags} |")
+    return "\n".join(rows)
+
+
+def faults() -> str:
+    """What tests with the marker ``fault`` show, in the words of their names."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for where, test, _ in _marked("fault"):
+        shown = _NAMES.sub(lambda name: name[0].upper(), test.replace("_", " "))
+        found[where].append(f"- {shown[0].upper()}{shown[1:]}.")
+    return "\n\n".join(f"{where}\n\n" + "\n".join(shown) for where, shown in found.items())
+
+
+def refusals() -> str:
+    """The rules whose reason a test shows, and the test."""
+    found = sorted((rule, test) for _, test, rules in _marked("refuses") for rule in rules)
+    return "\n".join(f"- **{rule}**: `test_{test}`" for rule, test in found)
+
+
+def _marked(marker: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Each test that has the marker, or whose file has it.
+
+    What its file is about, its name, and the marker's arguments.
+    """
+    for path in sorted((_ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text if f"pytest.mark.{marker}" in text else "")
+        about = (ast.get_docstring(tree) or "").partition("\n")[0]
+        where = f"**{about}** `{path.relative_to(_ROOT)}`:"
+        of_all = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+        for test in tree.body:
+            if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+                for mark in (*of_all, *test.decorator_list):
+                    if ast.unparse(mark).partition("(")[0] == f"pytest.mark.{marker}":
+                        words = list(map(ast.literal_eval, getattr(mark, "args", ())))
+                        yield where, test.name.removeprefix("test_"), words
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "flags": our_flags,
     "rules": rules,
+    "configurations": configurations,
+    "faults": faults,
+    "refusals": refusals,
 }
 
 

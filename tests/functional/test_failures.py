@@ -11,9 +11,10 @@ import pytest
 from megatron_cg.tools.align.compare import Outcome
 from tests.functional.cases import DROPOUT, FP8, Case, batch
 from tests.functional.life_cases import UNUSED
-from tests.functional.outcomes import assert_identical, assert_left_eager, assert_trained_alike
+from tests.functional.outcomes import assert_left_eager, assert_trained_alike
 from tests.functional.tampering import captures
 
+pytestmark = pytest.mark.fault
 Align = Callable[..., Outcome]
 
 
@@ -41,10 +42,6 @@ def test_a_broken_run_never_passes(mutation: str, status: str, words: str, align
     outcome = align(case("broken"), mutation=mutation)
     assert outcome.comparison.status == status, outcome.comparison.reason
     assert words in outcome.comparison.reason
-
-
-def test_the_script_of_these_tests_passes_when_nothing_is_broken(align: Align) -> None:
-    assert_identical(align(case("whole"), mutation="none"), steps=12)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.functional.cases import EP2, EXPERTS, MOE, PEERS, PREPROCESS, TORCH_G
 from tests.functional.life_cases import LIFE
 from tests.functional.outcomes import assert_left_eager, assert_trained_alike
 
+pytestmark = pytest.mark.fault
 Align = Callable[..., Outcome]
 Log = Callable[..., str]
 LAYERS, STEP, WARMUP, STEPS, MICROBATCHES = 3, 7, 3, 12, 2

@@ -16,6 +16,7 @@ from megatron_cg.tools.align.processes import OVERDUE
 from tests.functional.life_cases import LIFE, resumed
 from tests.functional.outcomes import assert_identical, assert_trained_alike
 
+pytestmark = pytest.mark.fault
 Align = Callable[..., Outcome]
 Log = Callable[..., str]
 

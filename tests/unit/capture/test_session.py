@@ -27,6 +27,8 @@ from tests.unit.counted import expect
 from tests.unit.identity import Same
 from tests.unit.trainers import trainer_of
 
+pytestmark = pytest.mark.fault
+
 
 class Forced(Exception):
     """Raised on purpose."""

@@ -21,6 +21,7 @@ from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.ranks import on_ranks
 
+pytestmark = pytest.mark.fault
 SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
 """For a vote to which no other rank comes; for one to which all come, on however slow a machine."""
 RANKS = 2

@@ -19,6 +19,7 @@ from megatron_cg.capture.session import Phase, close_all_sessions
 from megatron_cg.integrations import teardown
 from tests.unit.counted import expect
 
+pytestmark = pytest.mark.fault
 ROOT = Path(__file__).parents[3]
 
 

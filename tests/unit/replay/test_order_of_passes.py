@@ -16,6 +16,7 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.trainers import trainer_of
 
+pytestmark = pytest.mark.fault
 AGAIN = "after another forward replay of the same graph"
 
 

@@ -23,6 +23,7 @@ from tests.unit.counted import expect
 from tests.unit.fastpath.test_order import noted
 from tests.unit.trainers import trainer_of
 
+pytestmark = pytest.mark.fault
 STEPS, LAYERS = 4, 2
 BALANCED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 

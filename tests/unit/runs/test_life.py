@@ -29,6 +29,7 @@ from megatron_cg.telemetry.record_contents import parameter_digests
 from megatron_cg.tools.align.compare import Comparison, Run, compare
 from tests.unit.counted import expect
 
+pytestmark = pytest.mark.fault
 STEPS, WARMUP, LAYERS, RANKS = 8, 2, 2, 2
 
 

@@ -45,6 +45,8 @@ STAGES = (
     "the fast path's last part",
 )
 
+pytestmark = pytest.mark.fault
+
 
 @dataclass(frozen=True)
 class Case:

@@ -19,6 +19,7 @@ from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
 
+pytestmark = pytest.mark.fault
 LAYERS, BEFORE, AFTER = 2, 2, 2
 ROUTER = ("attn", "moe_router")
 LOGGER = "megatron_cg.replay.mismatch_policy"
@@ -86,7 +87,6 @@ class Case:
     experts: int = 0
     warmup: int = 1
     """Steps before capture; with two, the rotary table is found to be one tensor in all steps."""
-    """Of Megatron's TransformerConfig."""
     fsdp: dict[str, Any] = field(default_factory=dict)
     """Of Megatron-FSDP."""
 
