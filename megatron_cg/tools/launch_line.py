@@ -28,7 +28,8 @@ _TASKS = re.compile(r"(srun|mpirun|mpiexec)\s")
 
 _NO_SCRIPT = (
     "give after a bare -- the whole command that starts the run, with its script (a name that ends "
-    "with .py) and flags: torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ..."
+    "with .py) and flags: torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... "
+    "If a shell script starts it, write megatron-cg plan -- there, before torchrun or python"
 )
 
 
@@ -119,8 +120,11 @@ class LaunchLine:
             outer = pattern.sub(f"{name}={value}", self.outer[0])
             before = pattern.sub(f"{name}={value}", self.before)
             return replace(self, before=before, outer=(outer, self.outer[1]))
-        start = max((end.end() for end in re.finditer(r"[;&\n]\s*", self.before)), default=0)
-        before = f"{self.before[:start]}{name}={value} {self.before[start:]}"
+        starts = re.finditer(r"[;&\n]\s*|\bmpirun\s+", self.before)
+        start = max((found.end() for found in starts), default=0)
+        # To other hosts, mpirun hands on only what -x names.
+        option = "-x " if self.before[:start].rstrip().endswith("mpirun") else ""
+        before = f"{self.before[:start]}{option}{name}={value} {self.before[start:]}"
         return replace(self, before=before)
 
     def with_launcher(self) -> LaunchLine:

@@ -60,14 +60,6 @@ def test_a_failed_capture_leaves_an_eager_run(
 
 
 @pytest.mark.kills
-def test_without_leave_to_go_on_the_run_ends_with_the_error(align: Align) -> None:
-    outcome = align(case("fail"), mutation="fail@memory")
-    assert outcome.comparison.status == "failed"
-    assert "CaptureError: capture failed with" in outcome.comparison.reason
-    assert "OutOfMemory" in outcome.comparison.reason
-
-
-@pytest.mark.kills
 @pytest.mark.parametrize(
     ("place", "where", "statement"),
     [

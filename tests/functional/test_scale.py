@@ -65,7 +65,6 @@ def test_losses_norms_and_shards_are_bit_equal(case: Case, align: Callable[..., 
     assert_identical(align(case), case.steps)
 
 
-@pytest.mark.fault
 @pytest.mark.parametrize("stage", ["memory", "capture-backward", "install"])
 def test_a_capture_that_fails_on_one_rank_of_eight_leaves_all_eager(
     stage: str, align: Callable[..., Outcome]

@@ -100,7 +100,6 @@ class Run:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a run and its workers if it still runs."""
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGTERM)
@@ -141,7 +140,6 @@ def run_and_compare(
 
 
 def _end(code: int, log: str) -> str:
-    """How a run with this exit code ended."""
     named, killed = named_error(log), _KILLED.search(log)
     # A process with a failed GPU aborts while it exits, after it has reported the cause.
     if killed is not None and not named.startswith(_OURS):

@@ -139,7 +139,6 @@ def _graph_flags(line: LaunchLine, name: str) -> tuple[str, ...]:
 
 
 def _partial_modules(line: LaunchLine) -> tuple[str, ...]:
-    """What graphs without experts capture of the line's model."""
     if line.has("--hybrid-layer-pattern"):
         return ("mamba", "attn")
     experts = line.has("--num-experts")

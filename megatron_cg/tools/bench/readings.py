@@ -101,7 +101,6 @@ def _summed(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

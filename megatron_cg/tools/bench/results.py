@@ -127,7 +127,6 @@ def _step_rows(results: dict[str, Any]) -> list[list[str]]:
 
 
 def _ratio(found: dict[str, Any]) -> str:
-    """The ratio, and its lowest and highest of several rounds."""
     if found["ratio"] is None:
         return _UNKNOWN
     low, high = found["ratio_range"]

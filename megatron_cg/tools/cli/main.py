@@ -99,7 +99,6 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _told(error: BaseException) -> tuple[str, int]:
-    """The message for an error that ends a command, and the exit code."""
     if isinstance(error, MegatronCGError):
         return str(error), USAGE_ERROR
     if isinstance(error, OSError):

@@ -156,7 +156,6 @@ def variables(system: System) -> Iterator[Finding]:
 
 
 def _mistake(name: str, value: str) -> str | None:
-    """Why a value is probably not intended."""
     if name in _ATTENTION:
         return "Megatron sets it from --attention-backend, and ends a run that finds another value"
     if name.endswith("ALLOC_CONF") and "cudaMallocAsync" in value:

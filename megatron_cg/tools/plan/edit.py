@@ -20,7 +20,7 @@ from megatron_cg.tools.plan.settings import Settings, settings_of
 
 _MODULES, _GEMM = "--cuda-graph-modules", "--cg-grouped-gemm"
 _EXCHANGE, _ROWS, _LAYERS = "--cg-moe-exchange", "--cg-moe-rows", "--cg-layers"
-_RECOMPUTE = "--recompute-modules"
+_RECOMPUTE, _MASK = "--recompute-modules", "--no-create-attention-mask-in-dataloader"
 LAUNCHER = "-m megatron_cg"
 _WHY = "all of each layer that graphs can hold"
 _CHOSEN = {
@@ -98,10 +98,11 @@ class Tried:
 
     def against(self, room: int) -> str:
         """Why the choice is not taken."""
+        choice = " ".join(str(flag) for flag in self.line.flags if flag.name in _CHOSEN)
         if self.memory is not None:
-            return f"{gib(self.memory.total)} of {gib(room)} would be needed otherwise"
+            return f"{choice} would need {gib(self.memory.total)} of {gib(room)}"
         first = self.settings.broken[0]
-        return f"{first.found}: {first.reason}"
+        return f"{choice} is refused. {first.found}: {first.reason}"
 
 
 @dataclass(frozen=True)
@@ -143,14 +144,19 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
         key=lambda trial: sum(len(layer.captured) for layer in trial.layers),
         default=(starts or tried)[0],
     )
-    if best is not tried[0]:
-        against = dict.fromkeys((_MODULES, _LAYERS), tried[0].against(room))
-        best = replace(best, reasons={**best.reasons, **against})
-    eager = None
+    eager, reasons = None, dict(best.reasons)
+    for name in (_MODULES, _LAYERS):
+        if best.line.values(name) != tried[0].line.values(name):
+            reasons[name] = tried[0].against(room)
     if best.memory is not None:
         run = replace(best.settings.run, cuda_graph_impl="none")
         eager = memory_of(replace(best.settings, run=run))
-    return Edited(given, known, best, eager, room)
+        if _MASK in reasons and best.memory.masks:
+            masks = (
+                f"; graphs would hold {gib(best.memory.masks)} of them, and each replay copy one"
+            )
+            reasons[_MASK] += masks
+    return Edited(given, known, replace(best, reasons=reasons), eager, room)
 
 
 def _on_fewer_layers(
@@ -189,8 +195,7 @@ def _needs(settings: Settings, given: LaunchLine) -> Iterator[tuple[str, str]]:
         yield "add --te-rng-tracker", why
     masks = args.create_attention_mask_in_dataloader and not args.reset_attention_mask
     if masks and not run.packs_sequences:
-        why = "causal attention needs no mask; each graph would hold one, and each replay copy it"
-        yield "add --no-create-attention-mask-in-dataloader", why
+        yield f"add {_MASK}", "causal attention needs no mask"
 
 
 @dataclass
@@ -304,5 +309,5 @@ def _against_whole(args: Any, gpus: Gpus) -> str:
     tokens = (args.micro_batch_size or 1) * (args.seq_length or 0) * ranks * args.moe_router_topk
     wide = 2 * (args.moe_ffn_hidden_size or args.ffn_hidden_size or 0)
     if 2.0 * tokens / args.num_experts * args.hidden_size * wide > _LARGE_GEMM:
-        return "they are few and large, and whole MoE layers do not pay"
+        return "their GEMMs are large, and whole MoE layers do not pay"
     return ""

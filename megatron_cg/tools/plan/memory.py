@@ -34,10 +34,12 @@ _OUTSIDE = "outside of torch's allocator"
 
 @dataclass(frozen=True)
 class Memory:
-    """The number of parameters, and bytes on one rank: ``terms`` by phase and name."""
+    """Numbers of parameters, and bytes on one rank: ``terms`` by phase and name."""
 
-    parameters: int
-    """Of the whole model."""
+    parameters: tuple[int, int, int]
+    """Of the whole model, of a rank, and of a rank after sharding."""
+    masks: int
+    """Bytes of attention masks that graphs hold if the data loader makes masks."""
     terms: Mapping[str, Mapping[str, int]]
 
     def _sum(self, phase: str) -> int:
@@ -74,8 +76,8 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
     graphed = [layer for layer in layers if layer.captured]
     state = rank.state(parts)
     outputs = [_outputs(shape, layer) for layer in graphed]
-    mask = args.micro_batch_size * args.seq_length**2 // args.context_parallel_size
-    mask *= args.create_attention_mask_in_dataloader
+    masks = args.micro_batch_size * args.seq_length**2 // args.context_parallel_size
+    masks *= sum(layer.holds("attention") for layer in graphed)
     peer = graphed and shape.graph.cg_moe_exchange == "peer"
     logits = shape.bytes_of(vocabulary) * (1 + (args.mtp_num_layers or 0))
     terms = {
@@ -84,7 +86,7 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
             "FSDP buffers": rank.buffers(layers, ends),
             "workspaces": _MISCELLANEOUS,
             "static inputs": shape.hidden * len(graphed),
-            "attention masks": mask * sum(layer.holds("attention") for layer in graphed),
+            "attention masks": masks * args.create_attention_mask_in_dataloader,
             "output gradients": sum(set(outputs)),
         },
         _POOL: {
@@ -104,7 +106,8 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
         },
     }
     count = sum(part.split + part.whole + part.experts for part in parts)
-    return Memory(count, terms)
+    sharded = rank.held(parts, sharded=rank.shards_weights)
+    return Memory((count, rank.held(parts), sharded), masks, terms)
 
 
 class _Rank:
@@ -158,6 +161,8 @@ class _Rank:
         sizes = Counter(self._gathered(layer.parts) for layer in layers)
         common, count = sizes.most_common(1)[0]
         others = sum(size * count for size, count in sizes.items()) - common * count
+        if self.shape.args.megatron_fsdp_max_pool_double_buffer:
+            common, others = max(sizes), 0
         width = self.shape.width * self.shards_weights
         width += self.gradient_width * self.shards_gradients
         return int((2 * common + others + self._gathered([ends])) * width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -15,7 +16,7 @@ from megatron_cg.tools.plan.edit import LAUNCHER, Edited, Tried, gib
 from megatron_cg.tools.plan.layers import Layer, Part, Shape
 from megatron_cg.tools.plan.memory import Memory
 
-WIDTH = 100
+WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
 _ROWS = Path(__file__).with_name("measured_rows.json")
 _SHOWN = 3
 _SMALLER = (
@@ -49,7 +50,6 @@ def changes(plan: Edited) -> list[Change]:
 
 
 def _pieces(line: LaunchLine) -> dict[str, str]:
-    """Variables and flags by name, as they are written."""
     pieces = {name: f"{name}={value}" for name, value in line.variables.items()}
     return pieces | {flag.name: str(flag) for flag in line.flags}
 
@@ -106,7 +106,8 @@ def _alike(layers: Sequence[Layer]) -> Iterator[tuple[str, Layer]]:
 
 
 def _memory(memory: Memory) -> Iterator[str]:
-    yield f"\nParameters of the model: {memory.parameters:,}"
+    whole, held, sharded = memory.parameters
+    yield f"\nParameters: {whole:,}; of a rank {held:,}, after sharding {sharded:,}"
     yield "\nMemory of one GPU, MiB:"
     for phase, terms in memory.terms.items():
         yield f"  {phase}:"
@@ -119,8 +120,10 @@ def _verdict(plan: Edited, memory: Memory) -> Iterator[str]:
     eager = plan.eager.total if plan.eager is not None else memory.total
     fits = "fits" if plan.accepted else "does not fit"
     sizes = f"{gib(memory.total)}, {gib(eager)} without graphs, of {gib(plan.room)}"
-    yield f"{fits}: {sizes}. Passes and optimizer step do not"
-    yield "  overlap, and copies of gradients lie in idle memory of the graphs where there is room."
+    text = (
+        "Passes and optimizer step do not overlap, and copies of gradients lie in idle memory of "
+    )
+    yield from _wrapped(f"{fits}: {sizes}. {text}the graphs where there is room.", "")
     if not plan.accepted:
         yield from _wrapped(_SMALLER if eager > plan.room else _FEWER, "  ")
 

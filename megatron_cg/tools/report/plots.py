@@ -42,7 +42,6 @@ def png(figure: Figure) -> bytes:
 
 
 def _draw(story: Story, quantity: Quantity, top: float | None, figure: Figure) -> None:
-    """The curves of the runs, one over the other, and their difference below."""
     ratios = [5, 3] if quantity.values else [5]
     figure.set_size_inches(7.4, 0.75 + 0.38 * sum(ratios))
     grid = figure.subplots(len(ratios), sharex=True, squeeze=False, height_ratios=ratios)
@@ -69,7 +68,6 @@ def _draw(story: Story, quantity: Quantity, top: float | None, figure: Figure) -
 
 
 def _curve(axes: Axes, curve: Curve, **style: Any) -> None:
-    """Points, each with a mark if they are few."""
     marker = "o" if len(curve) <= 40 else ""
     axes.plot(list(curve), list(curve.values()), marker=marker, markersize=3.5, **style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))

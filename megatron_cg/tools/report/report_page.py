@@ -158,7 +158,6 @@ def peaks(story: Story) -> str:
 
 
 def _compared(numbers: Mapping[str, float], unit: str, form: str) -> str:
-    """A number of each run and, of two, their ratio."""
     text = ", ".join(f"{name} {number:{form}} {unit}" for name, number in numbers.items())
     first, *others = numbers.values()
     return f"{text}, a ratio of {others[0] / first:.3f}" if others and first else text
@@ -188,7 +187,6 @@ def _faults_of(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _work(total: Mapping[str, int]) -> str:
-    """What graphs did on all ranks."""
     names = ("captured", "replayed", "eager", "mismatched", "verified")
     captured, replayed, eager, mismatched, verified = (f"{total.get(n, 0):,}" for n in names)
     return (

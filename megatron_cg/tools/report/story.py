@@ -125,7 +125,6 @@ def losses(story: Story) -> list[Quantity]:
 
 
 def _curves(record: Mapping[str, Any]) -> dict[str, Curve]:
-    """The numbers of a rank, by name, in the order in which they were trained."""
     curves: dict[str, Curve] = {}
     for index in range(len(record["steps"])):
         for name, text in numbers_of(record["steps"], index).items():
@@ -199,7 +198,6 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
 
 
 def _records(directory: Path) -> Path | None:
-    """The directory of one run's records, if there are any."""
     there = (place for place in (directory, directory / "record") if place.is_dir())
     return next((place for place in there if record_files(place)), None)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.align.presets import Flag, Preset, load_preset, preset_names
+from megatron_cg.tools.align.presets import load_preset, preset_names
 from megatron_cg.tools.align.run import BASE_FLAGS, Plan, graph_flags
 
 
@@ -35,14 +35,3 @@ def test_megatron_takes_the_flags(
     captured = [module.name for module in config.cuda_graph_modules]
     assert captured == (list(preset.scopes) if graphs else [])
     assert (config.cuda_graph_impl == "transformer_engine") is graphs
-
-
-def test_flags_become_a_command_line() -> None:
-    flags: dict[str, Flag] = {
-        "num-layers": 2,
-        "swiglu": True,
-        "dropout": 0.0,
-        "moe-aux-loss-coeff": [0.1, 0.2],
-    }
-    words = Preset("x", "a model", ("attn",), 2, flags).arguments()
-    assert words == "--num-layers 2 --swiglu --dropout 0.0 --moe-aux-loss-coeff 0.1 0.2".split()

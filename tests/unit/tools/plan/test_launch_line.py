@@ -46,6 +46,11 @@ def test_the_launcher_goes_before_the_script(line: str, edited: str) -> None:
     assert again.starts_graphs and again.flags == changed.flags
 
 
+def test_mpirun_hands_a_variable_on() -> None:
+    line = read("A=1 mpirun -np 2 python b.py").with_variable("B", "3").with_variable("A", "2")
+    assert str(line) == "A=2 mpirun -x B=3 -np 2 python b.py"
+
+
 @pytest.mark.parametrize("shell", ["bash -c", "srun -N 2 bash -x -c", "sh -c"])
 def test_a_line_in_a_word_of_another_is_changed_there(shell: str) -> None:
     inner = f"export A=1; cd /x && python pretrain_gpt.py {FLAGS} 2>&1 | tee log"
