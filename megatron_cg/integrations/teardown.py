@@ -13,8 +13,10 @@ Note [Waiting at the end]
     A graph must not be destroyed while it runs, so closing waits for the GPU. At the end of a
     failed run that wait can last forever: a collective that another rank never joined is still
     queued. So closing first polls the GPU for a limited time. If the GPU is still busy then, the
-    graphs are left to the driver. A thread cannot do this waiting: Python 3.12 starts no threads
-    during shutdown.
+    graphs are left to the driver. Their communicators stay as well: the end of the process groups,
+    also by ``_abort_process_group``, would wait for those graphs. Nor may the process wait for
+    either at its exit. A thread cannot do this waiting: Python 3.12 starts no threads during
+    shutdown.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.capture import session
+from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
 
@@ -85,21 +88,24 @@ def _changes() -> Iterator[Undo]:
 def _closing(end: Callable[..., None]) -> Callable[..., None]:
     @wraps(end)
     def end_process_group(group: Any = None) -> None:
-        if group is None or group == dist.group.WORLD:
-            close_for_the_end()
+        is_last = group is None or group == dist.group.WORLD
+        if is_last and not close_for_the_end():
+            exit_without_waiting()
+            return
         end(group)
 
     return end_process_group
 
 
-def close_for_the_end() -> None:
+def close_for_the_end() -> bool:
     """Close as many graphs as possible, in limited time, and raise nothing.
 
     For the end of a run: an error while closing must not replace the error that ended the run, so
-    it is logged. See Note [Waiting at the end].
+    it is logged. Returns False if the GPU is still busy, so that the graphs stay; see Note [Waiting
+    at the end].
     """
     if not session.open_sessions():
-        return
+        return True
     try:
         if not _comes_to_rest(SECONDS):
             logger.error(
@@ -107,10 +113,11 @@ def close_for_the_end() -> None:
                 "%g seconds, most likely in a collective that another rank did not join.",
                 SECONDS,
             )
-            return
+            return False
         session.close_all_sessions()
     except Exception:
         logger.exception("megatron_cg: not all CUDA graphs could be released cleanly.")
+    return True
 
 
 def _comes_to_rest(seconds: float) -> bool:

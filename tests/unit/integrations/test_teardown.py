@@ -111,15 +111,19 @@ def test_the_group_is_destroyed_also_when_closing_fails(
     )
 
 
-def test_a_gpu_that_never_rests_is_not_waited_for(
+@pytest.mark.parametrize("end", ["destroy_process_group", "_abort_process_group"])
+def test_a_gpu_that_never_rests_keeps_its_graphs_and_their_communicators(
+    end: str,
     trainer: Any,
     destroyed: list[tuple[Any, Phase]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    leaves: list[str] = []
     monkeypatch.setattr(teardown, "_comes_to_rest", lambda _seconds: False)
-    torch.distributed.destroy_process_group()
-    assert [phase for _, phase in destroyed] == [Phase.REPLAYING]
+    monkeypatch.setattr(teardown, "exit_without_waiting", lambda: leaves.append(end))
+    getattr(distributed_c10d, end)()
+    assert (destroyed, leaves, trainer.session.phase) == ([], [end], Phase.REPLAYING)
     assert "a collective that another rank did not join" in caplog.text
 
 
