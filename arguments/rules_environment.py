@@ -14,6 +14,7 @@ _SEEN = {
     "megatron-fsdp": (0, 6, 1),
     "transformer-engine": (2, 20, 2),
     "torch": (2, 11, 0),
+    "megatron-bridge": (0, 6, 2),
 }
 """The versions that this package was written for and measured with."""
 _SEEN_ON_TAPE = {"torch": ((2, 12), (2, 13), (2, 14), (2, 15))}

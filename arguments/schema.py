@@ -29,6 +29,9 @@ BACKENDS = MappingProxyType({"te": TRANSFORMER_ENGINE, "native": NATIVE})
 PACKAGES = ("megatron-core", "megatron-fsdp", "transformer-engine", "torch")
 """The distributions whose versions the rules read."""
 
+FRAMEWORKS = ("megatron-bridge",)
+"""Those of loops that this package was run with; the doctor reads them too."""
+
 VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "NCCL_GRAPH_REGISTER",

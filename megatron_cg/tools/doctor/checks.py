@@ -25,6 +25,7 @@ from megatron_cg.arguments.rules_environment import (
     unseen_versions,
 )
 from megatron_cg.arguments.schema import (
+    FRAMEWORKS,
     TAPE,
     TRANSFORMER_ENGINE,
     Environment,
@@ -39,6 +40,7 @@ INSTALL = {
     "torch": "pip install 'torch==2.11.0' --index-url https://download.pytorch.org/whl/cu130",
     "megatron-core": "pip install 'megatron-core==0.19.2'",
     "megatron-fsdp": "pip install 'megatron-fsdp==0.6.1'",
+    "megatron-bridge": "pip install --no-deps 'megatron-bridge==0.6.2'",
     # TE is compiled against the installed torch: requirements/gpu-build.txt.
     _TE: "pip install setuptools wheel ninja pybind11 && pip install --no-build-isolation "
     "'transformer-engine[core_cu13,pytorch]==2.20.2'",
@@ -56,6 +58,8 @@ def versions(system: System) -> Iterator[Finding]:
     """The packages that this one depends on are there, not too old, and were tried before."""
     yield ok(f"Python {platform.python_version()}, {system.told('machine')}")
     for name, version in system.told("versions").items():
+        if name in FRAMEWORKS and version is None:
+            continue
         if name != _TE or system.backend == TRANSFORMER_ENGINE:
             yield _package(system, name, version)
 

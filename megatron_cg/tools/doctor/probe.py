@@ -18,7 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.arguments.schema import NATIVE, PACKAGES, TAPE, TRANSFORMER_ENGINE
+from megatron_cg.arguments.schema import (
+    FRAMEWORKS,
+    NATIVE,
+    PACKAGES,
+    TAPE,
+    TRANSFORMER_ENGINE,
+)
 from megatron_cg.upstream.symbols import Symbol, installed_version, lookup
 
 _FAMILIES = {"cuDNN": "libcudnn", "NCCL": "libnccl.", "cuBLAS": "libcublas"}
@@ -49,7 +55,7 @@ def stages(backend: str) -> dict[str, Callable[[], Any]]:
     """What can be looked at with the packages that are installed."""
     stages_here: dict[str, Callable[[], Any]] = {
         "machine": platform.platform,
-        "versions": lambda: {name: installed_version(name) for name in PACKAGES},
+        "versions": lambda: {n: installed_version(n) for n in (*PACKAGES, *FRAMEWORKS)},
     }
     if installed_version("torch"):
         stages_here["torch"] = torch
