@@ -1,0 +1,203 @@
+"""Megatron-Bridge's ``pretrain`` trains the same losses and norms with graphs, to the last bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from megatron_cg.tools.align.run import environment, torch_cudnn
+from megatron_cg.upstream.symbols import installed_version
+from tests.functional.conftest import skip_without
+
+VERSION, GPUS, TIMEOUT = "0.6.2", 2, 300.0
+LAYERS, STEPS, WARMUP, MICROBATCHES = 4, 12, 3, 2
+EVERY, ITERATIONS, SAVED, FAILS = 4, 2, 6, 7
+"""Steps between evaluations and the iterations of one; steps that end in a checkpoint, an error."""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the client does: ``scopes`` None is an eager run, ``experts`` Bridge's Qwen3-MoE.
+
+    ``fields`` are changes of Bridge's configuration and ``enable`` the arguments of ``enable()``,
+    which is called before Bridge is imported if ``early``. With ``environment`` the variables of
+    Bridge's recipes are set. On the ranks ``fails`` the microbatch number ``fails_at`` raises.
+    """
+
+    scopes: tuple[str, ...] | None
+    fields: dict[str, Any] = field(default_factory=dict)
+    enable: dict[str, Any] = field(default_factory=dict)
+    experts: bool = True
+    early: bool = False
+    environment: bool = False
+    fails: tuple[int, ...] = ()
+    fails_at: int = (FAILS - 1) * MICROBATCHES + 1
+
+    @property
+    def eager(self) -> Run:
+        """The same, without what is for graphs alone."""
+        return replace(self, scopes=None, enable={}, early=False, environment=False)
+
+
+ROUTER, EXPERTS = ("attn", "moe_router", "moe_preprocess"), ("attn", "moe")
+DENSE = Run(("attn", "mlp"), experts=False)
+EP2 = {"model.expert_model_parallel_size": 2}
+_PLAIN = dict.fromkeys(f"model.recompute_{x}" for x in ("granularity", "method", "num_layers"))
+_EP2 = _PLAIN | EP2
+_FP32 = {"ddp.megatron_fsdp_main_grads_dtype": "float32"}
+_EVALUATED = {"validation.eval_interval": EVERY, "validation.eval_iters": ITERATIONS}
+_DECENTRALIZED = {"dist.use_decentralized_pg": True, "dist.use_gloo_process_groups": False}
+TORCH_GEMM = {"grouped_gemm": "torch"}
+CASES = {
+    "dense": DENSE,
+    "dense-early": replace(DENSE, early=True),
+    "experts": Run(ROUTER, _PLAIN),
+    "experts-fp32": Run(ROUTER, _EP2 | _FP32),
+    "experts-evaluated": Run(ROUTER, _EP2 | _EVALUATED),
+    "experts-decentralized": Run(ROUTER, _EP2 | _DECENTRALIZED),
+    "experts-environment": Run(ROUTER, _EP2, environment=True),
+    "peers": Run(EXPERTS, _EP2, {**TORCH_GEMM, "moe_exchange": "peer"}),
+    "recipe": Run(("full",), EP2, TORCH_GEMM),
+}
+"""``recipe`` has the scopes and the recompute of Bridge's Qwen3-MoE."""
+SAVING = Run(ROUTER, _EP2 | {"checkpoint.save": "{folder}", "checkpoint.save_interval": SAVED})
+RESUMING = Run(ROUTER, _EP2 | {"checkpoint.load": "{saved}", "checkpoint.ckpt_step": SAVED})
+WITH_NCCL = Run(EXPERTS, _EP2, TORCH_GEMM)
+
+
+@dataclass(frozen=True)
+class Ended:
+    folder: Path
+    code: int
+    log: str
+
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        return [json.loads((self.folder / f"rank{rank}.json").read_text()) for rank in range(GPUS)]
+
+
+Start = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bridge() -> None:
+    skip_without(GPUS)
+    if (version := installed_version("megatron-bridge")) != VERSION:
+        pytest.skip(f"needs megatron-bridge {VERSION}, and {version} is installed")
+
+
+@pytest.fixture
+def start(shared: Path, tmp_path: Path) -> Start:
+    """Train a run to its end. Eager ones, which several tests ask for, are trained once."""
+
+    def started(run: Run, **places: Path) -> Ended:
+        if run.scopes is not None:
+            return train(run, tmp_path / f"run{len(list(tmp_path.iterdir()))}", places)
+        folder = shared / f"bridge-{hashlib.sha256(repr((run, places)).encode()).hexdigest()[:16]}"
+        with FileLock(f"{folder}.lock"):
+            done = folder / "log.txt"
+            return (
+                Ended(folder, 0, done.read_text()) if done.exists() else train(run, folder, places)
+            )
+
+    return started
+
+
+def train(run: Run, folder: Path, places: dict[str, Path]) -> Ended:
+    folder.mkdir(exist_ok=True)
+    text = json.dumps(asdict(run))
+    for name, place in {"folder": folder, **places}.items():
+        text = text.replace(f"{{{name}}}", str(place))
+    (folder / "run.json").write_text(text)
+    return launch(["-m", "tests.functional.bridge_client", str(folder / "run.json")], folder)
+
+
+def launch(script: list[str], folder: Path) -> Ended:
+    """Run a script on two GPUs; if it ends, and well, its log is written."""
+    words = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {GPUS}"
+    env = environment(os.environ, root=ROOT, cudnn=torch_cudnn()) | {"HF_HUB_OFFLINE": "1"}
+    options: Any = {"cwd": ROOT, "env": env, "stderr": subprocess.STDOUT, "text": True}
+    command = [*words.split(), *script]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, timeout=TIMEOUT, check=False, **options)
+    if ended.returncode == 0:
+        (folder / "log.txt").write_text(ended.stdout)
+    return Ended(folder, ended.returncode, ended.stdout)
+
+
+def check(eager: Ended, graphs: Ended, first: int = 1, evaluations: int = 0) -> None:
+    """Both trained the steps from ``first`` on, to the same bits; each layer had a graph.
+
+    After the capture no pass of a layer was eager but those of evaluations.
+    """
+    for ended in (eager, graphs):
+        assert ended.code == 0, ended.log[-8000:]
+    replayed = LAYERS * (STEPS + 1 - first - WARMUP) * MICROBATCHES
+    for one, two in zip(eager.ranks, graphs.ranks, strict=True):
+        assert list(one["steps"]) == [str(step) for step in range(first, STEPS + 1)]
+        assert len(set(map(tuple, one["steps"].values()))) == len(one["steps"])
+        assert two["steps"] == one["steps"]
+        assert two["evaluations"] == one["evaluations"]
+        assert len(one["evaluations"]) == evaluations + bool(evaluations)  # One after training.
+        assert one["graphs"] == []
+        (counts,) = two["graphs"]
+        assert (counts["captured"], counts["replayed"]) == (LAYERS, replayed)
+        evaluated = LAYERS * evaluations * ITERATIONS * MICROBATCHES
+        assert (counts["eager"], counts["mismatched"]) == (evaluated, 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradient_norms_are_equal_to_eager(name: str, start: Start) -> None:
+    run = CASES[name]
+    evaluations = STEPS // EVERY if _EVALUATED.items() <= run.fields.items() else 0
+    eager, graphs = start(run.eager), start(run)
+    check(eager, graphs, evaluations=evaluations)
+    assert all(told["expandable"] is run.environment for told in graphs.ranks)
+
+
+def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(start: Start) -> None:
+    eager, graphs = start(SAVING.eager), start(SAVING)
+    check(eager, graphs)
+    rest = start(RESUMING.eager, saved=eager.folder)
+    check(rest, start(RESUMING, saved=graphs.folder), first=SAVED + 1)
+    for whole, later in zip(eager.ranks, rest.ranks, strict=True):
+        assert later["steps"].items() <= whole["steps"].items()
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one"])
+def test_no_graph_outlives_its_communicators_when_a_step_raises(
+    ranks: tuple[int, ...], start: Start
+) -> None:
+    """Bridge then aborts all process groups."""
+    ended = start(replace(WITH_NCCL, fails=ranks))
+    assert ended.code != 0 and "released" not in ended.log
+    for rank in ranks:
+        assert f"rank {rank}: 1 sessions open\n" in ended.log
+        assert f"rank {rank}: 0 sessions open after pretrain()" in ended.log
+        told = json.loads((ended.folder / f"rank{rank}.json").read_text())
+        assert told["error"] == "RuntimeError: forced" and len(told["steps"]) == FAILS - 1
+
+
+def test_a_recipe_with_its_defaults_is_refused_before_the_model_is_built(start: Start) -> None:
+    """And the error says what to set; the case ``recipe`` has it set."""
+    ended = start(replace(CASES["recipe"], enable={}))
+    assert ended.code != 0 and "number of parameters" not in ended.log
+    for told in ended.ranks:
+        assert "megatron_cg.enable(grouped_gemm='torch')" in told["error"]
+
+
+def test_the_example_trains_in_graphs(tmp_path: Path) -> None:
+    ended = launch(["examples/megatron_bridge.py"], tmp_path)
+    replayed = LAYERS * (STEPS - WARMUP) * MICROBATCHES
+    assert ended.code == 0 and f"{LAYERS} captured, {replayed} replayed, 0 eager" in ended.log
