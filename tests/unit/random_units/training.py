@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import zlib
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -103,7 +102,8 @@ class Run:
                         self.close()
                 self._step()
             self._look()
-        self.see("python", [short(random.getstate()), short(np.random.get_state())])
+        numbers: Any = np.random.get_state()
+        self.see("python", [hash(random.getstate()), hash(numbers[1].tobytes()), numbers[2]])
 
     def _step(self) -> None:
         way = self.way
@@ -178,11 +178,6 @@ def _autocast(is_on: bool | None) -> Any:
     return torch.autocast(DEVICE, torch.bfloat16) if is_on else nullcontext()
 
 
-def short(value: Any) -> int:
-    """A short number for a long state."""
-    return zlib.crc32(repr(value).encode())
-
-
 def bits(value: Any) -> Any:
     """What is compared: the bytes of tensors, also inside of containers, and values as text."""
     if isinstance(value, torch.Tensor):
@@ -246,17 +241,14 @@ class Outcome:
 
 
 def eager_trace(program: Program) -> list[Any] | None:
-    """What eager training gives; None if it raises, or gives something else the second time."""
-    traces = []
-    for _ in range(2):
-        clean()
-        try:
-            run = Run(program)
-            run.train()
-        except Exception:
-            return None
-        traces.append(run.trace)
-    return traces[0] if traces[0] == traces[1] else None
+    """What eager training gives; None if it raises."""
+    clean()
+    try:
+        run = Run(program)
+        run.train()
+    except Exception:
+        return None
+    return run.trace
 
 
 def tried(program: Program, expected: list[Any]) -> Outcome:
@@ -299,12 +291,15 @@ def _refusal(error: MegatronCGError, where: str) -> Outcome:
 
 
 def outcome_of(given: int | Program) -> tuple[Program, Outcome]:
-    """How a program ends, or the first one of a seed that trains eagerly, twice with one result."""
+    """How a program ends, or the first one of a seed that trains eagerly with one result."""
     drawn = [given] if isinstance(given, Program) else (draw(given, one) for one in range(50))
     for program in drawn:
         expected = eager_trace(program)
-        if expected is not None:
-            outcome = tried(program, expected)
+        if expected is None:
+            continue
+        outcome = tried(program, expected)
+        # Only a failure asks whether eager training gives the same a second time.
+        if not outcome.fails or eager_trace(program) == expected:
             clean()
             return program, outcome
     return program, Outcome("not eager")
