@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import batched, groupby
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from megatron_cg.tools.cpu import launch
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 
 STEPS = 7
+AT_ONCE = 20
+"""Seeds that share processes."""
 EVENTS = ("evaluation", "pass without gradients", "half a batch", "one more microbatch")
 LATER = ("captured again", "graphs deleted")
 """Events of the run with graphs alone, after its first capture."""
@@ -296,18 +299,37 @@ def compare(drawn: Draw) -> dict[str, Any]:
     return {"differ": [number for number, (a, b) in pairs if a != b], "replayed": replayed}
 
 
-def tried(seed: int) -> tuple[bool, str]:
-    """Whether the seed's runs were equal, and a line about them."""
+def compare_all(drawn: Sequence[Draw]) -> list[dict[str, Any]]:
+    """Train all in this process of several, in turn."""
+    return [compare(one) for one in drawn]
+
+
+def tried(seeds: Sequence[int]) -> dict[int, tuple[bool, str]]:
+    """For each seed whether its runs were equal, and a line about them.
+
+    Seeds of as many processes share them; if these end, each seed is tried alone.
+    """
     from tests.unit.ranks import on_ranks
 
-    drawn = draw(seed)
-    try:
-        found = on_ranks(partial(compare, drawn), drawn.processes)
-    except Exception as error:
-        return False, f"{seed}: {error}\n  {asdict(drawn)}"
-    if all(one.get("differ") == [] for one in found):
-        return True, f"{seed}: equal, {found[0]['replayed']} replays"
-    return False, f"{seed}: {found[0].get('error') or found}\n  {asdict(drawn)}"
+    lines: dict[int, tuple[bool, str]] = {}
+    by_processes = sorted(seeds, key=lambda seed: draw(seed).processes)
+    for processes, group in groupby(by_processes, lambda seed: draw(seed).processes):
+        alike = {seed: draw(seed) for seed in group}
+        try:
+            ranks = on_ranks(partial(compare_all, [*alike.values()]), processes)
+        except Exception as error:
+            if len(alike) > 1:
+                for seed in alike:
+                    lines |= tried([seed])
+                continue
+            ranks = [[{"error": error}]]
+        for (seed, drawn), *found in zip(alike.items(), *ranks, strict=True):
+            if equal := all(one.get("differ") == [] for one in found):
+                line = f"equal, {found[0]['replayed']} replays"
+            else:
+                line = f"{found[0].get('error') or found}\n  {asdict(drawn)}"
+            lines[seed] = equal, f"{seed}: {line}"
+    return lines
 
 
 def main() -> int:
@@ -323,10 +345,10 @@ def main() -> int:
     names = [f"megatron_cg.tools.cpu.{name}" for name in IMPORTED]
     multiprocessing.set_forkserver_preload([*names, "megatron.core.models.gpt"])
     equal = 0
-    for seed in seeds:
-        good, line = tried(seed)
-        equal += good
-        print(line, flush=True)
+    for some in batched(seeds, AT_ONCE):
+        for _, (good, line) in sorted(tried(some).items()):
+            equal += good
+            print(line, flush=True)
     print(f"{equal} of {len(seeds)} equal")
     return int(equal < len(seeds))
 

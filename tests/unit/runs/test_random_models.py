@@ -6,7 +6,7 @@ import pytest
 
 from tools.random_models import EVENTS, FROZEN, LATER, STRATEGIES, draw, tried
 
-SEEDS = range(300)
+SEEDS, TRIED = range(300), range(20)
 
 
 def test_seeds_draw_everything_that_can_be_drawn() -> None:
@@ -23,7 +23,12 @@ def test_seeds_draw_everything_that_can_be_drawn() -> None:
     assert len({one.model.graph_modules for one in drawn}) == 10
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_its_runs_are_equal(seed: int) -> None:
-    equal, line = tried(seed)
+@pytest.fixture(scope="module")
+def lines() -> dict[int, tuple[bool, str]]:
+    return tried(TRIED)
+
+
+@pytest.mark.parametrize("seed", TRIED)
+def test_its_runs_are_equal(lines: dict[int, tuple[bool, str]], seed: int) -> None:
+    equal, line = lines[seed]
     assert equal, line
