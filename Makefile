@@ -55,7 +55,6 @@ test: $(TESTED)
 	$(MAKE) newest
 
 unit: $(TESTED)
-	$(PYTHON) -m pytest -q --collect-only tests/functional >/dev/null
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile tests/unit
 
 newest: $(TESTED)
