@@ -19,11 +19,10 @@ WHOLE_AND_PARTS = ("fast", "router")
 DENSE: dict[str, Any] = {"experts": 0, "grouped": False, "ways": ("dense",)}
 LAYOUTS = {
     "EP 2 x FSDP 2": Model(2, ways=WHOLE_AND_PARTS),
-    "EP 4": Model(4, experts=8, ways=WHOLE_AND_PARTS),
+    "EP 4": Model(4, experts=8),
     "TP 2 x FSDP 2": Model(tensor_parallel=2, **DENSE),
     "HSDP 2 x 2": Model(fsdp=TWO_GROUPS, **DENSE),
-    "HFSDP 2 x 2": Model(fsdp=OUTER_SHARDS, **DENSE),
-    "HFSDP 2 x 2, experts": Model(fsdp=OUTER_SHARDS, ways=WHOLE_AND_PARTS),
+    "HFSDP 2 x 2": Model(fsdp=OUTER_SHARDS, ways=WHOLE_AND_PARTS),
 }
 CASES = [(name, way) for name, model in LAYOUTS.items() for way in model.ways]
 

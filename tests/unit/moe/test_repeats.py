@@ -109,19 +109,19 @@ PLACES: dict[str, Exceeds] = {
 ALL_AT_ONCE = SIGMOID | LOSSES
 CASES = {
     "each place in its step": Case(tuple(PLACES.values())),
-    "without the fast path": Case(fast_path=False),
-    "dropout, sigmoid, bias, z-loss, jitter": Case(options=ALL_AT_ONCE, dropout=0.2),
-    "loss over all microbatches": Case(options=GLOBAL),
-    "captured again, evaluated": Case(
-        (never, every_pass, every_pass, never, every_pass), again=3, evaluated=4
+    "loss over all microbatches, without the fast path": Case(options=GLOBAL, fast_path=False),
+    "captured again, evaluated, all at once": Case(
+        (never, every_pass, every_pass, never, every_pass),
+        options=ALL_AT_ONCE,
+        dropout=0.2,
+        again=3,
+        evaluated=4,
     ),
     "verified": Case((never, every_pass, never, only(1, 0, 0), never), verify_interval=1),
-    "a real bound, all at once": Case(
-        real=True, options=ALL_AT_ONCE, dropout=0.2, verify_interval=2
+    "a real bound, all at once, made on meta": Case(
+        real=True, options=ALL_AT_ONCE | ON_META, dropout=0.2
     ),
-    "a real bound, made on meta": Case(real=True, options=ON_META),
-    "a real bound, recomputed": Case(real=True, options=RECOMPUTED),
-    "recomputed, verified": Case(real=True, options=RECOMPUTED, verify_interval=1),
+    "a real bound, recomputed, verified": Case(real=True, options=RECOMPUTED, verify_interval=2),
 }
 """What a step changes is compared after each, so one case has all that draws numbers or counts."""
 

@@ -47,12 +47,13 @@ OVERLAPPED: dict[str, Any] = {
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 ONE_CHOICE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 MODELS = {
-    "one rank has all experts": Model(ways=("graphs", "fast", "layer")),
+    "one rank has all experts": Model(),
     "experts on two ranks": Model(2, ways=("eager", "graphs", "fast", "router", "layer", "peer")),
-    "one expert a rank": Model(2, ONE_CHOICE, experts=2),
-    "shared experts, overlapped": Model(2, OVERLAPPED, ways=("fast", "alone", "layer")),
+    "one expert a rank, probabilities on the input": Model(
+        2, {**ONE_CHOICE, "moe_apply_probs_on_input": True}, experts=2
+    ),
+    "shared experts, overlapped": Model(2, OVERLAPPED, ways=("fast", "alone")),
     "overlapped, drop and pad": Model(2, {**OVERLAPPED, **DROP_AND_PAD}, grouped=False),
-    "probabilities on the input": Model(2, {**ONE_CHOICE, "moe_apply_probs_on_input": True}),
 }
 """``tools.random_models`` draws other routers, losses and ways of sharding."""
 CASES = [(name, way) for name, model in MODELS.items() for way in model.ways]

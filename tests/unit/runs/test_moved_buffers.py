@@ -17,7 +17,7 @@ from tests.functional.tampering.replay import (
 from tests.unit.ranks import on_ranks
 
 pytestmark = pytest.mark.fault
-BEFORE, AFTER, LAYERS = 2, 5, 3
+BEFORE, AFTER, LAYERS = 2, 2, 3
 BOTH = (0, 1)
 Change = Callable[[Any], None]
 

@@ -32,16 +32,17 @@ STEPS, RANKS = 3, 2
 ROUTER = ("moe_router",)
 RUNS = {
     "default": (
-        *(Run(dtype, PREPROCESS, driver) for dtype in ("bf16", "fp32") for driver in DRIVERS),
+        Run("bf16", PREPROCESS, ENABLED),
+        Run("fp32", PREPROCESS, API),
         Run("fp32", ("attn",), ENABLED),
         Run("fp32", ROUTER, API),
     ),
     "ep2": (Run("bf16", PREPROCESS, ENABLED),),
-    "dropless-ep2": tuple(Run("bf16", EXPERTS, driver) for driver in DRIVERS),
-    "dropless-recompute": tuple(Run("bf16", EXPERTS, driver) for driver in DRIVERS),
+    "dropless-ep2": (Run("bf16", EXPERTS, ENABLED),),
+    "dropless-recompute": (Run("bf16", EXPERTS, API),),
     "dropless-rows": tuple(Run("bf16", EXPERTS, driver) for driver in DRIVERS),
-    "mtp": (Run("fp32", PREPROCESS, API), Run("fp32", PREPROCESS, ENABLED)),
-    "mtp-repeated": (Run("fp32", PREPROCESS, API), Run("bf16", PREPROCESS, ENABLED)),
+    "mtp": (Run("fp32", PREPROCESS, ENABLED),),
+    "mtp-repeated": (Run("fp32", PREPROCESS, API),),
     "latent-attention": (Run("bf16", PREPROCESS, API),),
 }
 CASES = [(group, run) for group, runs in RUNS.items() for run in runs]

@@ -41,21 +41,21 @@ def with_model(plan: TrainingPlan = DENSE, **changes: Any) -> TrainingPlan:
     return replace(plan, model=replace(plan.model, **changes))
 
 
-def sharded(strategy: str, recompute: dict[str, Any], **more: Any) -> TrainingPlan:
-    options = {"data_parallel_sharding_strategy": strategy, **more}
+def sharded(strategy: str, recompute: dict[str, Any]) -> TrainingPlan:
+    options = {"data_parallel_sharding_strategy": strategy}
     return with_model(options=recompute, fsdp_options=options)
 
 
 CHUNKS = {**RECOMPUTE, "recompute_num_layers": 2}
-FINE = {"megatron_fsdp_enable_fine_grained_param_gather": True}
 EXPERTS = replace(with_model(experts=4, grouped=True, expert_parallel=2), device_counts=True)
 PLANS = {
     "whole layers": DENSE,
-    "attn mlp": with_model(graph_modules=("attn", "mlp")),
+    "attn mlp, fine-grained gathering": with_model(
+        graph_modules=("attn", "mlp"),
+        fsdp_options={"megatron_fsdp_enable_fine_grained_param_gather": True},
+    ),
     "block, ZeRO-2": sharded("optim_grads", BLOCK),
     "chunks of two, ZeRO-1": sharded("optim", CHUNKS),
-    "fine-grained gathering": sharded("optim_grads_params", RECOMPUTE, **FINE),
-    "attn moe": with_model(EXPERTS, graph_modules=("attn", "moe")),
     "experts with a bias": with_model(EXPERTS, options={**RECOMPUTE, **SIGMOID}),
 }
 
