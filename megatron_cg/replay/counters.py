@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 
 @dataclass
-class Counters:
-    """Counts of one session, in forward passes of a layer unless stated otherwise."""
+class Counters(Mapping[str, int]):
+    """Counts of one session, in forward passes of a layer unless stated otherwise.
+
+    A mapping from names to numbers, with the ``copy`` that ``wandb.log`` calls (wandb 0.31).
+    """
 
     captured: int = 0
     """Graphs that capture made."""
@@ -41,3 +45,14 @@ class Counters:
     def as_dict(self) -> dict[str, int]:
         """The counts by name."""
         return asdict(self)
+
+    copy = as_dict
+
+    def __getitem__(self, name: str) -> int:
+        return self.as_dict()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.as_dict())
+
+    def __len__(self) -> int:
+        return len(self.as_dict())

@@ -119,11 +119,11 @@ def _hear(event: Event) -> None:
         _under_way[:] = [(event, memory(), time.perf_counter())]
     elif isinstance(event, GraphsDeleted):
         note("graphs", event.total.as_dict())
-        if _is_first_rank():
+        if is_first_rank():
             counts = counts_text(event.counters.as_dict())
             print(f"megatron_cg: graphs of rank 0: {counts}.", flush=True)
     elif isinstance(event, StepRepeated):
-        if _is_first_rank():
+        if is_first_rank():
             step = "a step" if event.step is None else f"step {event.step}"
             logger.warning(
                 f"megatron_cg: {step} repeated: a rank had {event.rows:,} rows for another in a "
@@ -146,11 +146,12 @@ def _report(began: CaptureBegan, before: Memory | None, since: float, ended: Cap
         "error": None if error is None else f"{type(error).__name__}: {error}",
     }
     add_capture(entry, counters)
-    if error is None and began.units and _is_first_rank():
+    if error is None and began.units and is_first_rank():
         print(f"megatron_cg: {_summary(entry)}", flush=True)
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """Whether this process prints: rank 0, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

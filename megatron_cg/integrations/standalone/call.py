@@ -120,6 +120,7 @@ class _Again(_Mark):
 
 
 _TENSOR = _Input("a tensor")
+_CACHE = "<class 'transformers.cache_utils.Cache'>"
 
 
 @dataclass(frozen=True)
@@ -231,12 +232,18 @@ class CallForm:
         named = {**dict(zip(self.names, args, strict=True)), **kwargs}
         return {n: t for n, t in named.items() if not isinstance(self.marks[n], _Expanded)}
 
+    @cached_property
+    def caches(self) -> list[str]:
+        """The arguments that are a ``Cache`` of transformers 4.36 to 5.24."""
+        kinds = {name: map(str, type(mark).__mro__) for name, mark in self.marks.items()}
+        return [name for name, of in kinds.items() if _CACHE in of]
+
     def problems(self) -> list[str]:
         """Why no graph can take this form, in words; empty if one can."""
         problems = [
             f"argument {name} is {_in_words(value)}"
             for name, value in self.marks.items()
-            if not isinstance(value, _Mark) and not is_plain(value)
+            if not isinstance(value, _Mark) and not is_plain(value) and name not in self.caches
         ]
         return problems if self.names else [*problems, "no argument is a tensor"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -33,7 +34,9 @@ from megatron_cg.integrations.standalone.units import UnitName, check_seen, find
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.telemetry.capture_report import follow_captures
+from megatron_cg.telemetry.capture_report import follow_captures, is_first_rank
+
+logger = logging.getLogger(__name__)
 
 _NO_UNITS = Violation(
     "argument",
@@ -172,14 +175,22 @@ class GraphedUnits:
     def close(self) -> None:
         """Release the graphs and undo all changes. Safe to call twice.
 
-        Call it before ``destroy_process_group``, which closes graphs too but waits for them.
+        Call it before ``destroy_process_group``, which closes graphs too but waits for them. Warns
+        if the loop was over before the capture.
         """
+        if self._controller.awaits_capture and is_first_rank():
+            logger.warning(
+                f"megatron_cg: nothing was captured: the loop had {self._observer.steps} steps in "
+                f"graphs.step(), and the first {self._warmup_steps} are eager (warmup_steps)."
+            )
         self._undo.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        if kind is not None:
+            self._undo.close()
         self.close()
 
     def _capture(self) -> Session:

@@ -6,7 +6,7 @@ Relied on: ``fuse_wgrad_accumulation`` of TE 2.20.2's modules.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
@@ -38,8 +38,9 @@ def find_units(
     broken: list[Violation] = []
     for item in wanted:
         matches = [module for module in names if _means(item, names[module], module)]
-        if not matches:
-            broken.append(_no_such_unit(item, names.values()))
+        if not matches or any(map(_is_container, matches)):
+            broken.append(_no_such_unit(item, names, matches))
+            continue
         units.update((names[module], module) for module in matches)
     broken += sharding.refusals(units)
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
@@ -54,7 +55,7 @@ def find_units(
 
 def check_seen(units: Iterable[str], observer: Observer) -> None:
     """Raise ConfigurationError if the observed calls of a unit cannot be captured."""
-    broken = [*_wrong_around(observer)]
+    broken = [*_caches(observer.calls), *_wrong_around(observer)]
     for name, call in observer.calls.items():
         broken += _wrong_calls(name, call, observer)
     broken += [
@@ -69,6 +70,19 @@ def check_seen(units: Iterable[str], observer: Observer) -> None:
     ]
     if broken:
         raise ConfigurationError(broken)
+
+
+def _caches(calls: Mapping[str, Seen]) -> Iterator[Violation]:
+    """One sentence for all units: it is one setting of the model."""
+    given = {name: call.form.caches[0] for name, call in calls.items() if call.form.caches}
+    if given:
+        (name, argument), *_ = given.items()
+        yield Violation(
+            "unit-cache",
+            f"{len(given)} units, such as {name}, get a Cache of transformers as {argument}",
+            "it holds keys and values to generate text, and a graph takes only tensors",
+            "call the model with use_cache=False, or set model.config.use_cache = False",
+        )
 
 
 def _wrong_around(observer: Observer) -> Iterator[Violation]:
@@ -107,10 +121,8 @@ def _wrong_calls(name: str, call: Seen, observer: Observer) -> Iterator[Violatio
             f"unit {name}: {problem}",
             "a graph takes dense tensors, also in tuples, lists and dicts; other arguments must be "
             "None, numbers, strings, dtypes or shapes",
-            "call the model with use_cache=False"
-            if problem.startswith("argument past_key_value")
-            else "pass plain tensors, of a sparse one its indices and values, or take the unit out "
-            "of units",
+            "pass plain tensors, of a sparse one its indices and values, or take the unit out of "
+            "units",
         )
     if call.recompute is not None:
         yield Violation(
@@ -129,16 +141,29 @@ def _means(item: UnitName, name: str, module: nn.Module) -> bool:
     return module is item if isinstance(item, nn.Module) else isinstance(module, item)
 
 
-def _no_such_unit(item: UnitName, names: Iterable[str]) -> Violation:
-    known = [name for name in names if name]
+def _no_such_unit(
+    item: UnitName, names: Mapping[nn.Module, str], matches: Collection[nn.Module]
+) -> Violation:
+    known = [name for name in names.values() if name]
     shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+    reason = f"the model has no such module; it has {shown}"
+    remedy = "give names as in model.module.named_modules(), the modules themselves, or their class"
     label = item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
-    return Violation(
-        "no-such-unit",
-        f"units names {label}",
-        f"the model has no such module; it has {shown}",
-        "give names as in model.module.named_modules(), the modules themselves, or their class",
-    )
+    for module, name in names.items():
+        if module in matches and _is_container(module):
+            reason = f"{name} is a {type(module).__name__}, which has no forward pass"
+            remedy = f'type "{name}.*" for the modules in it'
+            break
+        if not matches and isinstance(item, str) and fnmatchcase(name, f"*.{item}"):
+            before = name.split(".")[: -item.count(".") - 1]
+            remedy = f'type "{".".join([*before, item, *["*"] * _is_container(module)])}"'
+            break
+    return Violation("no-such-unit", f"units names {label}", reason, remedy)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Such as a ModuleList."""
+    return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 
 def _unit_violations(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -88,6 +89,30 @@ def test_a_step_with_the_weights_that_need_a_gradient_comes_before_the_capture()
                 model(torch.ones(2, 4)).sum().backward()
             model[0].weight.requires_grad_(True)
     assert captured == [False, False, True]
+
+
+def test_a_loop_that_ends_before_the_capture_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with graph_units(model, "0", backend="tape") as graphs:
+        for _ in range(2):
+            with graphs.step():
+                model(torch.ones(2, 4)).sum().backward()
+    graphs.close()
+    with pytest.raises(ArithmeticError), graph_units(model, "0", backend="tape"):
+        raise ArithmeticError
+    (told,) = caplog.messages
+    assert "the loop had 2 steps in graphs.step(), and the first 3 are eager" in told
+
+
+def test_counters_are_what_wandb_logs(one_rank: None) -> None:
+    with v1_run().with_graphs() as graphs:
+        counters = graphs.counters
+    # What wandb.log does with them (0.31): names are looked at, then a copy is written to.
+    assert isinstance(counters, Mapping) and all(isinstance(name, str) for name in counters)
+    row = counters.copy()
+    row["_timestamp"] = 0
+    assert json.dumps(row) == json.dumps({**counters, "_timestamp": 0})
+    assert dict(counters) == counters.as_dict() and len(counters) == len(row) - 1
 
 
 def test_a_unit_has_graphs_of_one_session(one_rank: None) -> None:

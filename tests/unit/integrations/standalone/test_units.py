@@ -36,24 +36,28 @@ def test_units_are_refused_for_every_reason_at_once(one_rank: None) -> None:
     layer.up.fuse_wgrad_accumulation = True
     units = ["layers.7", nn.Conv2d, nn.Conv2d(1, 1, 1), "head", "layers", "layers.*"]
     assert rules_of(run, units) == [
-        *["no-such-unit"] * 3,
+        *["no-such-unit"] * 4,
         "fsdp-double-buffer",
         "fsdp-db-use-persist-buf-on-alloc-fail",
         "no-fsdp-unit",
-        "no-fsdp-unit",
-        "nested-units",
-        "gradient-accumulation-fusion",
         "gradient-accumulation-fusion",
     ]
 
 
 def test_a_star_stands_for_one_part_of_a_name(one_rank: None) -> None:
     run = v1_run()
-    assert rules_of(run, ["layers*"]) == ["no-fsdp-unit", "nested-units"]
-    assert rules_of(run, ["*"])[0] == "no-fsdp-unit"
+    assert rules_of(run, ["embed*", "h*"]) == ["no-fsdp-unit", "no-fsdp-unit"]
     with run.with_graphs(["la*.[12]"]) as graphs:
         run.step()
         assert list(graphs._units) == ["layers.1", "layers.2"]
+
+
+def test_what_may_be_meant_is_to_be_typed() -> None:
+    inner = {"embed": nn.Linear(2, 2), "layers": nn.ModuleList([nn.Linear(2, 2)])}
+    model = nn.ModuleDict({"model": nn.ModuleDict(inner)})
+    for units in ("layers", "layers.*", "model.*", nn.ModuleList):
+        with pytest.raises(ConfigurationError, match=r'Remedy: type "model\.layers\.\*"'):
+            graph_units(model, units, backend="tape")
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
