@@ -28,6 +28,9 @@ TESTED := $(STAMP)-tests
 # Python sources of TE for the tests of its contract. Beside site-packages and not in it: without its
 # compiled part TE raises when it is imported, and Megatron with it.
 TE_SOURCE := $(VENV)/te-source
+# transformers, for the test of its example. Beside site-packages too: where Megatron finds it, it is
+# imported by every process of the tests.
+TRANSFORMERS := $(VENV)/transformers
 # The second environment: newest.txt's torch, and the rest as in the first.
 NEWEST := $(VENV)/newest-$(WANTED)
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -85,6 +88,7 @@ $(STAMP):
 $(TESTED): $(STAMP)
 	$(INSTALL) -r requirements/dev.txt -r requirements/docs.txt
 	$(INSTALL) --no-deps --upgrade --target $(TE_SOURCE) -r requirements/contract.txt
+	$(INSTALL) --no-deps --upgrade --target $(TRANSFORMERS) -r requirements/transformers.txt
 	touch $@
 
 # TE's extension is compiled here against the torch that was just installed, which takes nvcc and

@@ -34,6 +34,9 @@ _INTERNAL = frozenset(vars(nn.Module())) | {
 }
 """Attributes of modules that have rows of their own, or that this package sets."""
 _BY_TEXT = {"getattr", "vars", "__dict__"}
+_TRANSFORMERS = frozenset({"transformers"})
+_OF_CHECKPOINTS = {"architectures", "dtype"}
+"""What ``save_pretrained`` of transformers sets in a model's configuration, for the file alone."""
 _DEPTH = 4
 _Way = list[Entry]
 
@@ -241,8 +244,10 @@ class PythonState:
         if not _is_object(value) or id(value) in seen or len(seen) > 99:
             return
         seen.add(id(value))
+        of_transformers = any(is_known(k, _TRANSFORMERS) for k in type(value).__mro__)
+        written = _OF_CHECKPOINTS if of_transformers else ()
         for row in _attributes_of(value, what):
-            if self._is_read(row.key):
+            if self._is_read(row.key) and row.key not in written:
                 yield row
                 yield from self._inside(row.holder[row.key], row.what, seen)
 

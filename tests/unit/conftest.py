@@ -36,6 +36,7 @@ LONGEST = (
     "runs/test_moved_buffers.py",
     "compiled/test_refused_layers.py",
     "examples/test_standalone_transformer.py",
+    "examples/test_transformers_trainer.py",
     "compiled/test_together.py",
 )
 """The files that take longest. They begin first, so that none is left to one worker at the end."""
