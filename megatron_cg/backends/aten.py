@@ -7,6 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PLAIN = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
+"""What classes of tensors have that add no operations of their own, such as Parameter."""
 
 
 def leaves(value: Any) -> list[Any]:
@@ -40,3 +46,15 @@ def _places(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def run_inside(mode: TorchDispatchMode, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+    """Run a higher-order operator whose dispatch mode is off; the mode sees what it consists of.
+
+    An operator without such a body is not supported, as torch says then.
+    """
+    body = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+    if body is None:
+        return NotImplemented
+    with mode:
+        return body(*args, **kwargs)

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.aten import tensors_in, written
+from megatron_cg.backends.aten import PLAIN, run_inside, tensors_in, written
 from megatron_cg.backends.places import place_of
 from megatron_cg.capture.python_state import is_known
 from megatron_cg.memory.storage import StorageReference
@@ -45,16 +46,14 @@ _BETWEEN = {"torch", "megatron_cg", *sys.stdlib_module_names}
 """Packages whose frames lie between an operation and the code that called it."""
 
 
-_PLAIN = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
-"""What classes of tensors have that add no operations of their own, such as Parameter."""
-
-
 class Operations(TorchDispatchMode):
     """Notes in its block what operations use; restores nothing by itself.
 
     ``root`` is the module whose passes run, for the places of calls. Memory with one of the keys
     ``parameters`` may hold something else after the pass.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, root: nn.Module, parameters: Collection[int | None] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,9 +99,11 @@ class Operations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(getattr(kind, "__torch_dispatch__", None) not in _PLAIN for kind in types):
+        if any(getattr(kind, "__torch_dispatch__", None) not in PLAIN for kind in types):
             return NotImplemented  # The subclass calls operations on its own tensors, seen here.
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return run_inside(self, func, args, kwargs)
         given = list(tensors_in([args, *kwargs.values()]))
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) has just made it.
             for tensor in given:

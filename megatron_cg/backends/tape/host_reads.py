@@ -34,7 +34,7 @@ def waits(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
     if name not in _SOMETIMES:
         return is_tagged
     if name == "repeat_interleave":
-        return kwargs.get("output_size") is None
+        return kwargs.get("output_size") is None and func._schema.overload_name != "self_int"
     masks = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     if name == "index":
         return masks

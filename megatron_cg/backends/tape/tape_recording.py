@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.aten import leaves, tensors_in, written
+from megatron_cg.backends.aten import PLAIN, leaves, run_inside, tensors_in, written
 from megatron_cg.backends.driver.graphed import Recording, Tensors
 from megatron_cg.backends.places import place_of
 from megatron_cg.backends.tape.host_reads import methods_watched, waits
@@ -158,6 +159,8 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
 class _Recorder(TorchDispatchMode):
     """Runs every ATen call below autograd and records it on the tape."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, tape: Tape, root: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape, self._root = tape, root
@@ -172,12 +175,18 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(getattr(kind, "__torch_dispatch__", None) not in PLAIN for kind in types):
+            return NotImplemented  # The subclass calls operations on its own tensors.
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return run_inside(self, func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             # The end of torch.tensor(...): its data is a constant, of which each replay has a copy.
             func, args = torch.ops.aten.clone.default, (args[0].clone(),)
             self._constants.add(self.tape.pool.adopt(args[0]))
         tensors = tensors_in([args, *kwargs.values()])
+        if any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)  # Something is traced; it uses no memory.
         self._check_dense(func, tensors)
         collective = func.namespace == "c10d"
         writes = tensors if collective else written(func, args, kwargs)
@@ -198,6 +207,8 @@ class _Recorder(TorchDispatchMode):
         self._save_outside(writes)
         result = func(*args, **kwargs)
         flat = leaves(result)
+        if any(tensor.is_meta for tensor in tensors_in(flat)):
+            return result
         self._check_dense(func, tensors_in(flat))
         _wait_for_collectives(func, flat)
         inputs = {t.untyped_storage()._cdata for t in tensors}

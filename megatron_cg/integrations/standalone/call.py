@@ -3,7 +3,8 @@
 A graph takes tensors and nothing else. Modules of plain PyTorch also take flags and None
 (``nn.TransformerEncoder`` passes ``is_causal`` to its layers). An argument that is no tensor keeps
 its observed value: capture uses it, and a call with another value is not replayed. Tensors may be
-in tuples, lists and dicts, as the cosines and sines that models of transformers pass to each layer.
+in tuples, lists and dicts, as the cosines and sines that models of transformers pass to each layer,
+in named tuples, and in a ``BlockMask`` (``block_masks.py``).
 
 A graph gets the first tensor of a call by position, and all others by name, such as ``mask`` or
 ``position_embeddings[0]``. So a table that is given by position, as torchtitan gives ``freqs_cis``,
@@ -35,6 +36,7 @@ from torch.utils._pytree import (
 )
 
 from megatron_cg.capture.static_inputs import positional_names
+from megatron_cg.integrations.standalone.block_masks import Parts, opened
 from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
@@ -121,6 +123,7 @@ class _Again(_Mark):
 
 _TENSOR = _Input("a tensor")
 _CACHE = "<class 'transformers.cache_utils.Cache'>"
+_CONTAINERS = (tuple, list, dict, Parts)
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class CallForm:
         """The form of ``forward(*args, **kwargs)``."""
         positions = tuple(positional_names(forward, len(args), kwargs))
         names = (*positions, *kwargs)
-        values = [*args, *kwargs.values()]
+        values = [*map(opened, args), *map(opened, kwargs.values())]
         marks: dict[str, Any] = {}
         seen: dict[int, str] = {}
         for (place, *path), leaf in tree_leaves_with_path(values, is_leaf=_is_leaf):
@@ -191,7 +194,7 @@ class CallForm:
                 _way(args, kwargs),
                 "Pass the same arguments, by position and by name, in each step.",
             )
-        values = [*args, *(kwargs[name] for name in self.keywords)]
+        values = [*map(opened, args), *(opened(kwargs[name]) for name in self.keywords)]
         leaves: list[Any] = []
         names = (*self.positions, *self.keywords)
         for name, spec, value in zip(names, self.specs, values, strict=True):
@@ -253,8 +256,14 @@ def _way(args: Sequence[Any], kwargs: Iterable[str]) -> str:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Of a class of its own, a graph would give the unit a copy that the caller never sees."""
-    return type(value) not in (tuple, list, dict)
+    """Of a class of its own, a graph would give the unit a copy that the caller never sees.
+
+    Nobody can change a named tuple.
+    """
+    kind = type(value)
+    if kind in _CONTAINERS:
+        return False
+    return not (isinstance(value, tuple) and hasattr(kind, "_fields"))
 
 
 def _mark_of(value: Any) -> Any:

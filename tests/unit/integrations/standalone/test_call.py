@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,6 +44,11 @@ def call(*args: Any, **kwargs: Any) -> Call:
     return args, kwargs
 
 
+class Packed(NamedTuple):
+    starts: torch.Tensor
+    longest: int
+
+
 NESTED = call(Y, (X, MASK), mask={"full": [MASK, 3], "none": None})
 TENSORS: list[tuple[Callable[..., Any], Call, Any, dict[str, Any]]] = [
     (forward, call(X, True, Y, mask=MASK, scale=1), X, {"y": Y, "mask": MASK}),
@@ -53,6 +58,7 @@ TENSORS: list[tuple[Callable[..., Any], Call, Any, dict[str, Any]]] = [
     (variadic, call(1, X, Y, x=MASK), X, {"number 2": Y, "x": MASK}),
     (scaled, call(X, Y, bias=MASK), X, {"number 1": Y, "bias": MASK}),
     (forward, call(KIND, True, KIND), X, {}),
+    (forward, call(X, Packed(Y, 7)), X, {"flag.starts": Y}),
 ]
 """A function, a call, its first tensor, and the others by name."""
 
@@ -86,6 +92,7 @@ MISMATCHES: list[tuple[Call, Call, str]] = [
     (call(X, X.shape), call(X, (1,)), "argument flag"),
     (call(X, GIVEN), call(X, GIVEN[:2]), "argument flag"),
     (call(X, GIVEN), call(X, GIVEN.contiguous()), "argument flag"),
+    (call(X, Packed(Y, 7)), call(X, Packed(Y, 8)), "argument flag.longest"),
     (call(LEAF, 1, LEAF), call(LEAF, 1, Y), "argument y"),
     (call(LEAF, 1, OTHER), call(LEAF, 1, LEAF), "argument y"),
 ]
