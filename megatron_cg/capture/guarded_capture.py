@@ -64,7 +64,7 @@ class GuardedCapture:
     ) -> None:
         self._sharding, self._units, self._backend = sharding, tuple(units), backend
         self._mismatches, self._static_inputs = mismatches, static_inputs
-        self._hooks = tuple(Hooks(unit.layer, unit.graphed) for unit in self._units)
+        self._hooks = tuple(Hooks(u.layer, u.graphed, sharding.moves) for u in self._units)
         self._observers: tuple[Observer, ...] = ()
         self._leaves: OtherLeaves | None = None
         self.eager_passes: tuple[EagerPasses, ...] = ()

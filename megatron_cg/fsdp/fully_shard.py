@@ -20,6 +20,13 @@ Note [A buffer in use]
     never moves to other memory: autograd may have saved views of its weights. A forward pass that
     is not over when that of another unit begins has ended by an exception, since no unit is in
     another.
+
+Note [Sharded modules in a unit]
+    ``fully_shard`` may have been called on modules in a unit too, such as the experts of an MoE
+    block, which have another mesh. Their hooks would not run in a replay. So while graphs exist,
+    they run around the unit, in eager passes too: all of the unit's weights are gathered before its
+    forward and its backward pass, and reduced after it. The casts of a mixed precision policy would
+    then happen in another place, so they are refused.
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from megatron_cg.errors import BufferInUseError, Violation
 from megatron_cg.fsdp.sharding import PerModule, lies_in
@@ -39,11 +47,15 @@ from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol, changed
 
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 RELIES_ON = (
     Symbol(f"{_GROUP}.wait_for_unshard", "what copies gathered parameters out"),
     Symbol(f"{_GROUP}._to_sharded", "what frees them"),
     Symbol(f"{_GROUP}.is_unsharded", "whether they are there"),
+    Symbol(f"{_STATE}.init", "what hooks a module"),
+    Symbol(f"{_STATE}._pre_forward", "what gathers before a forward pass"),
+    Symbol(f"{_STATE}._post_forward", "what reshards after it"),
     Symbol(f"{_PARAM}._setattr_on_modules", "what sets it", parameters=("param",)),
     Symbol(f"{_PARAM}.free_unsharded_param", "what frees one of them"),
     Symbol(f"{_PARAM}.init_all_gather_outputs", "what allocates one of them"),
@@ -53,7 +65,8 @@ RELIES_ON = (
 class FullyShard(PerModule):
     """See :class:`megatron_cg.fsdp.sharding.PerModule`.
 
-    No hook of FSDP2 matters in a capture: it removes all hooks of units, and no unit is in another.
+    No hook of FSDP2 matters in a capture: it removes all hooks of units, and no other hooks are
+    left in them; see Note [Sharded modules in a unit].
     """
 
     name = "FSDP2"
@@ -69,7 +82,10 @@ class FullyShard(PerModule):
     def refusals_of(self, name: str, module: nn.Module) -> Iterator[Violation]:
         """Units without parameters of their own, or whose parameters are of an unknown kind."""
         if _own_parameters(module):
-            yield from _unknown_parameters(name, module)
+            for each in sharded_in(module):
+                yield from _unknown_parameters(name, each)
+                if each is not module:
+                    yield from _unknown_policy(name, module, each)
             return
         yield Violation(
             "fsdp2-no-parameters",
@@ -82,6 +98,12 @@ class FullyShard(PerModule):
         """Whether ``fully_shard`` was called on it."""
         return isinstance(module, FSDPModule)
 
+    def made(self, hook: Callable[..., Any]) -> bool:
+        """Whether it is one of the two hooks of a ``fully_shard`` call."""
+        return isinstance(getattr(hook, "__self__", None), FSDPState)
+
+    moves = made
+
     def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
         """Learn which units are unsharded at the same time; they get buffers of their own.
 
@@ -89,55 +111,75 @@ class FullyShard(PerModule):
         but the last one, and units whose inputs need no gradient, which FSDP2 reshards at the end
         of the backward pass.
         """
-        groups = [group_of(unit) for unit in units]
+        groups = {unit: groups_of(unit) for unit in units}
 
-        def gathered(group: Any, wait: Callable[[], None]) -> None:
+        def gathered(group: Any, unit: nn.Module, wait: Callable[[], None]) -> None:
             if group._all_gather_result is not None:
-                self._at_once.update(o for o in groups if o is not group and o.is_unsharded)
+                others = (one for other in groups if other is not unit for one in groups[other])
+                self._at_once.update(one for one in others if one.is_unsharded)
             wait()
 
         return all_of(
-            put_over(group, "wait_for_unshard", partial(gathered, group, group.wait_for_unshard))
-            for group in groups
+            put_over(group, "wait_for_unshard", partial(gathered, group, u, group.wait_for_unshard))
+            for u, own in groups.items()
+            for group in own
         )
 
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Any]) -> Iterator[Undo]:
         """See Note [One buffer for many units]."""
-        group = group_of(layer)
-        group._to_sharded()
-        layout = tuple(
-            (output.numel(), output.dtype, output.device)
-            for param in group.fsdp_params
-            for output in param.all_gather_outputs
-        )
-        owner = (layout, id(group) if group in self._at_once else None)
-        if owner not in buffers:
-            buffers[owner] = _Buffer(group)
-        yield from _in_buffer(group, buffers[owner])
+        yield from _hooks_around(layer)
+        for number, group in enumerate(groups_of(layer)):
+            group._to_sharded()
+            layout = tuple(
+                (output.numel(), output.dtype, output.device)
+                for param in group.fsdp_params
+                for output in param.all_gather_outputs
+            )
+            owner = (number, layout, id(group) if group in self._at_once else None)
+            if owner not in buffers:
+                buffers[owner] = _Buffer(group)
+            yield from _in_buffer(group, buffers[owner])
 
     def fill(self, layer: Any) -> None:
         """See :class:`PerModule`."""
-        layer.unshard()
-        group_of(layer)._to_sharded()
+        for module in sharded_in(layer):
+            module.unshard()
+        for group in groups_of(layer):
+            group._to_sharded()
         self.hold(layer, sharded=False)
 
     def hold(self, layer: nn.Module, *, sharded: bool) -> None:
         """See :class:`PerModule`."""
-        for param in group_of(layer).fsdp_params:
+        for param in (param for group in groups_of(layer) for param in group.fsdp_params):
             param._setattr_on_modules(param.sharded_param if sharded else param._unsharded_param)
 
 
 def _own_parameters(module: nn.Module) -> bool:
     """Whether a parameter of ``module`` is in no other module in it that was sharded."""
-    inner = [
-        each for each in module.modules() if each is not module and isinstance(each, FSDPModule)
-    ]
-    others = {parameter for each in inner for parameter in each.parameters()}
+    others = {parameter for each in sharded_in(module)[1:] for parameter in each.parameters()}
     return any(parameter not in others for parameter in module.parameters())
+
+
+def _unknown_policy(name: str, unit: nn.Module, module: Any) -> Iterator[Violation]:
+    """See Note [Sharded modules in a unit]."""
+    policy = module._get_fsdp_state()._mp_policy
+    path = next(path for path, each in unit.named_modules() if each is module)
+    casts = policy.cast_forward_inputs and policy.param_dtype is not None
+    if casts or policy.output_dtype is not None:
+        yield Violation(
+            "fsdp2-casts-inside",
+            f"fully_shard was called on {path} in unit {name} with a policy that casts its "
+            f"{'inputs' if casts else 'outputs'}",
+            "hooks of fully_shard inside a unit run around the unit while there are graphs",
+            f"MixedPrecisionPolicy(..., cast_forward_inputs=False) without output_dtype for "
+            f"{path}, and cast in its forward",
+        )
 
 
 def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
     group = group_of(module)
+    if group is None:
+        return
     if len(group.modules) > 1:
         yield Violation(
             "fsdp2-group-of-modules",
@@ -169,12 +211,9 @@ def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
 def _tensor_parallel(name: str, params: Sequence[Any]) -> Iterator[Violation]:
     """Units that another call, such as ``parallelize_module``, has made DTensors of before.
 
-    Note [DTensor parameters]
-        ``parallelize_module`` puts hooks on the modules in a unit, which turn tensors into DTensors
-        and exchange them between ranks. They are part of what the unit computes, and a capture
-        takes all hooks of a unit off. FSDP2 gathers the local tensor of such a parameter, so its
-        buffers have another size than the parameter. And the ``data_ptr`` of a DTensor is 0 (torch
-        2.11), so no guard would see that its memory has moved.
+    Its hooks on modules in the unit turn tensors into DTensors and exchange them. In torchtitan
+    0.3.0 their forwards do so, but the unit itself gets and returns DTensors. FSDP2 gathers the
+    local tensor of such a parameter, so its buffers have another size than the parameter.
     """
     names = [one._module_info.param_name for one in params if one.is_dtensor]
     if names:
@@ -182,25 +221,53 @@ def _tensor_parallel(name: str, params: Sequence[Any]) -> Iterator[Violation]:
             "fsdp2-tensor-parallel",
             f"{len(names)} of {len(params)} parameters of unit {name} are DTensors under "
             f"fully_shard (the first is a {names[0]}), as parallelize_module makes them",
-            "hooks on the modules inside of it exchange its tensors, and a capture takes hooks "
-            "off; and a DTensor has no address that can be compared before a replay",
+            "hooks inside of it exchange its tensors, and a capture takes hooks off; or it gets "
+            "and returns DTensors, whose methods no graph runs",
             "leave the unit out of units, or use tensor-parallel modules of plain tensors, such as "
             "megatron-core's",
         )
 
 
+def sharded_in(module: nn.Module) -> list[Any]:
+    """The modules in ``module`` that ``fully_shard`` was called on, itself first."""
+    return [each for each in module.modules() if isinstance(each, FSDPModule)]
+
+
 def group_of(layer: Any) -> Any:
-    """The ``FSDPParamGroup`` of a module that ``fully_shard`` was called on.
+    """The ``FSDPParamGroup`` of a module that ``fully_shard`` was called on; None without weights.
 
     Raises UpstreamChangedError if FSDP2 keeps it elsewhere.
     """
     state = layer._get_fsdp_state()
-    group = getattr(state, "_fsdp_param_group", None)
-    if group is None:
+    if not hasattr(state, "_fsdp_param_group"):
         raise changed(
             "torch", "FSDPState._fsdp_param_group", "the parameters of one fully_shard call"
         )
-    return group
+    return state._fsdp_param_group
+
+
+def groups_of(layer: nn.Module) -> list[Any]:
+    """The groups of a unit: its own, and those of modules in it."""
+    groups = map(group_of, sharded_in(layer))
+    return [group for group in groups if group is not None]
+
+
+def _hooks_around(layer: nn.Module) -> Iterator[Undo]:
+    """Move hooks of FSDP2 to the unit; see Note [Sharded modules in a unit]."""
+    for module in sharded_in(layer)[1:]:
+        state = module._get_fsdp_state()
+        yield partial(_hook, state, module)
+        _hook(state, layer)
+
+
+def _hook(state: Any, module: nn.Module) -> None:
+    """Run the hooks of one ``fully_shard`` call around ``module``, as ``FSDPState.init`` does."""
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = module.register_forward_pre_hook(
+        state._pre_forward, prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = module.register_forward_hook(state._post_forward)
 
 
 class _Buffer:

@@ -75,6 +75,13 @@ class Sharding:
         """Whether a hook on a module belongs to the sharding."""
         return False
 
+    def moves(self, hook: Callable[..., Any]) -> bool:
+        """Whether such a hook inside of a unit runs around the unit while there are graphs.
+
+        Otherwise no module in a unit may be a unit.
+        """
+        return False
+
     def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
         """Learn from a step before capture, until the returned function is called."""
         return lambda: None

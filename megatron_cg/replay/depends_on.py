@@ -103,10 +103,16 @@ class Hooks:
     """Since a capture, no hook was added to a module inside the graph or removed from one.
 
     To be made while the unit's hooks are installed. Its own run around the replay and may change,
-    but for one in the old form of ``register_backward_hook``.
+    but for one in the old form of ``register_backward_hook``. Those inside that are ``moved`` will
+    run around it too.
     """
 
-    def __init__(self, layer: nn.Module, graphed: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        graphed: Iterable[nn.Module],
+        moved: Callable[[Callable[..., Any]], bool] = lambda _hook: False,
+    ) -> None:
         self._layer = layer
         names = {id(module): name for name, module in layer.named_modules()}
         registries = [
@@ -117,9 +123,10 @@ class Hooks:
         ]
         registries += [(getattr(torch_module, name), f"torch's {name}") for name in GLOBAL_HOOKS]
         # Most registries are empty, and any() over empty dictionaries is the cheapest check.
-        self._empty = [(registry, name) for registry, name in registries if not registry]
+        self._empty = [(r, name) for r, name in registries if all(map(moved, r.values()))]
         self._quiet = [registry for registry, _ in self._empty]
-        self._kept = [(r, tuple(r), name) for r, name in registries if r]
+        quiet = set(map(id, self._quiet))
+        self._kept = [(r, tuple(r), name) for r, name in registries if id(r) not in quiet]
 
     def broken(self) -> Mismatch | None:
         """The first module whose hooks have changed."""

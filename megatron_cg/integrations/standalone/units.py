@@ -18,6 +18,7 @@ from megatron_cg.arguments.rules_environment import expandable_segments
 from megatron_cg.arguments.schema import VARIABLES, Environment, GraphArguments, RunArguments
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.hooks import module_hooks
 from megatron_cg.integrations.standalone.observe import Observer, Seen
 
 UnitName = str | nn.Module | type[nn.Module]
@@ -119,8 +120,8 @@ def _wrong_calls(name: str, call: Seen, observer: Observer) -> Iterator[Violatio
         yield Violation(
             "unit-arguments",
             f"unit {name}: {problem}",
-            "a graph takes dense tensors, also in tuples, lists and dicts; other arguments must be "
-            "None, numbers, strings, dtypes or shapes",
+            "a graph takes dense tensors, also in tuples, lists, dicts and a BlockMask; other "
+            "arguments must be None, numbers, strings, dtypes or shapes",
             "pass plain tensors, of a sparse one its indices and values, or take the unit out of "
             "units",
         )
@@ -174,7 +175,9 @@ def _unit_violations(
     inside += [
         f"{within}{child}"
         for child, below in module.named_modules()
-        if below is not module and sharding.is_unit(below)
+        if below is not module
+        and sharding.is_unit(below)
+        and not any(sharding.moves(hook.fn) for hook in module_hooks(below))
     ]
     if inside:
         yield Violation(

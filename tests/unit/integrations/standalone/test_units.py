@@ -136,6 +136,13 @@ def test_fsdp2_units_of_dtensors_are_refused_once_each(one_rank: None) -> None:
     assert "4 of 4 parameters of unit 0 are DTensors" in found.found
 
 
+def test_units_whose_weights_are_dtensors_without_fully_shard_are_refused(one_rank: None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(ConfigurationError, match="2 parameters of unit 0 are DTensors, such as we"):
+        graph_units(model, ["*"], backend="tape")
+
+
 @pytest.mark.parametrize("around", [True, False])
 def test_fsdp2_units_are_named_in_the_module_around_all_that_is_sharded(
     around: bool, one_rank: None
