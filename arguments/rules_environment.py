@@ -15,10 +15,11 @@ _SEEN = {
     "transformer-engine": (2, 20, 2),
     "torch": (2, 11, 0),
     "megatron-bridge": (0, 6, 2),
+    "torchtitan": (0, 2, 2),
 }
 """The versions that this package was written for and measured with."""
-_SEEN_ON_TAPE = {"torch": ((2, 12), (2, 13), (2, 14), (2, 15))}
-"""Further releases that passed the alignment and contract tests, only on the CPU tape."""
+_SEEN_ON_TAPE = {"torch": ((2, 12), (2, 13), (2, 14), (2, 15)), "torchtitan": ((0, 3),)}
+"""Further releases that were run, only on the CPU tape."""
 
 
 def _release(version: str) -> tuple[int, ...] | None:

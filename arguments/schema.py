@@ -29,7 +29,7 @@ BACKENDS = MappingProxyType({"te": TRANSFORMER_ENGINE, "native": NATIVE})
 PACKAGES = ("megatron-core", "megatron-fsdp", "transformer-engine", "torch")
 """The distributions whose versions the rules read."""
 
-FRAMEWORKS = ("megatron-bridge",)
+FRAMEWORKS = ("megatron-bridge", "torchtitan")
 """Those of loops that this package was run with; the doctor reads them too."""
 
 VARIABLES = (

@@ -1,4 +1,4 @@
-"""The standalone example with other blocks, or with a model of torchtitan's.
+"""The standalone example with other blocks.
 
 Blocks recompute themselves, or torch compiles in them.
 
@@ -8,7 +8,6 @@ Blocks recompute themselves, or torch compiles in them.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from functools import partial
 from typing import Any
@@ -63,28 +62,8 @@ class Activation(nn.Module):
         return activated
 
 
-def titan(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
-    """Llama 3 of torchtitan 0.2.2 in BF16 under its own FSDP2, and its optimizer."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torchtitan.models.llama3.infra.parallelize import apply_fsdp
-    from torchtitan.models.llama3.model.args import TransformerModelArgs
-    from torchtitan.models.llama3.model.model import Transformer
-
-    torch.manual_seed(args.seed)
-    shape = TransformerModelArgs(dim=1024, n_layers=3, n_heads=8, vocab_size=256, max_seq_len=512)
-    model = Transformer(shape).to(device)
-    with torch.no_grad():
-        model.init_weights()
-    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
-    apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
 BLOCKS = {"recomputed": Recomputed, "reentrant": Reentrant, "compiled": Compiled}
 
 if __name__ == "__main__":
-    if sys.argv[1] in BLOCKS:
-        example.Block = BLOCKS[sys.argv[1]]  # type: ignore[misc]
-    else:
-        example.build = titan
+    example.Block = BLOCKS[sys.argv[1]]  # type: ignore[misc]
     example.main(sys.argv[2:])

@@ -12,6 +12,7 @@ import pytest
 from megatron_cg.examples import standalone_transformer as example
 from tests.functional.conftest import skip_without
 from tests.functional.other_blocks import BLOCKS
+from tests.functional.titan import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "standalone_transformer.py"
@@ -50,10 +51,10 @@ def test_dropout_in_what_a_unit_recomputes_is_refused_by_name() -> None:
     assert "recomputes activations and draws random numbers in that" in ended.stderr
 
 
-def test_a_model_of_torchtitan_trains_the_eager_numbers() -> None:
-    pytest.importorskip("torchtitan", reason="needs torchtitan 0.2.2")
-    words = [*OTHER.split(), "titan", "--compare", "--sharding", "fsdp2", "--sequence", "512"]
-    assert_equal(run(words))
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_of_torchtitan_trains_the_eager_numbers(model: str) -> None:
+    pytest.importorskip("torchtitan", reason="needs torchtitan 0.3.0")
+    assert_equal(run(["-m", "tests.functional.titan", model, "--compare", "--sequence", "512"]))
 
 
 def test_layers_compiled_without_a_gpu_train_the_eager_numbers_in_graphs(tmp_path: Path) -> None:
