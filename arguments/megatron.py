@@ -87,14 +87,6 @@ def wants_graphs(namespace: argparse.Namespace) -> bool:
     return RunArguments(use_megatron_fsdp=True, **_graph_settings(namespace)).wants_graphs
 
 
-def read(namespace: argparse.Namespace) -> tuple[RunArguments, GraphArguments]:
-    """The settings of a run from Megatron's namespace.
-
-    Raises UpstreamChangedError when a required attribute of Megatron is missing.
-    """
-    return read_run(namespace), read_graph(namespace)
-
-
 def read_graph(namespace: argparse.Namespace) -> GraphArguments:
     """Our own flags; a flag that the parser does not know has its default."""
     given = {
@@ -132,20 +124,25 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
     return RunArguments(**unchanged, **derived)
 
 
-def validate(namespace: argparse.Namespace, environment: Environment | None = None) -> None:
+def validate(
+    namespace: argparse.Namespace,
+    environment: Environment | None = None,
+    defaults: GraphArguments = GraphArguments(),  # noqa: B008
+) -> None:
     """Check a run before Megatron's ``validate_args``; notices go to the log of rank 0.
 
     Args:
         namespace: the return value of Megatron's ``parse_args``.
         environment: versions, variables and backend; those of this process if None.
+        defaults: of our flags; a run without graphs may have them.
 
     Raises ConfigurationError with every violation at once. Raises nothing for a run that neither
     asks for layerwise graphs under Megatron-FSDP nor uses our flags about them. Raises
-    UpstreamChangedError as :func:`read` does.
+    UpstreamChangedError as :func:`read_run` does.
     """
     graph = read_graph(namespace)
-    records = GraphArguments(cg_record=graph.cg_record, cg_report=graph.cg_report)
-    if not wants_graphs(namespace) and graph == records:
+    records = {"cg_record": graph.cg_record, "cg_report": graph.cg_report}
+    if not wants_graphs(namespace) and graph == dataclasses.replace(defaults, **records):
         return
     run = read_run(namespace)
     environment = environment or Environment.read(BACKENDS[graph.cg_backend])
@@ -247,13 +244,24 @@ def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = Non
 
     Raises UpstreamChangedError when a field of the configs is missing.
     """
+    run = run_of_configs(optimizer_config, ddp_config, config)
+    return dataclasses.replace(run, **_layers(model), use_megatron_fsdp=True)
+
+
+def run_of_configs(*configs: Any, **others: Any) -> RunArguments:
+    """The same of configs that Megatron may not have completed yet (``__post_init__``).
+
+    Where two have a field, the last counts. ``others`` are flags that none of them has.
+    """
     flags = argparse.Namespace(**dict.fromkeys(_NOT_IN_CONFIGS))
-    for fields in filter(None, (optimizer_config, ddp_config, config)):
+    for fields in filter(None, configs):
         vars(flags).update(vars(fields))
     flags.num_experts = _get(flags, "num_moe_experts")
+    flags.cuda_graph_scope_deprecated = _get(flags, "cuda_graph_scope")
     # Both configs have a switch for it.
     flags.fp8_param_gather = _any(flags, "fp8_param", "fp8_param_gather")
-    return dataclasses.replace(read_run(flags), **_layers(model), use_megatron_fsdp=True)
+    vars(flags).update(others)
+    return read_run(flags)
 
 
 def _layers(model: Any) -> dict[str, Any]:

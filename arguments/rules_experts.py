@@ -64,6 +64,15 @@ def _exchanges_nothing(given: Configuration) -> list[Facts]:
 
 _rule = partial(Rule, without_graphs=True)
 
+rows_below_average = Rule(
+    "rows-below-average",
+    lambda c: c.graph.cg_moe_rows is not None and not c.graph.cg_moe_rows >= 1,
+    "--cg-moe-rows {graph.cg_moe_rows:g}",
+    "it is a multiple of the rows that a rank receives on average, so with less than 1 every step "
+    "would be repeated",
+    "type --cg-moe-rows 1.25, or more",
+)
+
 RULES = (
     _rule(
         "grouped-gemm",
@@ -120,14 +129,7 @@ RULES = (
         f"with {', '.join(_BALANCING)}",
         f"type --moe-router-load-balancing-type aux_loss, or {_ROUTER}",
     ),
-    Rule(
-        "rows-below-average",
-        lambda c: c.graph.cg_moe_rows is not None and not c.graph.cg_moe_rows >= 1,
-        "--cg-moe-rows {graph.cg_moe_rows:g}",
-        "it is a multiple of the rows that a rank receives on average, so with less than 1 every "
-        "step would be repeated",
-        "type --cg-moe-rows 1.25, or more",
-    ),
+    rows_below_average,
     Rule(
         "no-exchange",
         _exchanges_nothing,

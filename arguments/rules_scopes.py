@@ -118,7 +118,8 @@ RULES = (
         _captures_nothing,
         "no layer of the model has a scope that --cuda-graph-modules and --cg-layers select",
         "nothing would be captured",
-        "type --cuda-graph-modules attn mlp (dense) or attn moe_router (MoE), and drop --cg-layers",
+        "type --cuda-graph-modules attn mlp (dense) or --cuda-graph-modules attn moe_router (MoE), "
+        "and drop --cg-layers",
     ),
     Rule("cg-layers", _layer_selection, "--cg-layers {found}", "{reason}", "{remedy}"),
     Rule(
@@ -128,7 +129,8 @@ RULES = (
         "the recompute of the whole layer would be around this graph, and recompute around a graph "
         "saves no memory",
         "capture whole layers: drop --cuda-graph-modules, or type --cuda-graph-modules attn mlp "
-        "(dense) or attn moe (experts, with --cg-grouped-gemm torch or drop and pad); or "
+        "(dense) or --cuda-graph-modules attn moe (experts, with --cg-grouped-gemm torch or drop "
+        "and pad); or "
         f"{_SELECTIVE}",
     ),
     Rule(

@@ -23,8 +23,10 @@ SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
 TRANSFORMER_ENGINE, NATIVE, TAPE = "transformer_engine", "native", "tape"
 """Names of the capture backends; the tape needs no GPU."""
-BACKENDS = MappingProxyType({"te": TRANSFORMER_ENGINE, "native": NATIVE})
-"""The backend of each value of ``--cg-backend``."""
+BACKENDS = MappingProxyType(
+    {"te": TRANSFORMER_ENGINE} | {name: name for name in (TRANSFORMER_ENGINE, NATIVE, TAPE)}
+)
+"""The backend of each value of ``--cg-backend``, and of the names that Python code may also use."""
 
 PACKAGES = ("megatron-core", "megatron-fsdp", "transformer-engine", "torch")
 """The distributions whose versions the rules read."""
@@ -55,6 +57,11 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def argument_of(name: str) -> str:
+    """The argument of the Python API for a field of GraphArguments."""
+    return "fast_path" if name == "cg_no_fsdp_fast_path" else name.removeprefix("cg_")
+
+
 @dataclass(frozen=True)
 class GraphArguments:
     """The flags of this package; the flag of a field is its name with dashes."""
@@ -68,7 +75,7 @@ class GraphArguments:
         nargs="+",
         metavar="SCOPE:RANGES",
     )
-    cg_backend: Literal["te", "native"] = _flag(
+    cg_backend: Literal["te", "native", "transformer_engine", "tape"] = _flag(
         "te",
         "What captures graphs: Transformer Engine (default), or this package with torch alone, "
         "without FP8.",

@@ -25,7 +25,7 @@ from typing import Any
 from packaging.version import Version
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
-from megatron_cg.arguments.megatron import add_arguments, read
+from megatron_cg.arguments.megatron import add_arguments, read_graph, read_run
 from megatron_cg.arguments.schema import BACKENDS
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import LaunchLine, LaunchLineError
@@ -89,7 +89,7 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
         raise LaunchLineError(text)
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank, args.world_size = 0, gpus
-    run, graph = read(args)
+    run, graph = read_run(args), read_graph(args)
     here = Environment.read(BACKENDS[graph.cg_backend])
     where = replace(
         here,

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.megatron import (
     add_arguments,
-    read,
+    read_graph,
     read_run,
     run_of,
     validate,
@@ -46,13 +46,13 @@ def test_help_texts_of_megatron_that_argparse_cannot_format_are_mended() -> None
 
 def test_our_flags_are_read() -> None:
     line = "--cg-layers attn:0-3,8 moe_router:4- --cg-verify-interval 100 --cg-no-fsdp-fast-path"
-    assert read(parse(*line.split()))[1] == GraphArguments(
+    assert read_graph(parse(*line.split())) == GraphArguments(
         cg_layers=("attn:0-3,8", "moe_router:4-"), cg_verify_interval=100, cg_no_fsdp_fast_path=True
     )
 
 
 def test_our_defaults_are_those_of_megatrons_parser() -> None:
-    assert read(parse()) == (RunArguments(), GraphArguments())
+    assert (read_run(parse()), read_graph(parse())) == (RunArguments(), GraphArguments())
 
 
 def test_the_good_arguments_are_the_good_run(caplog: pytest.LogCaptureFixture) -> None:
