@@ -141,8 +141,9 @@ def validate(
     UpstreamChangedError as :func:`read_run` does.
     """
     graph = read_graph(namespace)
-    records = {"cg_record": graph.cg_record, "cg_report": graph.cg_report}
-    if not wants_graphs(namespace) and graph == dataclasses.replace(defaults, **records):
+    record, report = graph.cg_record, graph.cg_report
+    others = dataclasses.replace(defaults, cg_record=record, cg_report=report)
+    if not wants_graphs(namespace) and graph == others:
         return
     run = read_run(namespace)
     environment = environment or Environment.read(BACKENDS[graph.cg_backend])

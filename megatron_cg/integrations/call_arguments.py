@@ -1,12 +1,19 @@
-"""Checks arguments of the Python API: reports every mistake at once, with what to type instead."""
+"""Arguments of the Python API: settings under the names of the flags, and every mistake at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from os import fspath
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
+from megatron_cg.arguments.layers import read_tokens
+from megatron_cg.arguments.rules_experts import rows_below_average
+from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments, argument_of
+from megatron_cg.arguments.words import ENABLE, said
 from megatron_cg.backends.base import Backend
 from megatron_cg.errors import ArgumentError, Violation
 
@@ -16,27 +23,46 @@ GroupedGemm = Literal["te", "torch"]
 Exchange = Literal["nccl", "peer"]
 BackendName = Literal["transformer_engine", "te", "native", "tape"]
 
+_FIELDS = {argument_of(field.name): field for field in fields(GraphArguments)}
 
-def check_policy(
-    on_failure: object,
-    on_mismatch: object,
-    verify_interval: object,
-    backend: object,
-    fast_path: object,
-) -> Iterator[Violation]:
-    """Mistakes in the arguments that both APIs have."""
-    yield from one_of("on_failure", on_failure, get_args(OnFailure))
-    yield from one_of("on_mismatch", on_mismatch, get_args(OnMismatch))
-    yield from at_least("verify_interval", verify_interval, 0)
-    if isinstance(backend, str):
-        yield from one_of("backend", backend, get_args(BackendName))
-    elif backend is not None and not callable(getattr(backend, "capture", None)):
-        reason = "it is a name, or an object with the method capture (megatron_cg.backends.base)"
-        remedy = 'backend="transformer_engine", or leave it out'
-        yield Violation("argument", f"backend={backend!r}", reason, remedy)
-    if not isinstance(fast_path, bool):
-        reason = "it is True or False"
-        yield Violation("argument", f"fast_path={fast_path!r}", reason, "fast_path=True")
+
+def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Our settings among the arguments of a call that are not None."""
+    return {name: arguments[name] for name in _FIELDS if arguments.get(name) is not None}
+
+
+def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> Iterator[Violation]:
+    """Mistakes in settings that were given to our function ``call``."""
+    for name, value in given.items():
+        choices = _FIELDS[name].metadata["argparse"].get("choices")
+        if name == "backend" and (call == ENABLE or isinstance(value, str)):
+            yield from one_of(name, value, get_args(BackendName))
+        elif choices and name != "backend":
+            yield from one_of(name, value, choices)
+        elif choices and not callable(getattr(value, "capture", None)):
+            reason = "it is a name, or has the method capture (megatron_cg.backends.base)"
+            remedy = 'backend="transformer_engine", or leave it out'
+            yield Violation("argument", f"backend={value!r}", reason, remedy)
+        elif name == "verify_interval":
+            yield from at_least(name, value, 0)
+        elif name == "fast_path" and not isinstance(value, bool):
+            found = f"fast_path={value!r}"
+            yield Violation("argument", found, "it is True or False", "fast_path=True")
+        elif name == "layers":
+            yield from said(read_tokens(map(str, several(value)))[1], call)
+        elif name == "moe_rows" and not isinstance(value, int | float):
+            yield Violation("argument", f"moe_rows={value!r}", "it is a number", "moe_rows=1.25")
+        elif name == "moe_rows":
+            run = RunArguments(), GraphArguments(cg_moe_rows=value), Environment()
+            yield from said(rows_below_average(*run), call)
+
+
+def with_settings(before: GraphArguments, given: Mapping[str, Any]) -> GraphArguments:
+    """The settings of ``before`` with those that were given."""
+    read: dict[str, Callable[[Any], Any]]
+    read = {"layers": several, "record": fspath, "report": fspath, "fast_path": operator.not_}
+    made = {name: read[name](value) if name in read else value for name, value in given.items()}
+    return replace(before, **{_FIELDS[name].name: value for name, value in made.items()})
 
 
 def refuse(broken: Sequence[Violation]) -> None:

@@ -4,7 +4,8 @@ For ``megatron-cg report`` it also records step times, counters and memory, the 
 warnings of this package. ``read_record.py`` has the format.
 
 Megatron looks up ``train``, ``train_step`` and ``evaluate`` as globals of their module for each
-call. ``train_step`` returns eight values: the first is the loss dictionary, the second
+call; Megatron-Bridge (0.6.2) does so in several modules, for ``train_step`` once when ``train``
+begins. ``train_step`` returns eight values: the first is the loss dictionary, the second
 ``skipped_iter`` and the sixth the gradient norm. The first value of ``evaluate`` is a dictionary of
 losses.
 
@@ -40,18 +41,23 @@ from megatron_cg.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE = "megatron-core"
-_MODULE = "megatron.training.training"
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
-_TRAIN, _EVALUATE, _STEP = (
-    Symbol(f"{_MODULE}:{name}", "a function of Megatron's loop", parameters=parameters)
-    for name, parameters in (
-        ("train", ("forward_step_func", "model")),
-        ("evaluate", ("forward_step_func", "data_iterator", "model")),
-        ("train_step", ("forward_step_func", "data_iterator", "model", "optimizer")),
+
+
+def _loop(train: str, step: str, evaluate: str) -> tuple[Symbol, ...]:
+    model, what = ("forward_step_func", "data_iterator", "model"), "a function of the loop"
+    return (
+        Symbol(f"{train}:train", what, parameters=("forward_step_func", "model")),
+        Symbol(f"{step}:train_step", what, parameters=(*model, "optimizer")),
+        Symbol(f"{evaluate}:evaluate", what, parameters=model),
     )
-)
-RELIES_ON = (_TRAIN, _EVALUATE, _STEP)
+
+
+Loop = tuple[Symbol, ...]
+_MEGATRON, _BRIDGE = "megatron.training.training", "megatron.bridge.training"
+MEGATRON = _loop(_MEGATRON, _MEGATRON, _MEGATRON)
+BRIDGE = _loop(f"{_BRIDGE}.pretrain", f"{_BRIDGE}.train", f"{_BRIDGE}.eval")
+RELIES_ON = (*MEGATRON, *BRIDGE)
 
 _VARIABLES = ("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_NCCL_", "MAMBA_")
 """How the environment variables begin that affect CUDA, NCCL, TE and the allocator."""
@@ -60,6 +66,11 @@ _WRITE_SECONDS = 10.0
 
 Memory = dict[str, int]
 _active: list[Recorder] = []
+
+
+def is_recorded() -> bool:
+    """Whether the run of this process is recorded."""
+    return bool(_active)
 
 
 def note(key: str, value: Any) -> None:
@@ -91,21 +102,17 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def install_recorder(
-    directory: str | Path, *, digests: bool = True, interval: int = 1
+    directory: str | Path, loop: Loop = MEGATRON, *, digests: bool = True, interval: int = 1
 ) -> Callable[[], None]:
     """Record the run of this process into ``directory/rank<N>.jsonl``; returns the undo.
 
     For the arguments see :class:`Recorder`. Raises UpstreamChangedError when a function of
-    Megatron's loop is not as relied on.
+    ``loop`` is not as relied on.
     """
     recorder = Recorder(Path(directory), digests=digests, interval=interval)
-    wraps_of = {
-        _STEP: recorder.wrap_step,
-        _TRAIN: recorder.wrap_train,
-        _EVALUATE: recorder.wrap_evaluate,
-    }
+    wrappers = (recorder.wrap_train, recorder.wrap_step, recorder.wrap_evaluate)
     with ExitStack() as stack:
-        for symbol, wrap in wraps_of.items():
+        for symbol, wrap in zip(loop, wrappers, strict=True):
             stack.callback(put_over(*symbol.place(), wrap(symbol.find())))
         stack.enter_context(recording(recorder))
         return stack.pop_all().close
@@ -176,8 +183,8 @@ class Recorder(logging.Handler):
             start = time.perf_counter()
             result = step(*args, **kwargs)
             if not isinstance(result, tuple) or len(result) != 8:
-                expected = "a function that returns eight values"
-                raise changed(_PACKAGE, f"{_MODULE}:train_step", expected)
+                of = Symbol(f"{step.__module__}:train_step", "what returns eight values")
+                raise changed(of.distribution, of.path, of.expected)
             losses, skipped, grad_norm = result[0], result[1], result[5]
             self.add_step(losses, grad_norm, bool(skipped), start)
             return result

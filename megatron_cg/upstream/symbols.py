@@ -44,8 +44,9 @@ def installed_version(distribution: str) -> str | None:
     """
     from importlib import metadata  # Slow to import, and not needed to print a command's help.
 
-    is_core = distribution == "megatron-core"
-    folder = _folder_of("megatron.core" if is_core else distribution.replace("-", "_"))
+    inner = distribution.removeprefix("megatron-")
+    in_megatron = distribution != inner and inner in ("core", "bridge")
+    folder = _folder_of(f"megatron.{inner}" if in_megatron else distribution.replace("-", "_"))
     version = version_in(folder) if folder is not None else None
     with suppress(metadata.PackageNotFoundError):
         return version or metadata.version(distribution)
@@ -84,8 +85,9 @@ def changed(distribution: str, symbol: str, expected: str) -> UpstreamChangedErr
 
 def _distribution_of(path: str) -> str:
     """The distribution that has the module of ``path``."""
-    package = re.split(r"[.:]", path, maxsplit=1)[0]
-    return "megatron-core" if package == "megatron" else package.replace("_", "-")
+    package, inner = re.split(r"[.:]", f"{path}.", maxsplit=2)[:2]
+    core = "megatron-bridge" if inner == "bridge" else "megatron-core"
+    return core if package == "megatron" else package.replace("_", "-")
 
 
 def lookup(path: str, expected: str) -> Any:

@@ -25,6 +25,7 @@ from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.megatron import run_of
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
+from megatron_cg.arguments.words import ENABLE, said
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Phase, Session
@@ -236,14 +237,17 @@ class FsdpHelper:
         yield self._scopes.give(self._layers)
 
 
-def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str) -> None:
-    """Raise for a model that cannot be graphed, with every reason.
+def check_model(
+    model: Any, optimizer: Any, given: GraphArguments, backend: str, call: str = ENABLE
+) -> None:
+    """Raise for a model that cannot be graphed, with every reason, in the names of its configs.
 
     Args:
         model: megatron-core's ``FullyShardedDataParallel`` around one model.
         optimizer: its ``config`` is read, if it has one.
         given: this package's own settings.
         backend: the name of the capture backend.
+        call: the function that these settings were given to.
 
     Raises:
         ConfigurationError: a rule is broken.
@@ -255,13 +259,14 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
             f"{type(model).__name__} holds no MegatronFSDP: wrap the model in "
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel first."
         )
-    optimizer_config = getattr(optimizer, "config", None)
-    run = run_of(_with_decoder(model), model.config, fsdp.ddp_config, optimizer_config)
+    configs = (getattr(optimizer, "config", None), fsdp.ddp_config, model.config)
+    run = run_of(_with_decoder(model), *reversed(configs))
     if run.cuda_graph_impl == "none":
         raise HookError(
             "cuda_graph_impl of the model's config is none: build it with "
             'TransformerConfig(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]).'
         )
+    given = replace(given, cg_grouped_gemm="te")  # What counts is what the model was built with.
     if counts_on_device(fsdp):
         bound = bound_of(fsdp)
         rows = bound.factor if bound is not None else None
@@ -269,7 +274,8 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
         given = replace(given, cg_grouped_gemm="torch", cg_moe_rows=rows, cg_moe_exchange=exchange)
     broken = violations(run, given, Environment.read(backend))
     if broken:
-        raise ConfigurationError(broken)
+        named = [(type(config).__name__, config) for config in configs]
+        raise ConfigurationError(said(broken, call, named))
 
 
 def _with_decoder(model: Any) -> Any:

@@ -20,13 +20,16 @@ from megatron_cg.integrations.call_arguments import (
     OnMismatch,
     at_least,
     backend_of,
-    check_policy,
+    check_settings,
     refuse,
-    several,
+    settings_in,
+    with_settings,
 )
 from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, new_helper
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
+
+_CALL = "GraphedLayers"
 
 
 class GraphedLayers:
@@ -34,7 +37,8 @@ class GraphedLayers:
 
     All ranks create it together, after the model is wrapped and before the first step. Steps inside
     :meth:`step` train eagerly for the first ``config.cuda_graph_warmup_steps`` steps. Then the
-    scopes in ``config.cuda_graph_modules`` are captured.
+    scopes in ``config.cuda_graph_modules`` are captured. Of the settings of ``enable()`` only those
+    that models are built with hold here; the others are arguments.
 
     Args:
         model: megatron-core's ``FullyShardedDataParallel`` around one model. Its config has
@@ -71,22 +75,17 @@ class GraphedLayers:
         verify_interval: int = 0,
         fast_path: bool = True,
     ) -> None:
+        settings = settings_in(locals())
         refuse(
             [
                 *at_least("seq_length", seq_length, 1),
                 *at_least("micro_batch_size", micro_batch_size, 1),
-                *check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path),
+                *check_settings(settings, _CALL),
             ]
         )
-        given = GraphArguments(
-            cg_layers=several(layers),
-            cg_on_failure=on_failure,
-            cg_on_mismatch=on_mismatch,
-            cg_verify_interval=verify_interval,
-            cg_no_fsdp_fast_path=not fast_path,
-        )
-        captures = backend_of(backend)
-        check_model(model, optimizer, given, captures.name)
+        captures = backend_of(settings.pop("backend", None))
+        given = with_settings(GraphArguments(), settings)
+        check_model(model, optimizer, given, captures.name, _CALL)
         config: Any = model.config
         self._warmup_steps = int(config.cuda_graph_warmup_steps)
         self._steps = 0

@@ -2,7 +2,8 @@
 
 What is replaced is looked up late: ``parse_and_validate_args`` calls ``add_megatron_arguments`` and
 ``validate_args`` as globals of their module, ``train`` looks up ``TECudaGraphHelper`` when it runs,
-and ``initialize_megatron`` imports ``compile_helpers`` when it runs.
+and ``initialize_megatron`` imports ``compile_helpers`` when it runs. Megatron-Bridge binds that by
+name at its import, which may be before or after :func:`enable`.
 
 Note [Every helper]
     Megatron's ``train`` and loops of a user's own create ``TECudaGraphHelper``, and may have
@@ -20,16 +21,28 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm, one_of, refuse
+from megatron_cg.integrations.call_arguments import (
+    BackendName,
+    Exchange,
+    GroupedGemm,
+    OnFailure,
+    OnMismatch,
+    check_settings,
+    refuse,
+    settings_in,
+    with_settings,
+)
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -49,7 +62,8 @@ _INIT = Symbol(
     parameters=("model", "config", "optimizers"),
 )
 _COMPILE = Symbol("megatron.core.datasets.utils:compile_helpers", "what runs make for datasets")
-RELIES_ON = (_PARSER, _RULES, _HELPER_OF_TRAIN, _INIT, _COMPILE)
+_COMPILE_OF_BRIDGE = Symbol("megatron.bridge.training.initialize:compile_helpers", "the same")
+RELIES_ON = (_PARSER, _RULES, _HELPER_OF_TRAIN, _INIT, _COMPILE, _COMPILE_OF_BRIDGE)
 _RECOMPUTES = Violation(
     "full-recompute-without-fsdp",
     "recompute_granularity full, and graphs of a model that is not under Megatron-FSDP",
@@ -63,60 +77,81 @@ _NEEDS_TORCH_GEMM = Violation(
     "graphs hold the experts only if torch's grouped GEMM computes them",
     "add grouped_gemm='torch', or leave both out",
 )
+_NOT_RECORDED = Violation(
+    "record-of-own-loop",
+    "record or report in a loop of your own",
+    "losses, norms and times of steps are read from Megatron's train() and Megatron-Bridge's alone",
+    "leave both out of megatron_cg.enable(); megatron_cg.counters() has the counts",
+)
 _active: ExitStack | None = None
 helpers: list[FsdpHelper] = []
 """See Note [How long a helper votes]."""
 _settings = [GraphArguments()]
-"""The last one holds for helpers that are created from now on."""
+"""The last one holds for parsers, runs and helpers that come from now on."""
+_validated: list[Any] = []
+"""The configs of models whose run was checked, so that their helpers are not checked again."""
 
 
 def enable(
     *,
-    grouped_gemm: GroupedGemm = "te",
+    layers: str | Sequence[str] | None = None,
+    backend: BackendName | None = None,
+    on_failure: OnFailure | None = None,
+    on_mismatch: OnMismatch | None = None,
+    verify_interval: int | None = None,
+    fast_path: bool | None = None,
+    grouped_gemm: GroupedGemm | None = None,
     moe_rows: float | None = None,
-    moe_exchange: Exchange = "nccl",
+    moe_exchange: Exchange | None = None,
+    record: str | PathLike[str] | None = None,
+    report: str | PathLike[str] | None = None,
     full_recompute: bool = False,
 ) -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
-    Adds our argument group and its rules to Megatron's parser, replaces Megatron's capture helper
-    with ours (also in custom training loops), and releases graphs before the process groups are
-    destroyed. A run that does not ask for graphs under Megatron-FSDP is not affected. Call it
-    before the arguments are parsed and before a helper is created. A second call changes nothing
-    but what its arguments ask for.
+    Adds our argument group and its rules to Megatron's parser, and the rules to the validation of
+    Megatron-Bridge's configuration. Replaces Megatron's capture helper with ours (also in custom
+    training loops), and releases graphs before the process groups are destroyed. A run that does
+    not ask for graphs under Megatron-FSDP is not affected. Call it before the arguments are parsed,
+    the configuration is validated or a helper is created.
 
-    Args:
-        grouped_gemm: as ``--cg-grouped-gemm``, for loops that parse no arguments of Megatron's.
-            Models that are built from now on compute their experts by it.
-        moe_rows: as ``--cg-moe-rows``, for such loops: a multiple of the average, at least 1. The
-            loop runs all passes of a step by one call of the function that
-            ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns from now on.
-        moe_exchange: as ``--cg-moe-exchange``, for such loops.
-        full_recompute: for such loops too: whether configs that are made from now on may have
-            ``recompute_granularity="full"`` beside graphs, which Megatron refuses.
+    Each setting is as the flag of its name, ``verify_interval`` as ``--cg-verify-interval``, and
+    ``fast_path=False`` as ``--cg-no-fsdp-fast-path``; ``backend`` may also be ``"tape"``, which
+    needs no GPU. A setting is the flag's default, and holds where no flags are parsed, for helpers
+    and models that are made from now on. None is the flag's own default, or what an earlier call
+    gave. :func:`disable` forgets it, and alone takes torch's grouped GEMM away.
+
+    With ``moe_rows`` a loop runs all passes of a step by one call of the function that
+    ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns from now on. ``record``
+    and ``report`` need Megatron's ``train`` or Megatron-Bridge's; in another loop the creation of a
+    helper raises ConfigurationError. ``full_recompute`` is for such loops: whether configs that are
+    made from now on may have ``recompute_granularity="full"`` beside graphs, which Megatron
+    refuses.
 
     Raises:
-        ArgumentError: an argument has a wrong value.
-        UpstreamChangedError: a symbol that we replace is missing; then nothing is changed.
+        ArgumentError: with every argument that is wrong; then nothing is changed.
+        UpstreamChangedError: a symbol that we replace is missing; then nothing is changed. A later
+            import of Megatron-Bridge raises it too.
     """
     global _active
-    broken = list(one_of("grouped_gemm", grouped_gemm, get_args(GroupedGemm)))
-    broken += one_of("moe_exchange", moe_exchange, get_args(Exchange))
-    if grouped_gemm == "te" and (moe_rows is not None or moe_exchange == "peer"):
+    given, before = settings_in(locals()), _settings[-1]
+    broken = list(check_settings(given))
+    uses_torch = "torch" in (grouped_gemm, before.cg_grouped_gemm)
+    if not uses_torch and (moe_rows is not None or moe_exchange == "peer"):
         broken.append(_NEEDS_TORCH_GEMM)
     refuse(broken)
+    now = with_settings(before, given)
     with ExitStack() as undo:
-        given = GraphArguments(
-            cg_grouped_gemm=grouped_gemm,
-            cg_moe_rows=moe_rows,
-            cg_moe_exchange=moe_exchange,
-        )
-        undo.callback(_build_models_for(given, full_recompute=full_recompute))
+        undo.callback(_build_models_for(now, full_recompute=full_recompute))
+        _settings.append(now)
+        undo.callback(_settings.remove, now)
         if _active is not None:
             _active.callback(undo.pop_all().close)
             return
+        undo.callback(_validated.clear)
         undo.callback(_extend_parser())
         undo.callback(_extend_validation())
+        undo.callback(_extend_bridge())
         undo.callback(_allow_prebuilt_dataset_helpers())
         undo.callback(_help_models_under_fsdp())
         undo.callback(graphs_close_in_time())
@@ -153,7 +188,8 @@ def _extend_parser() -> Undo:
 
     @wraps(old)
     def add_megatron_arguments(parser: Any) -> Any:
-        return add_arguments(old(parser))
+        add_arguments(old(parser)).set_defaults(**vars(_settings[-1]))
+        return parser
 
     return put_over(*_PARSER.place(), add_megatron_arguments)
 
@@ -165,12 +201,30 @@ def _extend_validation() -> Undo:
 
     @wraps(old)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        flags.validate(args)
+        vars(args).update(vars(_settings[-1]) | vars(args))
+        flags.validate(args, defaults=_settings[-1])
         result = old(args, *rest, **kwargs)
         start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
         return result
 
     return put_over(*_RULES.place(), validate_args)
+
+
+def _extend_bridge() -> Undo:
+    from megatron_cg.integrations.megatron import bridge
+    from megatron_cg.telemetry.record import BRIDGE
+
+    def configured(cfg: Any) -> None:
+        run = bridge.check(cfg, _settings[-1])
+        model = getattr(cfg.model, "transformer", cfg.model)
+        if all(model is not other for other in _validated):  # pretrain() validates once more
+            _validated.append(model)
+            recomputes = run and run.recompute_granularity
+            every = cfg.logger.log_interval
+            args = SimpleNamespace(recompute_granularity=recomputes, log_interval=every)
+            start(_settings[-1], args, wants_graphs=run is not None, loop=BRIDGE)
+
+    return bridge.before_validation(configured)
 
 
 def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
@@ -193,20 +247,25 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     return all_of(changes())
 
 
-def start(settings: Any, args: Any, wants_graphs: bool) -> None:
-    """After :func:`enable` and validation: do what the flags ask for."""
-    from megatron_cg.telemetry.record import install_recorder
+def start(settings: Any, args: Any, wants_graphs: bool, loop: Any = None) -> None:
+    """After :func:`enable`: do what a run's settings ask for, in ``loop`` or else Megatron's.
+
+    ``args`` has ``recompute_granularity`` and ``log_interval``.
+    """
+    from megatron_cg.telemetry.record import MEGATRON, install_recorder, is_recorded
 
     if _active is None:
         return
     full_recompute = wants_graphs and recomputes_layers(args)
     _active.callback(_build_models_for(settings, full_recompute=full_recompute))
-    if settings.cg_record is not None:
-        _active.callback(install_recorder(settings.cg_record))
-    if settings.cg_report is not None:
+    record = partial(install_recorder, loop=loop or MEGATRON)
+    already = loop is not None and is_recorded()  # since another configuration was validated
+    if settings.cg_record is not None and not already:
+        _active.callback(record(settings.cg_record))
+    if settings.cg_report is not None and not already:
         interval = args.log_interval
-        _active.callback(install_recorder(settings.cg_report, digests=False, interval=interval))
-    if wants_graphs:
+        _active.callback(record(settings.cg_report, digests=False, interval=interval))
+    if wants_graphs and loop is None:
         _active.callback(_follow_train(settings))
 
 
@@ -265,10 +324,14 @@ def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], sourc
     from megatron_cg.integrations import call_arguments
     from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model
     from megatron_cg.integrations.megatron.steps import by_optimizer
+    from megatron_cg.telemetry.record import is_recorded
 
     model, settings = given["model"][0], _settings[-1]
     backend = call_arguments.backend_of(settings.cg_backend)
-    if source is by_optimizer:  # Megatron's loop has checked its flags.
+    checked = any(given["config"] is config for config in _validated)
+    if source is by_optimizer and not checked:  # Megatron's loop has checked its flags.
+        if (settings.cg_record or settings.cg_report) and not is_recorded():
+            raise ConfigurationError([_NOT_RECORDED])
         optimizers = given.get("optimizers") or [None]
         check_model(model, optimizers[-1], settings, backend.name)
     for earlier in [ours for ours in helpers if ours.fsdp is find_megatron_fsdp(model)]:
@@ -299,4 +362,5 @@ def _allow_prebuilt_dataset_helpers() -> Undo:
             f"dataset helpers that came compiled with it are used ({built.origin})."
         )
 
-    return put_over(*_COMPILE.place(), compile_helpers)
+    bound = [_COMPILE_OF_BRIDGE] if "megatron.bridge.training.initialize" in sys.modules else []
+    return all_of(put_over(*symbol.place(), compile_helpers) for symbol in (_COMPILE, *bound))

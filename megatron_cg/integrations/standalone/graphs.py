@@ -23,9 +23,10 @@ from megatron_cg.integrations.call_arguments import (
     OnMismatch,
     at_least,
     backend_of,
-    check_policy,
+    check_settings,
     member_of,
     refuse,
+    settings_in,
     several,
 )
 from megatron_cg.integrations.standalone.attachment import Attachment
@@ -109,10 +110,10 @@ class GraphedUnits:
         fast_path: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        wanted = several(units)
+        given, wanted = settings_in(locals()), several(units)
         broken = [] if wanted else [_NO_UNITS]
         broken += at_least("warmup_steps", warmup_steps, 1)
-        broken += check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path)
+        broken += check_settings(given, "graph_units")
         broken += member_of(group)
         refuse(broken)
         self._backend = backend_of(backend)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron_cg import GraphedLayers, graph_units
+from megatron_cg import GraphedLayers, enable, graph_units
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ArgumentError, CaptureError
 from megatron_cg.integrations.call_arguments import backend_of, several
@@ -37,7 +37,7 @@ BOTH: list[dict[str, Any]] = [
     {"fast_path": ("unshard",)},
 ]
 WRONG = [
-    *((make, given) for make in (layers, units) for given in BOTH),
+    *((make, given) for make in (layers, units, enable) for given in BOTH),
     (layers, {"seq_length": 0}),
     (layers, {"micro_batch_size": "2"}),
     (units, {"warmup_steps": 0}),

@@ -172,6 +172,8 @@ def of_two_ranks(self: Any, *args: Any, **named: Any) -> None:
     [
         ({"grouped_gemm": "torhc"}, r"grouped_gemm='torhc'.*one of .*'torch'"),
         ({"moe_rows": 1.25}, "add grouped_gemm='torch'"),
+        ({"grouped_gemm": "torch", "moe_rows": 0.5}, r"enable\(moe_rows=0.5\): .* average"),
+        ({"grouped_gemm": "torch", "moe_rows": "2"}, "moe_rows='2': it is a number"),
         ({"moe_exchange": "peer"}, "add grouped_gemm='torch'"),
         ({"grouped_gemm": "torch", "moe_exchange": "pear"}, r"one of .*'peer'"),
     ],
@@ -199,4 +201,4 @@ def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: N
         check_model(trainer.model, None, GraphArguments(), "tape")
     rules = [violation.rule for violation in error.value.violations]
     assert rules == ["no-exchange"]
-    assert "drop --cg-moe-rows" in str(error.value)
+    assert "call megatron_cg.enable(moe_rows=None)" in str(error.value)

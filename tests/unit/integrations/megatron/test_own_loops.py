@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +39,7 @@ def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr("megatron_cg.integrations.call_arguments.backend_of", lambda _: OneMask())
     calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), sequence_length=LENGTH)
-    megatron_cg.enable()
+    megatron_cg.enable(backend="tape")
     yield Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
     megatron_cg.disable()
     calculator.destroy_num_microbatches_calculator()
@@ -81,9 +81,29 @@ def test_steps_are_followed_by_the_optimizer(trainer: Any, monkeypatch: pytest.M
 def test_a_broken_rule_ends_the_run_before_anything_is_made(trainer: Any) -> None:
     trainer.model.config.gradient_accumulation_fusion = True
     step = trainer._optimizer.step
-    with pytest.raises(ConfigurationError, match="gradient accumulation fusion"):
+    with pytest.raises(ConfigurationError, match=r"set \w+Config.gradient_accumulation_fusion=F"):
         helper_for(trainer)
     assert trainer._optimizer.step == step
+    patches._validated.append(trainer.model.config)  # as when Megatron-Bridge's run was checked
+    helper_for(trainer)
+    assert ours().helper.config is trainer.model.config
+
+
+def test_settings_of_enable_hold_for_helpers_that_come_after(trainer: Any, tmp_path: Path) -> None:
+    helper_for(trainer)
+    first = ours().given
+    megatron_cg.enable(verify_interval=2, layers="attn:0")
+    megatron_cg.enable(on_failure="eager")
+    helper_for(trainer)
+    expected = GraphArguments(
+        cg_verify_interval=2, cg_layers=("attn:0",), cg_on_failure="eager", cg_backend="tape"
+    )
+    assert (first, ours().given) == (GraphArguments(cg_backend="tape"), expected)
+    megatron_cg.enable(record=tmp_path)
+    with pytest.raises(ConfigurationError, match="record or report in a loop of your own"):
+        helper_for(trainer)
+    megatron_cg.disable()
+    assert patches._settings == [GraphArguments()]
 
 
 def test_a_helper_that_nobody_holds_replays_until_the_end(trainer: Any) -> None:
@@ -113,17 +133,6 @@ def test_a_second_helper_of_a_model_replaces_the_first(trainer: Any) -> None:
     second.close()
     second.close()
     assert open_sessions() == 0 and trainer._optimizer.step == step
-
-
-def test_flags_of_the_command_line_hold_here_too(trainer: Any) -> None:
-    args = SimpleNamespace(recompute_granularity=None)
-    patches.start(GraphArguments(cg_on_failure="eager"), args, wants_graphs=True)
-    helper_for(trainer)
-    assert ours().given.cg_on_failure == "eager"
-    settings = GraphArguments(cg_layers=("no_such_scope:0",))
-    patches.start(settings, args, wants_graphs=True)
-    with pytest.raises(ConfigurationError, match="no_such_scope"):
-        helper_for(trainer)
 
 
 def test_the_loss_scale_can_be_set_after_a_capture_before_the_first_step(

@@ -73,16 +73,17 @@ def our_rules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda _name: "2.20.2")
 
 
-def test_a_run_with_graphs_gets_our_helper_with_its_flags(our_rules_alone: None) -> None:
+def test_settings_of_enable_are_the_defaults_of_flags(our_rules_alone: None) -> None:
     from megatron.training import arguments
 
-    megatron_cg.enable()
-    words = [*GRAPHS, "--cg-layers", "attn:1-2", "--cg-on-failure", "eager"]
-    arguments.validate_args(parse(*words), {})
-    settings = patches._settings[-1]
-    assert settings.cg_layers == ("attn:1-2",) and settings.cg_on_failure == "eager"
-    megatron_cg.disable()
-    assert patches._settings == [GraphArguments()]
+    megatron_cg.enable(verify_interval=5, layers=["attn:1"], fast_path=False)
+    arguments.validate_args(parse("--use-megatron-fsdp"), {})  # a run without graphs
+    arguments.validate_args(parse(*GRAPHS, "--cg-layers", "attn:2"), {})
+    assert patches._settings[-1] == GraphArguments(
+        cg_verify_interval=5, cg_layers=("attn:2",), cg_no_fsdp_fast_path=True
+    )
+    with pytest.raises(ConfigurationError, match="no effect"):
+        arguments.validate_args(parse("--use-megatron-fsdp", "--cg-on-failure", "eager"), {})
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])

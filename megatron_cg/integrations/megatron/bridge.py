@@ -1,0 +1,99 @@
+"""NVIDIA Megatron-Bridge 0.6.2: its configuration is checked by the rules that flags have.
+
+``ConfigContainer.validate`` completes and checks a run before the model is made. Our rules come
+before Bridge's: ``cfg.mixed_precision`` and ``cfg.comm_overlap`` have been applied to the other
+configs by then, and Megatron's ``__post_init__`` has not run.
+
+Note [Before or after]
+    A script may import Bridge before or after ``enable()``. We do not import it: that takes half a
+    minute, and the script may not need it. A finder in ``sys.meta_path`` has the loader tell us.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_cg.arguments.megatron import run_of_configs
+from megatron_cg.arguments.schema import BACKENDS, Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.validation import violations
+from megatron_cg.arguments.words import PACKING, said
+from megatron_cg.errors import ConfigurationError
+from megatron_cg.upstream.patch import Undo, put_over
+from megatron_cg.upstream.symbols import Symbol
+
+_CONFIG = "megatron.bridge.training.config"
+_VALIDATE = Symbol(f"{_CONFIG}:ConfigContainer.validate", "what completes and checks a run")
+RELIES_ON = (_VALIDATE,)
+
+
+def before_validation(act: Callable[[Any], None]) -> Undo:
+    """Call ``act`` with each ``ConfigContainer`` before it is validated; returns the undo.
+
+    Raises UpstreamChangedError if there is no such method; see Note [Before or after].
+    """
+
+    def change() -> None:
+        old = _VALIDATE.find()
+
+        @wraps(old)
+        def validate(cfg: Any) -> None:
+            act(cfg)
+            old(cfg)
+
+        undo.callback(put_over(*_VALIDATE.place(), validate))
+
+    def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _CONFIG:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not ours)
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next(filter(None, found), None)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                change()
+
+            loader.exec_module = exec_module
+        return spec
+
+    undo, ours = ExitStack(), SimpleNamespace(find_spec=find_spec)
+    if _CONFIG in sys.modules:
+        change()
+    else:
+        sys.meta_path.insert(0, ours)
+        undo.callback(sys.meta_path.remove, ours)
+    return undo.close
+
+
+def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
+    """Megatron's settings of a run; None if it asks for no layerwise graphs under Megatron-FSDP.
+
+    Raises ConfigurationError with every broken rule, in the names of the fields of ``cfg``, and
+    UpstreamChangedError when a config lacks a field.
+    """
+    model = getattr(cfg.model, "transformer", cfg.model)  # GPTModelConfig passes its fields on
+    sharded = cfg.dist.use_megatron_fsdp or cfg.ddp.use_megatron_fsdp
+    # Bridge itself refuses "local" graphs of layers.
+    if not sharded or getattr(model, "cuda_graph_impl", "none") != "transformer_engine":
+        return None
+    packs = any(getattr(cfg.dataset, name, False) for name in PACKING.values())
+    # Bridge's default, not Megatron's.
+    split = model.expert_tensor_parallel_size or int(model.expert_model_parallel_size > 1)
+    others = {"use_megatron_fsdp": True, "sft": packs, "expert_tensor_parallel_size": split}
+    run = run_of_configs(cfg.optimizer, cfg.ddp, cfg.model, model, **others)
+    broken = violations(run, given, Environment.read(BACKENDS[given.cg_backend]))
+    if broken:
+        # Each overwrites fields of those before it.
+        names = ("dataset", "optimizer", "ddp", "model", "comm_overlap", "mixed_precision")
+        configs = [("cfg.model", model), *((f"cfg.{name}", getattr(cfg, name)) for name in names)]
+        raise ConfigurationError(said(broken, configs=configs))
+    return run
