@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from torch import nn
 
-from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.integrations.call_arguments import (
     BackendName,
@@ -26,6 +25,7 @@ from megatron_cg.integrations.call_arguments import (
     with_settings,
 )
 from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, new_helper
+from megatron_cg.integrations.megatron.patches import settings_now
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
 
@@ -37,8 +37,8 @@ class GraphedLayers:
 
     All ranks create it together, after the model is wrapped and before the first step. Steps inside
     :meth:`step` train eagerly for the first ``config.cuda_graph_warmup_steps`` steps. Then the
-    scopes in ``config.cuda_graph_modules`` are captured. Of the settings of ``enable()`` only those
-    that models are built with hold here; the others are arguments.
+    scopes in ``config.cuda_graph_modules`` are captured. Settings are as those of ``enable()``,
+    which hold where none is given; ``backend`` may be an object too.
 
     Args:
         model: megatron-core's ``FullyShardedDataParallel`` around one model. Its config has
@@ -47,13 +47,12 @@ class GraphedLayers:
         seq_length: tokens in a sequence.
         micro_batch_size: sequences in a microbatch. Megatron's number of microbatches has to be set
             (``init_num_microbatches_calculator``).
-        layers: as ``--cg-layers``, such as ``("attn:0-23", "moe_router:4-")``.
-        backend: the capture backend, as an object or by name (``"transformer_engine"`` or ``"te"``,
-            ``"native"``, ``"tape"``); Transformer Engine if None.
-        on_failure: as ``--cg-on-failure``.
-        on_mismatch: as ``--cg-on-mismatch``.
-        verify_interval: as ``--cg-verify-interval``.
-        fast_path: False is as ``--cg-no-fsdp-fast-path``.
+        layers: such as ``("attn:0-23", "moe_router:4-")``.
+        backend: ``"te"``, ``"native"``, ``"tape"`` or a backend.
+        on_failure: ``"error"`` or ``"eager"``.
+        on_mismatch: ``"eager"`` or ``"error"``.
+        verify_interval: steps between two verifications; 0 is never.
+        fast_path: False is ``--cg-no-fsdp-fast-path``.
 
     Raises:
         ArgumentError: with every argument that is wrong.
@@ -68,12 +67,12 @@ class GraphedLayers:
         *,
         seq_length: int,
         micro_batch_size: int,
-        layers: str | Sequence[str] = (),
+        layers: str | Sequence[str] | None = None,
         backend: Backend | BackendName | None = None,
-        on_failure: OnFailure = "error",
-        on_mismatch: OnMismatch = "eager",
-        verify_interval: int = 0,
-        fast_path: bool = True,
+        on_failure: OnFailure | None = None,
+        on_mismatch: OnMismatch | None = None,
+        verify_interval: int | None = None,
+        fast_path: bool | None = None,
     ) -> None:
         settings = settings_in(locals())
         refuse(
@@ -83,8 +82,9 @@ class GraphedLayers:
                 *check_settings(settings, _CALL),
             ]
         )
-        captures = backend_of(settings.pop("backend", None))
-        given = with_settings(GraphArguments(), settings)
+        before = settings_now()
+        captures = backend_of(settings.pop("backend", before.cg_backend))
+        given = with_settings(before, settings)
         check_model(model, optimizer, given, captures.name, _CALL)
         config: Any = model.config
         self._warmup_steps = int(config.cuda_graph_warmup_steps)

@@ -318,20 +318,28 @@ def _help_models_under_fsdp() -> Undo:
     return stop
 
 
+def settings_now() -> GraphArguments:
+    """The settings of a user's own loop. Raises ConfigurationError if it cannot have them."""
+    from megatron_cg.telemetry.record import is_recorded
+
+    now = _settings[-1]
+    if (now.cg_record or now.cg_report) and not is_recorded():
+        raise ConfigurationError([_NOT_RECORDED])
+    return now
+
+
 def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], source: Any) -> None:
     """Initialise Megatron's ``helper`` and replace its methods."""
     from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
     from megatron_cg.integrations import call_arguments
     from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model
     from megatron_cg.integrations.megatron.steps import by_optimizer
-    from megatron_cg.telemetry.record import is_recorded
 
     model, settings = given["model"][0], _settings[-1]
     backend = call_arguments.backend_of(settings.cg_backend)
     checked = any(given["config"] is config for config in _validated)
     if source is by_optimizer and not checked:  # Megatron's loop has checked its flags.
-        if (settings.cg_record or settings.cg_report) and not is_recorded():
-            raise ConfigurationError([_NOT_RECORDED])
+        settings = settings_now()
         optimizers = given.get("optimizers") or [None]
         check_model(model, optimizers[-1], settings, backend.name)
     for earlier in [ours for ours in helpers if ours.fsdp is find_megatron_fsdp(model)]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
 import megatron_cg
+from megatron_cg import GraphedLayers
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.consensus.decision import Kind
@@ -99,6 +101,10 @@ def test_settings_of_enable_hold_for_helpers_that_come_after(trainer: Any, tmp_p
         cg_verify_interval=2, cg_layers=("attn:0",), cg_on_failure="eager", cg_backend="tape"
     )
     assert (first, ours().given) == (GraphArguments(cg_backend="tape"), expected)
+    with GraphedLayers(
+        trainer.model, trainer._optimizer, seq_length=8, micro_batch_size=1, layers="mlp:0"
+    ) as graphs:
+        assert graphs._helper.given == replace(expected, cg_layers=("mlp:0",))
     megatron_cg.enable(record=tmp_path)
     with pytest.raises(ConfigurationError, match="record or report in a loop of your own"):
         helper_for(trainer)
