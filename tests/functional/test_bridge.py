@@ -175,6 +175,7 @@ def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(start: Start)
 
 
 @pytest.mark.kills
+@pytest.mark.fault
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one"])
 def test_no_graph_outlives_its_communicators_when_a_step_raises(
     ranks: tuple[int, ...], start: Start
