@@ -182,9 +182,10 @@ def test_no_graph_outlives_its_communicators_when_a_step_raises(
 ) -> None:
     """Bridge then aborts all process groups."""
     ended = start(replace(WITH_NCCL, fails=ranks))
-    assert ended.code != 0 and "released" not in ended.log
+    assert ended.code != 0
+    assert "not released" not in ended.log and "could be released" not in ended.log
     for rank in ranks:
-        assert f"rank {rank}: 1 sessions open\n" in ended.log
+        assert f"rank {rank}: 1 sessions open" in ended.log
         assert f"rank {rank}: 0 sessions open after pretrain()" in ended.log
         told = json.loads((ended.folder / f"rank{rank}.json").read_text())
         assert told["error"] == "RuntimeError: forced" and len(told["steps"]) == FAILS - 1
