@@ -20,24 +20,24 @@ from megatron_cg.tools.cpu import launch
 from megatron_cg.upstream.symbols import installed_version
 
 LONGEST = (
-    "integrations/standalone/test_sharded.py",
     "runs/test_random_models.py",
-    "moe/test_repeats.py",
+    "integrations/standalone/test_sharded.py",
     "random_units/test_random_units.py",
+    "ordering/test_order.py",
+    "moe/test_repeats.py",
     "backends/tape/test_own_loop.py",
-    "moe/test_four_ranks.py",
     "fastpath/test_fast_path.py",
+    "compiled/test_loaded.py",
+    "moe/test_four_ranks.py",
+    "examples/test_transformers_trainer.py",
+    "examples/test_standalone_transformer.py",
     "moe/test_training.py",
     "integrations/megatron/test_full_recompute.py",
     "runs/test_life.py",
-    "compiled/test_loaded.py",
-    "ordering/test_order.py",
-    "moe/test_life.py",
-    "runs/test_moved_buffers.py",
+    "fastpath/test_gather.py",
     "compiled/test_refused_layers.py",
-    "examples/test_standalone_transformer.py",
-    "examples/test_transformers_trainer.py",
-    "compiled/test_together.py",
+    "moe/test_life.py",
+    "runs/test_one_rank_failures.py",
 )
 """The files that take longest. They begin first, so that none is left to one worker at the end."""
 

@@ -52,7 +52,7 @@ class _Clocks:
     """
 
     def __init__(self) -> None:
-        self._now: dict[Actor, dict[Actor, int]] = {}
+        self._now: dict[Actor, dict[Actor, int]] = defaultdict(dict)
         self._launched: dict[Actor, dict[Actor, int]] = {}
 
     def tick(self, actor: Actor) -> int:
@@ -66,11 +66,12 @@ class _Clocks:
         """``actor`` continues only after all that ``clock`` knows."""
         own = self.now(actor)
         for other, number in clock.items():
-            own[other] = max(number, own.get(other, 0))
+            if number > own.get(other, 0):
+                own[other] = number
 
     def now(self, actor: Actor) -> dict[Actor, int]:
         """The clock of ``actor``."""
-        return self._now.setdefault(actor, {})
+        return self._now[actor]
 
     def knows(self, actor: Actor, other: Actor, number: int) -> bool:
         """Whether the next operation of ``actor`` comes after that one of ``other``."""
@@ -120,8 +121,8 @@ class Storage:
 
     def pieces(self, span: Span) -> list[Piece]:
         """The pieces of exactly these bytes."""
-        start, stop = (bisect_left(self._bounds, end) for end in (span.start, span.stop))
-        return self._pieces[start:stop]
+        start = bisect_left(self._bounds, span.start)
+        return self._pieces[start : bisect_left(self._bounds, span.stop, start)]
 
     def last_uses(self) -> Iterator[Access]:
         """All uses that a new owner of this memory has to wait for."""

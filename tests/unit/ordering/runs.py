@@ -225,8 +225,12 @@ def check_all(folder: Path, places: frozenset[Site]) -> None:
             "kinds": sorted({_kind(trace, race) for race in there}),
             "entries": len(trace.entries),
         }
+        if there or rank > 0:
+            continue
         met = {site for entry in trace.entries if (site := ordered_at(entry)) in places}
-        for place in met - missed.keys() if not there and rank == 0 else ():
+        left = met - missed.keys()
+        # Many runs need none of those that are left.
+        for place in left if races(trace.entries, without=left) else ():
             if without := races(trace.entries, without=[place]):
                 missed[place] = without[0].described(trace)
     report = {"results": results, "missed": [[*place, text] for place, text in missed.items()]}
