@@ -51,11 +51,10 @@ check: $(TESTED)
 fast: $(TESTED)
 	$(PYTHON) -m pytest -q $(addprefix tests/unit/,$(FAST))
 
-# The first four have one process each for most of their time, so they share two cores.
+# All but the unit tests leave a core free for part of their time, so they share two.
 test: $(TESTED)
-	$(MAKE) -j2 lint types docs wheel
+	$(MAKE) -j2 types lint docs wheel newest
 	$(MAKE) unit
-	$(MAKE) newest
 
 unit: $(TESTED)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile tests/unit
