@@ -11,9 +11,6 @@ from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PLAIN = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
-"""What classes of tensors have that add no operations of their own, such as Parameter."""
-
 
 def leaves(value: Any) -> list[Any]:
     """The leaves of lists and tuples; an ATen call nests nothing else.
@@ -57,4 +54,5 @@ def run_inside(mode: TorchDispatchMode, func: HigherOrderOperator, args: Any, kw
     if body is None:
         return NotImplemented
     with mode:
-        return body(*args, **kwargs)
+        # Code that torch.compile calls would be compiled too.
+        return torch.compiler.disable(body)(*args, **kwargs)

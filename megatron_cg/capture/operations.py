@@ -20,7 +20,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.aten import PLAIN, run_inside, tensors_in, written
+from megatron_cg.backends.aten import run_inside, tensors_in, written
 from megatron_cg.backends.places import place_of
 from megatron_cg.capture.python_state import is_known
 from megatron_cg.memory.storage import StorageReference
@@ -44,6 +44,10 @@ class Use:
 
 _BETWEEN = {"torch", "megatron_cg", *sys.stdlib_module_names}
 """Packages whose frames lie between an operation and the code that called it."""
+
+
+_PLAIN = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
+"""What classes of tensors have that add no operations of their own, such as Parameter."""
 
 
 class Operations(TorchDispatchMode):
@@ -99,7 +103,7 @@ class Operations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(getattr(kind, "__torch_dispatch__", None) not in PLAIN for kind in types):
+        if any(getattr(kind, "__torch_dispatch__", None) not in _PLAIN for kind in types):
             return NotImplemented  # The subclass calls operations on its own tensors, seen here.
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):

@@ -14,7 +14,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.aten import PLAIN, leaves, run_inside, tensors_in, written
+from megatron_cg.backends.aten import leaves, run_inside, tensors_in, written
 from megatron_cg.backends.driver.graphed import Recording, Tensors
 from megatron_cg.backends.places import place_of
 from megatron_cg.backends.tape.host_reads import methods_watched, waits
@@ -175,8 +175,6 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(getattr(kind, "__torch_dispatch__", None) not in PLAIN for kind in types):
-            return NotImplemented  # The subclass calls operations on its own tensors.
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return run_inside(self, func, args, kwargs)
@@ -185,8 +183,8 @@ class _Recorder(TorchDispatchMode):
             func, args = torch.ops.aten.clone.default, (args[0].clone(),)
             self._constants.add(self.tape.pool.adopt(args[0]))
         tensors = tensors_in([args, *kwargs.values()])
-        if any(tensor.is_meta for tensor in tensors):
-            return func(*args, **kwargs)  # Something is traced; it uses no memory.
+        if any(map(_is_traced, tensors)):
+            return func(*args, **kwargs)
         self._check_dense(func, tensors)
         collective = func.namespace == "c10d"
         writes = tensors if collective else written(func, args, kwargs)
@@ -207,7 +205,7 @@ class _Recorder(TorchDispatchMode):
         self._save_outside(writes)
         result = func(*args, **kwargs)
         flat = leaves(result)
-        if any(tensor.is_meta for tensor in tensors_in(flat)):
+        if any(map(_is_traced, tensors_in(flat))):
             return result
         self._check_dense(func, tensors_in(flat))
         _wait_for_collectives(func, flat)
@@ -274,6 +272,12 @@ class _Recorder(TorchDispatchMode):
         """Restore the memory outside the pool that recording wrote."""
         for memory, before in self._before.values():
             memory.copy_(before)
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """Whether it has no memory: it is fake or on the meta device, while something is traced."""
+    strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return strided and tensor.untyped_storage().device.type == "meta"
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:

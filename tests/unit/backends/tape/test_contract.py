@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
@@ -149,6 +150,9 @@ def test_masks_that_need_no_count_are_recorded() -> None:
         t.index_select(0, torch.zeros(1, dtype=torch.long, device=t.device))
         counts = torch.ones(2, dtype=torch.long, device=t.device)
         t.repeat_interleave(counts, dim=0, output_size=2)
+        t.repeat_interleave(2, dim=0)
+        with FakeTensorMode():  # Whatever compiles code traces it so.
+            torch.ones(2, device=t.device).exp_()
 
     capture(Reading(fine))
 
