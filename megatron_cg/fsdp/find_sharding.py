@@ -73,15 +73,15 @@ class Unsharded(Sharding):
         self._is_ddp = ddp
 
     def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
-        """Units that gather weights by themselves, as torchtitan's SimpleFSDP does."""
+        """Units whose weights are DTensors, as those of torchtitan's SimpleFSDP."""
         for name, module in units.items():
             weights = [key for key, p in module.named_parameters() if isinstance(p, DTensor)]
             if weights:
                 yield Violation(
                     "dtensor-weights",
                     f"{len(weights)} parameters of unit {name} are DTensors, such as {weights[0]}",
-                    "its forward gathers them into memory that is new in each pass, in operations "
-                    "that no capture of ours follows (SimpleFSDP, parallelize_module)",
+                    "the gradients of its graph would be DTensors too, whose memory no backend "
+                    "follows (SimpleFSDP and parallelize_module make such parameters)",
                     "shard the model by torch.distributed.fsdp.fully_shard instead, or take the "
                     "unit out of units",
                 )
