@@ -71,12 +71,6 @@ _RECOMPUTES = Violation(
     "graphs do not",
     "wrap the model in FullyShardedDataParallel, or set recompute_granularity to selective or None",
 )
-_NEEDS_TORCH_GEMM = Violation(
-    "argument",
-    "moe_rows, or moe_exchange='peer', with grouped_gemm='te'",
-    "graphs hold the experts only if torch's grouped GEMM computes them",
-    "add grouped_gemm='torch', or leave both out",
-)
 _NOT_RECORDED = Violation(
     "record-of-own-loop",
     "record or report in a loop of your own",
@@ -134,13 +128,9 @@ def enable(
             import of Megatron-Bridge raises it too.
     """
     global _active
-    given, before = settings_in(locals()), _settings[-1]
-    broken = list(check_settings(given))
-    uses_torch = "torch" in (grouped_gemm, before.cg_grouped_gemm)
-    if not uses_torch and (moe_rows is not None or moe_exchange == "peer"):
-        broken.append(_NEEDS_TORCH_GEMM)
-    refuse(broken)
-    now = with_settings(before, given)
+    given = settings_in(locals())
+    refuse(list(check_settings(given)))
+    now = with_settings(_settings[-1], given)
     with ExitStack() as undo:
         undo.callback(_build_models_for(now, full_recompute=full_recompute))
         _settings.append(now)

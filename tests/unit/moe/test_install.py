@@ -171,10 +171,8 @@ def of_two_ranks(self: Any, *args: Any, **named: Any) -> None:
     ("given", "remedy"),
     [
         ({"grouped_gemm": "torhc"}, r"grouped_gemm='torhc'.*one of .*'torch'"),
-        ({"moe_rows": 1.25}, "add grouped_gemm='torch'"),
         ({"grouped_gemm": "torch", "moe_rows": 0.5}, r"enable\(moe_rows=0.5\): .* average"),
         ({"grouped_gemm": "torch", "moe_rows": "2"}, "moe_rows='2': it is a number"),
-        ({"moe_exchange": "peer"}, "add grouped_gemm='torch'"),
         ({"grouped_gemm": "torch", "moe_exchange": "pear"}, r"one of .*'peer'"),
     ],
 )

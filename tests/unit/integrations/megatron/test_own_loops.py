@@ -105,6 +105,11 @@ def test_settings_of_enable_hold_for_helpers_that_come_after(trainer: Any, tmp_p
         trainer.model, trainer._optimizer, seq_length=8, micro_batch_size=1, layers="mlp:0"
     ) as graphs:
         assert graphs._helper.given == replace(expected, cg_layers=("mlp:0",))
+    megatron_cg.enable(moe_rows=1.25)
+    with pytest.raises(
+        ConfigurationError, match=r"\(moe_rows=1.25\) in a run whose graphs hold no"
+    ):
+        helper_for(trainer)
     megatron_cg.enable(record=tmp_path)
     with pytest.raises(ConfigurationError, match="record or report in a loop of your own"):
         helper_for(trainer)
