@@ -3,8 +3,8 @@
     python -m torch.distributed.run --nproc-per-node 2 -m tests.functional.titan llama3 \
         --compare --sequence 512
 
-Without a GPU, two processes train over gloo. torchtitan 0.3.0 was written for a newer torch than
-2.11. What these models need of it besides is supplied by :func:`with_names_of_newer_torch`.
+Without a GPU, two processes train over gloo, with SDPA. torchtitan 0.3.0 was written for a newer
+torch than 2.11: what these models need of it is in :func:`with_names_of_newer_torch`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.distributed import fsdp
-from torch.nn.attention import flex_attention
 
 from megatron_cg.examples import standalone_transformer as example
 
@@ -40,24 +39,12 @@ def with_names_of_newer_torch() -> None:
         attention._compiled_create_block_mask = create
 
 
-def on_the_host() -> None:
-    """torchtitan without a GPU: meshes of the host, and flex_attention as plain operations."""
-    import torchtitan.tools.utils
-
-    torchtitan.tools.utils.device_type = "cpu"
-    from torchtitan.models.common import attention
-
-    dense: Any = flex_attention
-    attention._compiled_create_block_mask = flex_attention.create_block_mask
-    attention.FlexAttention._compiled_flex_attn = staticmethod(flex_attention.flex_attention)
-    dense._validate_device = lambda *_tensors: None  # It says that it has no backward pass there.
-
-
 @cache
 def prepare(device: str) -> None:
     """Whatever torchtitan needs here."""
-    if device == "cpu":
-        on_the_host()
+    import torchtitan.tools.utils
+
+    torchtitan.tools.utils.device_type = device
     with_names_of_newer_torch()
 
 
@@ -71,7 +58,7 @@ def with_documents(model: Any, args: tuple[torch.Tensor]) -> tuple[Any, ...]:
     numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     begins = (tokens == ord(" ")) | (numbers == 0)
     positions = numbers - torch.where(begins, numbers, 0).cummax(1).values
-    return tokens, positions, model.get_attention_masks(positions)
+    return tokens, positions, model.get_attention_masks(positions) if tokens.is_cuda else None
 
 
 def build(name: str, args: argparse.Namespace, device: str) -> tuple[Any, Any]:
@@ -79,6 +66,7 @@ def build(name: str, args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     prepare(device)
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, utils
+    from torchtitan.models.common import attention
 
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     utils.set_spmd_backend(parallelism.spmd_backend)
@@ -86,6 +74,9 @@ def build(name: str, args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     dims.build_mesh()
     spec = import_module(f"torchtitan.models.{name}").model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:3]
+    for layer in spec.model.layers if device == "cpu" else ():
+        # torch has no backward pass of flex_attention there.
+        layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
     with torch.device("meta"):
         model = spec.model.build()
     training = TrainingConfig(seq_len=args.sequence, local_batch_size=args.batch)
