@@ -213,7 +213,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
     scripts = {end: folder / f"{number}.py" for number, end in enumerate(ENDS)}
     for end, script in scripts.items():
         script.write_text(SCRIPT.format(end=end, broken=ENDS[end]))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     env["TORCHDYNAMO_DISABLE"] = "1"  # A third of the time that Megatron's import takes.
     words = [sys.executable, "-c", IN_FORKS, *map(str, scripts.values())]
     done = subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=300)
