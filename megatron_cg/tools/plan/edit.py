@@ -296,7 +296,8 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
             {_MODULES: (*base, "moe_router")},
             f"experts stay eager: {against or 'they do not fit'}",
         )
-    for scopes in dict.fromkeys([base, *((scope,) for scope in base), every]):
+    alone = (*base, "moe_router") if "moe" in here else base
+    for scopes in dict.fromkeys([base, *((scope,) for scope in alone), every]):
         if scopes:
             yield {_MODULES: scopes}, _WHY
 

@@ -71,6 +71,7 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
         # Megatron's rules see the scopes as they are.
         (f"{SELECTIVE} core_attn --attention-dropout 0.1 --cuda-graph-modules moe", "moe"),
         (f"{SELECTIVE} moe --hidden-dropout 0.1", "attn moe_router"),
+        (f"{SELECTIVE} core_attn --attention-dropout 0.1 --fp8-format hybrid", "moe_router"),
     ],
 )
 def test_scopes_are_chosen_unless_the_line_has_some_that_work(
