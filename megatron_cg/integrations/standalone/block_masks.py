@@ -6,27 +6,30 @@ tensors are inputs of a graph, and the rest must stay as it was at capture: code
 size. In the capture the unit gets a ``BlockMask`` like the caller's, on the graph's tensors.
 
 Note [What a mask_mod may read]
-    Its arguments and its closure; functions and tuples in that are opened too. A global tensor, or
-    one in an object such as a ``functools.partial``, would be read where it was at capture, and no
-    guard would see a change. So it is refused by name.
+    Its arguments, its closure and global numbers; functions and tuples in them are opened too. A
+    global tensor, or one in an object such as a ``functools.partial``, would be read where it was
+    at capture, and no guard would see a change. So it is refused by name.
 """
 
 from __future__ import annotations
 
+import dis
 from dataclasses import dataclass, field
 from functools import cache
-from types import CellType, CodeType, FunctionType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import GetAttrKey, register_pytree_node
+from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_leaves
 
+from megatron_cg.replay.plain import is_plain
 from megatron_cg.upstream.symbols import Symbol
 
 _ATTRIBUTES = ("_TENSOR_ATTRS", "_CONTEXT_ATTRS")
 _PATH = "torch.nn.attention.flex_attention:BlockMask"
 RELIES_ON = (Symbol(_PATH, "what a block mask consists of", attributes=_ATTRIBUTES),)
+_FIXED = (ModuleType, type, BuiltinFunctionType)
+"""Globals whose own state is not looked at."""
 _DEPTH = 8
 """How deep functions and tuples inside of a ``mask_mod`` are opened."""
 
@@ -80,24 +83,26 @@ def _opened(value: Any, depth: int) -> Any:
         return type(value)(_opened(one, depth - 1) for one in value)
     if type(value) is not FunctionType or value.__defaults__ or value.__kwdefaults__ or not depth:
         return value
-    whole = _Function(value.__code__, value.__globals__)
+    whole, scope = _Function(value.__code__, value.__globals__), value.__globals__
     cells = zip(whole.code.co_freevars, value.__closure__ or (), strict=True)
     parts = {name: _opened(cell.cell_contents, depth - 1) for name, cell in cells}
-    return Parts(whole, parts | {f"{name} (global)": torch.Tensor for name in _tensors_of(whole)})
+    read = {name: scope[name] for name in _globals_of(whole.code) if name in scope}
+    for name, one in read.items():
+        if not isinstance(one, _FIXED):
+            parts[f"{name} (global)"] = _global(one, depth - 1)
+    return Parts(whole, parts)
+
+
+def _global(value: Any, depth: int) -> Any:
+    """A global value to compare, or its class if it cannot be compared, which no graph takes."""
+    if type(value) is FunctionType and not value.__closure__:
+        return _opened(value, depth)
+    return value if all(map(is_plain, tree_leaves(value))) else type(value)
 
 
 @cache  # For each ``def``, since each call of a unit asks.
-def _tensors_of(function: _Function) -> list[str]:
-    """The global tensors that a function reads, or one that it calls or defines."""
-    left, seen, found = [(function.code, function.scope)], set(), []
-    while left:
-        code, scope = left.pop()
-        if code in seen:
-            continue
-        seen.add(code)
-        left += [(inner, scope) for inner in code.co_consts if isinstance(inner, CodeType)]
-        read = {name: scope.get(name) for name in code.co_names}
-        found += [name for name, value in read.items() if isinstance(value, torch.Tensor)]
-        own = (one for one in read.values() if type(one) is FunctionType)
-        left += [(one.__code__, one.__globals__) for one in own]
-    return found
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """The names of globals that a function reads, or one that it defines."""
+    names = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return tuple(dict.fromkeys([*names, *(name for one in inner for name in _globals_of(one))]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from tests.unit.integrations.standalone.plain import (
 
 X = torch.ones(2)
 LATEST = torch.tensor(3)
+LIMITS = SimpleNamespace(size=3)
+SIZE = 3
 
 
 class Attention(nn.Module):
@@ -105,7 +108,12 @@ def test_another_mask_has_other_tensors_alone(one: Any, other: Any, subject: str
         (window(object()), "mask.mask_mod.size is <object"),
         (partial(causal), "mask.mask_mod is functools.partial"),
         (until_latest, "mask.mask_mod.LATEST (global) is <class 'torch.Tensor'>"),
-        (lambda *at: ~until_latest(*at), "mask.mask_mod.LATEST (global) is <class 'torch.Tensor'>"),
+        (
+            lambda *at: ~until_latest(*at),
+            "mask.mask_mod.until_latest (global).LATEST (global) is <class 'torch.Tensor'>",
+        ),
+        (lambda *at: ~DOCUMENTS(*at), "mask.mask_mod.DOCUMENTS (global) is <class 'function'>"),
+        (lambda *_: LIMITS.size, "mask.mask_mod.LIMITS (global) is <class 'types.Simple"),
     ],
 )
 def test_what_would_be_read_where_it_was_at_capture_is_refused(function: Any, found: str) -> None:
@@ -113,3 +121,14 @@ def test_what_would_be_read_where_it_was_at_capture_is_refused(function: Any, fo
     made.mask_mod = function
     (problem,) = CallForm.of(Attention().forward, (X, made), {}).problems()
     assert problem.startswith(f"argument {found}")
+
+
+def test_a_global_number_that_changed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mask(lambda _b, _h, q, k: q - k < SIZE)
+    form = CallForm.of(Attention().forward, (X, made), {})
+    assert form.problems() == []
+    assert form.split((X, made), {})[2] is None
+    monkeypatch.setitem(globals(), "SIZE", 4)
+    mismatch = form.split((X, made), {})[2]
+    assert mismatch is not None
+    assert mismatch.subject == "argument mask.mask_mod.SIZE (global)"
