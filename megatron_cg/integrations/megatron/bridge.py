@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,11 +49,7 @@ def before_validation(act: Callable[[Any], None]) -> Undo:
         undo.callback(put_over(*_VALIDATE.place(), validate))
 
     def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != _CONFIG:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not ours)
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next(filter(None, found), None)
+        spec = PathFinder.find_spec(name, path, target) if name == _CONFIG else None
         loader: Any = spec and spec.loader
         if loader is not None:
             execute = loader.exec_module

@@ -208,7 +208,8 @@ def _extend_bridge() -> Undo:
         run = bridge.check(cfg, _settings[-1])
         model = getattr(cfg.model, "transformer", cfg.model)
         if all(model is not other for other in _validated):  # pretrain() validates once more
-            _validated.append(model)
+            if run is not None:
+                _validated.append(model)
             recomputes = run and run.recompute_granularity
             every = cfg.logger.log_interval
             args = SimpleNamespace(recompute_granularity=recomputes, log_interval=every)

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_cg
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
+from megatron_cg.integrations.megatron import patches
 
 CONFIG, INITIALIZE = (f"megatron.bridge.training.{name}" for name in ("config", "initialize"))
 VALIDATES = """
@@ -86,6 +87,7 @@ def test_a_configuration_is_checked_before_bridge_does(
     cfg.dist.use_megatron_fsdp, cfg.model.cuda_graph_impl = True, "none"
     cfg.validate()
     assert cfg.model.finalized
+    assert not patches._validated  # A helper of this model would be checked.
     cfg = container(kind, **FITS)
     cfg.dataset.enable_in_batch_packing = False
     cfg.validate()
