@@ -153,7 +153,6 @@ def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation,
 
 
 def _read_range(text: str) -> LayerRange | str:
-    """The range, or the reason why ``text`` is not one."""
     match = _RANGE.fullmatch(text)
     if match is None:
         return f"'{text}' is not a layer index N, a range N-M or an open range N-"

@@ -23,7 +23,6 @@ _SEEN_ON_TAPE = {"torch": ((2, 12), (2, 13), (2, 14), (2, 15)), "torchtitan": ((
 
 
 def _release(version: str) -> tuple[int, ...] | None:
-    """The numbers of a version, without suffixes such as ``+cu130`` or ``.dev0``."""
     try:
         return Version(version).release
     except InvalidVersion:

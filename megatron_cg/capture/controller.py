@@ -122,7 +122,6 @@ class GraphController:
         self._agreement.close()
 
     def _fail(self, error: Exception) -> None:
-        """Continue eagerly, or raise the error of the capture."""
         failure = self._as_capture_error(error)
         # The traceback's frames hold incomplete graphs, and training needs their memory.
         clear_frames(error)

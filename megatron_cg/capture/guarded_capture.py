@@ -273,7 +273,6 @@ class GuardedCapture:
 
     @contextmanager
     def _kept(self, unit: Unit, observer: Observer, replay: ReplayFunction) -> Iterator[None]:
-        """Restore everything that one pass through ``unit`` changes."""
         modules = list(unit.layer.modules())
         with ExitStack() as stack:
             # As in the capture. Megatron-FSDP's may end a backward pass of the whole model.

@@ -196,7 +196,6 @@ class PythonState:
         return (self._any_name or name in self.names) and name not in _INTERNAL
 
     def _roots(self) -> Iterator[tuple[Any, Any, str]]:
-        """Holder, key and description of all values that the code names."""
         for path, module in self._modules.items():
             if not is_known(module):
                 for name in [*vars(module)]:
@@ -266,7 +265,6 @@ class PythonState:
             self._note(frame.f_code, frame.f_globals)
 
     def _note(self, code: CodeType, names: dict[str, Any]) -> None:
-        """Note what code may read that has these globals."""
         self._codes[id(code)] = code
         self.names.update(code.co_names, _texts(code.co_consts))
         module = str(names.get("__name__"))
@@ -338,7 +336,6 @@ def _item(owner: str, key: Any) -> str:
 
 
 def _held_by(value: Any, what: str) -> list[Entry]:
-    """What a container or a plain object holds."""
     if isinstance(value, Mapping):
         return [Entry(value, key, "state", _item(what, key)) for key in value]
     if isinstance(value, list | tuple):
@@ -352,7 +349,6 @@ def _attributes_of(value: Any, what: str) -> list[Entry]:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is a plain object of some user's class."""
     others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, partial)
     if is_plain(value) or isinstance(value, others) or is_known(value, _LIBRARIES - {"types"}):
         return False

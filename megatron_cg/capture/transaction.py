@@ -76,7 +76,6 @@ def quiet_modules(
 
 
 def _quiet_parameters(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Remove the parameters' hooks; returns the undo."""
     snapshot = ParameterHookSnapshot(parameters)
     snapshot.clear()
     return snapshot.restore

@@ -192,7 +192,6 @@ def _decoded(name: str, manifest: artifact.Manifest, code: bytes, region: Region
 def _decided(
     done: str, serial: int, own: Exception | None, votes: Agreement, held: str
 ) -> ArtifactRefusedError | None:
-    """The refusal of all ranks, or None if all go on."""
     vote = Vote(against=own is not None, graphs=digest([held]))
     try:
         decision = votes.agree(Kind.PRECOMPILED, vote, serial=serial)

@@ -251,7 +251,6 @@ class Agreement:
 
     @in_range("vote")
     def _exchange(self, row: torch.Tensor, timeout: timedelta | None) -> torch.Tensor:
-        """The rows of all ranks."""
         group = self._require_sound()
         if group is None:
             return row.view(1, -1)

@@ -238,7 +238,6 @@ class GradientBucketing:
             self._hand_over_waiting(bucket)
 
     def _leave(self, parameter: nn.Parameter, bucket: Bucket) -> None:
-        """Let Megatron-FSDP copy a gradient into ``bucket``."""
         self._make_room(bucket)
         self._original([parameter])
 

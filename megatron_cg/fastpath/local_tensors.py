@@ -57,7 +57,6 @@ _METHODS = {
 
 
 def _symbol(path: str, expected: str, *has: str, body: str = "") -> Symbol:
-    """A symbol, what it ``has``, and the fingerprint of its ``body``."""
     return Symbol(path, expected, attributes=has, fingerprints=(body,) if body else ())
 
 

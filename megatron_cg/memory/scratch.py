@@ -153,7 +153,6 @@ class IdlePool:
 
     @contextmanager
     def _allocating(self) -> Iterator[None]:
-        """Route this thread's allocations to the pool."""
         assert self._stream is not None
         begin, end, release = _BEGIN.find(), _END.find(), _RELEASE.find()
         with torch.cuda.stream(self._stream):

@@ -105,7 +105,6 @@ def refuse_other(settings: Any, weight: torch.Tensor) -> None:
 
 
 def _others(settings: Any, weight: torch.Tensor) -> Iterator[tuple[str, str]]:
-    """What was found, and why this grouped GEMM cannot be used with it."""
     store = settings[_DELAYED]
     for found, name in (
         (settings[_BIAS], "a bias"),

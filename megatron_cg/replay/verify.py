@@ -121,14 +121,12 @@ def verify(
 
 
 def _copies(layer: nn.Module, made: Sequence[torch.Tensor | None]) -> _Named:
-    """What a pass has returned and left in buffers."""
     found = [(f"output {index}", tensor) for index, tensor in enumerate(made)]
     found += [(f"buffer {name}", buffer) for name, buffer in layer.named_buffers()]
     return [(n, None if tensor is None else tensor.detach().clone()) for n, tensor in found]
 
 
 def _states() -> _Named:
-    """The states of the random generators."""
     generators = [("the host's", torch.default_generator)]
     if torch.cuda.is_available():
         own = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -177,7 +175,6 @@ def synthetic_gradient(output: torch.Tensor) -> torch.Tensor:
 
 
 def _differences(eager: _Named, replayed: _Named) -> dict[str, Mismatch]:
-    """What differs, by the names of results."""
     if len(eager) != len(replayed):
         name = "the number of outputs"
         return {name: _mismatch(name, str(len(eager)), str(len(replayed)))}

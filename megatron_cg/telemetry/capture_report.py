@@ -74,7 +74,6 @@ def _row(name: str, layer: nn.Module, graphed: list[str]) -> dict[str, Any]:
 
 
 def _scopes_of(layer: Any) -> list[str]:
-    """The scopes of its config that ``layer`` has."""
     asked = [getattr(module, "name", module) for module in layer.config.cuda_graph_modules or ()]
     if not asked:
         return [WHOLE_LAYER]
@@ -90,7 +89,6 @@ def _scopes_of(layer: Any) -> list[str]:
 
 
 def _summary(capture: Mapping[str, Any]) -> str:
-    """A summary line of an entry of a record's ``captures``."""
     text = (
         f"graphs captured: {capture['graphs']}, of {capture['layers']} layers, "
         f"in {capture['seconds']:.1f} s"
@@ -135,7 +133,6 @@ def _hear(event: Event) -> None:
 
 
 def _report(began: CaptureBegan, before: Memory | None, since: float, ended: CaptureEnded) -> None:
-    """Record a capture that has ended; all graphs replay from now on, or it failed."""
     counters, error = ended.counters, ended.error
     entry = {
         "seconds": time.perf_counter() - since,

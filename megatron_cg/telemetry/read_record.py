@@ -70,7 +70,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _joined(text: str) -> dict[str, Any]:
-    """The lines of a record as one dictionary."""
     data: dict[str, Any] = {name: [] for name in _GROWING}
     data |= {"setup": {}, "parameters": {}, "graphs": None, "finished": False, "error": None}
     *lines, last = text.split("\n")

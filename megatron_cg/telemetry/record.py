@@ -241,7 +241,6 @@ class Recorder(logging.Handler):
             self._write()
 
     def _add_interval(self) -> None:
-        """Add all counts and the memory after the last trained step."""
         counters = Counters()
         for counted in self._counters:
             counters.add(counted)
@@ -266,7 +265,6 @@ class Recorder(logging.Handler):
         self.note("error", f"{type(error).__name__}: {error}")
 
     def _add(self, **entry: Any) -> None:
-        """Add a line of the file."""
         if not self._failed:
             self._lines.append(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
 

@@ -84,7 +84,6 @@ def changed(distribution: str, symbol: str, expected: str) -> UpstreamChangedErr
 
 
 def _distribution_of(path: str) -> str:
-    """The distribution that has the module of ``path``."""
     package, inner = re.split(r"[.:]", f"{path}.", maxsplit=2)[:2]
     core = "megatron-bridge" if inner == "bridge" else "megatron-core"
     return core if package == "megatron" else package.replace("_", "-")

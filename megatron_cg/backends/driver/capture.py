@@ -201,7 +201,6 @@ class _Capture:
         recorder.settle(ended)
 
     def _call(self, index: int) -> tuple[list[Any], TreeSpec]:
-        """The outputs of a pass, and their structure."""
         item = self.recorded[index]
         flat, spec = tree_flatten(item.module(*self._args[index], **self._kwargs[index]))
         _check_outputs(item.label, flat)
@@ -280,7 +279,6 @@ class _Capture:
 
 
 def _parts(item: Recorded) -> tuple[Any, Any]:
-    """The gradients of the sample's tensors, and those of the parameters."""
     return item.grad_inputs[: item.user_args], item.grad_inputs[item.user_args :]
 
 

@@ -98,7 +98,6 @@ class Tape(Recording):
                 self.pool.tensor(slot).copy_(value)
 
     def _real(self, value: Any) -> Any:
-        """A recorded argument with tensors for its slots."""
         return _mapped(lambda one: self.pool.tensor(one) if type(one) is Slot else one, value)
 
 
@@ -236,7 +235,6 @@ class _Recorder(TorchDispatchMode):
         return HostSyncError(f"{what} in {self._place()}")
 
     def _place(self) -> str:
-        """The module and line that run now, and the pass."""
         place = place_of(traceback.walk_stack(sys._getframe(1)), self._root)
         owner = place.owner if place is not None else type(self._root).__name__
         at = f" at {place.source}" if place is not None and place.source else ""

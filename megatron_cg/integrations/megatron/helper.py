@@ -230,7 +230,6 @@ class FsdpHelper:
         return session
 
     def _changes(self) -> Iterator[Undo]:
-        """Changes of the layers that last as long as the graphs."""
         yield without_unused_masks(self._layers, self._inputs)
         yield partial(shared_experts_idle, self._layers)
         yield recompute_in_layers(self.helper.model[0], self._inputs)
@@ -279,7 +278,6 @@ def check_model(
 
 
 def _with_decoder(model: Any) -> Any:
-    """The module inside all wrappers that has the decoder, or None."""
     try:
         return get_attr_wrapped_model(model, "decoder", allow_none=False, return_model_obj=True)
     except RuntimeError:

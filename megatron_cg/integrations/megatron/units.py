@@ -231,7 +231,6 @@ def _metrics_kept() -> Iterator[None]:
 
 
 def _entries() -> list[Entry]:
-    """The rows of the MoE metrics' tensors."""
     tracker = _metrics_tracker()
     if tracker is None:
         return []

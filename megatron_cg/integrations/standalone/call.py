@@ -185,7 +185,6 @@ class CallForm:
         return tuple(tensors.pop(name) for name in self.names), tensors, None
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | Mismatch:
-        """The leaves of a call, or how its containers differ from those of this form."""
         if len(args) != len(self.positions) or kwargs.keys() != set(self.keywords):
             return Mismatch(
                 "structure",

@@ -87,7 +87,6 @@ def _caches(calls: Mapping[str, Seen]) -> Iterator[Violation]:
 
 
 def _wrong_around(observer: Observer) -> Iterator[Violation]:
-    """What the code around units does that no replay of them allows."""
     for name in observer.written:
         yield Violation(
             "unit-view-written",
@@ -107,7 +106,6 @@ def _wrong_around(observer: Observer) -> Iterator[Violation]:
 
 
 def _wrong_calls(name: str, call: Seen, observer: Observer) -> Iterator[Violation]:
-    """What no graph can take, of the calls themselves."""
     if observer.keeps_casts(call):
         yield Violation(
             "unit-kept-casts",
@@ -163,7 +161,6 @@ def _no_such_unit(
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Such as a ModuleList."""
     return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 

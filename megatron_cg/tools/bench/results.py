@@ -150,7 +150,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown with aligned columns; the first row is the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"

@@ -130,8 +130,6 @@ def module_entry(name: str, module: types.ModuleType) -> Iterator[None]:
 
 
 def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with its ``device=`` argument converted."""
-
     @functools.wraps(function)
     def elsewhere(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
@@ -178,7 +176,6 @@ def _devices(stack: ExitStack) -> None:
 
 
 def _no_context(*_args: object, **_options: object) -> AbstractContextManager[None]:
-    """A context that does nothing, whatever it is made with."""
     return nullcontext()
 
 
@@ -209,7 +206,6 @@ def _cuda_names() -> dict[str, object]:
 
 
 def _rng_functions(get: str, put: str) -> dict[str, Callable[..., Any]]:
-    """Functions that read and set the CPU's generator, by these names."""
     generator = torch.default_generator
     return {
         get: lambda *_args, **_named: generator.get_state(),
@@ -268,7 +264,6 @@ def _generators(stack: ExitStack) -> None:
 
 
 def _loaded(*names: str) -> list[Any]:
-    """Import and return those of ``names`` that are installed."""
     modules = []
     for name in names:
         with suppress(ModuleNotFoundError):

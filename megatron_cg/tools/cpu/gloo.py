@@ -108,7 +108,6 @@ def _default_options(timeout: timedelta | None) -> Any:
 
 @cache
 def _device(interface: str) -> Any:
-    """The device of this process on that interface; without a name, torch's default."""
     group = _GROUP.find()
     with _threads_that_interrupt_none():
         if interface:

@@ -179,7 +179,6 @@ def gib(size: int) -> str:
 
 
 def _needs(settings: Settings, given: LaunchLine) -> Iterator[tuple[str, str]]:
-    """Fixes that every run with graphs needs, and why."""
     run, args = settings.run, settings.args
     if not given.starts_graphs:
         yield "launch", "Megatron alone captures no layers under Megatron-FSDP"

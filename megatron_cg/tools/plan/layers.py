@@ -152,7 +152,6 @@ def _mtp_layers(shape: Shape, kind: str) -> Iterator[Layer]:
 
 
 def _layer(shape: Shape, name: str, kind: str, active: Sequence[str]) -> Layer:
-    """The layer with what its graph holds by its ``active`` scopes."""
     made = [_KINDS.get(symbol, _KINDS["*"]) for symbol in kind]
     parts = tuple(part for _, make in made for part in make(shape))
     scopes = set(active) if shape.run.wants_graphs else set()

@@ -106,7 +106,6 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
 
 
 def _limits(args: Any) -> Iterator[str]:
-    """What the formulas do not know."""
     if args.fp8 or args.fp4:
         yield "memory is counted as for BF16: no run in FP8 or FP4 was recorded"
     layers = args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json
