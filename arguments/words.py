@@ -18,7 +18,7 @@ from megatron_cg.errors import Violation
 ENABLE = "megatron_cg.enable"
 _OF_ENABLE = ("grouped_gemm", "moe_rows", "moe_exchange")
 """Settings that models are built with: of our functions, this one alone has them."""
-_VALUE = r"(?: (?!(?:and|or|with|without|in|select)\b)\w[\w.:-]*(?:,[\d-]+)*)"
+_VALUE = r"(?: (?!(?:and|or|with|without|in|select)\b)-?\w[\w.:-]*(?:,[\w.:-]+)*)"
 _FLAG = rf"--[a-z][a-z0-9-]*{_VALUE}*"
 _FLAGS = re.compile(rf"(?:\b(add|type|drop) )?({_FLAG}(?:(?: and)? {_FLAG})*)")
 PACKING = {
@@ -81,7 +81,7 @@ def _setting(call: str, places: Mapping[str, str], verb: str | None, flag: str, 
         value, rest = repr(rest), []
     elif key in _DEFAULTS and words:
         word = rest.pop(0)
-        value = word if re.fullmatch(r"[\d.]+", word) else repr(word)
+        value = word if re.fullmatch(r"-?[\d.]+", word) else repr(word)
     if name.startswith("cg_"):
         argument = argument_of(name)
         made = f"{ENABLE if argument in _OF_ENABLE else call}({argument}={value or '...'})"

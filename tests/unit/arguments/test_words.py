@@ -60,6 +60,8 @@ def test_every_message_names_what_there_is(case: Case) -> None:
         ("type --cuda-graph-modules attn, or", "set cfg.model.cuda_graph_modules=['attn'], or"),
         ("--moe-expert-capacity-factor 1.0 in", "cfg.model.moe_expert_capacity_factor=1.0 in"),
         ("type --bf16 instead", "set cfg.mixed_precision.bf16=True instead"),
+        ("--cg-moe-rows -1", "megatron_cg.enable(moe_rows=-1)"),
+        ("--cg-layers attn:0,x, or", "f(layers=['attn:0,x']), or"),
         ("drop --cg-moe-rows", "call megatron_cg.enable(moe_rows=None)"),
     ],
 )  # fmt: skip
