@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_cg.arguments import (
-    rules_environment,
-    rules_experts,
-    rules_fsdp,
-    rules_scopes,
-)
+from megatron_cg.arguments import rules_environment, rules_experts, rules_fsdp, rules_scopes
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
 from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments, flag_of
 from megatron_cg.errors import Violation

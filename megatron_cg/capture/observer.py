@@ -31,14 +31,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from megatron_cg.capture.operations import (
-    Operations,
-    Use,
-    bytes_in,
-    holder_of,
-    key_of,
-    overlap,
-)
+from megatron_cg.capture.operations import Operations, Use, bytes_in, holder_of, key_of, overlap
 from megatron_cg.capture.python_state import (
     KNOWN,
     Change,

@@ -37,14 +37,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_cg.consensus.decision import (
-    AgreementError,
-    Decision,
-    Kind,
-    Vote,
-    digest,
-    ranks_text,
-)
+from megatron_cg.consensus.decision import AgreementError, Decision, Kind, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement, under_capture
 from megatron_cg.errors import PhaseError
 from megatron_cg.upstream.patch import put_over

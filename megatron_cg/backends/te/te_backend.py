@@ -24,12 +24,7 @@ from torch import nn
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.cuda_cleanup import leave_pool, stream_kept, waited_for
-from megatron_cg.backends.te.te_if_loaded import (
-    END_CAPTURING,
-    FP8,
-    GRAPH,
-    IS_CAPTURING,
-)
+from megatron_cg.backends.te.te_if_loaded import END_CAPTURING, FP8, GRAPH, IS_CAPTURING
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.unit import ReplayFunction

@@ -13,12 +13,7 @@ from pathlib import Path
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.telemetry.read_record import RecordError, read_run
-from megatron_cg.tools.align.compare import (
-    FAILED,
-    Comparison,
-    Outcome,
-    compare,
-)
+from megatron_cg.tools.align.compare import FAILED, Comparison, Outcome, compare
 
 OVERDUE = "did not end within --timeout"
 """How a run's log and the comparison describe a run that had to be stopped."""

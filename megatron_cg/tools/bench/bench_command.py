@@ -17,21 +17,10 @@ from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
 from megatron_cg.files import whole_file
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import Run, log_tail
-from megatron_cg.tools.align.run import (
-    DETERMINISTIC_ENVIRONMENT,
-    PACKAGE,
-    environment,
-    torch_cudnn,
-)
+from megatron_cg.tools.align.run import DETERMINISTIC_ENVIRONMENT, PACKAGE, environment, torch_cudnn
 from megatron_cg.tools.align.token_data import from_text, python_sources
 from megatron_cg.tools.bench import BenchError
-from megatron_cg.tools.bench.configurations import (
-    captured,
-    chosen,
-    edited,
-    given_line,
-    preset_line,
-)
+from megatron_cg.tools.bench.configurations import captured, chosen, edited, given_line, preset_line
 from megatron_cg.tools.bench.readings import read_log, read_trace
 from megatron_cg.tools.bench.results import SCHEMA, machine, print_results, summaries
 from megatron_cg.tools.launch_line import LaunchLine

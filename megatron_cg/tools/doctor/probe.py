@@ -18,13 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.arguments.schema import (
-    FRAMEWORKS,
-    NATIVE,
-    PACKAGES,
-    TAPE,
-    TRANSFORMER_ENGINE,
-)
+from megatron_cg.arguments.schema import FRAMEWORKS, NATIVE, PACKAGES, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.upstream.symbols import Symbol, installed_version, lookup
 
 _FAMILIES = {"cuDNN": "libcudnn", "NCCL": "libnccl.", "cuBLAS": "libcublas"}

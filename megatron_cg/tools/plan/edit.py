@@ -152,10 +152,8 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
         run = replace(best.settings.run, cuda_graph_impl="none")
         eager = memory_of(replace(best.settings, run=run))
         if _MASK in reasons and best.memory.masks:
-            masks = (
-                f"; graphs would hold {gib(best.memory.masks)} of them, and each replay copy one"
-            )
-            reasons[_MASK] += masks
+            held = gib(best.memory.masks)
+            reasons[_MASK] += f"; graphs would hold {held} of them, and each replay copy one"
     return Edited(given, known, replace(best, reasons=reasons), eager, room)
 
 
