@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -121,6 +121,22 @@ def test_fsdp2_units_without_parameters_of_their_own_are_refused(one_rank: None)
     rules = [violation.rule for violation in error.value.violations]
     assert rules == ["no-fsdp-unit", "fsdp2-no-parameters", "fsdp2-no-parameters", "nested-units"]
     assert "unit 0 is a FSDPTanh without parameters of its own" in str(error.value)
+
+
+def test_fsdp2_modules_in_units_are_of_one_unit_and_cast_nothing(one_rank: None) -> None:
+    shared, casting = nn.Linear(2, 2), nn.Linear(2, 2)
+    units = [nn.Sequential(nn.Linear(2, 2), inner) for inner in (shared, shared, casting)]
+    model = nn.Sequential(*units, nn.Linear(2, 2))
+    sharded(shared)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(casting, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    sharded(*units, model)
+    with pytest.raises(ConfigurationError) as error:
+        graph_units(model, ["0", "2"], backend="tape")
+    first, second = error.value.violations
+    assert (first.rule, second.rule) == ("fsdp2-shared-module", "fsdp2-casts-inside")
+    assert first.found == "fully_shard was called on 1.1, which is in unit 0 too"
+    assert "on 1 in unit 2 with a policy that casts its inputs" in second.found
 
 
 def test_fsdp2_units_of_dtensors_are_refused_once_each(one_rank: None) -> None:
