@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from os import fspath
+from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -48,9 +48,12 @@ def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> Iterator[Vio
         elif name == "fast_path" and not isinstance(value, bool):
             found = f"fast_path={value!r}"
             yield Violation("argument", found, "it is True or False", "fast_path=True")
+        elif name in ("record", "report") and not isinstance(value, str | PathLike):
+            found = f"{name}={value!r}"
+            yield Violation("argument", found, "it is a directory", f'{name}="runs/1"')
         elif name == "layers":
             yield from said(read_tokens(map(str, several(value)))[1], call)
-        elif name == "moe_rows" and not isinstance(value, int | float):
+        elif name == "moe_rows" and type(value) not in (int, float):
             yield Violation("argument", f"moe_rows={value!r}", "it is a number", "moe_rows=1.25")
         elif name == "moe_rows":
             run = RunArguments(), GraphArguments(cg_moe_rows=value), Environment()

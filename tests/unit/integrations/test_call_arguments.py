@@ -41,6 +41,8 @@ WRONG = [
     (layers, {"seq_length": 0}),
     (layers, {"micro_batch_size": "2"}),
     (units, {"warmup_steps": 0}),
+    (enable, {"record": 5}),
+    (enable, {"moe_rows": True}),
 ]
 
 
