@@ -243,7 +243,8 @@ class PythonState:
         if not _is_object(value) or id(value) in seen or len(seen) > 99:
             return
         seen.add(id(value))
-        of_transformers = any(is_known(k, _TRANSFORMERS) for k in type(value).__mro__)
+        kinds = (k for k in type(value).__mro__ if k.__name__.lower() == "pretrainedconfig")
+        of_transformers = any(is_known(k, _TRANSFORMERS) for k in kinds)
         written = _OF_CHECKPOINTS if of_transformers else ()
         for row in _attributes_of(value, what):
             if self._is_read(row.key) and row.key not in written:
