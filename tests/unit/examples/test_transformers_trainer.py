@@ -54,7 +54,8 @@ torch.distributed.destroy_process_group()
 def printed() -> dict[str, str]:
     """What rank 0 printed in each run, and of a model that is called with its cache."""
     folders = [str(ROOT), str(Path(sys.prefix, "transformers")), os.environ.get("PYTHONPATH", "")]
-    words = ["--nproc-per-node", "2", "--local-ranks-filter", "0", "--no-python", sys.executable]
+    words = ["--standalone", "--nproc-per-node", "2", "--local-ranks-filter", "0"]
+    words += ["--no-python", sys.executable]
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words, "-c", RUNS, EXAMPLE, *CASES],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},

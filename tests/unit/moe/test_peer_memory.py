@@ -23,12 +23,12 @@ from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.slots import find_places
 from tests.unit.ranks import on_ranks
 
+pytestmark = pytest.mark.fault
 WRITES = """
 import json
 import torch
 from megatron_cg.moe.peer_kernel import write_rows
 
-pytestmark = pytest.mark.fault
 RANKS, SLOT, RANK = 2, 7, 1
 PLACES = [0, 13, 7, 8, 14, 9, 20, 2, 1]
 found = {}

@@ -202,7 +202,7 @@ HARD = (
     "list attribute filled, dict attribute filled, list attribute read, dict attribute read, "
     "object read, class attribute read, global read, global filled, closure read, counter, "
     "default read, default filled, "
-    "call count, warmup by the loop, NamedTuple given, dataclass given, argument written, "
+    "call count, warmup by the loop, dataclass given, argument written, "
     "list filled, dict filled, sparse, tagged, subclass, hook inside, backward hook inside, "
     "node hook, tensor hook, global hook"
 ).split(", ")

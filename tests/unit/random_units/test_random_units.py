@@ -39,7 +39,6 @@ REFUSED = {
     "hook inside": "is a _forward_hooks hook on a Li",
     "tensor hook": "registers a hook on a tensor in its forward pass that changes global WORLD",
     "global hook": "has modules inside, for which the hook",
-    "NamedTuple given": "unit-arguments",
     "returned view written": "unit-view-written",
 }
 """What no graph can do, and the words for it; their names and numbers are hidden."""
