@@ -15,6 +15,7 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
+from megatron_cg.replay.own_gradients import own_gradient
 from megatron_cg.replay.unit import ReplayFunction, Unit
 from megatron_cg.replay.verify import Kept, verify
 from megatron_cg.upstream.patch import undone_after
@@ -81,7 +82,7 @@ class GuardedGraph:
         is_first, self._replayed = not self._replayed, True
         counters.replayed += 1
         with named_range("replay"):
-            outputs = self.graph(*args, **kwargs)
+            outputs = self._replayed_with(args, kwargs)
         if is_first:
             self._gives_copies = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
         has_backward = self._in_flight.begin(
@@ -114,13 +115,17 @@ class GuardedGraph:
             )
         return mismatch
 
-    def is_replay(self, node: Any) -> bool:
-        """Whether a node of autograd is a replay of the session that waits for its backward."""
-        return self._in_flight.has(node)
-
     def reset(self) -> None:
         """Release the graph."""
         self.graph.reset()
+
+    def _replayed_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        # Only a replay gets aliases of leaves. Autocast casts a leaf once in a step and adds up
+        # the gradients of its uses before it casts them back, so an eager pass must get the leaf.
+        is_replay = self._in_flight.has
+        inputs = [own_gradient(value, is_replay) for value in args]
+        named = {name: own_gradient(value, is_replay) for name, value in kwargs.items()}
+        return self.graph(*inputs, **named)
 
     def _as_captured(self, outputs: Any) -> Any:
         """``outputs`` that needed no gradient at capture need none.

@@ -35,7 +35,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.integrations.megatron.scopes import leave_out
-from megatron_cg.integrations.own_gradients import own_gradient
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.guard import Mismatch
@@ -139,18 +138,8 @@ def attach_replay(
         if is_running_region():  # the captured region is the layer's whole forward
             return None
         notes.update(noted)
-        if not direct:
-            missed = _not_passed_on(args, kwargs)
-            return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
-        return _no_tensor(args, kwargs) or partial(replay, args, kwargs)
-
-    def replay(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        is_replay = target.cuda_graphs[0].is_replay
-        if args:
-            args = (own_gradient(args[0], is_replay), *args[1:])
-        elif HIDDEN in kwargs:
-            kwargs = {**kwargs, HIDDEN: own_gradient(kwargs[HIDDEN], is_replay)}
-        return target._te_cuda_graph_replay(*args, **kwargs)
+        missed = _no_tensor(args, kwargs) if direct else _not_passed_on(args, kwargs)
+        return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
 
     def changes() -> Iterator[Undo]:
         yield replay_instead(target, prepare, mismatches)

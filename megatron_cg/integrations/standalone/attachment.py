@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from megatron_cg.integrations.own_gradients import own_gradient
 from megatron_cg.integrations.standalone.observe import Seen, not_recomputed
 from megatron_cg.integrations.standalone.results import Results, attributes_of
 from megatron_cg.integrations.standalone.sums import Autocast
@@ -114,9 +113,7 @@ class Attachment:
             def replay() -> Any:
                 for hook, arguments in before_replay:
                     hook(*arguments)
-                args = [own_gradient(value, graph.is_replay) for value in inputs]
-                named = {n: own_gradient(v, graph.is_replay) for n, v in by_name.items()}
-                made = graph(*args, **named)
+                made = graph(*inputs, **by_name)
                 if isinstance(made, _Eager):
                     return results.of_eager_pass(made.value, graph.eager_passes.run)
                 return results.rebuild(made, self._form.by_name(inputs, by_name))

@@ -122,6 +122,8 @@ def alone() -> Iterator[Program]:
         yield Program(1, (("plain",), ("plain",)), order=(0, 1), autocast=autocast, shared="units")
     for option in ("fsdp", "ddp"):
         yield Program(1, sharding=option, micro=2)
+    # Autocast casts a leaf once in a step, also for a unit that falls back to an eager pass.
+    yield Program(1, (("weight as argument",),), ((5, "autocast for a step", 0),))
     yield Program(1, between="skip")
     yield Program(1, embed=False, input_grad=True)
     yield Program(1, (("reentrant checkpoint",),), ((5, "detached inputs", 0),))

@@ -53,7 +53,7 @@ def own_gradient(value: Any, is_replay: Callable[[Any], bool]) -> Any:
         value: an input of a graph.
         is_replay: whether a node of autograd is a replay that waits for its backward.
     """
-    if not value.requires_grad:
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
     if not (value.retains_grad or value._backward_hooks or _may_stay(value.grad_fn, is_replay)):
         return value

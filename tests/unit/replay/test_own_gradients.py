@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.integrations import own_gradients
-from megatron_cg.integrations.own_gradients import own_gradient
+from megatron_cg.replay import own_gradients
+from megatron_cg.replay.own_gradients import own_gradient
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
