@@ -70,13 +70,18 @@ def before_validation(act: Callable[[Any], None]) -> Undo:
     return undo.close
 
 
+def model_of(cfg: Any) -> Any:
+    """The config that has Megatron's fields: a ``GPTModelConfig`` holds it."""
+    return getattr(cfg.model, "transformer", cfg.model)
+
+
 def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
     """Megatron's settings of a run; None if it asks for no layerwise graphs under Megatron-FSDP.
 
     Raises ConfigurationError with every broken rule, in the names of the fields of ``cfg``, and
     UpstreamChangedError when a config lacks a field.
     """
-    model = getattr(cfg.model, "transformer", cfg.model)  # GPTModelConfig passes its fields on
+    model = model_of(cfg)
     sharded = cfg.dist.use_megatron_fsdp or cfg.ddp.use_megatron_fsdp
     # Bridge itself refuses "local" graphs of layers.
     if not sharded or getattr(model, "cuda_graph_impl", "none") != "transformer_engine":

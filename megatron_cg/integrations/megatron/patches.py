@@ -206,7 +206,7 @@ def _extend_bridge() -> Undo:
 
     def configured(cfg: Any) -> None:
         run = bridge.check(cfg, _settings[-1])
-        model = getattr(cfg.model, "transformer", cfg.model)
+        model = bridge.model_of(cfg)
         if all(model is not other for other in _validated):  # pretrain() validates once more
             if run is not None:
                 _validated.append(model)
