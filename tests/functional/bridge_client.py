@@ -101,8 +101,8 @@ def raising(at: int) -> Any:
 
 def train(run: dict[str, Any], folder: Path) -> None:
     """Train a run and write what it comes to."""
-    if run["environment"]:  # A launcher's task: torch may have read it before Bridge sets it.
-        os.environ |= {k: str(v) for k, v in of_recipes.COMMON_RECIPE_ENV_VARS.items()}
+    recipes = {name: str(value) for name, value in of_recipes.COMMON_RECIPE_ENV_VARS.items()}
+    assert run["environment"] in ({}, recipes) and run["environment"].items() <= os.environ.items()
     if not run["early"]:
         megatron_cg.enable(**run["enable"])
     numbers, failed, rank = Numbers(), "", os.environ["RANK"]
