@@ -86,7 +86,7 @@ _TWICE = (
 REPLACES = fsdp_function(
     f"MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
     "what takes gradients",
-    fingerprint="31aa215fff7f8197",
+    fingerprints=("31aa215fff7f8197", "3c30337dc04e2c0b"),
 )
 RELIES_ON = (
     *REPLACES,

@@ -66,7 +66,7 @@ REPLACES = fsdp_function(
     "AllGatherPipeline.all_gather_params",
     "what gathers the buckets of parameters",
     *("self", "params", "prefetch", "prefetch_order", _ASYNC, _OUTER),
-    fingerprint="65e4250c4171bbcb",
+    fingerprints=("65e4250c4171bbcb",),
 )
 RELIES_ON = (
     *REPLACES,

@@ -41,10 +41,10 @@ _ATTACH, _INSTALL = "update_main_grads", "copy_main_weights_to_model_weights"
 REPLACES_ATTACHING = fsdp_function(
     f"ParamAndGradBuffer.{_ATTACH}",
     "what gives the optimizer its gradients",
-    fingerprint="bfef5848565df378",
+    fingerprints=("bfef5848565df378",),
 )
 REPLACES_INSTALLING = fsdp_function(
-    f"ParamAndGradBuffer.{_INSTALL}", "what copies main weights", fingerprint="64c2878b6e09f195"
+    f"ParamAndGradBuffer.{_INSTALL}", "what copies main weights", fingerprints=("64c2878b6e09f195",)
 )
 RELIES_ON = (
     *REPLACES_ATTACHING,

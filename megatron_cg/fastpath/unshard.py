@@ -24,17 +24,17 @@ from megatron_cg.upstream.patch import put_over, put_over_cell
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
 _HOOKS, _WALKS = "MegatronFSDP._register_fsdp_hooks.<locals>", "what walks over parameters"
 REPLACES = (
-    *fsdp_function(f"{_HOOKS}.{_LISTED}", _WALKS, fingerprint="58e78d8b964985ee"),
-    *fsdp_function(f"{_HOOKS}.{_RELEASE}", _WALKS, fingerprint="52f2f0ae05776b96"),
+    *fsdp_function(f"{_HOOKS}.{_LISTED}", _WALKS, fingerprints=("58e78d8b964985ee",)),
+    *fsdp_function(f"{_HOOKS}.{_RELEASE}", _WALKS, fingerprints=("52f2f0ae05776b96",)),
     *fsdp_function(
         "MegatronFSDP.all_gather_and_wait_parameters_ready",
         "what waits for parameters and marks them",
-        fingerprint="02036854c30821b7",
+        fingerprints=("02036854c30821b7", "559f8f7f088f6ac3"),
     ),
     *fsdp_function(
         "DataParallelBuffer.fetch_bucket",
         "what points parameters at their bucket",
-        fingerprint="00cb9ee24111bcad",
+        fingerprints=("00cb9ee24111bcad",),
     ),
 )
 RELIES_ON = REPLACES
@@ -124,9 +124,10 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
             params.marked = True
             for parameter in params.others:
                 target: Any = parameter
+                first: Any = params.shown[0]
                 target.grad_added_to_main_grad = False
                 target.__fsdp_param__ = True
-                target.overwrite_main_grad = True
+                target.overwrite_main_grad = first.overwrite_main_grad
 
     return all_gather_and_wait_parameters_ready
 

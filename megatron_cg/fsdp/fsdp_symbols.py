@@ -28,13 +28,9 @@ def fsdp_class(name: str, *attributes: str) -> tuple[Symbol, ...]:
 
 
 def fsdp_function(
-    path: str, expected: str, *parameters: str, fingerprint: str = ""
+    path: str, expected: str, *parameters: str, fingerprints: tuple[str, ...] = ()
 ) -> tuple[Symbol, ...]:
-    """A function of Megatron-FSDP, in each package that ships it; see :class:`Symbol`.
-
-    ``fingerprint`` is that of its code, if we replace it.
-    """
-    fingerprints = (fingerprint,) if fingerprint else ()
+    """A function of Megatron-FSDP, in each package that ships it; see :class:`Symbol`."""
     return _in_both(path, expected, parameters=parameters, fingerprints=fingerprints)
 
 

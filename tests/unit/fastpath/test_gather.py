@@ -349,7 +349,7 @@ def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
     assert "all_gather_params" not in vars(pipeline)
 
 
-MARKS = {"grad_added_to_main_grad": False, "__fsdp_param__": True, "overwrite_main_grad": True}
+MARKS = {"grad_added_to_main_grad": False, "__fsdp_param__": True, "overwrite_main_grad": None}
 
 
 def parameters() -> list[Any]:
@@ -366,17 +366,25 @@ def marks(parameter: Any) -> dict[str, Any]:
     return {name: vars(parameter)[name] for name in MARKS if name in vars(parameter)}
 
 
-def test_what_megatron_is_not_shown_is_marked_once() -> None:
+@pytest.mark.parametrize("overwritten", [True, False])
+def test_what_megatron_is_not_shown_is_marked_once(overwritten: bool) -> None:
     asked: list[Any] = []
-    gather = _gathered(lambda params, *args, **options: asked.append((params, args, options)))
+
+    def gathered(params: list[Any], *args: Any, **options: Any) -> None:
+        asked.append((params, args, options))
+        for parameter in params:
+            parameter.overwrite_main_grad = overwritten
+
+    gather = _gathered(gathered)
     listed = parameters()
     ours = cached(listed)
     gather(ours, 1, bwd=True)
     ((shown, args, options),) = asked
     assert [id(p) for p in shown] == [id(listed[0]), id(listed[2])]
     assert (args, options) == ((1,), {"bwd": True})
-    # Those that it is shown it marks itself.
-    assert [marks(parameter) for parameter in listed] == [{}, MARKS, {}, MARKS]
+    # Those that it is shown it marks itself; megatron-core 0.20 overwrites sharded ones alone.
+    own = {"overwrite_main_grad": overwritten}
+    assert [marks(parameter) for parameter in listed] == [own, MARKS | own] * 2
     listed[1].grad_added_to_main_grad = True
     gather(ours)
     assert asked[1] == (ours.shown, (), {}) and listed[1].grad_added_to_main_grad
