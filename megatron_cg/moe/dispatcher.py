@@ -64,15 +64,17 @@ def shared_experts_idle(layers: Iterable[nn.Module]) -> None:
             module._overlap_state = _SHARED.find().IDLE
 
 
-class DeviceCounts:
-    """Rows of each local expert, for ``TEGroupedMLP``, which asks for them by ``tolist``."""
+class DeviceCounts(torch.Tensor):
+    """Rows of each local expert, for ``TEGroupedMLP``, which asks for them by ``tolist``.
 
-    def __init__(self, counts: torch.Tensor) -> None:
-        self._counts = counts
+    megatron-core 0.20 asks tensors alone.
+    """
 
-    def tolist(self) -> torch.Tensor:
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def tolist(self) -> torch.Tensor:  # type: ignore[override]
         """Int64 ``[local experts]`` on the device. Grouped GEMMs take it as a list."""
-        return self._counts
+        return self.as_subclass(torch.Tensor)
 
 
 class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
@@ -128,7 +130,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             return processed  # type: ignore[no-any-return]
         counts, self.tokens_per_expert = self.tokens_per_expert, None
         assert counts is not None
-        return global_input_tokens, DeviceCounts(counts), global_probs
+        return global_input_tokens, counts.as_subclass(DeviceCounts), global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """In a capture :meth:`token_combine` takes rows as they are."""

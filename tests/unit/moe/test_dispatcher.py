@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.moe import dispatcher
-from megatron_cg.moe.dispatcher import DeviceDispatcher
+from megatron_cg.moe.dispatcher import DeviceCounts, DeviceDispatcher
 from tests.unit.ranks import on_ranks
 
 TOKENS, HIDDEN, TOPK = 6, 8, 2
@@ -184,3 +184,10 @@ def test_a_shared_expert_waits_before_each_of_its_stages(monkeypatch: pytest.Mon
     assert stages() == ["wait_current_stream", "linear_fc1_forward_and_act"]
     made.token_combine(rows)
     assert stages() == ["wait_current_stream", "linear_fc2_forward", "post_forward_comm"]
+
+
+def test_counts_are_a_tensor_whose_list_is_it() -> None:
+    """megatron-core 0.20 asks tensors alone for a list, and earlier releases ask whatever it is."""
+    counts = torch.arange(3).as_subclass(DeviceCounts)
+    listed = counts.tolist()
+    assert type(listed) is torch.Tensor and listed.data_ptr() == counts.data_ptr()
