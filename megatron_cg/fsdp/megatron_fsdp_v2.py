@@ -57,7 +57,7 @@ RELIES_ON = (
     *fsdp_v2(
         _GROUP,
         "parameters that are gathered together",
-        *("_symm_mem_pool", "unsharded_parameters", "_unsharded_model_weight"),
+        *("_symm_mem_pool", "unsharded_parameters|fsdp_parameters", "_unsharded_model_weight"),
     ),
     *fsdp_v2(f"{_GROUP}.unshard_parameters", "gathers them"),
     *fsdp_v2(f"{_GROUP}.release_unsharded_storage", "releases them"),
@@ -232,5 +232,12 @@ def _point(group: Any, storage: torch.UntypedStorage) -> None:
     """Make the group's unsharded parameters, as the same objects, lie in other memory."""
     weights = group._unsharded_model_weight
     weights.local_buffer = lies_in(weights.local_buffer, storage)
-    for index, parameter in enumerate(group.unsharded_parameters):
+    for index, parameter in enumerate(unsharded_parameters(group)):
         parameter.data = weights.get_local_tensor(index)
+
+
+def unsharded_parameters(group: Any) -> list[nn.Parameter]:
+    """What a group sets on its modules while it is gathered."""
+    if hasattr(group, "unsharded_parameters"):
+        return [*group.unsharded_parameters]
+    return [parameter.unsharded for parameter in group.fsdp_parameters]  # megatron-core 0.20

@@ -115,7 +115,8 @@ class Symbol:
     parameters: tuple[str, ...] = ()
     """Names that its signature has, in this order; others may stand between them."""
     attributes: tuple[str, ...] = ()
-    """Names that a class declares, or that its methods set, on instances or on modules."""
+    """Names that a class declares, or that its methods set, on instances or on modules; ``a|b`` is
+    one that is ``b`` in later releases."""
     fingerprints: tuple[str, ...] = ()
     """For a function that we replace: fingerprints of its code in the releases that the replacement
     was written for. A different fingerprint is not an error: the replacement then stays off, and
@@ -184,7 +185,7 @@ class Symbol:
             expected = f"{self.expected}, with the parameters {', '.join(self.parameters)}"
             raise changed(self.distribution, self.path, expected)
         for name in self.attributes:
-            if not _has_attribute(found, name):
+            if not any(_has_attribute(found, one) for one in name.split("|")):
                 expected = f"what has or sets an attribute {name}: {self.expected}"
                 raise changed(self.distribution, f"{self.path}.{name}", expected)
         return found

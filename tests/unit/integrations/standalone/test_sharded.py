@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
 from megatron_cg.fsdp.fully_shard import group_of
+from megatron_cg.fsdp.megatron_fsdp_v2 import unsharded_parameters
 from tests.unit.integrations.standalone.sharded import (
     IN_BF16,
     LATER,
@@ -176,7 +177,7 @@ def storages(run: Run, way: str) -> list[list[tuple[int, torch.Tensor]]]:
     """Of each unit's parameters: where it lies unsharded, and that memory."""
     if way == "v2":
         groups = [group for layer in layers_of(run) for group in layer._parameter_groups]
-        places = [group.unsharded_parameters[0].data_ptr() for group in groups]
+        places = [unsharded_parameters(group)[0].data_ptr() for group in groups]
         buffers = [group._unsharded_model_weight.local_buffer for group in groups]
         return [[pair] for pair in zip(places, buffers, strict=True)]
     units = [group_of(layer).fsdp_params for layer in layers_of(run)]

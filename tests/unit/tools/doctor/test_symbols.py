@@ -69,7 +69,7 @@ def symbol(path: str, **expected: Any) -> Symbol:
     [
         ("upstream", {}),
         ("upstream:outer", {"parameters": ("first", "third")}),
-        ("upstream:Thing", {"attributes": ("assigned", "declared", "computed", "state")}),
+        ("upstream:Thing", {"attributes": ("assigned|gone", "old|declared", "computed", "state")}),
         ("upstream:Thing.register", {"parameters": ("modules",)}),
         ("upstream:outer.<locals>.inner", {}),
         ("upstream:outer.<locals>.inner.<locals>.innermost", {}),
@@ -89,7 +89,7 @@ def test_a_symbol_that_is_as_expected_is_found(
         ("upstream:gone", {}, "upstream:gone"),
         ("upstream:outer", {"parameters": ("third", "first")}, "third, first"),
         ("upstream:outer", {"parameters": ("fourth",)}, "fourth"),
-        ("upstream:Thing", {"attributes": ("assigned", "gone")}, "Thing.gone"),
+        ("upstream:Thing", {"attributes": ("assigned", "gone|old")}, "Thing.gone|old"),
         ("upstream:outer.<locals>.gone", {}, "gone"),
         ("upstream:outer.<locals>.innermost", {}, "innermost"),
     ],
