@@ -18,8 +18,12 @@ _SEEN = {
     "torchtitan": (0, 2, 2),
 }
 """The versions that this package was written for and measured with."""
-_SEEN_ON_TAPE = {"torch": ((2, 12), (2, 13), (2, 14), (2, 15)), "torchtitan": ((0, 3),)}
-"""Further releases that were run, only on the CPU tape."""
+_SEEN_ON_TAPE: dict[str, dict[tuple[int, ...], str]] = {
+    "torch": {(2, 12): "", (2, 13): "", (2, 14): "", (2, 15): ""},
+    "torchtitan": {(0, 3): ""},
+    "megatron-core": {(0, 20): ", as main at d98e8a64 of 2026-08-22"},
+}
+"""Further releases that were run, only on the CPU tape, and what they were run as."""
 
 
 def _release(version: str) -> tuple[int, ...] | None:
@@ -97,12 +101,12 @@ def unseen_versions(environment: Environment) -> Iterator[str]:
         if release is not None and release[: len(seen)] == seen and not Version(version).pre:
             continue
         measured = ".".join(map(str, seen))
-        taped = release is not None and release[:2] in _SEEN_ON_TAPE.get(name, ())
-        if taped and environment.backend == TAPE:
+        taped = _SEEN_ON_TAPE.get(name, {}).get((release or ())[:2])
+        if taped is not None and environment.backend == TAPE:
             continue
         how = (
-            f"was run with this package on the CPU tape alone, {measured} on GPUs"
-            if taped
+            f"was run with this package on the CPU tape alone{taped}, {measured} on GPUs"
+            if taped is not None
             else f"was never run with this package, {measured} was"
         )
         yield (

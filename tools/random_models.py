@@ -95,8 +95,10 @@ def draw(seed: int) -> Draw:
         peers=device and model.expert_parallel > 1 and chance.random() < 0.4,
         frozen=_frozen(chance, model, is_full=is_full),
         verify_interval=chance.choice((0, 0, 1, 2)),
-        # Megatron-FSDP refuses it without sharding.
-        on_meta=chance.random() < 0.3 and strategy != "no_shard",
+        # Megatron-FSDP refuses it without sharding, and cannot make the gate of a shared expert.
+        on_meta=chance.random() < 0.3
+        and strategy != "no_shard"
+        and not model.options.get("moe_shared_expert_gate"),
     )
 
 

@@ -298,6 +298,10 @@ def _transformer_engine(stack: ExitStack) -> None:
         stack.enter_context(replaced(module, "te_general_gemm", None))
     if importlib.util.find_spec("transformer_engine") is not None:
         return
+    for module in _loaded("megatron.core.transformer.multi_token_prediction"):
+        # megatron-core 0.20 asks for classes of its own, which are none without TE.
+        name = "is_inference_column_parallel_linear"
+        stack.enter_context(replaced(module, name, lambda _module: False))
     for module in _loaded("megatron.core.utils"):
         # megatron-core 0.19.2 caches the first answer for the whole process.
         stack.enter_context(replaced(module, "_te_version", None))

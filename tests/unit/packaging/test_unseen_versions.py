@@ -41,16 +41,19 @@ def test_a_symbol_that_is_gone_ends_the_launcher_with_package_version_symbol_and
 
 
 @pytest.mark.parametrize(
-    ("version", "backend", "said"),
+    ("package", "version", "backend", "said"),
     [
-        ("2.14.1+cpu", "tape", []),
-        ("2.14.1", "transformer_engine", ["on the CPU tape alone, 2.11.0 on GPUs"]),
-        ("2.99.0", "tape", ["was never run with this package, 2.11.0 was"]),
-        ("odd", "tape", ["was never run"]),
+        ("torch", "2.14.1+cpu", "tape", []),
+        ("torch", "2.14.1", "transformer_engine", ["on the CPU tape alone, 2.11.0 on GPUs"]),
+        ("torch", "2.99.0", "tape", ["was never run with this package, 2.11.0 was"]),
+        ("torch", "odd", "tape", ["was never run"]),
+        ("megatron-core", "0.20.0", "tape", []),
+        ("megatron-core", "0.20.0rc1", "native", ["tape alone, as main at d98e8a64 of 2026-08-22"]),
+        ("megatron-core", "0.21.0", "tape", ["was never run with this package, 0.19.2 was"]),
     ],
 )
 def test_a_version_that_ran_on_the_tape_alone_is_told_on_gpus(
-    version: str, backend: str, said: list[str]
+    package: str, version: str, backend: str, said: list[str]
 ) -> None:
-    found = list(unseen_versions(Environment(versions={"torch": version}, backend=backend)))
+    found = list(unseen_versions(Environment(versions={package: version}, backend=backend)))
     assert len(found) == len(said) and all(map(str.__contains__, found, said))

@@ -28,28 +28,29 @@ def package(folder: Path, file: str, text: str) -> None:
     (folder / file).write_text(text)
 
 
+def asked(folder: Path) -> tuple[list[str | None], list[str]]:
+    """What ASK prints where ``folder`` comes first on the path, whatever this process has there."""
+    root = Path(megatron_cg.__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(root)])}
+    words = [sys.executable, "-c", ASK]
+    done = subprocess.run(words, env=env, cwd=folder, capture_output=True, text=True, check=True)
+    versions, loaded = json.loads(done.stdout)
+    return versions, loaded
+
+
 def test_copies_on_the_path_are_asked_without_an_import(tmp_path: Path) -> None:
     package(tmp_path / "megatron" / "core", "package_info.py", MEGATRON)
     package(tmp_path / "megatron_fsdp", "package_info.py", MEGATRON)
     package(tmp_path / "torch", "version.py", TORCH)
-    root = Path(megatron_cg.__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
-    done = subprocess.run(
-        [sys.executable, "-c", ASK],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    versions, loaded = json.loads(done.stdout)
+    versions, loaded = asked(tmp_path)
     assert versions[:3] == ["0.99.1rc3", "0.99.1rc3", "2.99.0a0+git123"] and loaded == []
 
 
-def test_without_another_copy_it_is_what_pip_says() -> None:
+def test_without_another_copy_it_is_what_pip_says(tmp_path: Path) -> None:
     from importlib import metadata
 
-    for name in ("megatron-core", "torch", "pytest"):
-        public, _, _ = str(installed_version(name)).partition("+")
-        assert public == metadata.version(name).partition("+")[0]
+    (core, _, torch, _), _ = asked(tmp_path)
+    for name, found in (("megatron-core", core), ("torch", torch)):
+        assert str(found).partition("+")[0] == metadata.version(name).partition("+")[0]
+    assert installed_version("pytest") == metadata.version("pytest")
     assert installed_version("there-is-no-such-package") is None
