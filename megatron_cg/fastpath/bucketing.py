@@ -61,6 +61,7 @@ from torch import nn
 
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.buckets import (
+    PROCESS,
     Bucket,
     BucketViews,
     FreedBuffers,
@@ -77,14 +78,13 @@ from megatron_cg.upstream.patch import put_over_cell, run_around
 
 WAITING_BYTES = 64 << 20
 """Limit for the gradients of one bucket; about ten expert weights of a 30B-A3B MoE model."""
-_PROCESS = "_process_post_backward_gradients"
 _TWICE = (
     "A weight got gradients twice in one backward pass, as with two uses under reentrant "
     "activation recompute. The FSDP fast path cannot process these as Megatron-FSDP does. "
     "Type --cg-no-fsdp-fast-path, or in Python fast_path=False."
 )
 REPLACES = fsdp_function(
-    f"MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
+    f"MegatronFSDP._register_fsdp_hooks.<locals>.{PROCESS}",
     "what takes gradients",
     fingerprints=("31aa215fff7f8197", "3c30337dc04e2c0b"),
 )
@@ -353,7 +353,7 @@ def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]
 
     Raises UpstreamChangedError if the function is gone; nothing is changed then.
     """
-    cell = find_cell(hook_functions(fsdp), _PROCESS)
+    cell = find_cell(hook_functions(fsdp), PROCESS)
     bucketing = GradientBucketing(fsdp, cell.cell_contents)
     with ExitStack() as undo:
         undo.callback(put_over_cell(cell, bucketing))

@@ -8,7 +8,8 @@ Note [A buffer that is still read]
     copy waits, on the device, for the last reduction whose buffer was freed by any call. Reductions
     run in order on one stream, so waiting for the last one is enough. It was issued two units ago
     and has usually finished. A stream waits for each reduction once.
-    (NVIDIA/Megatron-LM#5222 is about another cause of the same overwrite.)
+    (NVIDIA/Megatron-LM#5222 is about another cause of the same overwrite.) From megatron-core 0.20
+    on, this is so with ``optim_grads`` too, where the copies stay Megatron-FSDP's.
     The pipeline's queue has (event, function, bucket) of each reduction.
     ``wait_for_previous_grad_reduce`` takes reductions from its front and frees their buffers.
 """
@@ -22,8 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import Undo, all_of, put_over, put_over_cell
+
+PROCESS = "_process_post_backward_gradients"
+"""Megatron-FSDP's function that takes gradients."""
 
 _FREES, _POOL = "wait_for_previous_grad_reduce", "FixedPoolAllocator"
 """The allocator is that of ``--fsdp-double-buffer``: a bucket uses one of two buffers that are
@@ -33,6 +38,7 @@ RELIES_ON = (
     *fsdp_class("DataParallelBuffer", "temporary_bucket_allocator", "is_data_distributed"),
     *fsdp_class("DataParallelBuffer", "param_idx", "get_item_from_bucket"),
     *fsdp_class("GradReducePipeline", "grad_reduce_queue", "_enforce_double_buffer_limit", _FREES),
+    *fsdp_class("ParamAndGradBuffer", "double_buf_units", "param_to_param_group"),
 )
 
 
@@ -122,6 +128,21 @@ class FreedBuffers:
         if self._last is not None and stream not in self._waited:
             self._last.wait()
             self._waited.add(stream)
+
+
+def order_copies(fsdp: Any) -> Undo:
+    """Let Megatron-FSDP's own copies wait; see Note [A buffer that is still read]."""
+    store = fsdp.param_and_grad_buffer
+    cell, freed = find_cell(hook_functions(fsdp), PROCESS), FreedBuffers(fsdp.grad_reduce_pipeline)
+    original: Callable[[list[nn.Parameter]], None] = cell.cell_contents
+
+    def process(parameters: list[nn.Parameter]) -> None:
+        stream = current_stream()
+        for number in {store.param_to_param_group[parameter] for parameter in parameters}:
+            freed.make_room(number, stream)
+        original(parameters)
+
+    return all_of((put_over_cell(cell, process), freed.install()))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fastpath import bucketing, gather, local_tensors, main_weights, unshard
+from megatron_cg.fastpath import bucketing, buckets, gather, local_tensors, main_weights, unshard
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import (
     DetachedWeights,
@@ -78,6 +78,9 @@ class FastPath:
         # Without "unshard" nothing reports the end of a unit's backward pass.
         replaces = (*bucketing.REPLACES, *unshard.REPLACES)
         self._add("gradients", self._bucket_gradients, replaces)
+        in_turn = self._fsdp.param_and_grad_buffer.double_buf_units
+        if self._fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
+            self._add("ordered-gradients", lambda: buckets.order_copies(self._fsdp))
         deferred = DeferredPrefetch(graphed)
         self._add("detached-weights", lambda: detach_in_grouped_gemms(self._detaches(graphed)))
         if replays:
