@@ -30,9 +30,11 @@ from megatron_cg.upstream.patch import Undo, all_of, put_over, put_over_cell
 PROCESS = "_process_post_backward_gradients"
 """Megatron-FSDP's function that takes gradients."""
 
-_FREES, _POOL = "wait_for_previous_grad_reduce", "FixedPoolAllocator"
-"""The allocator is that of ``--fsdp-double-buffer``: a bucket uses one of two buffers that are
-never freed. Cached views of other allocators' buffers would keep freed memory alive."""
+_FREES = "wait_for_previous_grad_reduce"
+_POOL, _POOL_OF_LARGEST = "FixedPoolAllocator", "MaxPoolAllocator"
+"""The allocators of ``--fsdp-double-buffer``: a bucket uses one of two buffers that are not freed.
+Those of the second may grow in the first passes. Cached views of other allocators' buffers would
+keep freed memory alive."""
 RELIES_ON = (
     *fsdp_class(_POOL),
     *fsdp_class("DataParallelBuffer", "temporary_bucket_allocator", "is_data_distributed"),
@@ -66,7 +68,7 @@ def wait_for(stream: int, tensors: Iterable[torch.Tensor]) -> None:
 
 def stays(buffer: Any) -> bool:
     """Whether buckets of Megatron-FSDP's ``buffer`` are in memory that is not freed."""
-    pooled = type(buffer.temporary_bucket_allocator).__name__ == _POOL
+    pooled = type(buffer.temporary_bucket_allocator).__name__ in (_POOL, _POOL_OF_LARGEST)
     # An unsharded buffer is its own bucket and is allocated once.
     return pooled or not buffer.is_data_distributed
 

@@ -126,6 +126,9 @@ RUNS: dict[int, dict[str, Run]] = {
         "first and last layer": Run(DENSE, only=(0, 2), evaluates=True),
         "borrowed memory": Run(DENSE, backend=BorrowingTape),
         "short queue, one microbatch": Run(DENSE, fsdp=_SHORT, microbatches=1),
+        "buffers of the largest unit": Run(
+            **EXPERTS, fsdp={"megatron_fsdp_max_pool_double_buffer": True}
+        ),
         "ZeRO-2": Run(DENSE, fsdp=_sharded("optim_grads")),
         "no shards": Run(DENSE, fsdp=_sharded("no_shard")),
         "no graphs, gradients in fp32": Run(
