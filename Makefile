@@ -2,6 +2,7 @@
 # make check: lint, types and the tests of FAST, in half a minute; for while one works.
 # make test: unit tests, ruff, mypy, documentation and wheel.
 # make newest: the tape's alignment and the contract tests, with the newest torch that the tape has run.
+# make main: the same, and the alignments of all presets, with the Megatron-LM in $(MEGATRON), where there is one.
 # make docs: the documentation, as a site in build/site. make wheel: the wheel, in build/dist.
 # All make an environment in $(VENV) from what requirements/ says, and only when that has changed.
 
@@ -33,13 +34,15 @@ TE_SOURCE := $(VENV)/te-source
 TRANSFORMERS := $(VENV)/transformers
 # The second environment: newest.txt's torch, and the rest as in the first.
 NEWEST := $(VENV)/newest-$(WANTED)
+# A clone or an export of Megatron-LM, such as its main branch.
+MEGATRON ?= ../Megatron-LM
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 DEMO_NEEDS := $(STAMP) $(if $(HAS_GPU),$(STAMP)-gpu)
 
 # The processes of a test run share what the first of them compiles, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check fast test lint types unit newest docs wheel clean
+.PHONY: demo check fast test lint types unit newest main docs wheel clean
 
 demo: $(DEMO_NEEDS)
 	$(PYTHON) -m megatron_cg.tools.cli.main align $(ALIGN)
@@ -53,7 +56,7 @@ fast: $(TESTED)
 
 # All but the unit tests leave a core free for part of their time, so they share two.
 test: $(TESTED)
-	$(MAKE) -j2 types lint docs wheel newest
+	$(MAKE) -j2 types lint docs wheel newest main
 	$(MAKE) unit
 
 unit: $(TESTED)
@@ -61,6 +64,13 @@ unit: $(TESTED)
 
 newest: $(TESTED)
 	$(PYTHON) -m tools.try_versions $(NEWEST) $$(grep ^torch requirements/newest.txt)
+
+main: $(TESTED)
+ifneq ($(wildcard $(MEGATRON)/megatron/core),)
+	$(PYTHON) -m tools.try_versions build/main --megatron $(MEGATRON)
+else
+	@echo "no Megatron-LM in $(MEGATRON): its main branch is not tried"
+endif
 
 lint: $(TESTED)
 	$(PYTHON) -m ruff check .

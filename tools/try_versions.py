@@ -4,15 +4,23 @@
 
 makes the environment in that folder, unless it is there, and runs the checks with it. What is not
 named has the version of ``requirements/``; ``docs/support.md`` has the table of what was tried.
+
+    python -m tools.try_versions build/main --megatron ../Megatron-LM
+
+runs them, the fast path's tests and the alignments of all presets, with the Megatron-LM in that
+folder and the rest of this environment. The compiled dataset helpers are those of the installed
+megatron-core.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,13 +28,19 @@ CONTRACT = (
     *("backends", "tools/cpu", "tools/doctor/test_symbols.py"),
     *("fsdp/test_hooks_of_real_models.py", "capture/test_hook_order.py"),
 )
+ALIGN = "-m megatron_cg.tools.cli.main align --backend tape --steps 6 --preset "
+PRESETS = ("llama-tiny", "qwen3-moe-tiny", "mixtral-tiny", "deepseek-v3-tiny")
+PYTEST = "-m pytest -q -p no:cacheprovider -W ignore -n 2 --dist loadfile "
 CHECKS = {
-    "contract tests": "-m pytest -q -p no:cacheprovider -W ignore -n 2 --dist loadfile "
-    "--ignore tests/unit/backends/tape/test_own_loop.py "
+    "contract tests": f"{PYTEST}--ignore tests/unit/backends/tape/test_own_loop.py "
     + " ".join(f"tests/unit/{name}" for name in CONTRACT),
-    "alignment": "-m megatron_cg.tools.cli.main align --backend tape --steps 6 "
-    "--preset qwen3-moe-tiny",
+    "alignment": f"{ALIGN}qwen3-moe-tiny",
 }
+MORE_CHECKS = {
+    "fast path": f"{PYTEST}tests/unit/fastpath/test_fast_path.py tests/unit/ordering",
+    **{f"alignment of {preset}": ALIGN + preset for preset in PRESETS},
+}
+"""With sources of Megatron-LM, in place of the one alignment."""
 
 
 def pinned(file: str, changed: Sequence[str], *, only: str = "") -> Iterable[str]:
@@ -51,11 +65,26 @@ def make(folder: Path, changed: Sequence[str]) -> None:
         subprocess.run(["sh", str(ROOT / "tools" / "install.sh"), python, *words], check=True)
 
 
-def check(python: Path) -> bool:
-    """Run :data:`CHECKS` with that interpreter, in turn, and print how each ended."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+def with_helpers(megatron: Path, folder: Path) -> Path:
+    """A copy of a Megatron-LM's packages, with the compiled helpers of the installed release."""
+    copy = folder / "sources"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(megatron / "megatron", copy / "megatron")
+    helpers = Path("megatron", "core", "datasets")
+    for built in Path(sysconfig.get_path("purelib"), helpers).glob("helpers_cpp*.so"):
+        shutil.copy(built, copy / helpers)
+    return copy
+
+
+def check(python: Path, checks: Mapping[str, str], *sources: Path) -> bool:
+    """Run the checks with that interpreter, in turn, and print how each ended.
+
+    ``sources`` come before what is installed for it.
+    """
+    path = os.pathsep.join(map(str, (ROOT, *sources)))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     codes = {}
-    for name, words in CHECKS.items():
+    for name, words in checks.items():
         done = subprocess.run([str(python), *words.split()], cwd=ROOT, env=environment, check=False)
         codes[name] = done.returncode
     for name, code in codes.items():
@@ -68,12 +97,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.try_versions", description=__doc__)
     parser.add_argument("folder", type=Path, help="of the environment")
     parser.add_argument("changed", nargs="*", help="PACKAGE==VERSION instead of the pinned one")
+    parser.add_argument("--megatron", type=Path, help="a Megatron-LM, instead of an environment")
     args = parser.parse_args()
     folder = args.folder.absolute()
+    if args.megatron is not None:
+        if args.changed or not (args.megatron / "megatron" / "core").is_dir():
+            parser.error(f"{args.megatron} is no Megatron-LM, or versions are named beside it")
+        checks = {**CHECKS, **MORE_CHECKS}
+        del checks["alignment"]
+        sources = with_helpers(args.megatron.absolute(), folder)
+        return int(not check(Path(sys.executable), checks, sources))
     if not (folder / ".made").exists():
         make(folder, args.changed)
         (folder / ".made").touch()
-    return int(not check(folder / "bin" / "python"))
+    return int(not check(folder / "bin" / "python", CHECKS))
 
 
 if __name__ == "__main__":
