@@ -295,6 +295,7 @@ def _with_settings() -> list[Case]:
         ("streams", ("native-tp2",), (), (reuse,)),
         ("held", ("dropless-ep2",), (), (("TORCH_NCCL_AVOID_RECORD_STREAMS", "1"),)),
         ("registered", ("dropless-ep2",), ("--use-nccl-ub", "--fsdp-manual-registration"), ()),
+        ("largest", ("dropless-ep2",), ("--megatron-fsdp-max-pool-double-buffer",), ()),
     )
     known = {case.name: case for case in CASES}
     return [
