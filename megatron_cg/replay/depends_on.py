@@ -17,7 +17,7 @@ memory         addresses and strides of all that the graph reads in place (``gua
 Note [The same object, or the same value]
     A row is compared by identity first, at about 40 ns. A plain value that was set again to the
     same value, also of a container, is the same (``plain.py``). Containers may be changed in
-    place, so their contents are compared too.
+    place, so their contents are compared too, by identity first as well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_cg.hooks import HookKind
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs, described
-from megatron_cg.replay.plain import contents, is_container, is_plain, same_value
+from megatron_cg.replay.plain import Contents, is_container, is_plain, same_value
 from megatron_cg.upstream.symbols import Symbol
 
 GLOBAL_HOOKS = (
@@ -168,11 +168,12 @@ class DependsOn:
         self.inputs, self.addresses = inputs, addresses
         self._entries = tuple(objects)
         self._objects = [(e.holder, e.key, e.holder.get(e.key)) for e in self._entries]
-        self._contents = [
-            (number, contents(value))
+        containers = {
+            number: Contents(value)
             for number, (_, _, value) in enumerate(self._objects)
             if is_container(value)
-        ]
+        }
+        self._contents = {n: one for n, one in containers.items() if one.can_change}
         self._key_sets = list(key_sets)
         self._keys = [key_set.keys for key_set in self._key_sets]
         self._sizes = [len(keys) for keys in self._keys]
@@ -212,9 +213,9 @@ class DependsOn:
         for number, (holder, key, same) in enumerate(self._objects):
             if holder.get(key) is not same and (other := self._other_object(number)) is not None:
                 return other
-        for number, before in self._contents:
+        for number, contents in self._contents.items():
             value = self._objects[number][2]
-            if contents(value) != before:
+            if not contents.are_in(value):
                 return self._changed(number, value, "with other contents")
         if list(map(len, self._keys)) != self._sizes and (other := self._other_keys()) is not None:
             return other
@@ -234,8 +235,8 @@ class DependsOn:
     def _other_object(self, number: int) -> Mismatch | None:
         """Whether it matters that an object is another one."""
         holder, key, same = self._objects[number]
-        now = holder.get(key)
-        if same_value(same, now):
+        now, contents = holder.get(key), self._contents.get(number)
+        if same_value(same, now) if contents is None else contents.are_in(now):
             self._objects[number] = holder, key, now
             return None
         return self._changed(number, now, _named(now))

@@ -6,7 +6,8 @@ them. ``==`` is not enough: 0.0 equals -0.0, 1 equals True, and NaN does not equ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -73,3 +74,51 @@ def contents(value: Any, depth: int = _DEPTH) -> Any:
     if depth and isinstance(value, _SETS):
         return type(value), frozenset([contents(inner, depth - 1) for inner in value])
     return nn.Parameter if isinstance(value, nn.Parameter) else _Identity(value)
+
+
+class Contents:
+    """The contents of a container at one time.
+
+    Comparing them costs 10 us or more for each container. As long as the same objects are in it,
+    at about 0.3 us, they are the same: objects without parts cannot change.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._was = contents(value)
+        self._look_at(value)
+
+    @property
+    def can_change(self) -> bool:
+        """Whether the value, or a value inside, can be changed in place."""
+        return bool(self._parts)
+
+    def are_in(self, value: Any) -> bool:
+        """Whether a value, the same object or another one, has the same contents."""
+        if value is self._value:
+            for part, values, before in self._parts:
+                now = [*part] if values is None else [*part, *values()]
+                if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                    break
+            else:
+                return True
+        if contents(value) != self._was:
+            return False
+        self._look_at(value)
+        return True
+
+    def _look_at(self, value: Any) -> None:
+        self._value, self._parts = value, list[tuple[Any, Any, list[Any]]]()
+        for part in _changeable(value, _DEPTH):
+            values = part.values if isinstance(part, Mapping) else None
+            self._parts.append((part, values, [*part, *(values() if values else ())]))
+
+
+def _changeable(value: Any, depth: int) -> Iterator[Any]:
+    """The containers that :func:`contents` looks into and that can change, ``value`` included."""
+    mapping = isinstance(value, Mapping)
+    if not depth or not (mapping or isinstance(value, (*_SEQUENCES, *_SETS))):
+        return
+    if not isinstance(value, tuple | frozenset):
+        yield value
+    for inner in value.values() if mapping else value:
+        yield from _changeable(inner, depth - 1)
