@@ -15,12 +15,11 @@ _SEEN = {
     "transformer-engine": (2, 20, 2),
     "torch": (2, 11, 0),
     "megatron-bridge": (0, 6, 2),
-    "torchtitan": (0, 2, 2),
+    "torchtitan": (0, 3, 0),
 }
 """The versions that this package was written for and measured with."""
 _SEEN_ON_TAPE: dict[str, dict[tuple[int, ...], str]] = {
     "torch": {(2, 12): "", (2, 13): "", (2, 14): "", (2, 15): ""},
-    "torchtitan": {(0, 3): ""},
     "megatron-core": {(0, 20): ", as main at d98e8a64 of 2026-08-22"},
 }
 """Further releases that were run, only on the CPU tape, and what they were run as."""
@@ -92,7 +91,7 @@ RULES = (engine_too_old, expandable_segments, max_connections)
 
 
 def unseen_versions(environment: Environment) -> Iterator[str]:
-    """A sentence for each installed version that was never run with this package as it is now."""
+    """A sentence for each installed version that was never run with this package."""
     for name, seen in _SEEN.items():
         version = environment.versions.get(name)
         if version is None:

@@ -62,11 +62,7 @@ def test_a_good_machine_has_facts_alone(backend: str) -> None:
         (packages(torch="2.11.0a0+eb6.nv26.02"), Level.WARNING, "torch 2.11.0a0"),
         (packages(megatron_fsdp="99.0"), Level.WARNING, "megatron-fsdp 99.0"),
         (packages(megatron_bridge="0.7.0"), Level.WARNING, "megatron-bridge 0.7.0 was never run"),
-        (
-            packages(torchtitan="0.3.0"),
-            Level.WARNING,
-            "torchtitan 0.3.0 was run with this package on",
-        ),
+        (packages(torchtitan="0.4.0"), Level.WARNING, "torchtitan 0.4.0 was never run"),
         ({"torch": {"cuda": None}}, Level.ERROR, "without CUDA"),
         (driver(error="no NVIDIA driver"), Level.ERROR, "no NVIDIA driver"),
         (driver(said=["sm_120 is not compatible"]), Level.WARNING, "sm_120"),
