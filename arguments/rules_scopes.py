@@ -15,7 +15,7 @@ from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated, recompute
 
 _PARTS = frozenset({"attn", "mlp", "moe", "mamba"})
 """The scopes that together are a layer."""
-_SELECTIVE = "type --recompute-granularity selective"
+_SELECTIVE = "type --recompute-granularity selective and drop --recompute-num-layers"
 _DRAWS = (
     "the recomputation would have to draw the same random numbers a second time, which Megatron "
     "does not do inside a graph"

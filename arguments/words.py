@@ -48,6 +48,8 @@ def said(
     """
     named = [(name, getattr(config, "__dict__", {})) for name, config in configs]
     places = {key: f"{name}.{key}" for name, there in named for key in there}
+    if any(there.get("cuda_graph_scope") is not None for _, there in named):
+        places["cuda_graph_modules"] = places["cuda_graph_scope"]  # Megatron refuses both together.
     phrase = partial(_phrase, call, places)
     return tuple(
         replace(one, **{part: _FLAGS.sub(phrase, getattr(one, part)) for part in _PARTS})

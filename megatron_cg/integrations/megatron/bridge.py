@@ -11,25 +11,34 @@ Note [Before or after]
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import cache, wraps
 from importlib.machinery import ModuleSpec, PathFinder
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_cg.arguments.megatron import run_of_configs
 from megatron_cg.arguments.schema import BACKENDS, Environment, GraphArguments, RunArguments
-from megatron_cg.arguments.validation import violations
+from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.arguments.words import PACKING, said
-from megatron_cg.errors import ConfigurationError
+from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.upstream.patch import Undo, put_over
 from megatron_cg.upstream.symbols import Symbol
 
 _CONFIG = "megatron.bridge.training.config"
 _VALIDATE = Symbol(f"{_CONFIG}:ConfigContainer.validate", "what completes and checks a run")
 RELIES_ON = (_VALIDATE,)
+_WITHOUT_TRACKER = Violation(
+    "te-rng-tracker",
+    "cfg.model.use_te_rng_tracker=False",
+    "Bridge builds no model for graphs without Transformer Engine's tracker of random numbers",
+    "set cfg.model.use_te_rng_tracker=True, in the eager run too, or that draws other weights",
+)
+_warn_once = cache(logging.getLogger(__name__).warning)  # A run is validated twice.
 
 
 def before_validation(act: Callable[[Any], None]) -> Undo:
@@ -84,17 +93,26 @@ def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
     model = model_of(cfg)
     sharded = cfg.dist.use_megatron_fsdp or cfg.ddp.use_megatron_fsdp
     # Bridge itself refuses "local" graphs of layers.
-    if not sharded or getattr(model, "cuda_graph_impl", "none") != "transformer_engine":
+    if getattr(model, "cuda_graph_impl", "none") != "transformer_engine":
+        return None
+    first = os.environ.get("RANK", "0") == "0"
+    if not sharded:
+        if first:
+            _warn_once("megatron_cg: without cfg.ddp.use_megatron_fsdp graphs are Megatron's own")
         return None
     packs = any(getattr(cfg.dataset, name, False) for name in PACKING.values())
     # Bridge's default, not Megatron's.
     split = model.expert_tensor_parallel_size or int(model.expert_model_parallel_size > 1)
     others = {"use_megatron_fsdp": True, "sft": packs, "expert_tensor_parallel_size": split}
+    others["te_rng_tracker"] = bool(cfg.rng.te_rng_tracker or model.use_te_rng_tracker)
     run = run_of_configs(cfg.optimizer, cfg.ddp, cfg.model, model, **others)
-    broken = violations(run, given, Environment.read(BACKENDS[given.cg_backend]))
+    environment = Environment.read(BACKENDS[given.cg_backend])
+    broken = violations(run, given, environment) + (_WITHOUT_TRACKER,) * (not run.te_rng_tracker)
     if broken:
         # Each overwrites fields of those before it.
         names = ("dataset", "optimizer", "ddp", "model", "comm_overlap", "mixed_precision")
         configs = [("cfg.model", model), *((f"cfg.{name}", getattr(cfg, name)) for name in names)]
         raise ConfigurationError(said(broken, configs=configs))
+    for line in notices(run, environment) if first else ():
+        _warn_once("megatron_cg: %s", line)
     return run

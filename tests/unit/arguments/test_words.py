@@ -68,3 +68,11 @@ def test_every_message_names_what_there_is(case: Case) -> None:
 def test_flags_become_assignments(typed: str, written: str) -> None:
     (one,) = said([Violation("rule", typed, typed, typed)], "f", CONFIGS.items())
     assert (one.found, one.reason, one.remedy) == (written,) * 3
+
+
+def test_scopes_are_the_field_that_is_set() -> None:
+    configs = {"cfg.model": SimpleNamespace(cuda_graph_modules=None, cuda_graph_scope="full")}
+    (one,) = said(
+        [Violation("rule", "", "", "type --cuda-graph-modules attn")], "f", configs.items()
+    )
+    assert one.remedy == "set cfg.model.cuda_graph_scope=['attn']"

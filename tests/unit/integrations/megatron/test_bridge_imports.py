@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_cg
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron import patches
+from megatron_cg.integrations.megatron.bridge import _warn_once as told
 
 CONFIG, INITIALIZE = (f"megatron.bridge.training.{name}" for name in ("config", "initialize"))
 COMPILES = Path(helpers.__file__).with_name("Makefile").exists()
@@ -54,11 +55,13 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def container(kind: Any, **ddp: bool) -> Any:
     graphs: Any = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}
+    fits = ddp.items() >= FITS.items()
     return kind(
         model=TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, **graphs),
         ddp=DistributedDataParallelConfig(use_megatron_fsdp=True, **ddp),
         optimizer=OptimizerConfig(),
         dist=SimpleNamespace(use_megatron_fsdp=False),
+        rng=SimpleNamespace(te_rng_tracker=fits),
         dataset=SimpleNamespace(enable_in_batch_packing=True),
         logger=SimpleNamespace(log_interval=1),
         comm_overlap=None,
@@ -71,7 +74,10 @@ FITS = {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": Tru
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_configuration_is_checked_before_bridge_does(
-    bridge: Path, first: bool, capsys: pytest.CaptureFixture[str]
+    bridge: Path,
+    first: bool,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if first:
         importlib.import_module(CONFIG), importlib.import_module(INITIALIZE)
@@ -84,10 +90,14 @@ def test_a_configuration_is_checked_before_bridge_does(
     with pytest.raises(ConfigurationError) as error:
         cfg.validate()
     rules = [violation.rule for violation in error.value.violations]
-    assert rules == ["double-buffer", "persistent-fallback", "packed-sequences"]
+    assert rules == ["double-buffer", "persistent-fallback", "packed-sequences", "te-rng-tracker"]
     assert "set cfg.ddp.fsdp_double_buffer=True" in str(error.value)
     assert "cfg.dataset.enable_in_batch_packing" in str(error.value)
     assert not hasattr(cfg.model, "finalized")
+    told.cache_clear()
+    cfg.ddp.use_megatron_fsdp = False
+    cfg.validate(), cfg.validate()
+    assert caplog.text.count("without cfg.ddp.use_megatron_fsdp graphs are Megatron's own") == 1
     cfg.dist.use_megatron_fsdp, cfg.model.cuda_graph_impl = True, "none"
     cfg.validate()
     assert cfg.model.finalized
