@@ -46,7 +46,7 @@ _NOT_IN_CONFIGS = (
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group ``megatron_cg`` with a flag for each field of GraphArguments.
 
-    Returns ``parser``. Also repairs its ``--help``, which fails in megatron-core 0.19.2.
+    Returns ``parser``. Also repairs its ``--help``, which fails in megatron-core 0.19.2 and 0.20.
     """
     _mend_help(parser)
     group = parser.add_argument_group(title=_GROUP)
@@ -64,7 +64,8 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
     """Double the percent signs of help texts that argparse cannot format.
 
     The help of ``--moe-paged-stash-buffer-size-factor-cuda`` in megatron-core 0.19.2 contains
-    "10%)". It makes ``--help`` of every Megatron script end in a ValueError.
+    "10%)", that of ``--mhc-recompute-layer-num`` in 0.20 "% mhc_recompute". Each makes ``--help``
+    of every Megatron script end in a ValueError.
     """
     formatter = argparse.HelpFormatter(parser.prog)
     for action in parser._actions:
@@ -117,6 +118,7 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         ),
         "expert_tensor_parallel_size": _get(namespace, "expert_tensor_parallel_size")
         or _get(namespace, "tensor_model_parallel_size"),
+        "moe_use_grouped_tensor": bool(_optional(namespace, "moe_use_grouped_tensor")),
         "fp8_recipe": str(getattr(recipe, "value", recipe)),
         "packs_sequences": _any(namespace, *_PACKING),
     }
@@ -173,7 +175,7 @@ def _any(namespace: argparse.Namespace, *names: str) -> bool:
 
 
 def _optional(namespace: argparse.Namespace, name: str) -> Any:
-    """An attribute that ``validate_args`` of 0.19.2 deletes after using it."""
+    """An attribute that ``validate_args`` deletes after using it, or that 0.19.2 lacks."""
     return getattr(namespace, name, None)
 
 

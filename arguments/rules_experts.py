@@ -49,6 +49,17 @@ def _reads_counts(given: Configuration) -> bool:
     return given.captures_experts and kind in refused
 
 
+def _pads_rows(given: Configuration) -> list[Facts]:
+    """The second flag implies the first in megatron-core 0.20, and copies counts in 0.19.2 too."""
+    run = given.run
+    flags = {
+        "--moe-use-grouped-tensor": run.moe_use_grouped_tensor,
+        "--use-transformer-engine-op-fuser": run.use_transformer_engine_op_fuser,
+    }
+    applies = given.captures_experts and run.moe_grouped_gemm
+    return [{"flag": flag} for flag, is_set in flags.items() if applies and is_set]
+
+
 def _exchanges_nothing(given: Configuration) -> list[Facts]:
     """Flags about the exchange of rows in a run whose graphs hold none."""
     graph, run = given.graph, given.run
@@ -104,6 +115,14 @@ RULES = (
         "Engine's grouped GEMM reads it on the CPU, which a capture does not allow",
         f"add --cg-grouped-gemm torch, or add {DROP_AND_PAD}, or {_ROUTER}; or, without "
         "--cuda-graph-modules, name the dense layers, as with --cg-layers layer:0",
+    ),
+    Rule(
+        "experts-grouped-tensor",
+        _pads_rows,
+        "a grouped GEMM of padded rows ({flag}) and experts in a graph",
+        "Megatron pads the rows of each expert by counts on the CPU, and copies the counts to the "
+        "GPU, which a capture does not allow",
+        f"drop {{flag}}, or {_ROUTER}",
     ),
     Rule(
         "experts-dispatcher",

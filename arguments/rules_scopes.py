@@ -141,6 +141,14 @@ RULES = (
         f"{{instead}}, or {_SELECTIVE}",
     ),
     Rule(
+        "recompute-of-mhc",
+        lambda c: c.run.recomputes("mhc"),
+        "--recompute-modules mhc",
+        "layers then share checkpoints, which are recomputed together behind the last of them. A "
+        "replay adds none, and the pass that it is compared with adds some that nothing recomputes",
+        "drop mhc from --recompute-modules",
+    ),
+    Rule(
         "activation-offloading",
         lambda c: c.run.fine_grained_activation_offloading,
         "--fine-grained-activation-offloading",

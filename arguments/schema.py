@@ -177,6 +177,7 @@ class RunArguments:
     expert_model_parallel_size: int = _setting(1, "ranks that share the experts")
     expert_tensor_parallel_size: int = _setting(1, "tensor-parallel ranks of an expert")
     add_bias_linear: bool = _setting(True, "linear layers have a bias")
+    moe_use_grouped_tensor: bool = _setting(False, "a grouped GEMM of padded rows; since 0.20")
     use_transformer_engine_op_fuser: bool = _setting(False, "TE fuses the experts' operations")
     qk_clip: bool = _setting(False, "the optimizer clips weights by the largest logits")
     log_max_attention_logit: bool = _setting(False, "the log has the largest logits")

@@ -7,9 +7,9 @@ named has the version of ``requirements/``; ``docs/support.md`` has the table of
 
     python -m tools.try_versions build/main --megatron ../Megatron-LM
 
-runs them, the fast path's tests and the alignments of all presets, with the Megatron-LM in that
-folder and the rest of this environment. The compiled dataset helpers are those of the installed
-megatron-core.
+runs them, the tests of rules and of the fast path and the alignments of all presets, with the
+Megatron-LM in that folder and the rest of this environment. The compiled dataset helpers are those
+of the installed megatron-core.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ CHECKS = {
 }
 MORE_CHECKS = {
     "fast path": f"{PYTEST}tests/unit/fastpath/test_fast_path.py tests/unit/ordering",
+    "rules": f"{PYTEST}tests/unit/arguments tests/unit/runs/test_hyper_connections.py",
     **{f"alignment of {preset}": ALIGN + preset for preset in PRESETS},
 }
 """With sources of Megatron-LM, in place of the one alignment."""

@@ -59,6 +59,7 @@ TORCH: dict[str, Any] = {
     "add_bias_linear": False,
 }
 DROPLESS: dict[str, Any] = {**TORCH, **EXPERTS}
+PADDED: dict[str, Any] = {**DROP_AND_PAD, **EXPERTS, "moe_grouped_gemm": True}
 SHARED: dict[str, Any] = {**DROPLESS, "expert_model_parallel_size": 2}
 ROWS: dict[str, Any] = {"cg_moe_rows": 1.25}
 PEER: dict[str, Any] = {"cg_moe_exchange": "peer"}
@@ -69,6 +70,9 @@ FULL: dict[str, Any] = {
 }
 DELAYED: dict[str, Any] = {"overlap_dispatch_backward_with_experts_wgrad": True}
 REPEATED: dict[str, Any] = {"mtp_use_repeated_layer": True, "mtp_num_layers": 2}
+
+LATER = ("moe_use_grouped_tensor",)
+"""Settings of megatron-core 0.20 that 0.19.2 lacks."""
 
 ALL = (
     case("flags-without-graphs", cg_layers=("attn:0",), cuda_graph_impl="none"),
@@ -116,6 +120,7 @@ ALL = (
     case("full-recompute", FULL, DENSE, fp4="e2m1"),
     case("full-recompute", FULL, DENSE, hybrid_layer_pattern="*-*-"),
     case("full-recompute", FULL, DENSE, REPEATED, recompute_method="uniform"),
+    case("recompute-of-mhc", recompute_granularity="selective", recompute_modules=("mhc",)),
     case("activation-offloading", fine_grained_activation_offloading=True),
     case("routing-replay", moe_enable_routing_replay=True),
     case("sinkhorn-router", moe_router_load_balancing_type=("sinkhorn",)),
@@ -144,6 +149,9 @@ ALL = (
     case("moe-without-drop-and-pad", EXPERTS, moe_expert_capacity_factor=1.0),
     case("moe-without-drop-and-pad", WHOLE),
     case("moe-without-drop-and-pad", WHOLE, cg_layers=("layer:0,2-",), moe_layer_freq=(0, 1, 1, 1)),
+    case("experts-grouped-tensor", DROPLESS, moe_use_grouped_tensor=True),
+    case("experts-grouped-tensor", PADDED, moe_use_grouped_tensor=True),
+    case("experts-grouped-tensor", PADDED, WHOLE, use_transformer_engine_op_fuser=True),
     case("experts-dispatcher", DROPLESS, moe_token_dispatcher_type="flex"),
     case("experts-dispatcher", DROP_AND_PAD, EXPERTS, moe_token_dispatcher_type="allgather"),
     case("experts-dispatcher", DROP_AND_PAD, WHOLE, moe_token_dispatcher_type="allgather"),

@@ -55,6 +55,14 @@ def test_our_defaults_are_those_of_megatrons_parser() -> None:
     assert (read_run(parse()), read_graph(parse())) == (RunArguments(), GraphArguments())
 
 
+def test_a_setting_of_a_later_release_may_be_missing() -> None:
+    namespace = parse()
+    vars(namespace).pop("moe_use_grouped_tensor", None)
+    assert read_run(namespace) == RunArguments()
+    namespace.moe_use_grouped_tensor = True
+    assert read_run(namespace).moe_use_grouped_tensor
+
+
 def test_the_good_arguments_are_the_good_run(caplog: pytest.LogCaptureFixture) -> None:
     assert read_run(parse(*GOOD_ARGV)) == GOOD_RUN
     validate(parse(*GOOD_ARGV), GOOD_ENVIRONMENT)

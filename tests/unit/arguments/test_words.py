@@ -18,7 +18,7 @@ from megatron_cg.arguments import GraphArguments, violations
 from megatron_cg.arguments.schema import argument_of
 from megatron_cg.arguments.words import PACKING, said
 from megatron_cg.errors import Violation
-from tests.unit.arguments.rule_cases import ALL, Case
+from tests.unit.arguments.rule_cases import ALL, LATER, Case
 
 CONFIGS: dict[str, Any] = {
     "cfg.optimizer": OptimizerConfig(),
@@ -28,6 +28,7 @@ CONFIGS: dict[str, Any] = {
     "cfg.comm_overlap": None,
     "cfg.mixed_precision": SimpleNamespace(bf16=True, fp16=False, fp8=None, fp4=None),
 }
+vars(CONFIGS["cfg.model"]).update(dict.fromkeys(LATER, False))
 PLACE = re.compile(r"(cfg\.\w+)\.(\w+)")
 CALL = re.compile(r"megatron_cg\.enable\((\w+)=")
 
