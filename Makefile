@@ -2,7 +2,7 @@
 # make check: lint, types and the tests of FAST, in half a minute; for while one works.
 # make test: unit tests, ruff, mypy, documentation and wheel.
 # make newest: the tape's alignment and the contract tests, with the newest torch that the tape has run.
-# make main: contract tests, fast path and the alignments of all presets, with the Megatron-LM in $(MEGATRON).
+# make main: contract tests, fast path and the alignments of all presets, with the Megatron-LM in $(MEGATRON), if it is there.
 # make docs: the documentation, as a site in build/site. make wheel: the wheel, in build/dist.
 # All make an environment in $(VENV) from what requirements/ says, and only when that has changed.
 
@@ -56,7 +56,7 @@ fast: $(TESTED)
 
 # All but the unit tests leave a core free for part of their time, so they share two.
 test: $(TESTED)
-	$(MAKE) -j2 types lint docs wheel newest
+	$(MAKE) -j2 types lint docs wheel newest main
 	$(MAKE) unit
 
 unit: $(TESTED)
@@ -66,7 +66,11 @@ newest: $(TESTED)
 	$(PYTHON) -m tools.try_versions $(NEWEST) $$(grep ^torch requirements/newest.txt)
 
 main: $(TESTED)
+ifneq ($(wildcard $(MEGATRON)/megatron/core),)
 	$(PYTHON) -m tools.try_versions build/main --megatron $(MEGATRON)
+else
+	@echo "no Megatron-LM in $(MEGATRON): its main branch is not tried"
+endif
 
 lint: $(TESTED)
 	$(PYTHON) -m ruff check .
