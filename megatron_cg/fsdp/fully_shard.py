@@ -86,7 +86,7 @@ class FullyShard(PerModule):
                 yield from _unknown_parameters(name, each)
                 if each is not module:
                     yield from _unknown_policy(name, module, each)
-                    yield from self._elsewhere(name, module, each)
+                    yield from self.elsewhere(name, module, each)
             return
         yield Violation(
             "fsdp2-no-parameters",
@@ -94,19 +94,6 @@ class FullyShard(PerModule):
             "fully_shard gathers nothing for it",
             "leave the unit out of units, or name the modules in it that have parameters",
         )
-
-    def _elsewhere(self, name: str, unit: nn.Module, module: nn.Module) -> Iterator[Violation]:
-        """See Note [Sharded modules in a unit]: nobody would gather ``module`` there."""
-        paths = list(self.network.named_modules(remove_duplicate=False))
-        within = tuple(path and f"{path}." for path, each in paths if each is unit)
-        for path, each in paths:
-            if each is module and not path.startswith(within):
-                yield Violation(
-                    "fsdp2-shared-module",
-                    f"fully_shard was called on {path}, which is in unit {name} too",
-                    "hooks of fully_shard inside a unit run around the unit while there are graphs",
-                    f"leave unit {name} out of units, or do not call fully_shard on {path} itself",
-                )
 
     def is_unit(self, module: nn.Module) -> bool:
         """Whether ``fully_shard`` was called on it."""

@@ -18,13 +18,23 @@ Note [Two buffers for many units]
     parameters of two units of each shape. v2 itself holds two units at a time while it prefetches.
     A unit waits for the one that had the buffer before: resharding makes the stream of gathers wait
     for the stream that computes (megatron-fsdp 0.6.1, ``FsdpModule._reshard_parameter_groups``).
-    Modules below different roots gather on different streams, so they share no buffer.
+    Modules below different roots gather on different streams, so they share no buffer. Megatron's
+    model has modules of its own in that order: a unit's place is that among the units.
 
 Note [A buffer in use]
     If a unit is gathered while another one still holds its buffer, it gets other memory. The guard
     of its graphs then sees that its parameters moved. All ranks see the same. With v2's own hooks
     this happens only if units run in another order than at capture. In a backward pass it is an
     error: autograd may have saved views of the unit's weights, and they do not move with it.
+
+Note [Sharded modules in a unit]
+    As under FSDP2 (``fully_shard.py``), hooks of sharded modules inside a graph, such as the
+    experts of a Megatron layer, run around the unit while graphs exist. v2 gathers these modules
+    with the unit in any case: it prefetches them when the unit begins.
+
+Note [Replicated parameters]
+    With ZeRO-1 and ZeRO-2, of megatron-core 0.20 alone, a group is gathered once a step, into a
+    buffer that is new in each. While graphs exist it is gathered into the same one.
 """
 
 from __future__ import annotations
@@ -40,6 +50,9 @@ from megatron_cg.errors import BufferInUseError, ConfigurationError, Violation
 from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.fsdp.sharding import PerModule, lies_in
+from megatron_cg.fsdp.transform import UnitHooks
+from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
+from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import Undo, put_over
 
@@ -90,8 +103,16 @@ class MegatronFsdpV2(PerModule):
         "the order in which they ran at capture, which must be that of their registration."
     )
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._together: dict[nn.Module, list[nn.Module]] = {}
+        self._places: dict[nn.Module, int] = {}
+
     def refusals_of(self, name: str, module: nn.Module) -> Iterator[Violation]:
-        """A unit in symmetric memory."""
+        """A unit in symmetric memory, or with modules that run elsewhere too."""
+        for each in filter(is_sharded, module.modules()):
+            if each is not module:
+                yield from self.elsewhere(name, module, each)
         if any(group._symm_mem_pool is not None for group in _groups(module)):
             yield Violation(
                 "fsdp-v2-symmetric-memory",
@@ -108,20 +129,34 @@ class MegatronFsdpV2(PerModule):
         """Whether Megatron-FSDP made this hook."""
         return fsdp_package_of(hook) is not None
 
+    moves = made
+
+    def unit_hooks(self, unit: Unit) -> UnitHooks:
+        """See :class:`PerModule`. From now on the unit has the sharded modules in its graph."""
+        self._together[unit.layer] = [unit.layer, *filter(is_sharded, unit.graphed)]
+        return super().unit_hooks(unit)
+
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """See Note [Two buffers for many units].
 
         Raises ConfigurationError; see Note [The order of registration].
         """
         _require_order(layers)
+        self._places = {layer: place for place, layer in enumerate(layers)}
         return super().stable_memory(layers)
 
     def in_buffers(self, layer: Any, buffers: dict[Any, Any]) -> Iterator[Undo]:
         """See Note [Two buffers for many units]."""
-        _reshard(layer)
-        yield partial(_reshard, layer)
-        place = list(layer._context.forward_order).index(layer) % 2
-        for number, group in enumerate(_groups(layer)):
+        for module in self._together[layer]:
+            _reshard(module)
+            yield partial(_reshard, module)
+            if module is not layer:
+                yield from _hooks_around(layer, module)
+        place = self._places[layer] % 2
+        for number, group in enumerate(self._groups_of(layer)):
+            if _is_replicated(group):
+                yield from _in_place(group, layer._context)
+                continue
             weights = group._unsharded_model_weight.local_buffer
             layout = (weights.numel(), weights.dtype, weights.device)
             owner = (id(layer._context), place, number, layout)
@@ -131,17 +166,21 @@ class MegatronFsdpV2(PerModule):
 
     def fill(self, layer: nn.Module) -> None:
         """See :class:`PerModule`."""
-        for group in _groups(layer):
+        for group in self._groups_of(layer):
             group.unshard_parameters()
             group.release_unsharded_storage()
 
     def hold(self, layer: nn.Module, *, sharded: bool) -> None:
         """See :class:`PerModule`."""
-        for group in _groups(layer):
+        for group in self._groups_of(layer):
             if sharded:
                 group._switch_to_sharded_parameters()
             else:
                 group._switch_to_unsharded_parameters()
+
+    def _groups_of(self, layer: nn.Module) -> list[Any]:
+        """The groups of a unit: its own, and those of modules in its graph."""
+        return [group for module in self._together[layer] for group in _groups(module)]
 
 
 def _require_order(layers: Sequence[Any]) -> None:
@@ -169,6 +208,49 @@ def _require_order(layers: Sequence[Any]) -> None:
 def _groups(layer: Any) -> tuple[Any, ...]:
     found: tuple[Any, ...] = layer._parameter_groups
     return found
+
+
+def _hooks_around(layer: nn.Module, module: nn.Module) -> Iterator[Undo]:
+    """Run v2's hooks of ``module`` around ``layer``; see Note [Sharded modules in a unit]."""
+    snapshot = HookSnapshot(module)
+    records = list(module_hooks(module))
+    snapshot.clear()
+    yield snapshot.restore
+    register: dict[HookKind, Callable[..., Any]] = {
+        HookKind.FORWARD_PRE: layer.register_forward_pre_hook,
+        HookKind.FORWARD: layer.register_forward_hook,
+        HookKind.BACKWARD_PRE: layer.register_full_backward_pre_hook,
+        HookKind.BACKWARD: layer.register_full_backward_hook,
+    }
+    for record in records:
+
+        def around(_layer: nn.Module, *values: Any, fn: Any = record.fn) -> None:
+            fn(module, *values)
+
+        yield register[record.kind](around).remove
+
+
+def _is_replicated(group: Any) -> bool:
+    """See Note [Replicated parameters]."""
+    placements = getattr(group, "_model_weight_placements", None)
+    return bool(placements == group._unsharded_model_weight.placements)
+
+
+def _in_place(group: Any, context: Any) -> Iterator[Undo]:
+    """See Note [Replicated parameters]."""
+    like, placements = group.model_weight, group._model_weight_placements
+    with torch.cuda.stream(context.allgather_stream):
+        kept = type(like)(like.mesh, placements, like.layout.tensor_shapes, like.dtype, like.device)
+    gather = group.unshard_parameters
+
+    def unshard_parameters() -> None:
+        if group.model_weight is not kept:
+            group.model_weight = group.model_weight.redistribute(placements, out=kept)
+        gather()
+
+    for index, parameter in enumerate(unsharded_parameters(group)):
+        parameter.data = kept.get_local_tensor(index)
+    yield put_over(group, "unshard_parameters", unshard_parameters)
 
 
 class _Buffer:

@@ -188,6 +188,19 @@ class PerModule(Sharding):
         """Why the memory of a sharded module cannot be kept."""
         raise NotImplementedError
 
+    def elsewhere(self, name: str, unit: nn.Module, module: nn.Module) -> Iterator[Violation]:
+        """``module``, sharded in a unit, is elsewhere too, where nobody would gather it."""
+        paths = list(self.network.named_modules(remove_duplicate=False))
+        within = tuple(path and f"{path}." for path, each in paths if each is unit)
+        for path, each in paths:
+            if each is module and not path.startswith(within):
+                yield Violation(
+                    "shared-module",
+                    f"fully_shard was called on {path}, which is in unit {name} too",
+                    "hooks of fully_shard inside a unit run around the unit while there are graphs",
+                    f"leave unit {name} out of units, or do not call fully_shard on {path} itself",
+                )
+
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Any]) -> Iterator[Undo]:
         """Reshard a unit and put its unsharded parameters into buffers, each by its key."""
         raise NotImplementedError

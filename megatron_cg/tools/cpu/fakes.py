@@ -213,6 +213,14 @@ def _rng_functions(get: str, put: str) -> dict[str, Callable[..., Any]]:
     }
 
 
+def _streams_of_buffers(stack: ExitStack) -> None:
+    """Buffers of Megatron-FSDP v2 are of a stream on a GPU alone (megatron-core 0.20)."""
+    in_core = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer"
+    stream = property(lambda _buffer: torch.cuda.current_stream(), lambda _buffer, _stream: None)
+    for module in _loaded(in_core, "megatron_fsdp.experimental.dbuffer"):
+        stack.enter_context(replaced(module.DBuffer, "allocation_stream", stream))
+
+
 @contextmanager
 def _forked(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """Draw from the tracker's state ``name`` in the block, as ``CudaRNGStatesTracker.fork``.
@@ -327,5 +335,6 @@ def cpu_fakes() -> Iterator[None]:
         _devices(stack)
         _meshes(stack)
         _generators(stack)
+        _streams_of_buffers(stack)
         _transformer_engine(stack)
         yield

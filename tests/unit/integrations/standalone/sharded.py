@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron_fsdp import experimental as v2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import placement_types
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
@@ -98,14 +100,19 @@ def under_fsdp2(
     return wrap
 
 
-OF_ONE_AXIS = v2.Placements(
-    ["shard"], parameter=[v2.Flat()], gradient=[v2.Flat()], optimizer=[v2.Flat()]
-)
+IN_CONTEXT = hasattr(v2, "fully_shard_context")
+"""Whether megatron-fsdp is that of Megatron-LM's main."""
+PLACED: Any = placement_types if IN_CONTEXT else v2
+FLAT = PLACED.Shard(0) if IN_CONTEXT else PLACED.Flat()
+AVERAGED = PLACED.Partial("avg" if IN_CONTEXT else dist.ReduceOp.AVG)
+OF_ONE_AXIS = v2.Placements(["shard"], parameter=[FLAT], gradient=[FLAT], optimizer=[FLAT])
+ZERO_1 = {"parameter": [PLACED.Replicate()], "gradient": [AVERAGED]}
+ZERO_2 = {"parameter": [PLACED.Replicate()]}
 HYBRID = v2.Placements(
     ["replicate", "shard"],
-    parameter=[v2.Replicate(), v2.Flat()],
-    gradient=[v2.Partial(dist.ReduceOp.AVG), v2.Flat()],
-    optimizer=[v2.Replicate(), v2.Flat()],
+    parameter=[PLACED.Replicate(), FLAT],
+    gradient=[AVERAGED, FLAT],
+    optimizer=[PLACED.Replicate(), FLAT],
 )
 
 
@@ -114,16 +121,23 @@ def under_v2(
     prepare: Callable[[Network], object] = lambda _network: None,
     mesh: tuple[int, ...] = (2,),
     root: bool = True,
+    inside: bool = False,
+    placed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[[Network], Any]:
-    """v2's ``fully_shard`` on each layer and, unless ``root`` is False, on the whole."""
+    """v2's ``fully_shard`` on each layer and, unless ``root`` is False, on the whole.
+
+    With ``inside`` also on a module in each layer. ``placed`` replaces placements.
+    """
 
     def wrap(network: Network) -> Any:
         prepare(network)
         names = ("replicate", "shard")[-len(mesh) :]
         device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
-        placements = HYBRID if len(mesh) > 1 else OF_ONE_AXIS
-        for part in (*network.layers, network) if root else network.layers:
-            v2.fully_shard(part, device_mesh, placements)
+        placements = replace(HYBRID if len(mesh) > 1 else OF_ONE_AXIS, **placed)
+        parts = [layer.get_submodule("up") for layer in network.layers if inside]
+        with v2.fully_shard_context() if IN_CONTEXT else nullcontext():
+            for part in (*parts, *network.layers, *([network] if root else ())):
+                v2.fully_shard(part, device_mesh, placements)
         return network
 
     return wrap
@@ -271,6 +285,11 @@ def without_sync(model: Any, last: bool) -> Any:
         return nullcontext() if last else model.no_sync()
     model.set_requires_gradient_sync(last)
     return nullcontext()
+
+
+def marked_last(model: Any, last: bool) -> Any:
+    """v2 reduces gradients over replicas with the last microbatch."""
+    return v2.microbatch(model.context if IN_CONTEXT else model, last)
 
 
 def unsharded_in_between(model: Any, last: bool) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_fsdp.experimental import microbatch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,15 +18,19 @@ from megatron_cg.fsdp.fully_shard import group_of
 from megatron_cg.fsdp.megatron_fsdp_v2 import unsharded_parameters
 from tests.unit.integrations.standalone.sharded import (
     IN_BF16,
+    IN_CONTEXT,
     LATER,
     MICROBATCHES,
     STEPS,
     WARMUP,
+    ZERO_1,
+    ZERO_2,
     Case,
     Network,
     Run,
     closed_while,
     evaluate,
+    marked_last,
     save_and_load,
     trained,
     under_ddp,
@@ -58,7 +61,8 @@ def unshard_first(run: Run, _step: int) -> None:
 
 def gather_first(run: Run, _step: int) -> None:
     """As a prefetch of v2 before the step does."""
-    run.model._lazy_init_context()
+    if not IN_CONTEXT:
+        run.model._lazy_init_context()
     layers_of(run)[0]._unshard_parameter_groups()
 
 
@@ -148,6 +152,7 @@ CASES = {
     "v2, a frozen unit": Case(under_v2(prepare=with_frozen_layer)),
     "v2, a unit is gathered before the step": Case(under_v2(), before_step=gather_first),
     "v2, a loss without a backward pass": Case(under_v2(), before_step=forward_alone),
+    "v2, sharded modules in units": Case(under_v2(inside=True), options={"verify_interval": 2}),
     "v2, state is saved and loaded": Case(under_v2(), before_step=save_and_load),
     "DDP, gradients in buckets": Case(under_ddp(gradient_as_bucket_view=True)),
     "DDP, unused parameters": Case(under_ddp(find_unused_parameters=True)),
@@ -155,12 +160,17 @@ CASES = {
     "DDP, a loss is dropped before the capture": Case(under_ddp(), before_step=drop_a_loss),
 }
 """Every training pass after the capture is replayed in these."""
+ON_MAIN = {
+    f"v2, {zero}": Case(under_v2(prepare=in_bf16, placed=placed), before_step=evaluate)
+    for zero, placed in {"ZeRO-1": ZERO_1, "ZeRO-2": ZERO_2}.items()
+}
+"""The same; the released v2 has ZeRO-3 alone."""
 OF_FOUR = {
     "FSDP2, two replicas of two shards": Case(under_fsdp2(mesh=(2, 2))),
     "FSDP2, resharded to pairs after forward": Case(
         under_fsdp2(mesh=(4,), after_forward={0: 2, 1: 2, 2: 2})
     ),
-    "v2, two replicas of two shards": Case(under_v2(mesh=(2, 2)), microbatch=microbatch),
+    "v2, two replicas of two shards": Case(under_v2(mesh=(2, 2)), microbatch=marked_last),
 }
 """The same on four ranks."""
 WITH_OTHER_BATCHES = {
@@ -252,7 +262,8 @@ def refused() -> list[str]:
 
 def run_all() -> dict[str, Any]:
     """Every case for two ranks, in turn."""
-    found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
+    cases = CASES | ON_MAIN if IN_CONTEXT else CASES
+    found: dict[str, Any] = {name: trained(case) for name, case in cases.items()}
     found["eager"] = {name: trained(case) for name, case in WITH_OTHER_BATCHES.items()}
     found["memory"] = {
         "FSDP2": memory("FSDP2", (16, 16, 24)),
@@ -290,6 +301,13 @@ def reports() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_replays_train_the_same_bits(reports: list[dict[str, Any]], name: str) -> None:
+    for report in reports:
+        assert_replayed(report[name])
+
+
+@pytest.mark.skipif(not IN_CONTEXT, reason="needs megatron_fsdp of Megatron-LM's main")
+@pytest.mark.parametrize("name", ON_MAIN)
+def test_replays_train_the_same_bits_on_main(reports: list[dict[str, Any]], name: str) -> None:
     for report in reports:
         assert_replayed(report[name])
 

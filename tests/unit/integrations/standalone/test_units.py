@@ -134,7 +134,7 @@ def test_fsdp2_modules_in_units_are_of_one_unit_and_cast_nothing(one_rank: None)
     with pytest.raises(ConfigurationError) as error:
         graph_units(model, ["0", "2"], backend="tape")
     first, second = error.value.violations
-    assert (first.rule, second.rule) == ("fsdp2-shared-module", "fsdp2-casts-inside")
+    assert (first.rule, second.rule) == ("shared-module", "fsdp2-casts-inside")
     assert first.found == "fully_shard was called on 1.1, which is in unit 0 too"
     assert "on 1 in unit 2 with a policy that casts its inputs" in second.found
 
