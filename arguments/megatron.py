@@ -110,6 +110,7 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         **_graph_settings(namespace),
         **_layer_settings(namespace),
         **_recompute_settings(namespace),
+        "megatron_fsdp_version": _optional(namespace, "megatron_fsdp_version") or 1,
         "fsdp_double_buffer": _any(
             namespace, "fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer"
         ),

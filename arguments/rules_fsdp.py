@@ -12,6 +12,10 @@ def _fp8_weights(given: Configuration) -> bool:
     return given.run.fp8 is not None and given.run.fp8_param_gather
 
 
+def _under_v2(given: Configuration) -> bool:
+    return given.run.megatron_fsdp_version == 2
+
+
 RULES = (
     Rule(
         "implementation",
@@ -22,7 +26,7 @@ RULES = (
     ),
     Rule(
         "double-buffer",
-        lambda c: not c.run.fsdp_double_buffer,
+        lambda c: not c.run.fsdp_double_buffer and not _under_v2(c),
         "--use-megatron-fsdp without --fsdp-double-buffer",
         "unsharded parameters are then allocated anew in each iteration, so they move, and a "
         "replayed graph reads memory that was freed",
@@ -31,11 +35,25 @@ RULES = (
     ),
     Rule(
         "persistent-fallback",
-        lambda c: not c.run.fsdp_db_use_persist_buf_on_alloc_fail,
+        lambda c: not c.run.fsdp_db_use_persist_buf_on_alloc_fail and not _under_v2(c),
         "--use-megatron-fsdp without --fsdp-db-use-persist-buf-on-alloc-fail",
         "an FSDP unit that does not fit the double buffers then falls back to a buffer that moves, "
         "and a replayed graph reads memory that was freed",
         "add --fsdp-db-use-persist-buf-on-alloc-fail",
+    ),
+    Rule(
+        "v2-persistent-fallback",
+        lambda c: c.run.fsdp_db_use_persist_buf_on_alloc_fail and _under_v2(c),
+        "--fsdp-db-use-persist-buf-on-alloc-fail with --megatron-fsdp-version 2",
+        "version 2 has no such buffers and refuses the flag, when the model is built already",
+        "drop --fsdp-db-use-persist-buf-on-alloc-fail and --fsdp-double-buffer",
+    ),
+    Rule(
+        "v2-symmetric-memory",
+        lambda c: c.run.nccl_ub and _under_v2(c),
+        "--use-nccl-ub with --megatron-fsdp-version 2",
+        "units are then gathered into symmetric memory, which has not been tried with graphs",
+        "drop --use-nccl-ub",
     ),
     Rule(
         "gradient-accumulation-fusion",

@@ -159,6 +159,8 @@ class RunArguments:
     cuda_graph_impl: str = _setting("none", "which implementation of CUDA graphs")
     cuda_graph_modules: tuple[str, ...] = _setting((), "scopes by name; empty is the whole layer")
     optimizer_cuda_graph: bool = _setting(False, "the optimizer's step is a graph of its own")
+    megatron_fsdp_version: int = _setting(1, "which Megatron-FSDP; 2 is of megatron-core 0.20")
+    nccl_ub: bool = _setting(False, "its buffers are registered with NCCL")
     fsdp_double_buffer: bool = _setting(False, "unsharded parameters live in two fixed buffers")
     fsdp_db_use_persist_buf_on_alloc_fail: bool = _setting(False, "other buffers stay too")
     gradient_accumulation_fusion: bool = _setting(True, "weight gradients go into main_grad in TE")

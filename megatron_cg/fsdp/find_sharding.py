@@ -21,6 +21,27 @@ from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.upstream.patch import instances, nothing_frozen
 
 
+def root_of(model: nn.Module) -> nn.Module | None:
+    """The ``MegatronFSDP`` in a model, or the first module that its version 2 shards, or None.
+
+    Raises UpstreamChangedError if the former lacks a member that we rely on.
+    """
+    for module in model.modules():
+        if is_sharded(module):
+            return module
+        if type(module).__name__ == "MegatronFSDP":
+            return find_megatron_fsdp(module)
+    return None
+
+
+def of_megatron(model: nn.Module) -> MegatronFsdp | MegatronFsdpV2 | None:
+    """The sharding of a model by Megatron-FSDP, of either version, or None; see :func:`root_of`."""
+    root = root_of(model)
+    if root is None:
+        return None
+    return MegatronFsdpV2(model) if is_sharded(root) else MegatronFsdp(root)
+
+
 def find_sharding(model: nn.Module) -> Sharding:
     """The sharding of ``model``: of the model itself, or of a module in it.
 

@@ -38,8 +38,10 @@ def let_gradients_go(fsdp: Any) -> Callable[[], None]:
 
     Do not use it if a CUDA graph reads the optimizer's gradients (a full-iteration graph, or a
     graph of the optimizer): see Note [Gradients that outlive their step].
-    ``fsdp`` is the ``MegatronFSDP``. Returns the undo.
+    ``fsdp`` is the ``MegatronFSDP``; version 2 has no such copies. Returns the undo.
     """
+    if not hasattr(fsdp, "param_and_grad_buffer"):
+        return lambda: None
     return set_attribute(fsdp.param_and_grad_buffer.ddp_config, _KEEPS, False)
 
 
@@ -49,5 +51,6 @@ def drop_gradients(fsdp: Any) -> None:
     Call it before a capture, on all ranks or on some: it issues no collective. See
     Note [Nothing of the last step is needed by a capture].
     """
-    with undone_after(let_gradients_go(fsdp)):
-        fsdp.zero_grad_buffer()
+    if hasattr(fsdp, "param_and_grad_buffer"):
+        with undone_after(let_gradients_go(fsdp)):
+            fsdp.zero_grad_buffer()

@@ -31,7 +31,7 @@ from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError
-from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp, find_megatron_fsdp
+from megatron_cg.fsdp.find_sharding import of_megatron
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.repeat import repeat_if_bounded
@@ -100,9 +100,11 @@ class FsdpHelper:
         with ExitStack() as undo:
             undo.callback(_capture_without_te())
             self.helper = made()
-            self.fsdp: Any = find_megatron_fsdp(self.helper.model[0])
+            sharding: Any = of_megatron(self.helper.model[0])
+            self.fsdp: Any = sharding.wrapped
             self._scopes = LayerScopes(self.helper, LayerSelection.parse(self.given.cg_layers))
             self._layers: list[Any] = self.helper.flattened_callables
+            _require_units(sharding, self._layers)
             follow_captures()
             self._agreement = Agreement()
             undo.callback(self._agreement.close)
@@ -190,9 +192,10 @@ class FsdpHelper:
             peers.forget()
 
     def _capture(self) -> Session:
-        given = self.given
+        given, sharding = self.given, of_megatron(self.helper.model[0])
+        assert sharding is not None
         session = Session(
-            MegatronFsdp(self.fsdp),
+            sharding,
             units_of(self._layers),
             self._backend,
             self._agreement,
@@ -236,6 +239,14 @@ class FsdpHelper:
         yield self._scopes.give(self._layers)
 
 
+def _require_units(sharding: Any, layers: Sequence[Any]) -> None:
+    """Raise ConfigurationError for layers that Megatron-FSDP v2 does not gather by themselves."""
+    if sharding.megatron_fsdp is None:
+        units = {unit.name: unit.layer for unit in units_of(layers)}
+        if broken := list(sharding.refusals(units)):
+            raise ConfigurationError(broken)
+
+
 def check_model(
     model: Any, optimizer: Any, given: GraphArguments, backend: str, call: str = ENABLE
 ) -> None:
@@ -252,13 +263,16 @@ def check_model(
         ConfigurationError: a rule is broken.
         HookError: there is no ``MegatronFSDP``, or the model's config does not ask for graphs.
     """
-    fsdp: Any = find_megatron_fsdp(model)
-    if fsdp is None:
+    sharding = of_megatron(model)
+    if sharding is None:
         raise HookError(
-            f"{type(model).__name__} holds no MegatronFSDP: wrap the model in "
+            f"{type(model).__name__} is not under Megatron-FSDP: wrap the model in "
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel first."
         )
-    configs = (getattr(optimizer, "config", None), fsdp.ddp_config, model.config)
+    fsdp: Any = sharding.wrapped
+    whole: Any = model
+    ddp_config = getattr(fsdp, "ddp_config", None) or whole.ddp_config  # v2's wrapper has it
+    configs = (getattr(optimizer, "config", None), ddp_config, whole.config)
     run = run_of(_with_decoder(model), *reversed(configs))
     if run.cuda_graph_impl == "none":
         raise HookError(

@@ -57,7 +57,7 @@ class GraphedLayers:
     Raises:
         ArgumentError: with every argument that is wrong.
         ConfigurationError: with every reason why this model cannot be graphed.
-        HookError: ``model`` holds no ``MegatronFSDP``.
+        HookError: ``model`` is not under Megatron-FSDP.
     """
 
     def __init__(

@@ -222,10 +222,12 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     """Let models that are built from now on compute as these settings say; returns the undo."""
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.repeat import repeat_steps
+    from megatron_cg.integrations.megatron.under_v2 import allow_graphs_under_v2
     from megatron_cg.moe.install import use_device_counts
     from megatron_cg.moe.row_bound import RowBound
 
     def changes() -> Iterator[Undo]:
+        yield allow_graphs_under_v2()
         if given.cg_grouped_gemm == "torch":
             factor = given.cg_moe_rows
             bound = RowBound(factor) if factor is not None else None
@@ -282,7 +284,7 @@ def _help_models_under_fsdp() -> Undo:
     Creating one raises ConfigurationError or HookError as ``helper.check_model`` does. Raises
     UpstreamChangedError when Megatron's helper is missing or takes other arguments.
     """
-    from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
+    from megatron_cg.fsdp.find_sharding import root_of
     from megatron_cg.integrations.megatron.steps import by_optimizer
 
     old = _INIT.find()
@@ -292,10 +294,10 @@ def _help_models_under_fsdp() -> Undo:
     @wraps(old)
     def init(self: Any, *args: Any, source: Any = by_optimizer, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
-        fsdp = find_megatron_fsdp(given["model"][0])
-        if fsdp is None and recomputes_layers(given["config"]):
+        root = root_of(given["model"][0])
+        if root is None and recomputes_layers(given["config"]):
             raise ConfigurationError([_RECOMPUTES])
-        if fsdp is None or type(self) is not kind:
+        if root is None or type(self) is not kind:
             old(self, *args, **kwargs)
         else:
             _help(self, partial(old, self, *args, **kwargs), given, source)
@@ -321,7 +323,7 @@ def settings_now() -> GraphArguments:
 
 def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], source: Any) -> None:
     """Initialise Megatron's ``helper`` and replace its methods."""
-    from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
+    from megatron_cg.fsdp.find_sharding import root_of
     from megatron_cg.integrations import call_arguments
     from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model
     from megatron_cg.integrations.megatron.steps import by_optimizer
@@ -333,7 +335,7 @@ def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], sourc
         settings = settings_now()
         optimizers = given.get("optimizers") or [None]
         check_model(model, optimizers[-1], settings, backend.name)
-    for earlier in [ours for ours in helpers if ours.fsdp is find_megatron_fsdp(model)]:
+    for earlier in [ours for ours in helpers if ours.fsdp is root_of(model)]:
         earlier.close()
 
     def made() -> Any:

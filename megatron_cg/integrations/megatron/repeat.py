@@ -37,7 +37,7 @@ from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.events import StepRepeated, emit
-from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
+from megatron_cg.fsdp.find_sharding import root_of
 from megatron_cg.integrations.megatron.step_state import StepState
 from megatron_cg.integrations.megatron.steps import Steps
 from megatron_cg.moe.install import bound_of
@@ -94,8 +94,8 @@ def repeat_steps() -> Undo:
     @wraps(old)
     def forward_backward_no_pipelining(**options: Any) -> Any:
         model = options[_MODEL]
-        fsdp = find_megatron_fsdp(model[0] if isinstance(model, list) else model)
-        repeater = _repeaters.get(fsdp) if fsdp is not None else None
+        root = root_of(model[0] if isinstance(model, list) else model)
+        repeater = _repeaters.get(root) if root is not None else None
         if repeater is None or repeater.running or options.get(_EVALUATES):
             return old(**options)
         return repeater.run(old, options)
@@ -107,8 +107,8 @@ def repeat_if_bounded(
     model: Sequence[Any], optimizers: Sequence[Any], controller: GraphController, steps: Steps
 ) -> Undo:
     """Repeat steps of ``model`` if its layers have a bound of rows; returns the undo."""
-    fsdp: Any = find_megatron_fsdp(model[0])
-    bound = bound_of(fsdp)
+    root: Any = root_of(model[0])
+    bound = bound_of(root)
     if bound is None:
         return lambda: None
     repeater = _Repeater(model, optimizers, controller, steps, bound)
@@ -118,8 +118,8 @@ def repeat_if_bounded(
         yield from (
             run_around(optimizer, "step", before=repeater.check) for optimizer in optimizers
         )
-        _repeaters[fsdp] = repeater
-        yield partial(_repeaters.__delitem__, fsdp)
+        _repeaters[root] = repeater
+        yield partial(_repeaters.__delitem__, root)
 
     return all_of(changes())
 

@@ -63,6 +63,11 @@ PADDED: dict[str, Any] = {**DROP_AND_PAD, **EXPERTS, "moe_grouped_gemm": True}
 SHARED: dict[str, Any] = {**DROPLESS, "expert_model_parallel_size": 2}
 ROWS: dict[str, Any] = {"cg_moe_rows": 1.25}
 PEER: dict[str, Any] = {"cg_moe_exchange": "peer"}
+UNDER_V2: dict[str, Any] = {
+    "megatron_fsdp_version": 2,
+    "fsdp_double_buffer": False,
+    "fsdp_db_use_persist_buf_on_alloc_fail": False,
+}
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "attention_dropout": 0.0,
@@ -71,7 +76,7 @@ FULL: dict[str, Any] = {
 DELAYED: dict[str, Any] = {"overlap_dispatch_backward_with_experts_wgrad": True}
 REPEATED: dict[str, Any] = {"mtp_use_repeated_layer": True, "mtp_num_layers": 2}
 
-LATER = ("moe_use_grouped_tensor",)
+LATER = ("moe_use_grouped_tensor", "megatron_fsdp_version")
 """Settings of megatron-core 0.20 that 0.19.2 lacks."""
 
 ALL = (
@@ -79,6 +84,8 @@ ALL = (
     case("implementation", cuda_graph_impl="local"),
     case("double-buffer", fsdp_double_buffer=False),
     case("persistent-fallback", fsdp_db_use_persist_buf_on_alloc_fail=False),
+    case("v2-persistent-fallback", megatron_fsdp_version=2),
+    case("v2-symmetric-memory", UNDER_V2, nccl_ub=True),
     case("gradient-accumulation-fusion", gradient_accumulation_fusion=True),
     case("expert-parallel-overlap", overlap_moe_expert_parallel_comm=True),
     case("optimizer-graph", optimizer_cuda_graph=True),

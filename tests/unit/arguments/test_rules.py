@@ -29,6 +29,7 @@ from tests.unit.arguments.rule_cases import (
     LATER,
     PEER,
     REPEATED,
+    UNDER_V2,
     WHOLE,
     Case,
     case,
@@ -42,7 +43,9 @@ def broken_by(case: Case) -> tuple[Violation, ...]:
 
 
 def test_a_good_run_keeps_every_rule() -> None:
-    assert violations(GOOD_RUN, GraphArguments(), GOOD_ENVIRONMENT) == ()
+    under_v2 = dataclasses.replace(GOOD_RUN, **UNDER_V2)
+    for run in (GOOD_RUN, under_v2):
+        assert violations(run, GraphArguments(), GOOD_ENVIRONMENT) == ()
     assert notices(GOOD_RUN, GOOD_ENVIRONMENT) == ()
 
 

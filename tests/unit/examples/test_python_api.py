@@ -80,7 +80,7 @@ def test_a_model_that_cannot_be_graphed_is_refused_for_every_reason(model: Any) 
     model.config.cuda_graph_impl = "none"
     with pytest.raises(HookError, match="cuda_graph_impl of the model's config is none"):
         GraphedLayers(model, None, **sizes, backend=TapeBackend())
-    with pytest.raises(HookError, match="Linear holds no MegatronFSDP"):
+    with pytest.raises(HookError, match="Linear is not under Megatron-FSDP"):
         GraphedLayers(torch.nn.Linear(1, 1), None, **sizes, backend=TapeBackend())
 
 

@@ -15,7 +15,14 @@ from torch.distributed import distributed_c10d
 
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.capture.session import close_all_sessions, open_sessions
-from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError, UpstreamChangedError
+from megatron_cg.errors import (
+    CaptureError,
+    ConfigurationError,
+    EarlierWorkError,
+    PhaseError,
+    UpstreamChangedError,
+)
+from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2
 from megatron_cg.integrations.megatron import helper as module
 from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
 from megatron_cg.upstream.patch import applied
@@ -73,6 +80,12 @@ def test_capture_replay_and_deletion(trainer: Any) -> None:
         assert all("forward" not in vars(layer) for layer in layers_of(trainer))
     trainer.step()
     expect(session.counters, replayed=3)
+
+
+def test_layers_that_v2_gathers_with_others_are_refused(trainer: Any) -> None:
+    v2 = MegatronFsdpV2.__new__(MegatronFsdpV2)
+    with pytest.raises(ConfigurationError, match="layer 0 is a TransformerLayer without fully_s"):
+        module._require_units(v2, layers_of(trainer))
 
 
 @pytest.fixture

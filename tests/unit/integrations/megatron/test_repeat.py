@@ -70,7 +70,7 @@ class Loop:
         self.controller: Any = SimpleNamespace(session=self.session)
         self.forward: Callable[[Any], Any] = self.take
         fsdp_of = {id(self.chunk): self.fsdp}
-        monkeypatch.setattr(repeat, "find_megatron_fsdp", lambda model: fsdp_of.get(id(model)))
+        monkeypatch.setattr(repeat, "root_of", lambda model: fsdp_of.get(id(model)))
         monkeypatch.setattr(repeat, "bound_of", {self.fsdp: self.bound}.get)
         monkeypatch.setattr(schedules, "forward_backward_no_pipelining", self.schedule())
         self.undo_repeats = repeat.repeat_steps()
