@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from packaging.version import Version
 
+from megatron_cg.upstream.symbols import installed_version
+
+HAS_V2 = Version(installed_version("megatron-core") or "0").release >= (0, 20)
+WITHOUT_V2 = "megatron-core has Megatron-FSDP v2 for its models from 0.20 on"
 STEPS, MICROBATCHES, BATCH = 20, 2, 2
 WARMUP = 3 if torch.cuda.is_available() else 1
 """Tapes need no step in which cuBLAS and the caching allocator settle."""
@@ -49,6 +54,13 @@ class Group:
     """The layers are those of Megatron's local spec instead of Transformer Engine's."""
     moe_rows: float | None = None
     """As ``--cg-moe-rows``; steps that exceed it are repeated."""
+    fsdp_version: int = 1
+    """As ``--megatron-fsdp-version``; 2 is of megatron-core 0.20."""
+
+    @property
+    def lacks(self) -> str:
+        """What the installed megatron-core has not; empty if the group can be trained."""
+        return "" if self.fsdp_version == 1 or HAS_V2 else WITHOUT_V2
 
     def runs(self) -> list[Run]:
         """Eagerly, and with every scope list and driver."""
@@ -97,6 +109,16 @@ GROUPS = {
         ),
         Group(
             "dropless-rows", {**GROUPED, **EP2}, scopes=(EXPERTS,), drivers=DRIVERS, moe_rows=1.0
+        ),
+        Group("v2", drivers=DRIVERS, fsdp_version=2),
+        Group("v2-dropless-ep2", {**GROUPED, **EP2}, scopes=(EXPERTS,), fsdp_version=2),
+        Group(
+            "v2-dropless-rows",
+            {**GROUPED, **EP2, "mtp_num_layers": 1},
+            scopes=(EXPERTS,),
+            drivers=DRIVERS,
+            moe_rows=1.0,
+            fsdp_version=2,
         ),
         Group(
             "latent-attention",

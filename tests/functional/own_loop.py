@@ -33,6 +33,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -91,7 +92,7 @@ def make_config(group: Group, run: Run) -> TransformerConfig:
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "calculate_per_token_loss": True,
+        "calculate_per_token_loss": group.fsdp_version == 1,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "masked_softmax_fusion": False,
@@ -136,21 +137,26 @@ def build(group: Group, run: Run) -> tuple[Any, Any]:
     """The model under Megatron-FSDP, and its optimizer."""
     config = make_config(group, run)
     model = make_model(group, config).to(config.params_dtype).cuda()
+    is_v1 = group.fsdp_version == 1
+    of_version: dict[str, Any] = {
+        "fsdp_double_buffer": True,
+        "fsdp_db_use_persist_buf_on_alloc_fail": True,
+    }
     ddp = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=is_v1,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         data_parallel_sharding_strategy="optim_grads_params",
-        fsdp_double_buffer=True,
-        fsdp_db_use_persist_buf_on_alloc_fail=True,
+        **(of_version if is_v1 else {"megatron_fsdp_version": 2}),
     )
-    wrapped = FullyShardedDataParallel(config, ddp, model)
+    groups = {} if is_v1 else {"pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
+    wrapped = FullyShardedDataParallel(config, ddp, model, **groups)
     adam = OptimizerConfig(
         lr=1e-3,
         bf16=config.bf16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=is_v1,
         clip_grad=float(GPU),  # Megatron's clipping knows CUDA tensors only
     )
     return wrapped, get_megatron_optimizer(adam, [wrapped])
@@ -248,7 +254,12 @@ def with_api(
 
 def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
     """One run, which starts and leaves the process clean."""
-    with dropless(group.moe_rows) if run.scopes == EXPERTS else nullcontext():
+    with ExitStack() as undo:
+        if group.fsdp_version == 2:  # before the model is built
+            megatron_cg.enable()
+            undo.callback(megatron_cg.disable)
+        if run.scopes == EXPERTS:
+            undo.enter_context(dropless(group.moe_rows))
         return train_model(group, run, steps)
 
 

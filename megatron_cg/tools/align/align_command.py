@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -38,6 +39,7 @@ from megatron_cg.tools.align.run import (
 )
 from megatron_cg.tools.align.tape import TAPE_NOTICE, describe, tape_plan, tape_run
 from megatron_cg.tools.align.token_data import TokenStream, existing, from_text, python_sources
+from megatron_cg.upstream.symbols import installed_version
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, NOT_COMPARABLE: 2, FAILED: 3}
 _SHOWN_SHARDS = 5
@@ -49,6 +51,7 @@ MakeRun = Callable[[TokenStream, Path, str], Run]
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Run the alignment; print the table, return the exit code."""
     preset = load_preset(args.preset)
+    _check_version(args.megatron_fsdp_version)
     backend = args.backend
     if backend == "auto":
         backend = TRANSFORMER_ENGINE if gpu_count() else TAPE
@@ -73,6 +76,16 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     return EXIT_CODES[outcome.comparison.status]
 
 
+def _check_version(fsdp_version: int) -> None:
+    core = installed_version("megatron-core")
+    if fsdp_version == 2 and core is not None and Version(core).release < (0, 20):
+        raise LaunchError(
+            f"--megatron-fsdp-version 2: megatron-core {core} is installed, and Megatron's scripts "
+            "have that version from 0.20 on. Put a newer Megatron-LM on PYTHONPATH, or leave the "
+            "option out."
+        )
+
+
 def _on_gpus(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
     """Runs of a Megatron script. Raises LaunchError if they cannot be made here."""
     both, of_graphs = by_run(extra)
@@ -85,6 +98,7 @@ def _on_gpus(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
         steps=args.steps,
         scopes=preset.scopes if args.scopes is None else tuple(args.scopes),
         warmup_steps=args.warmup_steps,
+        fsdp_version=args.megatron_fsdp_version,
         graph_extra=(*gemm, *backend, *of_graphs),
         extra=both,
     )
@@ -101,7 +115,13 @@ def _on_tape(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
             f"the tape has a training loop of its own and cannot take {' '.join([*given, *extra])}"
             f": leave it out, or give --backend {TRANSFORMER_ENGINE} on a machine with GPUs."
         )
-    plan = tape_plan(preset, steps=args.steps, warmup_steps=args.warmup_steps, scopes=args.scopes)
+    plan = tape_plan(
+        preset,
+        steps=args.steps,
+        warmup_steps=args.warmup_steps,
+        scopes=args.scopes,
+        fsdp_version=args.megatron_fsdp_version,
+    )
     processes = args.nproc or preset.nproc
     print(describe(plan.model, processes), flush=True)
     return partial(tape_run, plan, processes)

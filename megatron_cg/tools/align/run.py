@@ -33,6 +33,9 @@ The generator of ``--te-rng-tracker`` draws other numbers than the default one, 
 needs the flag too.
 """
 
+FLAGS_OF_V1 = ("--use-distributed-optimizer",)
+"""Those of them that Megatron-FSDP v2 refuses."""
+
 GRAPH_FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
 
 DETERMINISTIC_ENVIRONMENT = {
@@ -74,6 +77,7 @@ class Plan:
     steps: int
     scopes: tuple[str, ...] = ("attn",)
     warmup_steps: int = 3
+    fsdp_version: int = 1
     bf16: bool = True
     """False means no ``--bf16``, so fp32."""
     graph_extra: tuple[str, ...] = ()
@@ -87,6 +91,9 @@ def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) ->
     words = [sys.executable, "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", str(plan.nproc)]
     base = [flag for flag in BASE_FLAGS if plan.bf16 or flag != "--bf16"]
+    if plan.fsdp_version != 1:
+        base = [flag for flag in base if flag not in FLAGS_OF_V1]
+        base += ["--megatron-fsdp-version", str(plan.fsdp_version)]
     words += ["-m", "megatron_cg", str(plan.script), *plan.model, *base, *data]
     words += ["--train-iters", str(plan.steps)]
     words += graph_flags(plan) if graphs else ["--cuda-graph-impl", "none"]
@@ -114,8 +121,8 @@ def graph_flags(plan: Plan) -> list[str]:
     words = ["--cuda-graph-impl", "transformer_engine"]
     if plan.scopes:
         words += ["--cuda-graph-modules", *plan.scopes]
-    words += ["--cuda-graph-warmup-steps", str(plan.warmup_steps), *GRAPH_FLAGS]
-    return [*words, *plan.graph_extra]
+    words += ["--cuda-graph-warmup-steps", str(plan.warmup_steps)]
+    return [*words, *(GRAPH_FLAGS if plan.fsdp_version == 1 else ()), *plan.graph_extra]
 
 
 def environment(inherited: Mapping[str, str], *, root: Path, cudnn: Path | None) -> dict[str, str]:

@@ -24,7 +24,12 @@ _OF_EXPERTS = ("moe_router", "moe_preprocess")
 
 
 def tape_plan(
-    preset: Preset, *, steps: int, warmup_steps: int, scopes: Sequence[str] | None = None
+    preset: Preset,
+    *,
+    steps: int,
+    warmup_steps: int,
+    scopes: Sequence[str] | None = None,
+    fsdp_version: int = 1,
 ) -> TrainingPlan:
     """The run with tapes; ``scopes`` are the preset's if None.
 
@@ -45,6 +50,8 @@ def tape_plan(
             f"on the CPU, {preset.name} has no {' and '.join(missing)} to capture: give other "
             "--scopes, or none of them, or another --preset, or run on GPUs."
         )
+    if fsdp_version != 1:  # megatron-core 0.19.2 knows no other
+        model = replace(model, fsdp_options={"megatron_fsdp_version": fsdp_version})
     return TrainingPlan(replace(model, graph_modules=tuple(scopes)), steps, warmup_steps, True)
 
 

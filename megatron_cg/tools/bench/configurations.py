@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.align.run import BASE_FLAGS, GRAPH_FLAGS, example_script
+from megatron_cg.tools.align.run import BASE_FLAGS, FLAGS_OF_V1, GRAPH_FLAGS, example_script
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.launch_line import LaunchLine, joined, read_flags, read_line
@@ -113,6 +113,8 @@ def edited(line: LaunchLine, name: str, *, steps: int) -> LaunchLine:
     if not configuration.fsdp:
         made = made.kept(lambda flag: "fsdp" not in flag and flag not in _OF_FSDP)
         made = made.followed_by("--use-distributed-optimizer")
+    elif _is_under_v2(line):
+        made = made.kept(lambda flag: flag not in FLAGS_OF_V1)
     if configuration.launched:
         made = made.with_launcher()
     made = made.followed_by(*_graph_flags(line, name))
@@ -132,10 +134,15 @@ def _graph_flags(line: LaunchLine, name: str) -> tuple[str, ...]:
     flags: tuple[str, ...] = ("--cuda-graph-impl", "transformer_engine", _NO_MASK)
     if name != GRAPHS:
         return (*flags, _MODULES, *_partial_modules(line))
-    flags += (*GRAPH_FLAGS, "--no-gradient-accumulation-fusion")
+    of_v1 = () if _is_under_v2(line) else GRAPH_FLAGS
+    flags += (*of_v1, "--no-gradient-accumulation-fusion")
     if not line.has(_MODULES) and not line.has("--cuda-graph-impl"):
         flags += _whole_layers(line)
     return (*flags, *line.kept(_is_of_graphs).words)
+
+
+def _is_under_v2(line: LaunchLine) -> bool:
+    return line.values("--megatron-fsdp-version") == ("2",)
 
 
 def _partial_modules(line: LaunchLine) -> tuple[str, ...]:

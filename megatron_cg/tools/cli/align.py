@@ -38,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of experts in the run with graphs; the scope moe needs torch",
     )
     add(
+        "--megatron-fsdp-version",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="of both runs; 2 needs megatron-core 0.20 (default 1)",
+    )
+    add(
         "--nproc",
         type=positive,
         help="processes, one a GPU (default: the preset's, or as many as there are GPUs)",

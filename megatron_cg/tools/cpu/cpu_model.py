@@ -13,6 +13,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -20,8 +21,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_cg.integrations.megatron.under_v2 import allow_graphs_under_v2
 from megatron_cg.tools.cpu.grouped_linear import GroupedLinear
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.upstream.patch import undone_after
 
 _OUTER = "num_distributed_optimizer_instances"
 """How many groups of ranks hold all shards each; Megatron's groups and its config must agree."""
@@ -55,8 +58,9 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        # gloo lacks PREMUL_SUM; FSDP would reduce with it if it scaled the gradients itself.
-        "calculate_per_token_loss": True,
+        # gloo lacks PREMUL_SUM; FSDP would reduce with it if it scaled the gradients itself. v2
+        # takes the average.
+        "calculate_per_token_loss": not model.under_v2,
         # Costs nothing until layers get graphs, and eager runs then build the same model.
         "cuda_graph_impl": "transformer_engine",
         "cuda_graph_modules": list(model.graph_modules),
@@ -68,18 +72,18 @@ def ddp_config(model: CpuModelConfig) -> DistributedDataParallelConfig:
     """Return the FSDP options that graphs need, overridden by ``model.fsdp_options``."""
     options: dict[str, object] = {
         "use_megatron_fsdp": True,
-        "use_distributed_optimizer": True,
+        "use_distributed_optimizer": not model.under_v2,
         "data_parallel_sharding_strategy": "optim_grads_params",
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
-        "fsdp_double_buffer": True,
-        "fsdp_db_use_persist_buf_on_alloc_fail": True,
+        "fsdp_double_buffer": not model.under_v2,
+        "fsdp_db_use_persist_buf_on_alloc_fail": not model.under_v2,
         **model.fsdp_options,
     }
     return DistributedDataParallelConfig(**options)
 
 
-def build(model: CpuModelConfig) -> FullyShardedDataParallel:
+def build(model: CpuModelConfig) -> Any:
     """Build and shard the model; needs cpu_fakes and an initialised default process group."""
     make_groups(model, **{_OUTER: model.fsdp_options.get(_OUTER, 1)})
     tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
@@ -87,8 +91,11 @@ def build(model: CpuModelConfig) -> FullyShardedDataParallel:
     on_meta = model.options.get("init_model_with_meta_device", False)
     with torch.device("meta") if on_meta else nullcontext():
         made: Any = gpt_model(model)
-    config = made.config
-    return FullyShardedDataParallel(config=config, ddp_config=ddp_config(model), module=made)
+    options = {"config": made.config, "ddp_config": ddp_config(model), "module": made}
+    if model.under_v2:
+        options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+    with undone_after(allow_graphs_under_v2()):
+        return FullyShardedDataParallel(**options)
 
 
 def make_groups(model: CpuModelConfig, **options: Any) -> None:

@@ -19,7 +19,7 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
+from megatron_cg.fsdp.find_sharding import of_megatron
 from megatron_cg.integrations.megatron.full_recompute import (
     allow_full_recompute,
     recompute_in_layers,
@@ -90,18 +90,14 @@ class Trainer:
     """A built model with its optimizer; needs cpu_fakes and a default process group."""
 
     def __init__(self, plan: TrainingPlan) -> None:
-        from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import (
-            fully_shard_optimizer,
-        )
-
         self.plan = plan
         self.model = build(plan.model)
-        self._fsdp: Any = self.model.module
-        self._fsdp._replace_param_with_distributed_if_needed()
+        self._fsdp: Any = self.model
+        if not plan.model.under_v2:
+            self._fsdp = self.model.module
+            self._fsdp._replace_param_with_distributed_if_needed()
         self._parameters = list(self._fsdp.parameters())
-        self._optimizer = fully_shard_optimizer(
-            torch.optim.Adam(self._parameters, lr=plan.learning_rate)
-        )
+        self._optimizer = self._made_optimizer()
         self._batches = Batches(
             plan.tokens,
             plan.micro_batch_size,
@@ -111,6 +107,18 @@ class Trainer:
         )
         self._static_inputs = ObservedInputs(transformer_layers(self.model))
         self.session: Session | None = None
+
+    def _made_optimizer(self) -> Any:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import (
+            experimental,
+            fully_shard_optimizer,
+        )
+
+        adam = torch.optim.Adam(self._parameters, lr=self.plan.learning_rate)
+        if self.plan.model.under_v2:
+            experimental.fully_shard_optimizer(adam)  # in place
+            return adam
+        return fully_shard_optimizer(adam)
 
     def step(self) -> tuple[float, float]:
         """Train one step; return the mean loss per token (all processes) and the gradient norm."""
@@ -128,14 +136,20 @@ class Trainer:
             last = microbatch == self.plan.microbatches - 1
             with nullcontext() if last else self._fsdp.no_sync():
                 losses = self._forward()
-                losses.sum().backward()
+                self._scaled(losses).backward()
             total += torch.tensor([losses.detach().double().sum(), losses.numel()])
         dist.all_reduce(total)
         self._fsdp.finish_grad_sync()
         self._fsdp.scale_gradients(1.0 / float(total[1]))
         norm = self._gradient_norm()
-        self._optimizer.step(sync_grad_before_optimizer_step=False)
+        with_synced = {} if self.plan.model.under_v2 else {"sync_grad_before_optimizer_step": False}
+        self._optimizer.step(**with_synced)
         return float(total[0] / total[1]), norm
+
+    def _scaled(self, losses: torch.Tensor) -> torch.Tensor:
+        """Version 2 averages gradients over ranks and does not scale them afterwards."""
+        count = losses.numel() * self.plan.microbatches if self.plan.model.under_v2 else 1
+        return losses.sum() / count
 
     def _forward(self) -> torch.Tensor:
         """Return the loss of every token of the next microbatch, (batch, sequence) in fp32."""
@@ -173,8 +187,10 @@ class Trainer:
         layers = transformer_layers(self.model)
         if only is not None:
             layers = [layers[index] for index in only]
+        sharding = of_megatron(self.model)
+        assert sharding is not None
         session = Session(
-            MegatronFsdp(self._fsdp),
+            sharding,
             units_of(layers),
             backend,
             agreement,

@@ -39,6 +39,11 @@ class CpuModelConfig:
     options: Mapping[str, object] = field(default_factory=dict)
     fsdp_options: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def under_v2(self) -> bool:
+        """Whether it is Megatron-FSDP v2, of megatron-core 0.20, that shards the model."""
+        return self.fsdp_options.get("megatron_fsdp_version") == 2
+
 
 @dataclass(frozen=True)
 class TrainingPlan:

@@ -15,6 +15,7 @@ import torch
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import HookError
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.functional.loops import HAS_V2
 from tests.unit.counted import expect
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import trainer_of
@@ -45,6 +46,7 @@ OVERLAPPED: dict[str, Any] = {
     "moe_shared_expert_gate": True,
 }
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+V2 = {"megatron_fsdp_version": 2}
 ONE_CHOICE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 MODELS = {
     "one rank has all experts": Model(),
@@ -54,6 +56,7 @@ MODELS = {
     ),
     "shared experts, overlapped": Model(2, OVERLAPPED, ways=("fast", "alone")),
     "overlapped, drop and pad": Model(2, {**OVERLAPPED, **DROP_AND_PAD}, grouped=False),
+    **({"under v2": Model(2, fsdp=V2, ways=("graphs", "layer", "peer"))} if HAS_V2 else {}),
 }
 """``tools.random_models`` draws other routers, losses and ways of sharding."""
 CASES = [(name, way) for name, model in MODELS.items() for way in model.ways]

@@ -27,6 +27,8 @@ from megatron_cg.telemetry.read_record import read_run
 from megatron_cg.telemetry.record import Recorder
 from megatron_cg.telemetry.record_contents import parameter_digests
 from megatron_cg.tools.align.compare import Comparison, Run, compare
+from megatron_cg.upstream.patch import undone_after
+from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.unit.counted import expect
 
 pytestmark = pytest.mark.fault
@@ -134,7 +136,10 @@ def captured(training: Training) -> Iterator[None]:
 def saved(training: Training) -> Iterator[None]:
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save(state_of(training.trainer), checkpoint_id=training.directory / "saved")
+    if training.trainer.plan.model.under_v2:
+        save_v2(training.trainer, training.directory / "saved")
+    else:
+        save(state_of(training.trainer), checkpoint_id=training.directory / "saved")
     training.saved = parameter_digests(training.trainer.model)
     yield
 
@@ -143,10 +148,13 @@ def saved(training: Training) -> Iterator[None]:
 def loaded(training: Training) -> Iterator[None]:
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    state = state_of(training.trainer)
-    load(state, checkpoint_id=training.directory / "saved")
-    training.trainer.model.load_state_dict(state["model"], strict=False)
-    training.trainer._optimizer.load_state_dict(state["optimizer"])
+    if training.trainer.plan.model.under_v2:
+        save_v2(training.trainer, training.directory / "saved", load=True)
+    else:
+        state = state_of(training.trainer)
+        load(state, checkpoint_id=training.directory / "saved")
+        training.trainer.model.load_state_dict(state["model"], strict=False)
+        training.trainer._optimizer.load_state_dict(state["optimizer"])
     if parameter_digests(training.trainer.model) != training.saved:
         raise ValueError("what was loaded is not what was saved")
     yield
@@ -182,6 +190,15 @@ def state_of(trainer: Any) -> dict[str, Any]:
     }
 
 
+def save_v2(trainer: Any, directory: Path, *, load: bool = False) -> None:
+    """Save or load by v2's own functions; Megatron's optimizer of v2 has no checkpoints."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import experimental
+    from megatron.core.utils import unwrap_model
+
+    act = experimental.load_checkpoint if load else experimental.save_checkpoint
+    act(unwrap_model(trainer.model), trainer._optimizer, directory)
+
+
 def together(*events: Event) -> Event:
     @contextmanager
     def event(training: Training) -> Iterator[None]:
@@ -194,18 +211,21 @@ def together(*events: Event) -> Event:
 
 
 NAN = gradients_times(math.inf)
+ALL = {
+    2: together(learning_rate(5e-3), evaluated),
+    3: NAN,
+    4: together(evaluated, microbatches(2)),
+    5: together(saved, NAN),
+    6: together(deleted, captured, evaluated, gradients_times(2.0)),
+    7: together(loaded, microbatches(1), evaluated),
+}
+V2 = "all at once under v2, dropless experts"
 LIVES: dict[str, dict[int, Event]] = {
     "resumed": {4: saved, 6: resumed},
-    "all at once": {
-        2: together(learning_rate(5e-3), evaluated),
-        3: NAN,
-        4: together(evaluated, microbatches(2)),
-        5: together(saved, NAN),
-        6: together(deleted, captured, evaluated, gradients_times(2.0)),
-        7: together(loaded, microbatches(1), evaluated),
-    },
+    "all at once": ALL,
+    **({V2: ALL} if HAS_V2 else {}),
 }
-REPLAYED = {"resumed": 6, "all at once": 9}
+REPLAYED = {"resumed": 6, "all at once": 9, V2: 9}
 """Replays of each layer in each process."""
 
 
@@ -219,14 +239,24 @@ def train_all(root: Path) -> None:
 def live(name: str, directory: Path, *, graphs: bool) -> None:
     from megatron.core import parallel_state
 
+    from megatron_cg.moe.install import use_device_counts
+    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     model = CpuModelConfig(layers=LAYERS, dropout=0.1, graph_modules=("attn", "mlp"))
     if name == "all at once":
         model = replace(model, experts=4, graph_modules=("attn", "moe_router"))
+    if name == V2:
+        options = {"megatron_fsdp_version": 2}
+        model = replace(model, experts=4, grouped=True, graph_modules=(), fsdp_options=options)
     recorder = Recorder(directory)
-    training = Training(Trainer(TrainingPlan(model)), graphs, directory)
+    with in_place_of_te(), undone_after(use_device_counts() if name == V2 else lambda: None):
+        train_life(name, Training(Trainer(TrainingPlan(model)), graphs, directory), recorder)
+    parallel_state.destroy_model_parallel()
+
+
+def train_life(name: str, training: Training, recorder: Recorder) -> None:
     for number in range(1, STEPS + 1):
         if number == WARMUP + 1:
             training.capture()
@@ -240,7 +270,6 @@ def live(name: str, directory: Path, *, graphs: bool) -> None:
     training.close()
     recorder.note("graphs", training.counted)
     recorder.finish([training.trainer.model])
-    parallel_state.destroy_model_parallel()
 
 
 @pytest.fixture(scope="module")
@@ -252,8 +281,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]
     return {n: (read_run(root / n / "eager"), read_run(root / n / "graphs")) for n in LIVES}
 
 
-@pytest.mark.parametrize("name", LIVES)
+@pytest.mark.parametrize("name", REPLAYED)
 def test_a_life_with_graphs_is_the_eager_one(name: str, runs: dict[str, tuple[Run, Run]]) -> None:
+    if name not in LIVES:
+        pytest.skip(WITHOUT_V2)
     result: Comparison = compare(*runs[name])
     assert result.status == "identical", result.reason
     assert len({value.step for value in result.values}) == STEPS and result.shards > 0

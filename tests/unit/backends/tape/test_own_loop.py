@@ -43,8 +43,12 @@ RUNS = {
     "dropless-rows": tuple(Run("bf16", EXPERTS, driver) for driver in DRIVERS),
     "mtp": (Run("fp32", PREPROCESS, ENABLED),),
     "mtp-repeated": (Run("fp32", PREPROCESS, API),),
+    "v2": (Run("bf16", PREPROCESS, ENABLED), Run("fp32", ("attn",), API)),
+    "v2-dropless-ep2": (Run("bf16", EXPERTS, API),),
+    "v2-dropless-rows": (Run("bf16", EXPERTS, ENABLED),),
     "latent-attention": (Run("bf16", PREPROCESS, API),),
 }
+HERE = {name: runs for name, runs in RUNS.items() if not GROUPS[name].lacks}
 CASES = [(group, run) for group, runs in RUNS.items() for run in runs]
 
 
@@ -64,7 +68,7 @@ def train(directory: Path) -> None:
         replaced(backends, "DotProductAttention", attention),
         replaced(GuardedCapture, "run", once),
     ):
-        for name, runs in RUNS.items():
+        for name, runs in HERE.items():
             eager = [Run(dtype) for dtype in dict.fromkeys(run.dtype for run in runs)]
             folder = directory / name
             folder.mkdir(exist_ok=True)
@@ -109,7 +113,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     run_processes(partial(train, root), RANKS)
     return {
         name: [json.loads((root / name / f"rank{r}.json").read_text()) for r in range(RANKS)]
-        for name in RUNS
+        for name in HERE
     }
 
 
@@ -117,5 +121,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 def test_losses_and_norms_are_equal_to_eager(
     results: dict[str, list[dict[str, Any]]], group: str, run: Run
 ) -> None:
+    if GROUPS[group].lacks:
+        pytest.skip(GROUPS[group].lacks)
     for found in results[group]:
         check(GROUPS[group], found[Run(run.dtype).name], found[run.name], STEPS)

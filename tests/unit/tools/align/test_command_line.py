@@ -102,6 +102,23 @@ def test_arguments_reach_the_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     assert flags in asked["graphs"] and flags not in asked["eager"]
 
 
+def test_megatron_fsdp_v2_has_flags_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "")))
+    monkeypatch.setattr(command, "installed_version", lambda _: "0.20.0")
+    v2 = ["--megatron-fsdp-version", "2"]
+    main(["align", "--backend", "transformer_engine", *v2])
+    for words in asked.values():
+        assert " ".join(v2) in words and "--cuda-graph-impl" in words
+        assert "--use-distributed-optimizer" not in words and "--fsdp-d" not in words
+    main(["align", "--backend", "tape", *v2])
+    assert all('"megatron_fsdp_version": 2' in words for words in asked.values())
+    monkeypatch.setattr(command, "installed_version", lambda _: "0.19.2")
+    assert main(["align", *v2]) == 2
+    assert "have that version from 0.20 on" in capsys.readouterr().err
+
+
 def test_arguments_reach_the_runs_on_the_tape(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,11 @@ OURS = (
             f"{FSDP} --num-experts 8 {OURS} {WHOLE} --cg-moe-rows 1.5",
         ),
         (
+            f"{FSDP} --use-distributed-optimizer --megatron-fsdp-version 2",
+            "graphs",
+            f"{FSDP} --megatron-fsdp-version 2 {BASE} --no-gradient-accumulation-fusion {DENSE}",
+        ),
+        (
             f"{FSDP} --num-experts 8",
             "eager-torch",
             f"{FSDP} --num-experts 8 --cg-grouped-gemm torch",
