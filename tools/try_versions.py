@@ -7,9 +7,9 @@ named has the version of ``requirements/``; ``docs/support.md`` has the table of
 
     python -m tools.try_versions build/main --megatron ../Megatron-LM
 
-runs them, the tests of rules and of the fast path and the alignments of all presets, with the
-Megatron-LM in that folder and the rest of this environment. The compiled dataset helpers are those
-of the installed megatron-core.
+runs them, the tests of rules and of the fast path, the alignments of all presets and what trains
+under Megatron-FSDP v2, with the Megatron-LM in that folder and the rest of this environment. The
+compiled dataset helpers are those of the installed megatron-core.
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ MORE_CHECKS = {
     "fast path": f"{PYTEST}tests/unit/fastpath/test_fast_path.py tests/unit/ordering",
     "rules": f"{PYTEST}tests/unit/arguments tests/unit/runs/test_hyper_connections.py",
     **{f"alignment of {preset}": ALIGN + preset for preset in PRESETS},
+    "alignment under v2": f"{ALIGN}{PRESETS[1]} --megatron-fsdp-version 2",
+    "loops": f"{PYTEST}tests/unit/backends/tape/test_own_loop.py tests/unit/runs/test_life.py",
 }
 """With sources of Megatron-LM, in place of the one alignment."""
+STANDALONE = {"standalone": f"{PYTEST}tests/unit/integrations/standalone/test_sharded.py"}
+"""With the megatron_fsdp package in these sources too."""
 
 
 def pinned(file: str, changed: Sequence[str], *, only: str = "") -> Iterable[str]:
@@ -107,7 +111,10 @@ def main() -> int:
         checks = {**CHECKS, **MORE_CHECKS}
         del checks["alignment"]
         sources = with_helpers(args.megatron.absolute(), folder)
-        return int(not check(Path(sys.executable), checks, sources))
+        own = sources / "megatron" / "core" / "distributed" / "fsdp" / "src"
+        python = Path(sys.executable)
+        passed = [check(python, checks, sources), check(python, STANDALONE, own, sources)]
+        return int(not all(passed))
     if not (folder / ".made").exists():
         make(folder, args.changed)
         (folder / ".made").touch()
