@@ -6,8 +6,8 @@ the unit. A graph needs the same addresses in each step.
 Note [One buffer for many units]
     While graphs exist, units with equal parameters share one buffer that is never freed. This is
     safe because FSDP2 fills it late: a prefetch gathers into a collective's own memory, and
-    ``wait_for_unshard`` copies from there on the stream that computes (torch 2.11,
-    ``foreach_all_gather_copy_out``). By then the unit that had the buffer before has been
+    ``wait_for_unshard`` copies from there on the stream that computes (torch 2.11
+    to 2.15, ``foreach_all_gather_copy_out``). By then the unit that had the buffer before has been
     resharded, and its kernels are earlier on the same stream. So the buffers take the memory of one
     unit of each kind. A unit has a buffer of its own if it stayed unsharded beside another one in
     the steps before capture.
@@ -27,6 +27,10 @@ Note [Sharded modules in a unit]
     they run around the unit, in eager passes too: all of the unit's weights are gathered before its
     forward and its backward pass, and reduced after it. The casts of a mixed precision policy would
     then happen in another place, so they are refused.
+
+Note [Gradients of another dtype]
+    Torch 2.15 sums the gradients of a weight's uses in ``reduce_dtype`` only in passes that begin
+    an accumulation without a reduction. Graphs do as the others; ``sums.py`` refuses more uses.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from megatron_cg.errors import BufferInUseError, Violation
@@ -70,6 +75,7 @@ class FullyShard(PerModule):
     """
 
     name = "FSDP2"
+    varies_sums = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
     moved = (
         "The memory of a unit under fully_shard moved after capture. Keep its parameters in place, "
         "or delete the graphs first and capture again."
@@ -153,6 +159,8 @@ class FullyShard(PerModule):
         """See :class:`PerModule`."""
         for param in (param for group in groups_of(layer) for param in group.fsdp_params):
             param._setattr_on_modules(param.sharded_param if sharded else param._unsharded_param)
+            if self.varies_sums:  # See Note [Gradients of another dtype].
+                param._unsharded_param.grad_dtype = param.unsharded_grad_dtype if sharded else None
 
 
 def _own_parameters(module: nn.Module) -> bool:
@@ -178,18 +186,17 @@ def _unknown_policy(name: str, unit: nn.Module, module: Any) -> Iterator[Violati
 
 
 def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
-    group = group_of(module)
-    if group is None:
-        return
-    if len(group.modules) > 1:
+    groups = own_groups(module)
+    if groups and len(groups[0].modules) > 1:
         yield Violation(
             "fsdp2-group-of-modules",
-            f"unit {name} is one of {len(group.modules)} modules of one fully_shard call",
+            f"unit {name} is one of {len(groups[0].modules)} modules of one fully_shard call",
             "they are gathered with the first and freed with the last of them",
             "call fully_shard on each of them",
         )
-    yield from _tensor_parallel(name, group.fsdp_params)
-    for param in group.fsdp_params:
+    params = [param for group in groups for param in group.fsdp_params]
+    yield from _tensor_parallel(name, params)
+    for param in params:
         child = param._module_info.param_name
         local = param.sharded_param.to_local()
         if hasattr(local, "fsdp_pre_all_gather"):
@@ -234,23 +241,21 @@ def sharded_in(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if isinstance(each, FSDPModule)]
 
 
-def group_of(layer: Any) -> Any:
-    """The ``FSDPParamGroup`` of a module that ``fully_shard`` was called on; None without weights.
+def own_groups(module: Any) -> list[Any]:
+    """The groups of one ``fully_shard`` call; torch 2.12 and later may have one for each mesh.
 
-    Raises UpstreamChangedError if FSDP2 keeps it elsewhere.
+    Raises UpstreamChangedError if FSDP2 keeps them elsewhere.
     """
-    state = layer._get_fsdp_state()
-    if not hasattr(state, "_fsdp_param_group"):
-        raise changed(
-            "torch", "FSDPState._fsdp_param_group", "the parameters of one fully_shard call"
-        )
-    return state._fsdp_param_group
+    kept = vars(module._get_fsdp_state())
+    if not kept.keys() & {"_fsdp_param_group", "_fsdp_param_groups"}:
+        raise changed("torch", "FSDPState._fsdp_param_groups", "what one fully_shard call shards")
+    groups = kept.get("_fsdp_param_groups", [kept.get("_fsdp_param_group")])
+    return [group for group in groups if group is not None]
 
 
 def groups_of(layer: nn.Module) -> list[Any]:
     """The groups of a unit: its own, and those of modules in it."""
-    groups = map(group_of, sharded_in(layer))
-    return [group for group in groups if group is not None]
+    return [group for module in sharded_in(layer) for group in own_groups(module)]
 
 
 def _hooks_around(layer: nn.Module) -> Iterator[Undo]:
@@ -315,8 +320,8 @@ def _require_idle(holder: Any, group: Any) -> None:
         f"FSDP2 gathers {group._module_fqn} while {holder._module_fqn} is inside of its "
         f"{'forward' if state is TrainingState.FORWARD else 'backward'} pass, and both share one "
         "buffer while there are graphs. In the steps before capture they were never unsharded at "
-        "the same time. Run the model then as it runs later: with more warmup_steps, or with "
-        "graph_units called after the change."
+        "the same time. Run the model then as it runs later (more warmup_steps, or graph_units "
+        "after the change). If a pass ended by an exception, call the model's reset_iter_state()."
     )
 
 

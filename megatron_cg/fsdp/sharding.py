@@ -45,6 +45,8 @@ class Sharding:
     counts_gradients = False
     """Whether gradients are reduced as soon as all parameters of a bucket have got theirs; see
     ``replay/eager_passes.py``."""
+    varies_sums = False
+    """Whether autograd sums a gradient with ``grad_dtype`` in another dtype in some passes."""
     moved = REPLACED
     """Why a parameter may have moved after capture, and what to do instead."""
 

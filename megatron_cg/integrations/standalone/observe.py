@@ -72,7 +72,7 @@ class Observer:
         self.calls: dict[str, Seen] = {}
         """The calls of the last whole step, in the order of the units' first calls."""
         self._now: dict[str, Seen] = {}
-        self.sums = Sums()
+        self.sums = Sums(sharding.varies_sums)
         self._views: list[tuple[str, torch.Tensor, int]] = []
         """Outputs of this step on the memory of an input, with their version when returned."""
         self.written: set[str] = set()

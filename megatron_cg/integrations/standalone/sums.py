@@ -56,9 +56,10 @@ class _Call:
 
 
 class Sums:
-    """Looks at the backward passes of steps, for sums across the borders of units."""
+    """Looks at backward passes of steps: sums across borders of units and, if some vary, inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, varies: bool) -> None:
+        self._varies = varies
         self._calls: list[_Call] = []
         self.shared: dict[str, str] = {}
         """By unit: what is summed across its border, in words."""
@@ -94,7 +95,7 @@ class Sums:
         self.autocast = {kind: autocast_now(kind) for kind in ("cpu", "cuda")}
         users = _users([_edge(root) for root in roots if getattr(root, "requires_grad", True)])
         for call in self._calls:
-            what = _crossing(call, users)
+            what = _crossing(call, users, self._varies)
             if what is not None:
                 self.shared.setdefault(call.unit, what)
         # Passes without a backward pass so far may have a later one, together with others.
@@ -117,8 +118,8 @@ def _users(roots: Sequence[_Edge]) -> dict[_Edge, list[Any]]:
     return users
 
 
-def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]]) -> str | None:
-    """What is summed over uses inside and outside of a call, or None."""
+def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -> str | None:
+    """What is summed over uses inside and outside of a call, or in varying dtypes; or None."""
     inside: set[Any] = set()
     ahead = [edge[0] for edge in call.outputs if edge in users]
     while ahead:
@@ -130,6 +131,9 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]]) -> str | None:
     for edge, by in users.items():
         others = [node for node in by if node not in inside]
         count = len(by) - len(others)
+        leaf = getattr(edge[0], "variable", None) if varies and count > 1 else None
+        if leaf is not None and leaf.grad_dtype not in (None, leaf.dtype):
+            return f"{_leaf_name(edge[0])}, used {count} times inside, has another reduce_dtype"
         if not count or not others:
             continue
         # One use of an input or weight that the unit returns gets its gradient by the graph. What

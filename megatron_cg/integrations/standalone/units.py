@@ -99,7 +99,7 @@ def _wrong_around(observer: Observer) -> Iterator[Violation]:
             "unit-shared-gradients",
             f"unit {name}: {what}",
             "autograd sums the gradients of all uses one by one, and a graph those of its own uses "
-            "first, so the last bits would differ",
+            "first and in one dtype, so the last bits would differ",
             "use it once in the unit (x = x.view_as(x) as the first line of forward), or take the "
             "unit out of units",
         )

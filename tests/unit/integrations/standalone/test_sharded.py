@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
-from megatron_cg.fsdp.fully_shard import group_of
+from megatron_cg.fsdp.fully_shard import FullyShard, own_groups
 from megatron_cg.fsdp.megatron_fsdp_v2 import unsharded_parameters
 from tests.unit.integrations.standalone.sharded import (
     IN_BF16,
@@ -23,6 +27,7 @@ from tests.unit.integrations.standalone.sharded import (
     MICROBATCHES,
     STEPS,
     WARMUP,
+    WIDTH,
     ZERO_1,
     ZERO_2,
     Case,
@@ -41,6 +46,8 @@ from tests.unit.integrations.standalone.sharded import (
     without_sync,
 )
 from tests.unit.ranks import on_ranks
+
+PLACED: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 
 
 def layers_of(run: Run) -> list[Any]:
@@ -85,6 +92,8 @@ def interrupt(run: Run, step: int) -> None:
         with pytest.raises(ArithmeticError):
             run.loss(0)
         unit.broken, run.rows = False, 3
+        if hasattr(run.model, "reset_iter_state"):  # torch 2.13; FSDP2 needs it from there on
+            run.model.reset_iter_state()
 
 
 def smaller_batches(run: Run, step: int) -> None:
@@ -94,6 +103,23 @@ def smaller_batches(run: Run, step: int) -> None:
 def never_resharded_later(run: Run, step: int) -> None:
     if step == LATER:
         layers_of(run)[0]._reshard_parameter_groups = lambda: None
+
+
+def on_two_meshes(network: Network) -> Any:
+    """Each layer has parameters on two process groups; torch 2.12 and later."""
+    other = DeviceMesh.from_group(dist.new_group(), "cpu")
+    mesh = init_device_mesh("cpu", (2,))
+    placed = PLACED(Shard(0), _fsdp_common.FSDPMeshInfo(other, shard_mesh_dim=0))
+    for layer in network.layers:
+        own: Any = dict.fromkeys(layer.get_submodule("up").parameters(), placed)
+        fully_shard(layer, mesh=mesh, shard_placement_fn=own.get)
+    return fully_shard(network, mesh=mesh)
+
+
+def with_weights_used_twice(network: Network) -> Any:
+    for layer in network.layers:
+        layer.down = layer.up
+    return under_fsdp2(mp_policy=IN_BF16)(network)
 
 
 def in_bf16(network: Network) -> None:
@@ -160,6 +186,8 @@ CASES = {
     "DDP, a loss is dropped before the capture": Case(under_ddp(), before_step=drop_a_loss),
 }
 """Every training pass after the capture is replayed in these."""
+if PLACED is not None:
+    CASES["FSDP2, parameters on two meshes"] = Case(on_two_meshes, options={"verify_interval": 2})
 ON_MAIN = {
     f"v2, {zero}": Case(under_v2(prepare=in_bf16, placed=placed), before_step=evaluate)
     for zero, placed in {"ZeRO-1": ZERO_1, "ZeRO-2": ZERO_2}.items()
@@ -190,7 +218,7 @@ def storages(run: Run, way: str) -> list[list[tuple[int, torch.Tensor]]]:
         places = [unsharded_parameters(group)[0].data_ptr() for group in groups]
         buffers = [group._unsharded_model_weight.local_buffer for group in groups]
         return [[pair] for pair in zip(places, buffers, strict=True)]
-    units = [group_of(layer).fsdp_params for layer in layers_of(run)]
+    units = [own_groups(layer)[0].fsdp_params for layer in layers_of(run)]
     return [[(p._unsharded_param.data_ptr(), p.all_gather_outputs[0]) for p in u] for u in units]
 
 
@@ -277,6 +305,8 @@ def run_all() -> dict[str, Any]:
     found["interrupted"] = trained(Case(under_fsdp2(), before_step=interrupt))
     found["moved"] = trained(Case(under_v2(), before_step=never_resharded_later))
     found["refused"] = refused()
+    twice = Case(with_weights_used_twice, (WIDTH, WIDTH, WIDTH))
+    found["varying"] = said(lambda: Run(twice).train(graphed=True))
     return found
 
 
@@ -379,6 +409,14 @@ def test_a_unit_whose_buffer_is_in_use_runs_eagerly(reports: list[dict[str, Any]
     for report in reports:
         assert report["moved"]["equal"]
         assert report["moved"]["counters"]["mismatched"] == (STEPS - LATER) * MICROBATCHES
+
+
+def test_units_whose_gradients_are_summed_in_varying_dtypes_are_refused(
+    reports: list[dict[str, Any]],
+) -> None:
+    words = "unit layers.0: a parameter of shape (8,), used 2 times inside, has another reduce_"
+    for report in reports:
+        assert (words in report["varying"]) == FullyShard.varies_sums
 
 
 def test_refusals_under_v2_name_the_unit_and_what_to_do(reports: list[dict[str, Any]]) -> None:
