@@ -3,7 +3,7 @@
 Note [A generator can stay in a capture]
     If CUDA refuses a capture (for example because of a host read), ``capture_end`` raises before it
     notifies the generators. Every later draw then fails with "Offset increment outside graph
-    capture" (torch 2.11, ``CUDAGeneratorImpl``). A clone of a generator's state is not in a
+    capture" (torch 2.11, not 2.12 to 2.15). A clone of a generator's state is not in a
     capture, so a generator that cannot draw gets a clone of its own state. A generator that can
     draw is left unchanged, since graphs of another model may be registered with it.
 """
@@ -109,10 +109,10 @@ def random_states_kept(callables: Iterable[nn.Module], device_type: str) -> Iter
 
 
 def leave_pool(pool: tuple[int, int]) -> None:
-    """Make the allocator leave a capture that CUDA refused to end; torch 2.11.
+    """Make the allocator leave a capture that CUDA refused to end; torch 2.11 and 2.12.
 
-    ``CUDAGraph.capture_end`` raises before it notifies the allocator. The allocator then assumes
-    that a capture is running: it defers frees and keeps the pool's memory.
+    ``CUDAGraph.capture_end`` raises before it notifies the allocator, which then defers frees and
+    keeps the pool's memory. Later torch does this itself, but 2.13 keeps the memory all the same.
     """
     device = torch.cuda.current_device()
     # The first call raises if every capture has ended: then nothing is held.
@@ -140,8 +140,7 @@ def waited_for() -> Iterator[None]:
 def stream_kept() -> Iterator[None]:
     """Restore the stream: ``torch.cuda.graph`` stays on its own if ending a capture raises.
 
-    torch 2.11, ``torch/cuda/graphs.py``: ``graph.__exit__`` leaves the stream after
-    ``capture_end`` and has no ``finally``.
+    In torch 2.11 to 2.13, ``graph.__exit__`` leaves it after ``capture_end``, without ``finally``.
     """
     if not torch.cuda.is_available():
         yield

@@ -5,10 +5,10 @@ Note [An old graph of autograd keeps its streams]
     belongs to the stream on which it was created. If a training loop still holds the last step's
     loss, it also holds that step's autograd graph, with nodes of the normal stream. A backward pass
     under capture then makes that stream wait, and the capture fails: "operation would make the
-    legacy stream depend on a capturing blocking stream" (torch 2.11). A node that is created inside
-    the capture belongs to the capture stream. torch creates a new node after a parameter's data has
-    had another dtype (``VariableHooks::set_data``: "resets gradient accumulator if metadata is out
-    of date").
+    legacy stream depend on a capturing blocking stream" (torch 2.11; autograd's own error from 2.13
+    on). A node that is created inside the capture belongs to the capture stream. torch creates a
+    new node after a parameter's data has had another dtype (``VariableHooks::set_data``: "resets
+    gradient accumulator if metadata is out of date").
 
 Note [A captured graph of autograd keeps its stream]
     Nodes of the capture must not outlive it either. Megatron's layers keep tensors of their last

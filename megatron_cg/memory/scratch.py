@@ -6,7 +6,7 @@ last backward pass of a step to the first forward pass of the next step. The opt
 the gradients live exactly in that interval. A block that was freed while its graph was captured
 counts as reserved and not as allocated, although every replay writes to it.
 
-Relied on: torch 2.11, ``torch.cuda.memory_snapshot()``.
+Relied on: torch 2.11 to 2.15, ``torch.cuda.memory_snapshot()``.
 
 Note [What is borrowed]
     Only blocks that were freed while the graphs were captured are borrowed. The allocator itself
