@@ -236,7 +236,9 @@ class DependsOn:
         """Whether it matters that an object is another one."""
         holder, key, same = self._objects[number]
         now, contents = holder.get(key), self._contents.get(number)
-        if same_value(same, now) if contents is None else contents.are_in(now):
+        # A container may have been changed before it was replaced: its contents at capture count.
+        is_same = same_value(same, now) if contents is None else contents.are_in(now)
+        if is_same:
             self._objects[number] = holder, key, now
             return None
         return self._changed(number, now, _named(now))
