@@ -29,6 +29,8 @@ class CaptureEnded:
     counters: Any = None
     """The session's ``Counters``; None if ``error`` is given."""
     error: BaseException | None = None
+    fast_path: Any = None
+    """The session's ``FastPath``; None if it has none."""
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class Session:
         self.phase = Phase.REPLAYING
         with ExitStack() as failed:
             failed.callback(self.close)
-            emit(CaptureEnded(self.counters))
+            emit(CaptureEnded(self.counters, fast_path=self.fast_path))
             failed.pop_all()
 
     @in_range("capture")

@@ -133,13 +133,14 @@ def _hear(event: Event) -> None:
 
 
 def _report(began: CaptureBegan, before: Memory | None, since: float, ended: CaptureEnded) -> None:
-    counters, error = ended.counters, ended.error
+    counters, error, path = ended.counters, ended.error, ended.fast_path
     entry = {
         "seconds": time.perf_counter() - since,
         "memory": {"before": before, "after": memory()},
         "layers": 0 if counters is None else len(began.units),
         "graphs": 0 if counters is None else counters.captured,
         "coverage": [] if counters is None else coverage(began.model, began.units),
+        "fast_path": None if path is None else {"on": path.parts, "off": path.left_out},
         "error": None if error is None else f"{type(error).__name__}: {error}",
     }
     add_capture(entry, counters)

@@ -58,6 +58,8 @@ class Case:
     """Environment variables of both runs."""
     bf16: bool = True
     """False: the model is in fp32."""
+    fsdp_version: int = 1
+    """As ``--megatron-fsdp-version``; 2 is of megatron-core 0.20."""
     scenario: str = ""
     """What ``tampered.py`` does in both runs."""
 
@@ -311,3 +313,18 @@ def _with_settings() -> list[Case]:
 
 
 FEATURES = _with_settings()
+
+UNDER_V2 = [
+    replace(case, fsdp_version=2)
+    for case in _cases(
+        "v2-",
+        ("dense", DENSE, MLP, DROPOUT, VERIFIED),
+        ("whole-layer", DENSE, (), EVALUATED, ()),
+        ("full-recompute", DENSE, (), UNIFORM, ()),
+        ("preprocess-ep2", MOE, PREPROCESS, EP2, ()),
+        ("dropless-ep2-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED), TORCH_GEMM),
+        ("dropless-ep2-whole-layer", MOE, (), EP2, TORCH_GEMM),
+        ("peers-ep2", MOE, EXPERTS, EP2, PEERS),
+    )
+]
+"""Under Megatron-FSDP v2."""

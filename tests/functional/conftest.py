@@ -19,6 +19,7 @@ from megatron_cg.tools.align.processes import run_and_compare
 from megatron_cg.tools.align.run import Plan, arguments, example_script, make_run
 from megatron_cg.tools.align.token_data import TokenStream, from_text, python_sources
 from tests.functional.cases import Case
+from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.functional.tampered import MUTATION, SCENARIO
 
 TIMEOUT = 240.0
@@ -98,6 +99,8 @@ def align(data: TokenStream, shared: Path, tmp_path: Path) -> Callable[..., Outc
         timeout: float | None = None,
     ) -> Outcome:
         skip_without(case.gpus)
+        if case.fsdp_version == 2 and not HAS_V2:
+            pytest.skip(WITHOUT_V2)
         if case.needs and importlib.util.find_spec(case.needs) is None:
             pytest.skip(f"needs {case.needs}")
         tampered = mutation is not None or case.scenario
@@ -168,6 +171,7 @@ def plan_of(case: Case, directory: Path, script: Path) -> Plan:
         model=tuple(load_preset(case.preset).arguments()),
         steps=case.steps,
         scopes=case.scopes,
+        fsdp_version=case.fsdp_version,
         bf16=case.bf16,
         graph_extra=placed(case.graph_flags),
         extra=placed(case.flags),

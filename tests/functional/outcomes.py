@@ -11,6 +11,15 @@ def assert_identical(outcome: Outcome, steps: int) -> None:
     assert comparison.status == "identical", comparison.reason + "\n" + outcome.log_tail
     assert len({value.step for value in comparison.values}) == steps and comparison.shards > 0
     assert comparison.graphs["captured"] > 0 and comparison.graphs["replayed"] > 0
+    assert not outdated_parts(outcome)
+
+
+def outdated_parts(outcome: Outcome) -> dict[str, str]:
+    """Parts of the fast path that are off because of the installed megatron-core, and why."""
+    ranks = (outcome.graphed or {}).values()
+    paths = [capture["fast_path"] or {} for rank in ranks for capture in rank["captures"]]
+    off = [part for path in paths for part in path.get("off", {}).items()]
+    return {name: why for name, why in off if "has another body" in why}
 
 
 def assert_trained_alike(outcome: Outcome, steps: int) -> None:

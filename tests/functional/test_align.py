@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from megatron_cg.tools.align.compare import Outcome
-from tests.functional.cases import CASES, FEATURES, SAVES, Case
+from tests.functional.cases import CASES, FEATURES, SAVES, UNDER_V2, Case
 from tests.functional.outcomes import assert_identical
 
 
-@pytest.mark.parametrize("case", [*CASES, *FEATURES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *FEATURES, *UNDER_V2], ids=lambda case: case.name)
 def test_losses_norms_and_shards_are_bit_equal(case: Case, align: Callable[..., Outcome]) -> None:
     """Only evaluation, and steps whose passes are saved, ran captured layers eagerly."""
     outcome = align(case)

@@ -71,6 +71,7 @@ def test_a_capture_is_recorded_and_said_in_one_line(
     assert (entry["after_step"], entry["layers"], entry["graphs"]) == (1, 2, 2)
     assert entry["error"] is None and entry["memory"] == {"before": before, "after": after}
     assert entry["seconds"] > 0
+    assert failed["fast_path"] is None and "unshard" in entry["fast_path"]["on"]
     assert [row["graphed"] for row in entry["coverage"]] == [["attn"], ["attn"]]
     rows = data["intervals"]
     assert [row["counters"]["replayed"] for row in rows] == [0, 2, 4]
