@@ -157,9 +157,14 @@ def build(group: Group, run: Run) -> tuple[Any, Any]:
         bf16=config.bf16,
         params_dtype=config.params_dtype,
         use_distributed_optimizer=is_v1,
-        clip_grad=float(GPU),  # Megatron's clipping knows CUDA tensors only
+        clip_grad=float(can_clip(group)),
     )
     return wrapped, get_megatron_optimizer(adam, [wrapped])
+
+
+def can_clip(group: Group) -> bool:
+    """Whether Megatron can: CUDA tensors only, and under v2 all of them on the same ranks."""
+    return GPU and (group.fsdp_version == 1 or "expert_model_parallel_size" not in group.config)
 
 
 def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
@@ -174,7 +179,7 @@ def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
 
 
 def train_step(model: Any, optimizer: Any, data: Iterator[torch.Tensor]) -> tuple[float, float]:
-    """One step; the sum of this rank's losses, and the norm of the whole gradient."""
+    """One step; the sum of this rank's losses, and the norm of the gradient or of its shard."""
     model.zero_grad_buffer()
     optimizer.zero_grad()
     losses = get_forward_backward_func()(
@@ -186,9 +191,7 @@ def train_step(model: Any, optimizer: Any, data: Iterator[torch.Tensor]) -> tupl
         micro_batch_size=BATCH,
     )
     _, norm, _ = optimizer.step()
-    if not GPU:
-        norm = local_norm(optimizer)
-    return sum(float(item["loss"]) for item in losses), float(norm)
+    return sum(float(item["loss"]) for item in losses), float(norm or local_norm(optimizer))
 
 
 def local_norm(optimizer: Any) -> float:

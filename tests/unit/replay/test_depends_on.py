@@ -77,6 +77,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         lambda unit: setattr(unit.table, "data", unit.table.data.clone()),
         *(1, "the memory of buffer table in the forward pass was 0x"),
     ),
+    "address: layout": (
+        lambda unit: setattr(unit.late.weight, "data", unit.late.weight.data.t()),
+        *(1, "the layout of parameter late.weight was (4, 1) at capture and is (1, 4) now"),
+    ),
     "determinism": (lambda _: torch.use_deterministic_algorithms(True), 2, ""),
     "default dtype": (lambda _: torch.set_default_dtype(torch.float64), 2, ""),
     "none: frozen later": (lambda unit: unit.linear.weight.requires_grad_(False), 0, ""),

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_cg.replay.plain import Contents, contents
 
-LEAVES = (0, 0.0, -0.0, 1, True, None, "a", float("nan"), 1.5, object())
+OBJECT = object()
+LEAVES = (0, 0.0, -0.0, 1, True, None, "a", float("nan"), 1.5, OBJECT)
 
 
 def drawn(chance: random.Random, depth: int) -> Any:
@@ -18,7 +19,7 @@ def drawn(chance: random.Random, depth: int) -> Any:
     if kind == "leaf":
         return chance.choice(LEAVES)
     if kind == "set":
-        return {chance.randint(0, 3) for _ in several}
+        return {chance.choice((0, 1, 2, OBJECT)) for _ in several}
     if kind == "dict":
         return {chance.choice("abc"): drawn(chance, depth - 1) for _ in several}
     made = [drawn(chance, depth - 1) for _ in several]
