@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -43,6 +44,19 @@ def _places(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+_PLAIN = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
+"""What classes of tensors have that add no operations of their own, such as Parameter."""
+
+
+def has_wrapper(types: Iterable[type]) -> bool:
+    """Whether a class of tensors, such as DTensor, calls operations on tensors of its own.
+
+    Not a FakeTensor: DTensor traces an operation that is new to it with those.
+    """
+    kinds = (kind for kind in types if kind is not FakeTensor)
+    return any(getattr(kind, "__torch_dispatch__", None) not in _PLAIN for kind in kinds)
 
 
 def run_inside(mode: TorchDispatchMode, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:

@@ -41,6 +41,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import CaptureError
+from megatron_cg.replay.dtensors import laid_out, spec_of
 from megatron_cg.replay.unit import ReplayFunction
 
 _DATA: Any = torch.Tensor.data
@@ -56,7 +57,8 @@ def forget_accumulators(modules: Iterable[nn.Module]) -> None:
         # torch's own property: Transformer Engine's quantized tensors have one of their own.
         data = _DATA.__get__(parameter)
         other = torch.float64 if data.dtype == torch.float32 else torch.float32
-        _DATA.__set__(parameter, torch.empty(0, dtype=other, device=data.device))
+        empty = torch.empty(0, dtype=other, device=data.device)
+        _DATA.__set__(parameter, laid_out(empty, spec_of(parameter)))
         _DATA.__set__(parameter, data)
 
 

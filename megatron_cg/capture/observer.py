@@ -46,6 +46,7 @@ from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED, Sharding
 from megatron_cg.replay.depends_on import GLOBAL_HOOKS, Entry, KeySet, key_sets_of
+from megatron_cg.replay.dtensors import ranks_of_meshes
 from megatron_cg.replay.guard.addresses import Addresses, Watched
 from megatron_cg.replay.unit import Unit
 
@@ -215,7 +216,7 @@ class Observer:
         self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
         layer = self._unit.layer
         tensors = [*self._samples.values(), *layer.parameters(), *layer.buffers()]
-        reached = {key_of(tensor) for tensor in tensors}
+        reached = {key_of(tensor) for tensor in tensors} | ranks_of_meshes(layer)
         # What the last forward pass read that is no sample, parameter or buffer.
         for key, (memory, use) in self._operations.reads.items():
             if key in reached or memory.expired():

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.aten import run_inside, tensors_in, written
+from megatron_cg.backends.aten import has_wrapper, run_inside, tensors_in, written
 from megatron_cg.backends.places import place_of
 from megatron_cg.capture.python_state import is_known
 from megatron_cg.memory.storage import StorageReference
+from megatron_cg.replay.dtensors import local
 from megatron_cg.upstream.patch import instances, nothing_frozen
 
 
@@ -44,10 +46,6 @@ class Use:
 
 _BETWEEN = {"torch", "megatron_cg", *sys.stdlib_module_names}
 """Packages whose frames lie between an operation and the code that called it."""
-
-
-_PLAIN = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
-"""What classes of tensors have that add no operations of their own, such as Parameter."""
 
 
 class Operations(TorchDispatchMode):
@@ -103,9 +101,11 @@ class Operations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(getattr(kind, "__torch_dispatch__", None) not in _PLAIN for kind in types):
-            return NotImplemented  # The subclass calls operations on its own tensors, seen here.
+        if has_wrapper(types):
+            return NotImplemented  # Its own operations are seen here.
         kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
             return run_inside(self, func, args, kwargs)
         given = list(tensors_in([args, *kwargs.values()]))
@@ -204,6 +204,7 @@ def _held_by_frames_or_known(containers: Sequence[Any]) -> set[int]:
 
 def key_of(tensor: torch.Tensor) -> int | None:
     """The key of the tensor's memory; None if it has none, as sparse and meta tensors have."""
+    tensor = local(tensor)
     if tensor.layout is not torch.strided or tensor.is_meta:
         return None
     key: int = tensor.untyped_storage()._cdata
@@ -222,6 +223,7 @@ def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    tensor = local(tensor)
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + span * tensor.element_size() * (tensor.numel() > 0)

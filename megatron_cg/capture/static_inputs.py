@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.replay.dtensors import local
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import all_of, look
 
@@ -64,8 +65,8 @@ class StaticInputs:
         self._look(layer, dict(zip(names, args, strict=True)) | dict(kwargs))
 
     def _look(self, layer: nn.Module, inputs: Mapping[str, Any]) -> None:
-        for name, value in inputs.items():
-            key = (layer, name)
+        for name, given in inputs.items():
+            key, value = (layer, name), local(given)
             if not isinstance(value, torch.Tensor) or value.requires_grad:
                 self._changed.add(key)
             elif key not in self._seen:

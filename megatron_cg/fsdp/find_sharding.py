@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_cg.errors import HookError, Violation
+from megatron_cg.errors import HookError
 from megatron_cg.fsdp.fully_shard import FullyShard
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp, find_megatron_fsdp
 from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2, is_sharded
@@ -92,20 +91,6 @@ class Unsharded(Sharding):
         self.network = wrapped.get_submodule("module") if ddp else wrapped
         self.name = "DistributedDataParallel" if ddp else "no sharding"
         self._is_ddp = ddp
-
-    def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
-        """Units whose weights are DTensors, as those of torchtitan's SimpleFSDP."""
-        for name, module in units.items():
-            weights = [key for key, p in module.named_parameters() if isinstance(p, DTensor)]
-            if weights:
-                yield Violation(
-                    "dtensor-weights",
-                    f"{len(weights)} parameters of unit {name} are DTensors, such as {weights[0]}",
-                    "the gradients of its graph would be DTensors too, whose memory no backend "
-                    "follows (SimpleFSDP and parallelize_module make such parameters)",
-                    "shard the model by torch.distributed.fsdp.fully_shard instead, or take the "
-                    "unit out of units",
-                )
 
     def may_renew_accumulators(self, layers: Sequence[nn.Module]) -> bool:
         """See :class:`Sharding`: not if a wrapper has its hooks on them, in the module tree or not.

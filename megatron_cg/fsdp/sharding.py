@@ -21,6 +21,7 @@ from megatron_cg.fsdp.transform import (
     never_called,
 )
 from megatron_cg.hooks import HookRecord, module_hooks
+from megatron_cg.replay.dtensors import exchanges
 from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo, all_of
@@ -70,7 +71,8 @@ class Sharding:
         for module in unit.graphed:
             if module is not unit.layer:
                 for record in self._of_user(module):
-                    raise never_called(unit.name, module, record)
+                    if not exchanges(record.fn):
+                        raise never_called(unit.name, module, record)
         return UnitHooks({key: {} for key in CAPTURE_TIME_KEYS})
 
     def made(self, hook: Callable[..., Any]) -> bool:

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from megatron_cg.replay.dtensors import local, same_placements, spec_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.unit import Unit
 
@@ -186,8 +187,13 @@ def difference(one: torch.Tensor | None, two: torch.Tensor | None) -> tuple[str,
     """What each of two results is, in words, if they are not equal bit for bit."""
     if one is None or two is None:
         return None if one is two else (_kind(one), _kind(two))
-    if one.shape != two.shape or one.dtype != two.dtype:
+    if (
+        one.shape != two.shape
+        or one.dtype != two.dtype
+        or not same_placements(*map(spec_of, (one, two)))
+    ):
         return _kind(one), _kind(two)
+    one, two = local(one), local(two)
     if torch.equal(bytes_of(one), bytes_of(two)):
         return None
     count = int((bytes_of(one) != bytes_of(two)).sum())

@@ -36,6 +36,7 @@ from megatron_cg.backends.driver.graphed import GraphedModule, Recorded, Recordi
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.memory.storage import is_dense
+from megatron_cg.replay.dtensors import local, same_placements, spec_of
 
 #: Options of make_graphed_callables that ask for FP8, and those without effect without FP8.
 _FP8_OPTIONS = ("enabled", "fp8_enabled", "calibrating", "fp8_calibrating")
@@ -259,9 +260,9 @@ class _Capture:
             tensor.grad = None
         try:
             torch.autograd.backward(outputs, grad_tensors=grads, retain_graph=retain_graph)
-            gradients = tuple(tensor.grad for tensor in inputs)
-            _check_gradients(self.recorded[index], gradients)
-            return gradients
+            made = tuple(tensor.grad for tensor in inputs)
+            _check_gradients(self.recorded[index], made)
+            return tuple(map(local, made))  # In the recording, which then waits for them.
         finally:
             for tensor, grad in zip(inputs, before, strict=True):
                 tensor.grad = grad
@@ -351,10 +352,20 @@ def _check_outputs(label: str, outputs: Sequence[Any]) -> None:
 
 
 def _check_gradients(item: Recorded, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Raise CaptureError for a sparse gradient: how many values it has is up to the inputs."""
+    """Raise CaptureError for a sparse gradient, whose number of values is up to the inputs.
+
+    Or for one of a DTensor that was laid out otherwise before.
+    """
     names = {id(parameter): name for name, parameter in item.module.named_parameters()}
     needing = (tensor for tensor in item.inputs if tensor.requires_grad)
     for tensor, gradient in zip(needing, gradients, strict=True):
+        spec = spec_of(gradient)
+        if spec and not same_placements(before := item.layouts.setdefault(id(tensor), spec), spec):
+            raise CaptureError(
+                f"{item.label}: the gradient of {names[id(tensor)]} is laid out as "
+                f"{before.placements} or {spec.placements}, by which outputs get one, and a graph "
+                "returns one layout. Return one tensor, or leave the module out of units."
+            )
         if gradient is not None and not is_dense(gradient):
             raise CaptureError(
                 f"{item.label}: the gradient of {names.get(id(tensor), 'an input')} is sparse, and "

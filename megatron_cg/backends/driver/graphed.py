@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.replay.dtensors import laid_out
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import set_attribute
 
@@ -56,6 +57,8 @@ class Recorded:
     output_spec: TreeSpec = field(default_factory=lambda: tree_flatten(None)[1])
     grad_outputs: Tensors = ()
     grad_inputs: Tensors = ()
+    layouts: dict[int, Any] = field(default_factory=dict)
+    """For each of ``inputs`` that is a DTensor, by its id: how its gradient is laid out."""
     reached: dict[int, set[int]] = field(default_factory=dict)
     """For each output that needs a gradient, if there are several: the ids of ``inputs`` that it
     gives one to."""
@@ -98,7 +101,8 @@ class _Replay(torch.autograd.Function):
             for index, grad in enumerate(gradients)
         )
         backward.finished(recorded.grad_inputs[recorded.user_args : clones])
-        return (None, *returned)
+        layouts = (recorded.layouts.get(id(one)) for one in recorded.inputs)
+        return (None, *map(laid_out, returned, layouts))
 
 
 def _copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

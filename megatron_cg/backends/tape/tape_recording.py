@@ -14,13 +14,14 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.aten import leaves, run_inside, tensors_in, written
+from megatron_cg.backends.aten import has_wrapper, leaves, run_inside, tensors_in, written
 from megatron_cg.backends.driver.graphed import Recording, Tensors
 from megatron_cg.backends.places import place_of
 from megatron_cg.backends.tape.host_reads import methods_watched, waits
 from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
 from megatron_cg.errors import CaptureError, HostSyncError
 from megatron_cg.memory.storage import is_dense
+from megatron_cg.replay.dtensors import ranks_of_meshes
 
 #: ATen factories that do not initialise their result: a replay has nothing to do for them.
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -163,7 +164,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tape: Tape, root: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape, self._root = tape, root
-        self._constants: set[int] = set()
+        self._constants = ranks_of_meshes(root)
         """Storages whose values are made from numbers alone; see Note [Where a tensor is]."""
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -174,6 +175,8 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if has_wrapper(types):
+            return NotImplemented  # Its own operations are recorded.
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return run_inside(self, func, args, kwargs)
@@ -204,8 +207,8 @@ class _Recorder(TorchDispatchMode):
         self._save_outside(writes)
         result = func(*args, **kwargs)
         flat = leaves(result)
-        if any(map(_is_traced, tensors_in(flat))):
-            return result
+        if has_wrapper([*map(type, tensors_in(flat))]) or any(map(_is_traced, tensors_in(flat))):
+            return result  # It has no memory of its own.
         self._check_dense(func, tensors_in(flat))
         _wait_for_collectives(func, flat)
         inputs = {t.untyped_storage()._cdata for t in tensors}

@@ -34,6 +34,7 @@ class Attachment:
     def __init__(self, name: str, module: nn.Module, seen: Seen, backward: Autocast) -> None:
         self._form = seen.form
         self._eager: Callable[..., Any] = module.forward
+        self._seen = seen.layouts
         self._results: Results | None = None
         """The form of the passes of the capture."""
         self._without_gradient: set[str] | None = None
@@ -85,7 +86,7 @@ class Attachment:
         if self._without_gradient is None:
             self._without_gradient = {n for n, t in arguments.items() if not t.requires_grad}
         known = {name: arguments[name] for name in arguments.keys() & self._without_gradient}
-        results, tensors = Results.of(value, attributes, known)
+        results, tensors = Results.of(value, attributes, known, self._seen)
         problem = results.problem(self._results)
         if problem is not None:
             raise self.unit.refused(problem, "Return tensors, None, numbers and strings alone.")
@@ -105,6 +106,8 @@ class Attachment:
         target: Any = unit.layer
         results = self._results
         assert results is not None
+        for layout in results.layouts.values():
+            layout.refuse = partial(mismatches.mismatched_in_backward, layer=unit.name)
 
         def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
             graph = target.cuda_graphs[0]

@@ -38,6 +38,7 @@ from torch.utils._pytree import (
 from megatron_cg.capture.static_inputs import positional_names
 from megatron_cg.integrations.standalone.block_masks import Parts, opened
 from megatron_cg.memory.storage import is_dense
+from megatron_cg.replay.dtensors import Layout, is_awaited, local, spec_of, there
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 from megatron_cg.replay.plain import contents, is_plain, same_value
@@ -58,11 +59,11 @@ class _Input(_Mark):
 
     def is_like(self, value: Any) -> bool:
         """Whether the graph can take ``value`` there."""
-        return _is_plain_tensor(value)
+        return _is_plain_tensor(value) or is_awaited(value)
 
     def taken(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the graph gets of the caller's tensor."""
-        return tensor
+        return there(tensor)
 
     def given(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the unit gets of the graph's tensor; the reverse of :meth:`taken`."""
@@ -112,6 +113,16 @@ class _Attributed(_Input):
         return tensor
 
 
+class _Distributed(_Input):
+    """A DTensor, of which the graph gets the local tensor; see ``replay/dtensors.py``."""
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._layout = Layout(tensor, f"argument {name}")
+        super().__init__(repr(self._layout))
+        self.is_like, self.taken = self._layout.is_like, self._layout.opened  # type: ignore[method-assign]
+        self.given = self._layout.closed  # type: ignore[method-assign]
+
+
 class _Again(_Mark):
     """A tensor that the call gives a second time, so that a graph sums the gradients of both."""
 
@@ -150,7 +161,7 @@ class CallForm:
         seen: dict[int, str] = {}
         for (place, *path), leaf in tree_leaves_with_path(values, is_leaf=_is_leaf):
             name = f"{names[place.idx]}{keystr(tuple(path))}"  # type: ignore[attr-defined]
-            marks[name] = _Again(seen[id(leaf)]) if id(leaf) in seen else _mark_of(leaf)
+            marks[name] = _Again(seen[id(leaf)]) if id(leaf) in seen else _mark_of(leaf, name)
             if isinstance(marks[name], _Input) and leaf.requires_grad:
                 seen[id(leaf)] = name
         specs = [None if _is_leaf(value) else tree_structure(value, _is_leaf) for value in values]
@@ -230,9 +241,11 @@ class CallForm:
     def by_name(
         self, args: Sequence[torch.Tensor], kwargs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The tensors of :meth:`split` under their names, but for those that are expanded."""
+        """The tensors of a call under their names, but for those that are expanded."""
         named = {**dict(zip(self.names, args, strict=True)), **kwargs}
-        return {n: t for n, t in named.items() if not isinstance(self.marks[n], _Expanded)}
+        kept = {n: t for n, t in named.items() if not isinstance(self.marks[n], _Expanded)}
+        laid_out = (n for n in kept if isinstance(self.marks[n], _Distributed))
+        return kept | {n: self.marks[n].given(kept[n]) for n in laid_out}
 
     @cached_property
     def caches(self) -> list[str]:
@@ -265,9 +278,13 @@ def _is_leaf(value: Any) -> bool:
     return not (isinstance(value, tuple) and hasattr(kind, "_fields"))
 
 
-def _mark_of(value: Any) -> Any:
+def _mark_of(value: Any, name: str) -> Any:
     if not isinstance(value, torch.Tensor) or not is_dense(value):
         return value
+    if is_awaited(value):
+        return _TENSOR
+    if spec_of(value) is not None:
+        return _Distributed(value, name) if _is_plain_tensor(local(value)) else value
     if not _is_plain_tensor(value):
         is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         return value if is_wrapper else _Attributed(value)
@@ -296,6 +313,8 @@ def _in_words(value: Any) -> str:
     if not is_dense(value):
         kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
         return f"a {kind} tensor and not dense"
+    if spec_of(value) is not None:
+        return repr(Layout(value, ""))
     if not _is_plain_tensor(value):
         return f"a {type(value).__name__}, a subclass of torch.Tensor whose methods no graph runs"
     if value.requires_grad and _expanded_dims(value):

@@ -27,8 +27,9 @@ from megatron_cg.capture.static_inputs import StaticInputs, version_of
 from megatron_cg.fsdp.find_sharding import Unsharded
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.call import CallForm
-from megatron_cg.integrations.standalone.results import attributes_of, tensors_of
+from megatron_cg.integrations.standalone.results import attributes_of, distributed_of, tensors_of
 from megatron_cg.integrations.standalone.sums import Autocast, Sums, autocast_now
+from megatron_cg.replay.dtensors import Layout
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import look
@@ -52,6 +53,8 @@ class Seen:
     """Around its forward pass."""
     recompute: str | None
     """Where a call of the step was made, if activation checkpointing may have made it."""
+    layouts: dict[Any, Layout]
+    """Of the DTensors that it returned and set, with the gradients that they got."""
 
     def samples(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Memory for the inputs of its graph."""
@@ -148,6 +151,7 @@ class Observer:
             {key: _maker(tensor) for key, tensor in given.items()},
             autocast_now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
+            before.layouts if before else {},
         )
         self.sums.begun(name, form.by_name(tensors, by_name))
 
@@ -155,8 +159,13 @@ class Observer:
         if not module.training or not torch.is_grad_enabled():
             return
         returned = tensors_of(outputs)
-        held = attributes_of(module.modules()).values()
-        self.sums.ended(name, list(filter(_has_node, (*returned, *held))))
+        held = attributes_of(module.modules())
+        self.sums.ended(name, list(filter(_has_node, (*returned, *held.values()))))
+        for key, tensor in distributed_of(outputs, held):
+            if tensor.requires_grad and not tensor.is_leaf:
+                layout = self._now[name].layouts.setdefault(key, Layout(tensor, f"result {key}"))
+                layout.refuse = lambda _varies: None  # At capture.
+                tensor.register_hook(layout.note)
         self._views += [
             (name, tensor, version_of(tensor))
             for tensor in returned

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from megatron_cg.replay.dtensors import Layout, is_awaited, spec_of, there
 from megatron_cg.replay.plain import is_plain, same_value
 
 Place = tuple[nn.Module, str]
@@ -45,10 +46,16 @@ class Results:
     """The containers around them; all types that torch's pytrees know."""
     attributes: Mapping[Place, Any]
     """The marks of the tensors that it set."""
+    layouts: Mapping[int, Layout]
+    """Of outputs of the graph that are DTensors, by number."""
 
     @classmethod
     def of(
-        cls, value: Any, attributes: Mapping[Place, Any], arguments: Mapping[str, torch.Tensor]
+        cls,
+        value: Any,
+        attributes: Mapping[Place, Any],
+        arguments: Mapping[str, torch.Tensor],
+        seen: Mapping[Any, Layout],
     ) -> tuple[Results, list[torch.Tensor]]:
         """The form of a pass, and the tensors that its graph returns.
 
@@ -56,25 +63,35 @@ class Results:
             value: what the pass returned.
             attributes: the tensors that it set.
             arguments: the tensors without a gradient that it was given, by name.
+            seen: the layouts of DTensors in the steps before; see :func:`distributed_of`.
         """
         tensors: list[torch.Tensor] = []
+        layouts: dict[int, Layout] = {}
+        distributed = {id(t): seen.get(key) for key, t in distributed_of(value, attributes)}
         marks = {id(given): _Tensor(name) for name, given in arguments.items()}
 
         def marked(leaf: Any) -> Any:
-            if type(leaf) not in (torch.Tensor, nn.Parameter):
+            is_tensor = type(leaf) in (torch.Tensor, nn.Parameter) or is_awaited(leaf)
+            if not is_tensor and id(leaf) not in distributed:
                 return leaf
             if id(leaf) not in marks:
-                marks[id(leaf)] = _Tensor(len(tensors))
-                tensors.append(leaf)
+                number = len(tensors)
+                marks[id(leaf)] = _Tensor(number)
+                if id(leaf) in distributed:
+                    layouts[number] = Layout.of_result(leaf, number, distributed[id(leaf)])
+                tensors.append(layouts[number].opened(leaf) if number in layouts else there(leaf))
             return marks[id(leaf)]
 
         leaves, spec = tree_flatten(value, is_plain)
         form = [marked(leaf) for leaf in leaves]
-        return cls(form, spec, {p: marked(one) for p, one in attributes.items()}), tensors
+        made = {p: marked(one) for p, one in attributes.items()}
+        return cls(form, spec, made, layouts), tensors
 
     def rebuild(self, outputs: Sequence[Any], arguments: Mapping[str, torch.Tensor]) -> Any:
         """Set the attributes, and return what the pass returns, with these tensors."""
         tensors: dict[Any, Any] = {**arguments, **dict(enumerate(outputs))}
+        for number, layout in self.layouts.items():
+            tensors[number] = layout.closed(tensors[number])
         for (module, name), mark in self.attributes.items():
             made = tensors[mark.key]
             # A copy: the attribute, and what a loop collects from it, outlive the pass.
@@ -102,11 +119,20 @@ class Results:
             if not isinstance(leaf, _Tensor) and not is_plain(leaf):
                 return f"returns, or sets as an attribute, a {type(leaf).__name__}"
         if before is None or (
-            (self.spec, self.attributes) == (before.spec, before.attributes)
+            (self.spec, self.attributes, self.layouts)
+            == (before.spec, before.attributes, before.layouts)
             and all(map(_same, self.leaves, before.leaves))
         ):
             return None
         return "returns, or sets as attributes, something else in each pass"
+
+
+def distributed_of(
+    value: Any, attributes: Mapping[Place, torch.Tensor]
+) -> list[tuple[Any, torch.Tensor]]:
+    """The DTensors that a pass returns, by number, and that it sets, by place."""
+    found = [*enumerate(tensors_of(value)), *attributes.items()]
+    return [(key, tensor) for key, tensor in found if spec_of(tensor) is not None]
 
 
 def _same(leaf: Any, other: Any) -> bool:

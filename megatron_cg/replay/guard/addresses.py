@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron_cg.replay.guard import Mismatch
 
@@ -120,13 +122,18 @@ def _reader(tensor: torch.Tensor, *, on_device: bool) -> Callable[[], object]:
         # Kernels of the device got its value at capture, so a change in place counts too.
         return lambda: (tensor.data_ptr(), tensor._version)
     if not is_quantized(tensor):
-        return tensor.data_ptr
+        return partial(_address, tensor) if isinstance(tensor, DTensor) else tensor.data_ptr
 
     def read() -> tuple[int, ...]:
         raw = (getattr(tensor, name, None) for name in _RAW)
         return tuple(part.data_ptr() for part in raw if isinstance(part, torch.Tensor))
 
     return read
+
+
+def _address(tensor: DTensor) -> int:
+    """Of its local tensor, which others may replace."""
+    return tensor._local_tensor.data_ptr()
 
 
 def _hex(address: object) -> str:
