@@ -48,6 +48,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from megatron_cg.errors import BufferInUseError, Violation
 from megatron_cg.fsdp.sharding import PerModule, lies_in
+from megatron_cg.replay.dtensors import local
 from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol, changed
 
@@ -195,7 +196,6 @@ def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
             "call fully_shard on each of them",
         )
     params = [param for group in groups for param in group.fsdp_params]
-    yield from _tensor_parallel(name, params)
     for param in params:
         child = param._module_info.param_name
         local = param.sharded_param.to_local()
@@ -214,26 +214,6 @@ def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
                 "fully_shard without offload_policy, or leave the unit out of units",
             )
             return
-
-
-def _tensor_parallel(name: str, params: Sequence[Any]) -> Iterator[Violation]:
-    """Units that another call, such as ``parallelize_module``, has made DTensors of before.
-
-    Its hooks on modules in the unit turn tensors into DTensors and exchange them. In torchtitan
-    0.3.0 their forwards do so, but the unit itself gets and returns DTensors. FSDP2 gathers the
-    local tensor of such a parameter, so its buffers have another size than the parameter.
-    """
-    names = [one._module_info.param_name for one in params if one.is_dtensor]
-    if names:
-        yield Violation(
-            "fsdp2-tensor-parallel",
-            f"{len(names)} of {len(params)} parameters of unit {name} are DTensors under "
-            f"fully_shard (the first is a {names[0]}), as parallelize_module makes them",
-            "hooks inside of it exchange its tensors, and a capture takes hooks off; or it gets "
-            "and returns DTensors, whose methods no graph runs",
-            "leave the unit out of units, or use tensor-parallel modules of plain tensors, such as "
-            "megatron-core's",
-        )
 
 
 def sharded_in(module: nn.Module) -> list[Any]:
@@ -333,7 +313,7 @@ def _point(param: Any, storages: Sequence[torch.UntypedStorage]) -> None:
     """Make one parameter lie in other memory, as the same ``nn.Parameter``."""
     pairs = zip(param.all_gather_outputs, storages, strict=True)
     param.all_gather_outputs = [lies_in(old, storage) for old, storage in pairs]
-    unsharded: nn.Parameter = param._unsharded_param
+    unsharded: torch.Tensor = local(param._unsharded_param)
     unsharded.data = torch.as_strided(
         param.all_gather_outputs[0], unsharded.size(), unsharded.stride(), storage_offset=0
     )
