@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--graphs", action="store_true", help="capture after --warmup steps")
     parser.add_argument("--compare", action="store_true", help="eagerly and with graphs")
     numbers = {"steps": 8, "warmup": 3, "microbatches": 2, "batch": 2, "seed": 1}
-    numbers |= {"layers": 4, "hidden": 64, "sequence": 32}
+    numbers |= {"layers": 4, "hidden": 64, "sequence": 32, "processes": 2}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--backend", choices=("native", "te"), default="native", help="on GPUs")
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         from megatron_cg.tools.cpu.launch import run_processes
 
-        run_processes(partial(run, args, "cpu"))
+        run_processes(partial(run, args, "cpu"), args.processes)
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -9,11 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
@@ -137,26 +132,6 @@ def test_fsdp2_modules_in_units_are_of_one_unit_and_cast_nothing(one_rank: None)
     assert (first.rule, second.rule) == ("shared-module", "fsdp2-casts-inside")
     assert first.found == "fully_shard was called on 1.1, which is in unit 0 too"
     assert "on 1 in unit 2 with a policy that casts its inputs" in second.found
-
-
-def test_fsdp2_units_of_dtensors_are_refused_once_each(one_rank: None) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)))
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model[0], mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh["dp"])
-    with pytest.raises(ConfigurationError) as error:
-        graph_units(model, ["*"], backend="tape")
-    (found,) = error.value.violations
-    assert found.rule == "fsdp2-tensor-parallel"
-    assert "4 of 4 parameters of unit 0 are DTensors" in found.found
-
-
-def test_units_whose_weights_are_dtensors_without_fully_shard_are_refused(one_rank: None) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
-    with pytest.raises(ConfigurationError, match="2 parameters of unit 0 are DTensors, such as we"):
-        graph_units(model, ["*"], backend="tape")
 
 
 @pytest.mark.parametrize("around", [True, False])
