@@ -53,7 +53,7 @@ Note [One stream a copy]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ from megatron_cg.fastpath.buckets import (
     wait_for,
 )
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
+from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of, without_factor
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over_cell, run_around
@@ -118,6 +119,10 @@ class GradientBucketing:
         """Detached weights that have one part of their gradient and wait for the other part."""
         self.copies = 0
         """Number of fused copies so far."""
+        self.scales = False
+        """Whether copies of whole buckets scale; see ``scaled_copies.py``."""
+        self.scaled = 0
+        """Number of those that did."""
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
             self._add(number, group)
 
@@ -300,24 +305,39 @@ class GradientBucketing:
         self._begin(bucket)
         if bucket.complete_with(len(part.weights)) and bucket.waiting:
             self._hand_over_waiting(bucket)
-        self._copy(bucket, part.weights, gradients)
-        self._tell(bucket, part.others, part.weights[-1])
+        scaled = self._copy(bucket, part.weights, gradients, whole=len(part.weights) == bucket.size)
+        with without_factor(bucket.gradients) if scaled else nullcontext():
+            self._tell(bucket, part.others, part.weights[-1])
 
     @torch.no_grad()
     def _copy(
-        self, bucket: Bucket, weights: list[nn.Parameter], gradients: list[torch.Tensor]
-    ) -> None:
+        self,
+        bucket: Bucket,
+        weights: list[nn.Parameter],
+        gradients: list[torch.Tensor],
+        *,
+        whole: bool = False,
+    ) -> bool:
+        """Copy gradients; if they are the ``whole`` bucket's, returns whether they are scaled."""
         self._make_room(bucket)
         buffer, dtype = bucket.gradients, None
-        if buffer.is_data_distributed:
+        # No other rank has a part of a buffer that is not distributed; it accumulates all
+        # microbatches of the step.
+        sums = not buffer.is_data_distributed
+        if not sums:
             dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
         pieces = bucket.views.of(buffer.fetch_bucket(dtype=dtype), weights)
-        if buffer.is_data_distributed:
-            torch._foreach_copy_(pieces, gradients)
-        else:
-            # No other rank has a part of this buffer; it accumulates all microbatches of the step.
-            torch._foreach_add_(pieces, gradients)
         self.copies += 1
+        if whole and self.scales and not bucket.handed_over and not self._ready(bucket):
+            store = self._fsdp.param_and_grad_buffer
+            factor = factor_of(store, bucket.number, buffer, pieces[0].dtype)
+            if factor is not None and (runs := runs_of(pieces, gradients)) is not None:
+                copy_scaled(runs, factor, sums=sums)
+                self.scaled += 1
+                return True
+        fused = torch._foreach_add_ if sums else torch._foreach_copy_
+        fused(pieces, gradients)
+        return False
 
     def _ready(self, bucket: Bucket) -> set[nn.Parameter]:
         """Megatron-FSDP's own set of parameters in the bucket, until it is reduced and freed."""

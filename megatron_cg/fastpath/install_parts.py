@@ -6,11 +6,21 @@ import logging
 from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import ExitStack
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import nn
 
-from megatron_cg.fastpath import bucketing, buckets, gather, local_tensors, main_weights, unshard
+from megatron_cg.fastpath import (
+    bucketing,
+    buckets,
+    gather,
+    local_tensors,
+    main_weights,
+    scaled_copies,
+    unshard,
+)
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import (
     DetachedWeights,
@@ -22,7 +32,7 @@ from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.fsdp_symbols import unknown_bodies
 from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.upstream.patch import Undo
+from megatron_cg.upstream.patch import Undo, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -78,6 +88,7 @@ class FastPath:
         # Without "unshard" nothing reports the end of a unit's backward pass.
         replaces = (*bucketing.REPLACES, *unshard.REPLACES)
         self._add("gradients", self._bucket_gradients, replaces)
+        self._add("scaled-copies", self._scale_copies, scaled_copies.REPLACES)
         in_turn = self._fsdp.param_and_grad_buffer.double_buf_units
         if self._fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
             self._add("ordered-gradients", lambda: buckets.order_copies(self._fsdp))
@@ -105,6 +116,11 @@ class FastPath:
             raise NotApplicableError("each gradient is checked for NaN by itself")
         self.bucketing, undo = bucketing.install_gradients(self._fsdp)
         return undo
+
+    def _scale_copies(self) -> Undo:
+        if self.bucketing is None or (torch.cuda.is_available() and find_spec("triton") is None):
+            raise NotApplicableError("gradients are left to Megatron-FSDP, or Triton is missing")
+        return set_attribute(self.bucketing, "scales", True)
 
     def _detaches(self, graphed: Container[nn.Module]) -> DetachedWeights:
         """Return the instance that both parts share: a weight is detached only once."""

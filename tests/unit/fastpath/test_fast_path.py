@@ -24,7 +24,7 @@ from tests.unit.trainers import trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS, MICROBATCHES = 4, 1, 2, 2
 PARTS = [
-    *("gradients", "detached-weights-of-graphs", "unshard", "gathers"),
+    *("gradients", "scaled-copies", "detached-weights-of-graphs", "unshard", "gathers"),
     *("main-gradients", "main-weights"),
 ]
 MANY: dict[str, Any] = {
@@ -322,7 +322,7 @@ def test_numbers_and_shards_are_those_of_an_eager_run(
                 assert runs[way][key] == runs["eager"][key], way
 
 
-OF_GRADIENTS = {"gradients", "detached-weights-of-graphs", "deferred-prefetch"}
+OF_GRADIENTS = {"gradients", "scaled-copies", "detached-weights-of-graphs", "deferred-prefetch"}
 OFF = {
     "ZeRO-1": OF_GRADIENTS,
     "ZeRO-2": OF_GRADIENTS,

@@ -48,9 +48,12 @@ OVERLAPPED: dict[str, Any] = {
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 V2 = {"megatron_fsdp_version": 2}
 ONE_CHOICE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+AVERAGED = {"calculate_per_token_loss": False}
 MODELS = {
-    "one rank has all experts": Model(),
-    "experts on two ranks": Model(2, ways=("eager", "graphs", "fast", "router", "layer", "peer")),
+    "one rank has all experts": Model(options=AVERAGED),
+    "experts on two ranks": Model(
+        2, AVERAGED, ways=("eager", "graphs", "fast", "router", "layer", "peer")
+    ),
     "one expert a rank, probabilities on the input": Model(
         2, {**ONE_CHOICE, "moe_apply_probs_on_input": True}, experts=2
     ),
@@ -100,18 +103,20 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         )
         made_of = trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES)
         trainer = undo.enter_context(made_of)
-        steps, counters, parts = [], Counters(), list[str]()
+        steps, counters, parts, scaled = [], Counters(), list[str](), 0
         for step in range(STEPS):
             if graphs and step == WARMUP:
                 session = trainer.capture(TapeBackend(), Agreement(), fast_path=way in FAST)
                 counters = session.counters
                 parts = session.fast_path.parts if session.fast_path is not None else []
             steps.append([number.hex() for number in trainer.step()])
+        if parts and "gradients" in parts:
+            scaled = session.fast_path.bucketing.scaled
         device = counts_on_device(trainer.model)
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
         copied = bool(grouped_gemm._copied)
         made: dict[str, Any] = {"peers": peer_memory_of(trainer.model) is not None}
-        made |= {"device": device, "parts": list(parts)}
+        made |= {"device": device, "parts": list(parts), "scaled": scaled}
         return {"copied": copied, "steps": steps, **made, **shown}
 
 
@@ -153,7 +158,11 @@ def test_whole_layers_were_replayed(results: list[dict[str, Any]], model: str, w
         assert one["peers"] == (way == "peer")
         assert one["captured"] == LAYERS * graphs and one["eager"] == 0
         assert one["replayed"] == replayed * graphs
-        assert ("gradients" in one["parts"]) == (way in FAST and not MODELS[model].fsdp)
+        fast = way in FAST and not MODELS[model].fsdp
+        assert ("gradients" in one["parts"]) == fast
+        # The gradients of the experts, which come as two runs. A layer's dense weights are more.
+        scales = fast and MODELS[model].options is AVERAGED
+        assert one["scaled"] == (replayed if scales else 0)
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids=" ".join)

@@ -1,0 +1,120 @@
+"""Gradients that are scaled while they are copied: which ones, and the bits of the kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of, without_factor
+
+SUMS = """
+import json
+import torch
+from megatron_cg.fastpath.gradient_kernels import add_scaled
+
+torch.manual_seed(0)
+found = {}
+for dtype in (torch.float16, torch.float32):
+    for count, factor in ((5000, 0.5), (4096, 1 / 3), (1, 0.25), (33, 1.0)):
+        target, source = (torch.randn(count).mul(scale).to(dtype) for scale in (1, 3e-3))
+        source[:1] = torch.inf
+        source[1::7], target[1::7] = -0.0, 0.0
+        target[2::5] = torch.finfo(dtype).tiny
+        expected = target.clone().add_(source).mul_(factor)
+        add_scaled(target, source, factor)
+        found[f"{dtype} {count}"] = torch.equal(
+            target.view(torch.uint8), expected.view(torch.uint8)
+        )
+print(json.dumps(found))
+"""
+"""Memory of one process, which Triton's interpreter works on; it is chosen before an import.
+
+It cuts float32 to bfloat16 without rounding, so that is tested on a GPU.
+"""
+
+
+def test_the_kernel_has_the_bits_of_an_addition_and_a_multiplication() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SUMS],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert len(found) == 8 and all(found.values()), found
+
+
+def pieces(*sizes: int, dtype: torch.dtype = torch.bfloat16, gap: int = 0) -> list[torch.Tensor]:
+    """Tensors in one storage, ``gap`` elements apart."""
+    storage = torch.arange(sum(sizes) + gap * len(sizes)).to(dtype)
+    made, begin = [], 0
+    for size in sizes:
+        made.append(storage[begin : begin + size].view(2, -1))
+        begin += size + gap
+    return made
+
+
+@pytest.mark.parametrize("sums", [True, False], ids=["summed", "sharded"])
+def test_what_lies_side_by_side_is_one_run(sums: bool) -> None:
+    bucket, gradients = pieces(4, 4, 4, 8, 8), [*pieces(4, 4, 4), *pieces(8, 8)]
+    pairs = list(zip(bucket, gradients, strict=True))
+    expected = [(piece + own if sums else own) * 0.5 for piece, own in pairs]
+    runs = runs_of(bucket, gradients)
+    assert runs is not None and [len(piece) for piece, _ in runs] == [12, 16]
+    copy_scaled(runs, 0.5, sums=sums)
+    assert all(map(torch.equal, bucket, expected))
+
+
+def test_what_is_apart_or_of_another_dtype_is_left_to_megatron_fsdp() -> None:
+    assert len(runs_of(pieces(4, 4, gap=2), pieces(4, 4)) or ()) == 2
+    assert runs_of(pieces(*[4] * 5, gap=1), pieces(*[4] * 5)) is None
+    assert runs_of(pieces(4, 4), pieces(4, 4, dtype=torch.float32)) is None
+    assert runs_of(pieces(4, 4), [p.t() for p in pieces(4, 4)]) is None
+    apart = [piece.clone() for piece in pieces(4, 4)]
+    assert len(runs_of(pieces(4, 4), apart) or ()) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [
+        ({}, 0.5),
+        ({"average_in_collective": True}, None),
+        ({"dtype": torch.float32}, None),
+        ({"dtype": torch.float32, "gradient_reduce_div_fusion": False}, 0.5),
+        ({"dtype": torch.float64, "gradient_reduce_div_fusion": False}, None),
+        ({"comm": torch.float32}, None),
+        ({"comm": torch.float32, "sharded": True}, 0.5),
+        ({"group": [0, 1]}, None),
+        ({"factor": None}, None),
+    ],
+    ids=str,
+)
+def test_a_bucket_is_scaled_here_only_if_megatron_fsdp_would_multiply_it(
+    change: dict[str, Any], factor: float | None
+) -> None:
+    config = SimpleNamespace(
+        average_in_collective=change.get("average_in_collective", False),
+        gradient_reduce_div_fusion=change.get("gradient_reduce_div_fusion", True),
+    )
+    buffer = SimpleNamespace(
+        ddp_config=config,
+        is_data_distributed=change.get("sharded", False),
+        gradient_scaling_factor=change.get("factor", 0.5),
+    )
+    policy = SimpleNamespace(grad_comm_dtype=change.get("comm"))
+    store = SimpleNamespace(mp_policy=policy, bucket_to_bucket_group={0: change.get("group", [0])})
+    assert factor_of(store, 0, buffer, change.get("dtype", torch.bfloat16)) == factor
+    with pytest.raises(KeyError), without_factor(buffer):
+        assert buffer.gradient_scaling_factor is None
+        raise KeyError
+    assert buffer.gradient_scaling_factor == change.get("factor", 0.5)
