@@ -172,5 +172,5 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             self.bound.watch(self.input_splits)
             received = clipped(received, slot)
             self.tokens_per_expert = received.sum(0)
-        self._sent = find_places(self.input_splits.unsqueeze(1), slot, sent)
+        self._sent = find_places(self.input_splits.unsqueeze(1), slot, sent, whole=True)
         self._received = find_places(received, slot, self.ep_size * slot)

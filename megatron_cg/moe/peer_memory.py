@@ -142,16 +142,20 @@ class PeerMemory:
         """Raises CaptureError on all ranks if they cannot map each other's memory."""
         if not rows.is_cuda:
             return Collective(self._group)(rows, here, there)
-        from megatron_cg.moe.peer_kernel import write_rows
+        from megatron_cg.moe.peer_kernel import read_rows, write_rows
 
         flat = rows.contiguous().view(len(rows), -1)
         slots = self._of(len(here.packed), flat.shape[1] * flat.element_size())
         in_graph = torch.cuda.is_current_stream_capturing()
         limit = 0 if in_graph else round(LIMIT.total_seconds() * 1000)
         slots.handle.barrier(timeout_ms=limit)
-        write_rows(flat, here.in_slots, slots.addresses, slots.handle.rank, len(here.packed))
+        rank, count = slots.handle.rank, len(here.packed)
+        write_rows(flat, here.in_slots, slots.addresses, rank, count)
         slots.handle.barrier(timeout_ms=limit)
-        received = slots.rows.view(flat.dtype).index_select(0, there.in_slots)
+        slot = count // len(slots.addresses)
+        received = read_rows(
+            slots.rows, flat, here.packed, there.in_slots, there.used, rank=rank, slot=slot
+        )
         return received.view(len(received), *rows.shape[1:])
 
     def _of(self, places: int, size: int) -> _Slots:

@@ -8,12 +8,14 @@ Note [Slots]
     ``peer_memory.py``.
 
 Note [Padding]
-    Padding may be anything. No result has it: a row that came from no rank is zero.
+    Padding may be anything. No result has it: a row that a slot had no room for is zero. A rank
+    that gets fewer rows than fit has rows at the end that nothing reads. They may be anything too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -27,23 +29,31 @@ class Places(NamedTuple):
     """Int64 ``[ranks * slot]``: of each place in the slots, its packed row."""
     in_slots: torch.Tensor
     """Int64 ``[rows]``: of each packed row, its place in the slots; ``ranks * slot`` if none."""
+    used: torch.Tensor
+    """Int64 ``[1]``: how many packed rows are read; what lies beyond them may be anything."""
 
 
 Transport = Callable[[torch.Tensor, Places, Places], torch.Tensor]
 """Sends rows that are packed as the first places say; returns those of the second, packed.
 
-``[rows, ...]`` both; all ranks call it. What has no place is not sent, and received as zero.
+``[rows, ...]`` both; all ranks call it. What has no place is not sent, and received as zero if it
+is among the rows that are used.
 """
 
 
-def find_places(counts: torch.Tensor, slot: int, rows: int) -> Places:
+def find_places(counts: torch.Tensor, slot: int, rows: int, *, whole: bool = False) -> Places:
     """Find where rows lie that are packed by expert, then by rank, and by expert in each slot.
 
     Args:
         counts: int64 ``[ranks, experts]``: rows for each expert that are exchanged with each rank.
         slot: rows of a slot. What a rank has beyond it has no place in the slots.
         rows: the number of packed rows, at least as many as all counts add up to.
+        whole: whether those beyond all counts are read too. They are received as zero.
     """
+    if counts.is_cuda and find_spec("triton") is not None:
+        from megatron_cg.moe.place_kernel import places_of
+
+        return Places(*places_of(counts, slot, rows, whole=whole))
     ranks, experts = counts.shape
     device = counts.device
     ends_in_slot = counts.cumsum(1)
@@ -62,7 +72,8 @@ def find_places(counts: torch.Tensor, slot: int, rows: int) -> Places:
     expert = torch.searchsorted(ends_in_slot, place, right=True).clamp_(max=experts - 1)
     before = starts.view(experts, ranks).t() - starts_in_slot
     packed = (before.gather(1, expert) + place).where(place < ends_in_slot[:, -1:], 0)
-    return Places(packed.view(-1), in_slots)
+    used = torch.full_like(ends[-1:], rows) if whole else ends[-1:]
+    return Places(packed.view(-1), in_slots, used)
 
 
 def exchange(rows: torch.Tensor, here: Places, there: Places, transport: Transport) -> torch.Tensor:
@@ -72,7 +83,7 @@ def exchange(rows: torch.Tensor, here: Places, there: Places, transport: Transpo
     packed as ``there`` says. All ranks have slots of the same size.
     """
     apply: Any = _Exchange.apply
-    result: torch.Tensor = apply(rows, *here, *there, transport)
+    result: torch.Tensor = apply(rows, transport, *here, *there)
     return result
 
 
@@ -83,25 +94,24 @@ class _Exchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: PLR0917 - tensors that autograd has to see
-        ctx: Any,
-        rows: torch.Tensor,
-        packed_here: torch.Tensor,
-        in_slots_here: torch.Tensor,
-        packed_there: torch.Tensor,
-        in_slots_there: torch.Tensor,
-        transport: Transport,
+    def forward(
+        ctx: Any, rows: torch.Tensor, transport: Transport, *places: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(packed_here, in_slots_here, packed_there, in_slots_there)
+        """``places`` are those here and there, as tensors that autograd has to see."""
+        ctx.save_for_backward(*places)
         ctx.transport = transport
-        here, there = Places(packed_here, in_slots_here), Places(packed_there, in_slots_there)
-        return transport(rows, here, there)
+        return transport(rows, *_here_and_there(places))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        saved = ctx.saved_tensors
-        back = ctx.transport(gradients[0], Places(*saved[2:]), Places(*saved[:2]))
-        return back, None, None, None, None, None
+        here, there = _here_and_there(ctx.saved_tensors)
+        back = ctx.transport(gradients[0], there, here)
+        return back, None, *[None] * len(ctx.saved_tensors)
+
+
+def _here_and_there(tensors: Sequence[torch.Tensor]) -> tuple[Places, Places]:
+    half = len(Places._fields)
+    return Places(*tensors[:half]), Places(*tensors[half:])
 
 
 class Collective:

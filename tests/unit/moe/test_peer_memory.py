@@ -27,13 +27,14 @@ pytestmark = pytest.mark.fault
 WRITES = """
 import json
 import torch
-from megatron_cg.moe.peer_kernel import write_rows
+from megatron_cg.moe.peer_kernel import read_rows, write_rows
 
 RANKS, SLOT, RANK = 2, 7, 1
 PLACES = [0, 13, 7, 8, 14, 9, 20, 2, 1]
+OWN = [place for place in PLACES if 7 <= place < 14]
 found = {}
 for dtype, width in ((torch.bfloat16, 2048), (torch.float32, 1), (torch.bfloat16, 5),
-                     (torch.float32, 700), (torch.uint8, 3)):
+                     (torch.float32, 700), (torch.uint8, 3), (torch.bfloat16, 768)):
     rows = torch.arange(len(PLACES) * width).view(len(PLACES), width).add(1).to(dtype)
     slots, expected = (
         [torch.zeros(RANKS * SLOT + 1, width, dtype=dtype) for _ in range(RANKS)] for _ in range(2)
@@ -41,15 +42,28 @@ for dtype, width in ((torch.bfloat16, 2048), (torch.float32, 1), (torch.bfloat16
     addresses = torch.tensor([of_rank.data_ptr() for of_rank in slots])
     write_rows(rows, torch.tensor(PLACES), addresses, RANK, RANKS * SLOT)
     for row, place in zip(rows, PLACES):
-        if place < RANKS * SLOT:
+        if place < SLOT:
             expected[place // SLOT][RANK * SLOT + place % SLOT] = row
-    found[f"{dtype} {width}"] = all(map(torch.equal, slots, expected))
+    found[f"{dtype} {width} written"] = all(map(torch.equal, slots, expected))
+
+    mine = slots[RANK].view(torch.uint8)
+    mine.copy_(torch.arange(mine.numel()).view(mine.shape).to(torch.uint8) % 127)
+    packed = torch.zeros(RANKS * SLOT, dtype=torch.long)
+    packed[OWN] = torch.tensor([PLACES.index(place) for place in OWN])
+    places = torch.tensor([3, OWN[1], 14, 0, OWN[2], 6, 4])
+    got = read_rows(mine, rows, packed, places, torch.tensor([5]), rank=RANK, slot=SLOT)
+    wanted = slots[RANK].clone()
+    wanted[-1] = 0
+    wanted[OWN] = rows[packed[OWN]]
+    found[f"{dtype} {width} read"] = got.shape == (7, width) and torch.equal(
+        got[:5].view(torch.uint8), wanted[places[:5]].view(torch.uint8)
+    )
 print(json.dumps(found))
 """
 """Memory of one process, written to by Triton's interpreter, which is chosen before an import."""
 
 
-def test_each_row_is_written_to_its_slot_and_to_nothing_else() -> None:
+def test_each_row_comes_to_its_place_and_to_no_other() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ended = subprocess.run(
         [sys.executable, "-c", WRITES],
@@ -61,7 +75,7 @@ def test_each_row_is_written_to_its_slot_and_to_nothing_else() -> None:
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout.splitlines()[-1])
-    assert len(found) == 5 and all(found.values()), found
+    assert len(found) == 12 and all(found.values()), found
 
 
 class Stands:
@@ -240,7 +254,15 @@ def test_rows_are_written_between_two_barriers_and_read_after_them(
         (slots,) = memory._slots.values()
         slots.rows.view(rows.dtype)[places[places < count]] = rows[places < count]
 
+    def read(
+        slots: torch.Tensor, rows: torch.Tensor, _: Any, places: Any, used: Any, **named: int
+    ) -> torch.Tensor:
+        done.append("read")
+        assert named == {"rank": 0, "slot": 4} and used == 3
+        return slots.view(rows.dtype).index_select(0, places)
+
     monkeypatch.setattr(peer_kernel, "write_rows", write)
+    monkeypatch.setattr(peer_kernel, "read_rows", read)
     sent = torch.arange(1.0, 1.0 + 5 * math.prod(shape)).view(5, *shape)
     here, there = (find_places(torch.tensor([[n]]), 4, rows) for n, rows in ((4, 5), (3, 6)))
 
@@ -249,11 +271,11 @@ def test_rows_are_written_between_two_barriers_and_read_after_them(
 
     memory._of(4, math.prod(shape) * 4).handle.barrier = barrier
     received = memory(sent.as_subclass(OnGpu), here, there)
-    assert done == ["barrier of 10 minutes", "write", "barrier of 10 minutes"]
+    assert done == ["barrier of 10 minutes", "write", "barrier of 10 minutes", "read"]
     done.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     memory(sent.as_subclass(OnGpu), here, there)
-    assert done == ["barrier of 0 minutes", "write", "barrier of 0 minutes"]
+    assert done == ["barrier of 0 minutes", "write", "barrier of 0 minutes", "read"]
     assert torch.equal(received[:3], sent[:3]) and not received[3:].any()
 
 

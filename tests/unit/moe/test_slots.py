@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -37,7 +41,9 @@ def test_rows_are_packed_by_expert_then_by_rank_and_others_have_no_place(
 ) -> None:
     order = chunks(given)
     used = len(order)
-    packed, in_slots = find_places(torch.tensor(given), SLOT, used + MORE)
+    packed, in_slots, read = find_places(torch.tensor(given), SLOT, used + MORE)
+    assert read.tolist() == [used]
+    assert find_places(torch.tensor(given), SLOT, used + MORE, whole=True).used == used + MORE
     expected = [SLOT * rank + inside for _, rank, inside in order]
     assert in_slots[:used].tolist() == expected
     assert set(in_slots[used:].tolist()) == {len(given) * SLOT}
@@ -61,3 +67,34 @@ def test_a_slot_may_be_full_and_what_it_has_no_room_for_has_no_place(
 ) -> None:
     found = find_places(torch.tensor(counts), 3, sum(map(sum, counts)))
     assert (found.packed.tolist(), found.in_slots.tolist()) == (packed, in_slots)
+
+
+KERNEL = """
+import sys
+import torch
+from megatron_cg.moe.place_kernel import places_of
+from megatron_cg.moe.slots import find_places
+
+torch.manual_seed(0)
+for case in range(24):
+    ranks, experts = (1, 2, 3, 4)[case % 4], (1, 5, 16)[case % 3]
+    counts = torch.randint(0, (4, 900, 3000)[case % 3], (ranks, experts))
+    counts[torch.rand(ranks, experts) < 0.3] = 0
+    slot, whole = int(counts.sum(1).amax()) // (1 + case % 2) + 1, case % 5 == 0
+    given = (counts, slot, int(counts.sum()) + 1500 * (case % 3))
+    ours, torchs = places_of(*given, whole=whole), find_places(*given, whole=whole)
+    assert all(map(torch.equal, ours, torchs)), given
+print("equal")
+"""
+
+
+def test_the_kernel_finds_the_same_places() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KERNEL],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.stdout.endswith("equal\n"), ended.stderr[-3000:]
