@@ -16,6 +16,7 @@ from megatron_cg.fastpath import (
     bucketing,
     buckets,
     gather,
+    host_reads,
     local_tensors,
     main_weights,
     scaled_copies,
@@ -170,6 +171,9 @@ def install(
         if optimizers:
             add("clipping", lambda: local.install_clip(optimizers), local.REPLACES_CLIPPING)
             add("optimizer", lambda: local.install_adam(optimizers), local.REPLACES_STEP)
+            add(
+                "host-reads", lambda: host_reads.install_host_reads(optimizers), host_reads.REPLACES
+            )
     except BaseException:
         path.close()
         raise
