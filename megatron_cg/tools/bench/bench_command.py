@@ -59,7 +59,11 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         results: dict[str, Any] = {
             "schema": SCHEMA,
             "machine": machine(),
-            "settings": {"settle_steps": args.settle_steps, "steps": args.steps},
+            "settings": {
+                "settle_steps": args.settle_steps,
+                "steps": args.steps,
+                "log_interval": args.log_interval,
+            },
             "runs": [],
         }
         _write(args.out, results)  # It may not be writable, and the runs take long.
@@ -103,7 +107,9 @@ def _planned(
     for number in range(1, args.rounds + 1):
         for name in names if number % 2 else reversed(names):
             steps = args.settle_steps + args.steps
-            runs.append(PlannedRun(name, number, edited(line, name, steps=steps)))
+            runs.append(
+                PlannedRun(name, number, edited(line, name, steps=steps, every=args.log_interval))
+            )
     for name in names if args.profile else ():
         begin = args.settle_steps
         made = edited(line, name, steps=begin + _PROFILED + 1)
@@ -138,7 +144,9 @@ def _made(planned: PlannedRun, folder: Path, args: argparse.Namespace) -> dict[s
         if planned.profile:
             made |= read_trace(folder / "torch_profile" / "rank-0.json.gz", _PROFILED)
         else:
-            made |= read_log(text, settle=args.settle_steps, steps=args.steps)
+            made |= read_log(
+                text, settle=args.settle_steps, steps=args.steps, every=args.log_interval
+            )
     except BenchError as error:
         made["error"] = str(error)
         made["tail"] = log_tail(text).splitlines()[-_TAIL:]

@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="steps before them, capture included (default 30)",
     )
     add(
+        "--log-interval",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="Megatron logs the mean of N steps, and waits for the GPU to do so (default 1)",
+    )
+    add(
         "--rounds",
         type=positive,
         default=1,
