@@ -31,7 +31,7 @@ from megatron_cg.consensus.decision import AgreementError, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError
 from megatron_cg.events import CaptureBegan, CaptureEnded, emit
-from megatron_cg.fastpath import FastPath
+from megatron_cg.fastpath import FastPath, install_under_v2
 from megatron_cg.fastpath import install as install_fast_path
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
@@ -206,19 +206,25 @@ class Session:
             unit.collectives = unit.name in with_collectives
 
     def _install_fast_path(self) -> None:
-        if not self._shortens or self._sharding.megatron_fsdp is None:
+        if not self._shortens:
             return
-        self.fast_path = install_fast_path(
-            self._sharding.megatron_fsdp,
-            self._backend.scratch(),
-            self._optimizers,
-            {module for unit in self._units for top in unit.graphed for module in top.modules()},
-            [
-                self._backend.replay_function(graph.graph)
-                for unit in self._units
-                for graph in _graphs(unit.layer)
-            ],
-        )
+        if self._sharding.groups:
+            self.fast_path = install_under_v2(self._sharding.groups)
+        elif self._sharding.megatron_fsdp is None:
+            return
+        else:
+            units = self._units
+            self.fast_path = install_fast_path(
+                self._sharding.megatron_fsdp,
+                self._backend.scratch(),
+                self._optimizers,
+                {module for unit in units for top in unit.graphed for module in top.modules()},
+                [
+                    self._backend.replay_function(graph.graph)
+                    for unit in units
+                    for graph in _graphs(unit.layer)
+                ],
+            )
         self._undo.callback(self.fast_path.close)
         self.mismatches.issue_held = self.fast_path.deferred.issue
 

@@ -4,6 +4,6 @@ Results are bitwise identical: the same values are copied to the same places, an
 Megatron-FSDP's order. ``docs/fast_path.md`` lists what each part replaces.
 """
 
-from megatron_cg.fastpath.install_parts import FastPath, install
+from megatron_cg.fastpath.install_parts import FastPath, install, install_under_v2
 
-__all__ = ["FastPath", "install"]
+__all__ = ["FastPath", "install", "install_under_v2"]

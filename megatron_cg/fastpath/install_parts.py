@@ -22,6 +22,7 @@ from megatron_cg.fastpath import (
     scaled_copies,
     unshard,
 )
+from megatron_cg.fastpath import v2_buffers as v2
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import (
     DetachedWeights,
@@ -131,6 +132,11 @@ class FastPath:
             self._detached = DetachedWeights(self._fsdp.module, self.bucketing, graphed)
         return self._detached
 
+    def _logged(self) -> FastPath:
+        for name, why in self.left_out.items():
+            logger.info("FSDP fast path: %s left to Megatron-FSDP, because %s.", name, why)
+        return self
+
     def _unit_is_done(self, unit: nn.Module) -> None:
         if self.bucketing is not None:
             self.bucketing.unit_is_done(unit)
@@ -177,6 +183,16 @@ def install(
     except BaseException:
         path.close()
         raise
-    for name, why in path.left_out.items():
-        logger.info("FSDP fast path: %s left to Megatron-FSDP, because %s.", name, why)
-    return path
+    return path._logged()
+
+
+def install_under_v2(groups: Sequence[Any]) -> FastPath:
+    """Install the parts for Megatron-FSDP v2's groups of parameters, as :func:`install`."""
+    path = FastPath(groups[0])
+    try:
+        path._add("layouts", lambda: v2.keep_layouts(groups[0]), v2.REPLACES_LAYOUTS)
+        path._add("views", lambda: v2.keep_views(groups), v2.REPLACES_VIEWS)
+    except BaseException:
+        path.close()
+        raise
+    return path._logged()

@@ -34,12 +34,12 @@ def fsdp_function(
     return _in_both(path, expected, parameters=parameters, fingerprints=fingerprints)
 
 
-def fsdp_v2(path: str, expected: str, *attributes: str) -> tuple[Symbol, ...]:
+def fsdp_v2(
+    path: str, expected: str, *attributes: str, fingerprints: tuple[str, ...] = ()
+) -> tuple[Symbol, ...]:
     """A class or function of Megatron-FSDP v2, by its path below ``experimental``."""
-    return tuple(
-        Symbol(f"{package}.experimental.{path}", expected, attributes=attributes)
-        for package in _PLACES
-    )
+    more = {"attributes": attributes, "fingerprints": fingerprints}
+    return tuple(Symbol(f"{one}.experimental.{path}", expected, **more) for one in _PLACES)
 
 
 def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol, ...]:
@@ -48,7 +48,7 @@ def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol,
 
 
 def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
-    """Why our replacements of ``symbols`` may not be right for this ``MegatronFSDP``.
+    """Why our replacements of ``symbols`` may not be right for this object of Megatron-FSDP's.
 
     Does not check functions of modules that are not loaded, or of the other package of
     Megatron-FSDP.

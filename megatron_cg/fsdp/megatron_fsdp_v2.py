@@ -105,6 +105,7 @@ class MegatronFsdpV2(PerModule):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
+        self.groups = [g for each in filter(is_sharded, model.modules()) for g in _groups(each)]
         self._together: dict[nn.Module, list[nn.Module]] = {}
         self._places: dict[nn.Module, int] = {}
 

@@ -43,6 +43,8 @@ class Sharding:
     """The module in which units are named."""
     megatron_fsdp: Any = None
     """The ``MegatronFSDP``, whose bookkeeping the fast path shortens; None for anything else."""
+    groups: Sequence[Any] = ()
+    """Megatron-FSDP v2's groups of parameters, for which the same is done."""
     counts_gradients = False
     """Whether gradients are reduced as soon as all parameters of a bucket have got theirs; see
     ``replay/eager_passes.py``."""

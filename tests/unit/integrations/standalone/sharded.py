@@ -308,11 +308,18 @@ def eager(**case: Any) -> Run:
 
 def trained(case: Case) -> dict[str, Any]:
     """Train eagerly and with graphs; what a test needs to know of it."""
-    run = Run(case)
-    run.train(graphed=True)
+    run, parts = Run(case), []
+
+    def look() -> None:
+        session = run.graphs.session if run.graphs is not None else None
+        if session is not None and session.fast_path is not None:
+            parts.extend(session.fast_path.parts)
+
+    run.train(graphed=True, then=look)
     assert run.graphs is not None
     alike = {name: value for name, value in vars(case).items() if name != "options"}
-    return {"equal": equal(eager(**alike), run), "counters": run.graphs.counters.as_dict()}
+    counters = run.graphs.counters.as_dict()
+    return {"equal": equal(eager(**alike), run), "counters": counters, "parts": parts}
 
 
 def closed_while(case: Case, unsharded: Callable[[Run, int], object]) -> bool:

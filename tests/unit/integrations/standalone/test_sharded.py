@@ -365,6 +365,12 @@ def test_a_verified_replay_compares_gradients_too(reports: list[dict[str, Any]],
         assert counters["verified"] == counters["gradients_verified"] == counters["replayed"]
 
 
+def test_every_part_of_the_fast_path_is_on_under_v2(reports: list[dict[str, Any]]) -> None:
+    for report, name in ((report, name) for report in reports for name in CASES):
+        if name.startswith("v2"):
+            assert report[name]["parts"] == ["layouts", "views"]
+
+
 def test_units_of_one_shape_share_their_unsharded_memory(reports: list[dict[str, Any]]) -> None:
     """Under v2 they alternate between two buffers."""
     for report in reports:
