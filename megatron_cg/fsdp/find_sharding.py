@@ -17,6 +17,7 @@ from megatron_cg.fsdp.fully_shard import FullyShard
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp, find_megatron_fsdp
 from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2, is_sharded
 from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.replay.dtensors import spec_of
 from megatron_cg.upstream.patch import instances, nothing_frozen
 
 
@@ -91,6 +92,10 @@ class Unsharded(Sharding):
         self.network = wrapped.get_submodule("module") if ddp else wrapped
         self.name = "DistributedDataParallel" if ddp else "no sharding"
         self._is_ddp = ddp
+
+    def is_distributed(self, module: nn.Module) -> bool:
+        """As after ``parallelize_module``, and in torchtitan's SimpleFSDP."""
+        return any(map(spec_of, module.parameters()))
 
     def may_renew_accumulators(self, layers: Sequence[nn.Module]) -> bool:
         """See :class:`Sharding`: not if a wrapper has its hooks on them, in the module tree or not.

@@ -102,6 +102,10 @@ class FullyShard(PerModule):
             "leave the unit out of units, or name the modules in it that have parameters",
         )
 
+    def is_distributed(self, module: nn.Module) -> bool:
+        """As after ``parallelize_module``: what FSDP2 gathers is a DTensor then."""
+        return any(param.is_dtensor for group in groups_of(module) for param in group.fsdp_params)
+
     def is_unit(self, module: nn.Module) -> bool:
         """Whether ``fully_shard`` was called on it."""
         return isinstance(module, FSDPModule)

@@ -57,6 +57,10 @@ class Sharding:
         """Every reason why one of these modules, by name, cannot be captured."""
         return ()
 
+    def is_distributed(self, module: nn.Module) -> bool:
+        """Whether weights of this module are DTensors in its forward pass."""
+        return False
+
     def is_unit(self, module: nn.Module) -> bool:
         """Whether the sharding gathers and frees the parameters of this module by themselves."""
         return False

@@ -196,7 +196,7 @@ def train_step(model: Any, optimizer: Any, data: Iterator[torch.Tensor]) -> tupl
 
 def local_norm(optimizer: Any) -> float:
     """The norm of this rank's shards of the gradient, where Megatron cannot compute the whole."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cuda" if GPU else "cpu")
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:

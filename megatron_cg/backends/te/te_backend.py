@@ -25,10 +25,8 @@ from torch import nn
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.cuda_cleanup import leave_pool, stream_kept, waited_for
 from megatron_cg.backends.te.te_if_loaded import END_CAPTURING, FP8, GRAPH, IS_CAPTURING
-from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay.depends_on import Entry
-from megatron_cg.replay.dtensors import spec_of
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import cells_of, set_attribute, set_cell, undone_after
 from megatron_cg.upstream.symbols import Symbol, changed
@@ -75,12 +73,7 @@ class TransformerEngineBackend(Backend):
         capture_time_hooks: Sequence[CaptureTimeHooks],
         **options: Any,
     ) -> tuple[Callable[..., Any], ...]:
-        """See :class:`megatron_cg.backends.base.Backend`. Raises CaptureError for DTensors."""
-        if any(spec_of(weight) for module in callables for weight in module.parameters()):
-            raise CaptureError(
-                "Weights are DTensors (parallelize_module, SimpleFSDP), and TE's graphs do not "
-                'know their memory. Take backend="native".'
-            )
+        """See :class:`megatron_cg.backends.base.Backend`."""
         pool = options.setdefault("pool", torch.cuda.graph_pool_handle())
         # Here too, since a failed rank runs other hooks before its state is restored.
         with stream_kept(), waited_for():

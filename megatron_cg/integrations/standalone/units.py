@@ -22,6 +22,7 @@ from megatron_cg.hooks import module_hooks
 from megatron_cg.integrations.standalone.observe import Observer, Seen
 
 UnitName = str | nn.Module | type[nn.Module]
+_TE = "transformer_engine"
 
 
 def find_units(
@@ -48,6 +49,8 @@ def find_units(
     environment = Environment(variables=variables, backend=backend)
     broken += expandable_segments(RunArguments(), GraphArguments(), environment)
     for name, module in units.items():
+        if backend == _TE and sharding.is_distributed(module):
+            broken.append(_distributed(name))
         broken += _unit_violations(sharding, name, module, units)
     if broken:
         raise ConfigurationError(broken)
@@ -71,6 +74,15 @@ def check_seen(units: Iterable[str], observer: Observer) -> None:
     ]
     if broken:
         raise ConfigurationError(broken)
+
+
+def _distributed(name: str) -> Violation:
+    return Violation(
+        "te-dtensors",
+        f"weights of unit {name} are DTensors in its forward pass (parallelize_module, SimpleFSDP)",
+        "graphs of Transformer Engine take and return plain tensors",
+        'take backend="native", or take the unit out of units',
+    )
 
 
 def _caches(calls: Mapping[str, Seen]) -> Iterator[Violation]:

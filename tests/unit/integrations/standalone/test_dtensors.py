@@ -24,9 +24,10 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel import parallelize_module as parallelize
 
-from megatron_cg.backends.te.te_backend import TransformerEngineBackend
-from megatron_cg.errors import CaptureError, ConfigurationError, ReplayMismatchError
+from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from megatron_cg.fsdp.find_sharding import find_sharding
 from megatron_cg.integrations.standalone import GraphedUnits, graph_units
+from megatron_cg.integrations.standalone.units import find_units
 from tests.unit.ranks import on_ranks
 
 WIDTH, STEPS, WARMUP, MICROBATCHES = 6, 6, 2, 2
@@ -209,8 +210,19 @@ def test_the_gradient_of_a_result_is_laid_out_alike_in_all_passes(one_rank: None
             step(graphs, replicated)
 
 
-def test_transformer_engine_captures_no_weights_that_are_dtensors(one_rank: None) -> None:
-    module = distribute_module(nn.Linear(2, 2), init_device_mesh("cpu", (1,)))
-    backend = object.__new__(TransformerEngineBackend)
-    with pytest.raises(CaptureError, match=r'Weights are DTensors.*"native"'):
-        backend.capture((module,), [(torch.ones(2),)], capture_time_hooks=[])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_graphs_of_transformer_engine_have_no_weights_that_are_dtensors_in_the_unit(
+    sharded: bool, distributed: bool, one_rank: None
+) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(2, 2))
+    if distributed:
+        parallelize(model, mesh["tensor"], {"0": ColwiseParallel()})
+    if sharded:
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh["data"])
+    refused = pytest.raises(ConfigurationError, match=r'unit 0 are DTensors.*backend="native"')
+    with refused if distributed else nullcontext():
+        find_units(find_sharding(model), ["*"], "transformer_engine")
+    assert find_units(find_sharding(model), ["*"], "native")
