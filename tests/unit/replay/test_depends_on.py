@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from megatron_cg import graph_units
 from tests.unit.counted import expect
@@ -19,6 +20,8 @@ WIDTH, WARMUP, CHANGED, STEPS = 4, 2, 4, 6
 LOGGER = "megatron_cg.replay.mismatch_policy"
 SCALES = {"now": 1.0}
 """What the units read of this module."""
+HANDLES: list[Any] = []
+"""Of hooks on all modules."""
 
 
 @dataclass
@@ -73,6 +76,14 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         lambda unit: unit.act.register_forward_hook(lambda _module, _args, out: out * 2),
         *(1, "module act was without hooks at capture and is with a hook now"),
     ),
+    "hooks: old form": (
+        lambda unit: unit.register_backward_hook(lambda *_: None),
+        *(1, "the layer was without register_backward_hook at capture and is with one now"),
+    ),
+    "hooks: all modules": (
+        lambda _: HANDLES.append(register_module_forward_hook(lambda _module, _args, out: out * 2)),
+        *(2, "module torch's _global_forward_hooks was without hooks"),
+    ),
     "address": (
         lambda unit: setattr(unit.table, "data", unit.table.data.clone()),
         *(1, "the memory of buffer table in the forward pass was 0x"),
@@ -99,6 +110,8 @@ def restored() -> Iterator[None]:
         yield
     finally:
         SCALES["now"], Unit.common = 1.0, 1.0
+        while HANDLES:
+            HANDLES.pop().remove()
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
 

@@ -1,0 +1,96 @@
+"""What a pass changes of Python's state, at any depth, is restored: random states and changes."""
+
+from __future__ import annotations
+
+import copy
+from random import Random
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatron_cg.capture.python_state import PythonState
+from megatron_cg.replay.plain import same_value
+
+
+class Plain:
+    """An object of no library, such as a configuration."""
+
+
+class Holder(nn.Module):
+    state: Any
+
+    def forward(self) -> None:
+        """Names all that is in its state."""
+        state: Any = self.state
+        if not state:
+            _ = state.a, state.b, state.c, state.z
+
+
+def drawn(chance: Random, depth: int) -> Any:
+    """A number, a container, or an object; all but numbers can be changed in place."""
+    kind = chance.choice(("list", "dict", "set", "object", "number")) if depth else "number"
+    if kind == "number":
+        return chance.random()
+    several = [drawn(chance, depth - 1) for _ in range(chance.randint(1, 3))]
+    if kind == "object":
+        made = Plain()
+        vars(made).update(zip("abc", several, strict=False))
+        return made
+    if kind == "set":
+        return {chance.randint(0, 9) for _ in several}
+    return several if kind == "list" else dict(zip("abc", several, strict=False))
+
+
+def parts_of(value: Any) -> list[Any]:
+    """All that can be changed in place, by a walk of its own."""
+    held = vars(value) if isinstance(value, Plain) else value
+    inner = held.values() if isinstance(held, dict) else held if isinstance(held, list) else ()
+    is_part = isinstance(held, list | dict | set)
+    return [held] * is_part + [part for each in inner for part in parts_of(each)]
+
+
+def change(part: Any, chance: Random) -> None:
+    new = chance.random()
+    if isinstance(part, set):
+        chance.choice((part.clear, lambda: part.add(new)))()
+    elif isinstance(part, dict):
+        chance.choice((part.clear, lambda: part.update(a=new, z=new)))()
+    else:
+        chance.choice((part.clear, part.reverse, lambda: part.append(new)))()
+
+
+def contents(value: Any) -> Any:
+    """Its values, without the identity of objects."""
+    if isinstance(value, Plain):
+        return contents(vars(value))
+    if isinstance(value, dict):
+        return {key: contents(each) for key, each in value.items()}
+    return [*map(contents, value)] if isinstance(value, list) else copy.copy(value)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_a_pass_changes_is_found_and_restored(named: bool) -> None:
+    found = 0
+    for seed in range(400):
+        chance = Random(seed)
+        module = Holder()
+        module.state = drawn(chance, 3)
+        before, parts = contents(module.state), parts_of(module.state)
+        state = PythonState({"": module})
+        state.begin()
+        if named:
+            module()
+        for part in chance.sample(parts, k=min(len(parts), 2)):
+            change(part, chance)
+        if chance.random() < 0.3:
+            module.state = chance.random()
+        state.end()
+        differs = not same_value(contents(module.state), before)
+        if named:
+            assert any(True for _ in state.changes()) == differs, seed
+        state.restorer()()
+        assert same_value(contents(module.state), before), seed
+        assert [*map(id, parts_of(module.state))] == [*map(id, parts)], seed
+        found += differs
+    assert found > 100
