@@ -18,11 +18,12 @@ _SEEN = {
     "torchtitan": (0, 3, 0),
 }
 """The versions that this package was written for and measured with."""
-_SEEN_ON_TAPE: dict[str, dict[tuple[int, ...], str]] = {
-    "torch": {(2, 12): "", (2, 13): "", (2, 14): "", (2, 15): ""},
-    "megatron-core": {(0, 20): ", as main at d98e8a64 of 2026-08-22"},
+_TAPE_ALONE = "on the CPU tape alone"
+_SEEN_ALSO: dict[str, dict[tuple[int, ...], str]] = {
+    "torch": dict.fromkeys(((2, 12), (2, 13), (2, 14), (2, 15)), _TAPE_ALONE),
+    "megatron-core": {(0, 20): "only as main at d98e8a64 of 2026-08-22"},
 }
-"""Further releases that were run, only on the CPU tape, and what they were run as."""
+"""Further releases that were run, and how."""
 
 
 def _release(version: str) -> tuple[int, ...] | None:
@@ -100,12 +101,14 @@ def unseen_versions(environment: Environment) -> Iterator[str]:
         if release is not None and release[: len(seen)] == seen and not Version(version).pre:
             continue
         measured = ".".join(map(str, seen))
-        taped = _SEEN_ON_TAPE.get(name, {}).get((release or ())[:2])
-        if taped is not None and environment.backend == TAPE:
+        also = _SEEN_ALSO.get(name, {}).get((release or ())[:2])
+        if also is not None and environment.backend == TAPE:
             continue
         how = (
-            f"was run with this package on the CPU tape alone{taped}, {measured} on GPUs"
-            if taped is not None
+            f"was run with this package {also}, {measured} on GPUs"
+            if also == _TAPE_ALONE
+            else f"was run with this package {also}"
+            if also is not None
             else f"was never run with this package, {measured} was"
         )
         yield (

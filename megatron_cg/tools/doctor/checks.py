@@ -41,7 +41,7 @@ INSTALL = {
     "megatron-core": "pip install 'megatron-core==0.19.2'",
     "megatron-fsdp": "pip install 'megatron-fsdp==0.6.1'",
     "megatron-bridge": "pip install --no-deps 'megatron-bridge==0.6.2'",
-    "torchtitan": "pip install --no-deps 'torchtitan==0.2.2'",
+    "torchtitan": "pip install --no-deps 'torchtitan==0.3.0'",
     # TE is compiled against the installed torch: requirements/gpu-build.txt.
     _TE: "pip install setuptools wheel ninja pybind11 && pip install --no-build-isolation "
     "'transformer-engine[core_cu13,pytorch]==2.20.2'",

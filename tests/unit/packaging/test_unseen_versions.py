@@ -48,11 +48,11 @@ def test_a_symbol_that_is_gone_ends_the_launcher_with_package_version_symbol_and
         ("torch", "2.99.0", "tape", ["was never run with this package, 2.11.0 was"]),
         ("torch", "odd", "tape", ["was never run"]),
         ("megatron-core", "0.20.0", "tape", []),
-        ("megatron-core", "0.20.0rc1", "native", ["tape alone, as main at d98e8a64 of 2026-08-22"]),
+        ("megatron-core", "0.20.0rc1", "native", ["only as main at d98e8a64 of 2026-08-22"]),
         ("megatron-core", "0.21.0", "tape", ["was never run with this package, 0.19.2 was"]),
     ],
 )
-def test_a_version_that_ran_on_the_tape_alone_is_told_on_gpus(
+def test_a_version_that_ran_in_part_is_told_on_gpus(
     package: str, version: str, backend: str, said: list[str]
 ) -> None:
     found = list(unseen_versions(Environment(versions={package: version}, backend=backend)))
