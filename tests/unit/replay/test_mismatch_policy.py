@@ -1,0 +1,109 @@
+"""What one call of a unit does: which pass runs, what comes before it, and what is said."""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.eager_passes import EagerPasses, replay_instead
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
+
+LOGGER = "megatron_cg.replay.mismatch_policy"
+MISMATCHES = [Mismatch("shape", f"argument {name}", "1", "2", "Cause.") for name in "ab"]
+CALLS = ("replay", "mismatch", "evaluation", "no graphs", "verified", "repeat", "error")
+
+
+def described(calls: list[str]) -> tuple[list[str], Counters]:
+    """What happened at each call, and the counters."""
+    happened: list[str] = []
+    layer: Any = nn.Identity()
+    mismatches = MismatchPolicy(ReplayPolicy(), Counters())
+    mismatches.issue_held = lambda: happened.append("held")
+    passes = EagerPasses("unit", mismatches, collectives=False)
+    graph: Any = type("Graph", (), {"eager_passes": passes})()
+    layer.cuda_graphs = [graph]
+    layer.forward = lambda: happened.append("eager")
+    prepared: Any = None
+
+    def replay() -> None:
+        happened.append("replay")
+        if call == "error":
+            raise KeyError(call)
+
+    undo = replay_instead(layer, lambda _args, _kwargs: prepared, mismatches)
+    for number, call in enumerate(calls):
+        layer.train(call != "evaluation")
+        layer.cuda_graphs = [] if call == "no graphs" else [graph]
+        prepared = {"mismatch": MISMATCHES[number % 2], "verified": None}.get(call, replay)
+        if call == "repeat":
+            passes.for_repeat()
+            happened.append("eager")
+        elif call == "error":
+            with pytest.raises(KeyError):
+                layer()
+        else:
+            layer()
+    undo()
+    layer()
+    assert happened.pop() == "eager"
+    return happened, mismatches.counters
+
+
+def test_what_was_deferred_is_issued_before_each_eager_pass_and_after_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = {
+        "replay": ["replay"],
+        "verified": ["eager"],
+        "error": ["replay", "held"],
+        **{key: ["held", "eager"] for key in ("mismatch", "evaluation", "no graphs", "repeat")},
+    }
+    for seed in range(200):
+        calls = Random(seed).choices(CALLS, k=12)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, LOGGER):
+            happened, counters = described(calls)
+        assert happened == [each for call in calls for each in expected[call]], seed
+        eager = [call for call in calls if expected[call][0] == "held"]
+        assert counters.eager == len(eager) and counters.mismatched == calls.count("mismatch"), seed
+        reported = {number % 2 for number, call in enumerate(calls) if call == "mismatch"}
+        assert len(caplog.records) == len(reported), seed
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3])
+def test_every_so_many_steps_are_verified(interval: int) -> None:
+    policy = MismatchPolicy(ReplayPolicy(verify_interval=interval), Counters())
+    due = []
+    for _ in range(7):
+        policy.begin_step()
+        due.append(policy.verifies)
+    assert due == [interval > 0 and step % interval == 0 for step in range(1, 8)]
+
+
+@pytest.mark.parametrize("collectives", [False, True])
+def test_a_mismatch_ends_the_run_if_asked_for_or_if_ranks_cannot_agree(collectives: bool) -> None:
+    asked: list[str] = []
+
+    def disagree(name: str, here: bool, timeout: Any = None) -> bool:
+        asked.append(name)
+        raise RuntimeError("rank 1 is elsewhere")
+
+    for on_mismatch in ("eager", "error"):
+        policy = MismatchPolicy(ReplayPolicy(on_mismatch), Counters(), disagree)
+        ends = collectives or on_mismatch == "error"
+        try:
+            policy.mismatched(MISMATCHES[0], "unit", collectives=collectives)
+        except ReplayMismatchError as error:
+            assert ends and ("--cg-on-mismatch" in str(error)) == (on_mismatch == "error")
+        else:
+            assert not ends
+        with pytest.raises(ReplayMismatchError, match="cannot run eagerly"):
+            policy.mismatched_in_backward(MISMATCHES[1], "unit")
+    assert asked == ["unit/eager"] * collectives
