@@ -79,9 +79,7 @@ def save(
     compiled = first.compiled
     code: bytes = type(compiled).serialize(compiled).serialized_data
     manifest = artifact.Manifest(
-        code_sha256=sha256(code).hexdigest(),
-        fingerprint=first.fingerprint,
-        traced_ranks=ranks,
+        code_sha256=sha256(code).hexdigest(), fingerprint=first.fingerprint, traced_ranks=ranks
     )
     artifact.write(path, manifest, code)
     return manifest

@@ -13,10 +13,7 @@ from megatron_cg.fsdp.fsdp_symbols import fsdp_function
 from megatron_cg.hooks import HookKind, HookRecord, describe, innermost
 from megatron_cg.upstream.symbols import installed_version
 
-_PACKAGES = {
-    "megatron.core.distributed.fsdp": "megatron-core",
-    "megatron_fsdp": "megatron-fsdp",
-}
+_PACKAGES = {"megatron.core.distributed.fsdp": "megatron-core", "megatron_fsdp": "megatron-fsdp"}
 _SCOPE = "MegatronFSDP._register_fsdp_hooks.<locals>."
 
 

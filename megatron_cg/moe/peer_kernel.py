@@ -131,9 +131,7 @@ def _read(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     own = somewhere & (place // slot == rank)
     here = tl.load(packed + place, mask=own, other=0)
     begin = tl.where(
-        own,
-        rows.to(tl.int64) + here * (WIDTH * WORD),
-        slots.to(tl.int64) + place * (WIDTH * WORD),
+        own, rows.to(tl.int64) + here * (WIDTH * WORD), slots.to(tl.int64) + place * (WIDTH * WORD)
     )
     source = tl.multiple_of(begin.to(tl.pointer_type(rows.dtype.element_ty)), ALIGNED)
     target = received + row * WIDTH

@@ -53,12 +53,7 @@ class EagerPasses:
     """
 
     def __init__(
-        self,
-        name: str,
-        mismatches: MismatchPolicy,
-        *,
-        collectives: bool,
-        one_node: bool = False,
+        self, name: str, mismatches: MismatchPolicy, *, collectives: bool, one_node: bool = False
     ) -> None:
         self.name, self.collectives, self.one_node = name, collectives, one_node
         self._mismatches = mismatches

@@ -79,10 +79,7 @@ class TransformerEngineBackend(Backend):
         with stream_kept(), waited_for():
             try:
                 graphs: tuple[Callable[..., Any], ...] = _MAKE.find()(
-                    callables,
-                    sample_args,
-                    capture_time_hooks=list(capture_time_hooks),
-                    **options,
+                    callables, sample_args, capture_time_hooks=list(capture_time_hooks), **options
                 )
             except BaseException:
                 leave_pool(pool)

@@ -102,11 +102,7 @@ def _is_direct(layer: Any) -> bool:
     return not before or CudaGraphModule.attn in scopes
 
 
-def run_region(
-    layer: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def run_region(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what the graph of ``layer`` would return for these arguments, with autograd as usual.
 
     FSDP's hooks on modules inside the region run as in an eager pass, and so do experts: see
