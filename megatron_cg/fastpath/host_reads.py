@@ -65,17 +65,6 @@ REPLACES = (_AND, _MAX, _LOG, _ANY, _SCALE)
 RELIES_ON = (*REPLACES, _TENSORBOARD)
 
 
-class KnownScale(torch.Tensor):
-    """The loss scale on the GPU; the host knows it."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    value = 1.0
-
-    def item(self) -> float:
-        """Without a copy."""
-        return self.value
-
-
 class HostReads:
     """Replaces what Megatron's loop reads numbers by, for the optimizers of one model."""
 
@@ -119,7 +108,7 @@ class HostReads:
             return reduce(machine, value)
 
     def logged(self, log: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Log a step; its losses are added up here, unless they are also shown."""
+        """Log a step; its losses are added up here, unless other code may read them too."""
         bound = inspect.signature(log).bind(*args, **named)
         given, sums = bound.arguments, bound.arguments["total_loss_dict"]
         losses = given["loss_dict"]
@@ -127,11 +116,17 @@ class HostReads:
             not given["skipped_iter"]
             and _TENSORBOARD.cached() is None
             and losses.keys() <= sums.keys()
+            and not hasattr(inspect.unwrap(log, stop=_is_theirs), "__wrapped__")
         ):
             for name, loss in losses.items():
                 sums[name] = sums[name] + loss
             given["loss_dict"] = {}
         return log(*bound.args, **bound.kwargs)
+
+
+def _is_theirs(function: Any) -> bool:
+    names: dict[str, Any] = getattr(function, "__globals__", {})
+    return not names.get("__name__", type(function).__module__).startswith("megatron_cg.")
 
 
 def install_host_reads(optimizers: Sequence[Any]) -> Undo:
@@ -141,23 +136,20 @@ def install_host_reads(optimizers: Sequence[Any]) -> Undo:
     """
     if _TRAINING not in sys.modules or not torch.cuda.is_available():
         raise NotApplicableError("the loop is not Megatron's, or there is no GPU")
-    if len(optimizers) != 1 or hasattr(optimizers[0], "chained_optimizers"):
+    (optimizer,) = optimizers if len(optimizers) == 1 else (None,)
+    if not hasattr(optimizer, _CLIP) or hasattr(optimizer, "chained_optimizers"):
         raise NotApplicableError("there is not one optimizer, with one norm")
-    (optimizer,), reads = optimizers, HostReads()
-    machine, reduce_any = _ANY.place()
-    any_of = getattr(machine, reduce_any)
+    reads = HostReads()
     with ExitStack() as undo:
         for owner, name, ours in (
             (optimizer, _CLIP, reads.clipped),
             (*_AND.place(), reads.stepped),
             (*_MAX.place(), reads.largest),
             (*_LOG.place(), reads.logged),
+            (*_ANY.place(), reads.requested),
         ):
             undo.callback(put_over(owner, name, partial(ours, getattr(owner, name))))
-        beside = lambda machine, value: reads.requested(any_of, machine, value)  # noqa: E731
-        undo.callback(put_over(machine, reduce_any, beside))
         if getattr(optimizer, "grad_scaler", None) is None and hasattr(optimizer, "_scale_one"):
-            known = optimizer._scale_one.as_subclass(KnownScale)
-            known.value = float(optimizer._scale_one)
-            undo.callback(set_attribute(optimizer, "_scale_one", known))
+            scale = optimizer._scale_one
+            undo.callback(set_attribute(scale, "item", partial(float, scale.item())))
         return undo.pop_all().close
