@@ -51,7 +51,7 @@ def read_rows(
     """Read the rows that this rank received, in the order of ``places``.
 
     Args:
-        slots: uint8 ``[places + 1, bytes of a row]``.
+        slots: uint8 ``[places, bytes of a row]``.
         rows: ``[sent rows, width]``, contiguous: what this rank sent.
         packed: int64 ``[places]``: of each place in the slots of what it sent, its row.
         places: int64 ``[rows]``: where each row lies in the slots; zero if in none.

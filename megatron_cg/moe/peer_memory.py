@@ -76,7 +76,7 @@ class _Slots(NamedTuple):
     """The slots of this rank for rows of one size, and where those of the others are."""
 
     rows: torch.Tensor
-    """Uint8 ``[ranks * slot + 1, bytes of a row]``; the last row is zero."""
+    """Uint8 ``[ranks * slot, bytes of a row]``."""
     addresses: torch.Tensor
     """Int64 ``[ranks]``: where the slots of each rank begin, for kernels of this GPU."""
     handle: Any
@@ -178,12 +178,11 @@ class PeerMemory:
         device = torch.device("cuda", torch.cuda.current_device())
         rows, problem = None, None
         try:
-            rows = _EMPTY.find()(places + 1, size, dtype=torch.uint8, device=device)
+            rows = _EMPTY.find()(places, size, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             problem = _first_line(error)
-        _require_on_all(self._group, problem, (places + 1) * size)
+        _require_on_all(self._group, problem, places * size)
         assert rows is not None
-        rows.zero_()
         try:
             handle = _RENDEZVOUS.find()(rows, self._group)
         except RuntimeError as error:

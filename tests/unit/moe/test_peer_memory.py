@@ -37,7 +37,7 @@ for dtype, width in ((torch.bfloat16, 2048), (torch.float32, 1), (torch.bfloat16
                      (torch.float32, 700), (torch.uint8, 3), (torch.bfloat16, 768)):
     rows = torch.arange(len(PLACES) * width).view(len(PLACES), width).add(1).to(dtype)
     slots, expected = (
-        [torch.zeros(RANKS * SLOT + 1, width, dtype=dtype) for _ in range(RANKS)] for _ in range(2)
+        [torch.zeros(RANKS * SLOT, width, dtype=dtype) for _ in range(RANKS)] for _ in range(2)
     )
     addresses = torch.tensor([of_rank.data_ptr() for of_rank in slots])
     write_rows(rows, torch.tensor(PLACES), addresses, RANK, RANKS * SLOT)
@@ -52,8 +52,7 @@ for dtype, width in ((torch.bfloat16, 2048), (torch.float32, 1), (torch.bfloat16
     packed[OWN] = torch.tensor([PLACES.index(place) for place in OWN])
     places = torch.tensor([3, OWN[1], 14, 0, OWN[2], 6, 4])
     got = read_rows(mine, rows, packed, places, torch.tensor([5]), rank=RANK, slot=SLOT)
-    wanted = slots[RANK].clone()
-    wanted[-1] = 0
+    wanted = torch.nn.functional.pad(slots[RANK], (0, 0, 0, 1))
     wanted[OWN] = rows[packed[OWN]]
     found[f"{dtype} {width} read"] = got.shape == (7, width) and torch.equal(
         got[:5].view(torch.uint8), wanted[places[:5]].view(torch.uint8)
@@ -112,7 +111,7 @@ def refused() -> Any:
             patch.object(peer_memory, "_RENDEZVOUS", Stands(lambda *_: "waits for the others")),
             pytest.raises(CaptureError) as error,
         ):
-            PeerMemory(group)._made(2**20 - 1, 8)
+            PeerMemory(group)._made(2**20, 8)
         texts.append(str(error.value))
     return texts
 
@@ -193,7 +192,7 @@ def test_memory_stays_for_the_next_capture_and_goes_if_that_needs_other_memory(
     leave = memory.hold()
     memory._of(6, 8)
     leave_too = memory.hold()
-    assert memory.bytes == (5 + 7) * 8  # Two models have graphs.
+    assert memory.bytes == (4 + 6) * 8  # Two models have graphs.
     leave()
     leave_too()
     memory._of(8, 8)
@@ -259,7 +258,7 @@ def test_rows_are_written_between_two_barriers_and_read_after_them(
     ) -> torch.Tensor:
         done.append("read")
         assert named == {"rank": 0, "slot": 4} and used == 3
-        return slots.view(rows.dtype).index_select(0, places)
+        return slots.view(rows.dtype).index_select(0, places[:used])
 
     monkeypatch.setattr(peer_kernel, "write_rows", write)
     monkeypatch.setattr(peer_kernel, "read_rows", read)
@@ -276,7 +275,7 @@ def test_rows_are_written_between_two_barriers_and_read_after_them(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     memory(sent.as_subclass(OnGpu), here, there)
     assert done == ["barrier of 0 minutes", "write", "barrier of 0 minutes", "read"]
-    assert torch.equal(received[:3], sent[:3]) and not received[3:].any()
+    assert torch.equal(received, sent[:3])
 
 
 def test_nothing_is_freed_on_a_gpu_in_an_error_state(
@@ -294,4 +293,4 @@ def test_nothing_is_freed_on_a_gpu_in_an_error_state(
     memory.forget()
     leave()
     del leave
-    assert memory.bytes == (5 + 7) * 8 and not collected(memory)
+    assert memory.bytes == (4 + 6) * 8 and not collected(memory)
