@@ -39,14 +39,15 @@ def read_log(text: str, *, settle: int, steps: int, every: int = 1) -> dict[str,
     """What a run's log says of ``steps`` steps after the first ``settle`` ones, for JSON.
 
     ``step_ms`` and ``tflops`` (per GPU, as Megatron counts operations) of each line, the mean of
-    ``every`` so many steps; ``tokens`` per second and GPU in a step of median length;
-    ``allocated_mib`` and ``reserved_mib`` (the peaks of torch's allocator since the start, on the
-    printed rank that has most); and the last ``loss``. What the log has not is None. Raises
-    BenchError if it has fewer steps.
+    ``every`` so many steps, none of them a first one; ``tokens`` per second and GPU in a step of
+    median length; ``allocated_mib`` and ``reserved_mib`` (the peaks of torch's allocator since the
+    start, on the printed rank that has most); and the last ``loss``. What the log has not is None.
+    Raises BenchError if it has fewer steps.
     """
     lines = list(_STEP.finditer(text))
-    timed = [line for line in lines if settle < int(line["iteration"]) <= settle + steps]
-    if len(timed) < steps // every:
+    begin, end = settle + every, settle + steps
+    timed = [line for line in lines if begin <= int(line["iteration"]) <= end]
+    if not timed or len(timed) < end // every - (begin - 1) // every:
         raise BenchError(
             f"the log has {len(lines)} steps, and {settle} + {steps} were asked for: give a "
             "smaller --settle-steps or --steps, or a longer training"

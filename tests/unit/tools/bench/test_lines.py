@@ -172,3 +172,23 @@ def test_what_the_installed_megatron_prints_is_read(
     assert (measured["allocated_mib"], measured["reserved_mib"]) == (0.0, 0.0)
     median = statistics.median(measured["step_ms"])
     assert measured["tokens"] == pytest.approx(2 * 64 / median * 1e3)
+
+
+def test_a_line_is_the_mean_of_steps_after_those_that_settle() -> None:
+    line = (
+        " iteration {0:8d}/     100 | elapsed time per iteration (ms): {0:.1f} | global batch "
+        "size:     2 | lm loss: 2.500000E+00 |\n"
+    )
+
+    def times(*iterations: int, **asked: int) -> Any:
+        return read_log("".join(map(line.format, iterations)), **asked)["step_ms"]
+
+    # The line of step 20 has the steps from 11 on.
+    assert times(1, 10, 20, 30, 40, settle=15, steps=20, every=10) == [30]
+    assert times(1, 10, 20, 30, 40, settle=10, steps=20, every=10) == [20, 30]
+    assert times(1, 2, 3, 4, settle=2, steps=2) == [3, 4]
+    for logged in ((1, 10, 20), (1, 10)):
+        with pytest.raises(BenchError, match="15"):
+            times(*logged, settle=15, steps=20, every=10)
+    with pytest.raises(BenchError, match="smaller"):
+        times(10, 20, settle=10, steps=5, every=10)
