@@ -53,7 +53,7 @@ Note [One stream a copy]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ from megatron_cg.fastpath.buckets import (
     wait_for,
 )
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
-from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of, without_factor
+from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over_cell, run_around
@@ -305,9 +305,15 @@ class GradientBucketing:
         self._begin(bucket)
         if bucket.complete_with(len(part.weights)) and bucket.waiting:
             self._hand_over_waiting(bucket)
-        scaled = self._copy(bucket, part.weights, gradients, whole=len(part.weights) == bucket.size)
-        with without_factor(bucket.gradients) if scaled else nullcontext():
+        whole, buffer = len(part.weights) == bucket.size, bucket.gradients
+        factor = self._copy(bucket, part.weights, gradients, whole=whole)
+        try:
+            if factor is not None:  # Megatron-FSDP reduces the bucket as it is.
+                buffer.gradient_scaling_factor = None
             self._tell(bucket, part.others, part.weights[-1])
+        finally:
+            if factor is not None:
+                buffer.gradient_scaling_factor = factor
 
     @torch.no_grad()
     def _copy(
@@ -317,8 +323,8 @@ class GradientBucketing:
         gradients: list[torch.Tensor],
         *,
         whole: bool = False,
-    ) -> bool:
-        """Copy gradients; if they are the ``whole`` bucket's, returns whether they are scaled."""
+    ) -> float | None:
+        """Copy gradients; if they are the ``whole`` bucket's, returns by what they are scaled."""
         self._make_room(bucket)
         buffer, dtype = bucket.gradients, None
         # No other rank has a part of a buffer that is not distributed; it accumulates all
@@ -334,10 +340,10 @@ class GradientBucketing:
             if factor is not None and (runs := runs_of(pieces, gradients)) is not None:
                 copy_scaled(runs, factor, sums=sums)
                 self.scaled += 1
-                return True
+                return factor
         fused = torch._foreach_add_ if sums else torch._foreach_copy_
         fused(pieces, gradients)
-        return False
+        return None
 
     def _ready(self, bucket: Bucket) -> set[nn.Parameter]:
         """Megatron-FSDP's own set of parameters in the bucket, until it is reduced and freed."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from triton import language as tl
@@ -17,8 +15,7 @@ def add_scaled(target: torch.Tensor, source: torch.Tensor, factor: float) -> Non
     Both are contiguous and of one floating dtype of at most 32 bits.
     """
     count = target.numel()
-    kernel: Any = _add_scaled
-    kernel[(triton.cdiv(count, _BLOCK),)](
+    _add_scaled[(triton.cdiv(count, _BLOCK),)](
         target.view(-1), source.view(-1), factor, count, BLOCK=_BLOCK, num_warps=8
     )
 

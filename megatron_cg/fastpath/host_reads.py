@@ -136,7 +136,7 @@ def install_host_reads(optimizers: Sequence[Any]) -> Undo:
     """
     if _TRAINING not in sys.modules or not torch.cuda.is_available():
         raise NotApplicableError("the loop is not Megatron's, or there is no GPU")
-    (optimizer,) = optimizers if len(optimizers) == 1 else (None,)
+    optimizer: Any = optimizers[0] if len(optimizers) == 1 else None
     if not hasattr(optimizer, _CLIP) or hasattr(optimizer, "chained_optimizers"):
         raise NotApplicableError("there is not one optimizer, with one norm")
     reads = HostReads()

@@ -17,8 +17,7 @@ Note [Runs]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,24 +69,20 @@ def factor_of(store: Any, number: int, buffer: Any, dtype: torch.dtype) -> float
 def runs_of(pieces: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[Run] | None:
     """What is side by side, as one; None if Megatron-FSDP must scale, see Note [Runs]."""
     dtype = pieces[0].dtype
-    runs: list[list[torch.Tensor]] = []
+    runs: list[list[Any]] = []
     ends: tuple[Any, ...] = ()
     for pair in zip(pieces, gradients, strict=True):
         if any(tensor.dtype is not dtype or not tensor.is_contiguous() for tensor in pair):
             return None
         begins = tuple((t.untyped_storage()._cdata, t.storage_offset()) for t in pair)
         if begins != ends:
-            runs.append([*pair, *pair])
+            runs.append([*pair, 0])
             if len(runs) > _MOST_RUNS:
                 return None
-        runs[-1][2:] = pair
-        ends = tuple((storage, begin + pair[0].numel()) for storage, begin in begins)
-    return [(_from_to(run[0], run[2]), _from_to(run[1], run[3])) for run in runs]
-
-
-def _from_to(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    size = last.storage_offset() + last.numel() - first.storage_offset()
-    return first.as_strided((size,), (1,))
+        size = pair[0].numel()
+        runs[-1][2] += size
+        ends = tuple((storage, begin + size) for storage, begin in begins)
+    return [(to.as_strided((n,), (1,)), own.as_strided((n,), (1,))) for to, own, n in runs]
 
 
 def copy_scaled(runs: Sequence[Run], factor: float, *, sums: bool) -> None:
@@ -101,13 +96,3 @@ def copy_scaled(runs: Sequence[Run], factor: float, *, sums: bool) -> None:
             add_scaled(piece, gradient, factor)
         else:
             piece.add_(gradient).mul_(factor)
-
-
-@contextmanager
-def without_factor(buffer: Any) -> Iterator[None]:
-    """Let Megatron-FSDP reduce the bucket as it is."""
-    factor, buffer.gradient_scaling_factor = buffer.gradient_scaling_factor, None
-    try:
-        yield
-    finally:
-        buffer.gradient_scaling_factor = factor

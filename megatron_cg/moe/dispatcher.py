@@ -106,8 +106,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             ``[rows, hidden]`` and ``[rows]``; in a capture sorted by local expert.
         """
         if not is_capturing():
-            sent: Any = super().token_dispatch(permutated_local_input_tokens, permuted_probs)
-            return sent  # type: ignore[no-any-return]
+            return super().token_dispatch(permutated_local_input_tokens, permuted_probs)  # type: ignore[no-any-return]
         shared = self.shared_experts
         if shared is not None:
             shared.wait_current_stream()
@@ -126,8 +125,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, Any, torch.Tensor]:
         """In a capture rows are sorted by local expert already."""
         if not is_capturing():
-            processed: Any = super().dispatch_postprocess(global_input_tokens, global_probs)
-            return processed  # type: ignore[no-any-return]
+            return super().dispatch_postprocess(global_input_tokens, global_probs)  # type: ignore[no-any-return]
         counts, self.tokens_per_expert = self.tokens_per_expert, None
         assert counts is not None
         return global_input_tokens, counts.as_subclass(DeviceCounts), global_probs
@@ -144,8 +142,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Send results back to the ranks of their tokens. A collective call."""
         if not is_capturing():
-            combined: Any = super().token_combine(hidden_states, *others, **named)
-            return combined  # type: ignore[no-any-return]
+            return super().token_combine(hidden_states, *others, **named)  # type: ignore[no-any-return]
         shared = self.shared_experts
         if shared is not None:
             shared.wait_current_stream()

@@ -34,8 +34,7 @@ def write_rows(
     """
     (words,), grid, sizes = _tiles(rows)
     slot = count // len(addresses)
-    kernel: Any = _write
-    kernel[grid](words, places, addresses, rank, slot, count, len(rows), **sizes)
+    _write[grid](words, places, addresses, rank, slot, count, len(rows), **sizes)
 
 
 def read_rows(
@@ -61,8 +60,7 @@ def read_rows(
     """
     received = rows.new_empty(len(places), rows.shape[1])
     words, grid, sizes = _tiles(received, slots, rows)
-    kernel: Any = _read
-    kernel[grid](*words, packed, places, used, rank, slot, len(packed), **sizes)
+    _read[grid](*words, packed, places, used, rank, slot, len(packed), **sizes)
     return received
 
 

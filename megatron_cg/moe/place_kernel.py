@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from triton import language as tl
@@ -19,9 +17,8 @@ def places_of(
     ranks, experts = counts.shape
     packed, in_slots = counts.new_empty(ranks * slot), counts.new_empty(rows)
     used = counts.new_empty(1)
-    kernel: Any = _places
     # A program for each chunk of rows, and one a rank for what is in none.
-    kernel[ranks * (experts + 1),](
+    _places[ranks * (experts + 1),](
         counts.contiguous(),
         packed,
         in_slots,

@@ -182,6 +182,33 @@ def test_plain_gradients_are_copied_at_once(first: str, sharded: bool) -> None:
     assert not refused(case)
 
 
+def test_megatron_fsdp_does_not_scale_what_the_copy_has_scaled() -> None:
+    case = Case(4)
+    megatron, (buffer,) = case.megatron, case.megatron.buffers
+    config = SimpleNamespace(average_in_collective=False, gradient_reduce_div_fusion=False)
+    own = {"ddp_config": config, "gradient_scaling_factor": 0.5}
+    vars(buffer).update(own)
+    megatron.param_and_grad_buffer.bucket_to_bucket_group = {0: [0]}
+    case.bucketing.scales = True
+    factors, fails = list[Any](), False
+
+    def take(parameters: list[Any]) -> None:
+        factors.append(vars(buffer)["gradient_scaling_factor"])
+        megatron.take(parameters)
+        if fails:
+            raise KeyError
+
+    case.bucketing._original = take
+    case.take()
+    assert megatron.has([g * 0.5 for g in case.gradients if g is not None])
+    assert factors == [None] and vars(buffer).items() >= own.items()
+    megatron.begin()
+    fails = True
+    with pytest.raises(KeyError):
+        case.take()
+    assert factors == [None, None] and vars(buffer).items() >= own.items()
+
+
 def test_two_operations_and_what_waits_have_copies_of_their_own() -> None:
     case = Case(9)
     other = case.bucketing.detach(case.rest[:3], bool)
