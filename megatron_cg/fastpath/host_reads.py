@@ -34,34 +34,19 @@ from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _TRAINING, _CLIP = "megatron.training.training", "clip_grad_norm"
-_AND = Symbol(
-    f"{_TRAINING}:logical_and_across_model_parallel_group",
-    "what reduces whether a step was made",
-    fingerprints=("180ce7b0fe89795b",),
+_BODIES = {
+    f"{_TRAINING}:logical_and_across_model_parallel_group": "180ce7b0fe89795b",
+    f"{_TRAINING}:reduce_max_stat_across_model_parallel_group": "f9c0c3fa0d37ca37",
+    f"{_TRAINING}:training_log": "52a5ee59fd1095b8",
+    "megatron.core.rerun_state_machine:RerunStateMachine._reduce_any": "02afca39f048a959",
+    "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.get_loss_scale": "2092c9b1de194328",
+}
+REPLACES = tuple(
+    Symbol(path, "what reduces, reads or logs numbers of a step", fingerprints=(body,))
+    for path, body in _BODIES.items()
 )
-_MAX = Symbol(
-    f"{_TRAINING}:reduce_max_stat_across_model_parallel_group",
-    "what reduces norms and learning rates",
-    fingerprints=("f9c0c3fa0d37ca37",),
-)
-_LOG = Symbol(
-    f"{_TRAINING}:training_log",
-    "what adds up losses",
-    parameters=("loss_dict", "total_loss_dict", "skipped_iter"),
-    fingerprints=("52a5ee59fd1095b8",),
-)
-_ANY = Symbol(
-    "megatron.core.rerun_state_machine:RerunStateMachine._reduce_any",
-    "what reduces requests to repeat a step",
-    fingerprints=("02afca39f048a959",),
-)
-_SCALE = Symbol(
-    "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.get_loss_scale",
-    "what returns the loss scale",
-    fingerprints=("2092c9b1de194328",),
-)
+_AND, _MAX, _LOG, _ANY, _ = REPLACES
 _TENSORBOARD = Symbol("megatron.training.global_vars:get_tensorboard_writer", "a writer or None")
-REPLACES = (_AND, _MAX, _LOG, _ANY, _SCALE)
 RELIES_ON = (*REPLACES, _TENSORBOARD)
 
 

@@ -134,8 +134,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         """In a capture :meth:`token_combine` takes rows as they are."""
         if is_capturing():
             return hidden_states
-        restored: torch.Tensor = super().combine_preprocess(hidden_states)
-        return restored
+        return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
 
     def token_combine(
         self, hidden_states: torch.Tensor, *others: Any, **named: Any

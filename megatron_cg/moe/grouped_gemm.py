@@ -82,10 +82,8 @@ def _distance(weights: Sequence[torch.Tensor]) -> int | None:
         for weight in weights
     ):
         return None
-    if len(weights) == 1:
-        return first.numel()
     distances = {b.storage_offset() - a.storage_offset() for a, b in pairwise(weights)}
-    distance = int(distances.pop())
+    distance = int(distances.pop()) if distances else first.numel()
     if distances or distance < first.numel() or distance * first.itemsize % _ALIGNMENT:
         return None
     return distance

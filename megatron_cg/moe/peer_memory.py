@@ -176,13 +176,12 @@ class PeerMemory:
     def _made(self, places: int, size: int) -> _Slots:
         ranks = dist.get_world_size(self._group)
         device = torch.device("cuda", torch.cuda.current_device())
-        rows, problem = None, None
+        problem = None
         try:
             rows = _EMPTY.find()(places, size, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             problem = _first_line(error)
         _require_on_all(self._group, problem, places * size)
-        assert rows is not None
         try:
             handle = _RENDEZVOUS.find()(rows, self._group)
         except RuntimeError as error:
