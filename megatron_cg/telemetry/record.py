@@ -10,7 +10,8 @@ begins. ``train_step`` returns eight values: the first is the loss dictionary, t
 losses.
 
 The recorder reads values after the step returns, so it cannot change what it records.
-``train_step`` itself ends by waiting for the gradient norm, so its wall time is the step's time.
+A step's time ends when its losses are read, which waits for the optimizer. ``train_step`` waits for
+the gradient norm, which may be there before (``fastpath/host_reads.py``).
 Python writes a float with as many digits as it takes to read the same bits back; a float holds any
 value of a smaller type.
 """
@@ -226,13 +227,12 @@ class Recorder(logging.Handler):
 
     def add_step(self, losses: dict[str, Any], grad_norm: Any, skipped: bool, start: float) -> None:
         """Add one step; ``start`` is the ``time.perf_counter()`` of its begin."""
-        milliseconds = (time.perf_counter() - start) * 1e3
         self._steps += 1
         step = {
             "losses": {name: float(value) for name, value in losses.items()},
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "skipped": skipped,
-            "milliseconds": milliseconds,
+            "milliseconds": (time.perf_counter() - start) * 1e3,
         }
         self._add(steps=[step])
         if self._steps % self._interval == 0:

@@ -106,6 +106,24 @@ def test_every_step_and_the_last_parameters_are_recorded(
     assert data["versions"]["megatron-core"]
 
 
+def test_a_step_ends_when_its_loss_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fast path lets ``train_step`` return while the optimizer's kernels run."""
+    now = 1.0
+
+    class Loss:
+        def __float__(self) -> float:
+            nonlocal now
+            now += 0.5
+            return LOSS
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    recorder = Recorder(tmp_path)
+    recorder.add_step({"lm loss": Loss()}, 0.1, False, 0.75)
+    assert json.loads(recorder._lines[-2])["steps"][0]["milliseconds"] == 750.0
+
+
 def test_the_flag_records_an_eager_run_too(
     training: Any, model: list[torch.nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
