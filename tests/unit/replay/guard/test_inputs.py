@@ -1,0 +1,78 @@
+"""What differs in a call from that at capture is found, and nothing else: random calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.replay.guard.inputs import NOT_INPUTS, Inputs
+
+Given = dict[str, Any]
+"""A call: positional arguments by number, as text, and keywords."""
+
+
+def of_capture() -> Given:
+    """Two positional and two keyword tensors; the last is the model's own."""
+    return {
+        "0": torch.ones(2, 3, requires_grad=True),
+        "1": torch.ones(3),
+        "mask": torch.ones(2, 2, dtype=torch.bool),
+        "table": TABLE,
+    }
+
+
+TABLE = torch.arange(6.0).view(2, 3)
+CHANGES: dict[str, tuple[Callable[[Given], object], str]] = {
+    "shape": (lambda given: given.update({"0": torch.ones(4, 3, requires_grad=True)}), "shape"),
+    "dtype": (lambda given: given.update({"1": torch.ones(3).double()}), "dtype"),
+    "stride": (lambda given: given.update(mask=torch.ones(2, 2).bool().t()), "stride"),
+    "needs one now": (lambda given: given["1"].requires_grad_(), "requires_grad"),
+    "needs none now": (lambda given: given["0"].requires_grad_(False), "requires_grad"),
+    "other memory": (lambda given: given.update(table=TABLE.clone()), "static input"),
+    "no tensor": (lambda given: given.update({"1": 3}), "structure"),
+    "keyword None": (lambda given: given.update(mask=None), "structure"),
+    "keyword gone": (lambda given: given.pop("mask", None), "structure"),
+    "keyword more": (lambda given: given.update(more=torch.ones(1)), "structure"),
+    "one more": (lambda given: given.update({"2": torch.ones(1)}), "structure"),
+    "none": (lambda given: None, ""),
+    "new values": (lambda given: given.update({"1": torch.zeros(3)}), ""),
+    "more, but None": (lambda given: given.update(absent=None), ""),
+    "of the replay": (lambda given: given.update({min(NOT_INPUTS): torch.ones(1)}), ""),
+}
+"""What changes in a call, and the clause that sees it; nothing sees an empty one."""
+
+
+def call(inputs: Inputs, given: Given) -> Any:
+    named = {key: value for key, value in given.items() if not key.isdigit()}
+    return inputs.broken([given[key] for key in sorted(given) if key.isdigit()], named)
+
+
+@pytest.mark.parametrize("same_gradients", [False, True])
+def test_a_call_is_broken_by_what_has_changed_in_it(same_gradients: bool) -> None:
+    sample = of_capture()
+    kwargs = {key: sample[key] for key in ("mask", "table")}
+    inputs = Inputs([sample["0"], sample["1"]], kwargs, [TABLE], same_gradients=same_gradients)
+    # A gradient that nobody needs any more may be computed.
+    allowed = set() if same_gradients else {"needs none now"}
+    of_one = {"no tensor", "dtype", "new values", "needs one now"}  # All change argument 1.
+    for seed in range(600):
+        given, chance = of_capture(), Random(seed)
+        names = set(chance.sample(sorted(CHANGES), k=chance.choice((1, 2))))
+        if len(names & of_one) > 1:
+            continue
+        for name in names:
+            CHANGES[name][0](given)
+        clauses = {CHANGES[name][1] for name in names - allowed} - {""}
+        found = call(inputs, given)
+        assert found is None if not clauses else found.key[0] in clauses, names
+
+
+def test_outputs_in_the_memory_of_two_inputs_are_found() -> None:
+    one, two = torch.ones(4), torch.ones(4)
+    assert Inputs([one, two], {}).are_returned([None, two[1:]])
+    assert not Inputs([one, two], {}).are_returned([torch.ones(4), 1])
+    assert not Inputs([one], {}).are_returned([one])
