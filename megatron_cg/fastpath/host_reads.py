@@ -84,7 +84,8 @@ class HostReads:
         elif isinstance(number, torch.Tensor):
             return reduce(number, group=group)  # type: ignore[no-any-return]
         # Rounded as on the GPU; and so is the value that stands for none.
-        rounded = torch.tensor(-1.0 if number is None else number, dtype=torch.float32).item()
+        value = -1.0 if number is None else number
+        rounded = torch.tensor(value, dtype=torch.float32, device="cpu").item()
         return None if rounded == -1.0 else rounded
 
     def requested(self, reduce: Callable[..., Any], machine: Any, value: Any) -> Any:

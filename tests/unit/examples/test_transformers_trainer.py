@@ -45,6 +45,7 @@ try:
                 model(tokens, labels=tokens).loss.backward()
 except ConfigurationError as error:
     print(error, flush=True)
+torch.distributed.barrier()  # The other rank may not have made its group yet.
 torch.distributed.destroy_process_group()
 """
 """All runs in the processes of one torchrun: to start them takes longer than to train."""
