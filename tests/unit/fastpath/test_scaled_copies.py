@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 
 from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of
+from tests.unit.interpreted import last_line_of
 
 SUMS = """
 import json
@@ -41,16 +39,7 @@ It cuts float32 to bfloat16 without rounding, so that is tested on a GPU.
 
 
 def test_the_kernel_has_the_bits_of_an_addition_and_a_multiplication() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", SUMS],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found = json.loads(ended.stdout.splitlines()[-1])
+    found = json.loads(last_line_of(SUMS))
     assert len(found) == 8 and all(found.values()), found
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
-import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.moe import peer_memory
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.slots import find_places
+from tests.unit.interpreted import last_line_of
 from tests.unit.ranks import on_ranks
 
 pytestmark = pytest.mark.fault
@@ -63,17 +62,7 @@ print(json.dumps(found))
 
 
 def test_each_row_comes_to_its_place_and_to_no_other() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", WRITES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found = json.loads(ended.stdout.splitlines()[-1])
+    found = json.loads(last_line_of(WRITES))
     assert len(found) == 12 and all(found.values()), found
 
 
