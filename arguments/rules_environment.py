@@ -18,10 +18,11 @@ _SEEN = {
     "torchtitan": (0, 3, 0),
 }
 """The versions that this package was written for and measured with."""
-_TAPE_ALONE = "on the CPU tape alone"
+_TAPE_ALONE = "was run with this package on the CPU tape alone, {measured} on GPUs"
+_NEVER = "was never run with this package, {measured} was"
 _SEEN_ALSO: dict[str, dict[tuple[int, ...], str]] = {
     "torch": dict.fromkeys(((2, 12), (2, 13), (2, 14), (2, 15)), _TAPE_ALONE),
-    "megatron-core": {(0, 20): "only as main at d98e8a64 of 2026-08-22"},
+    "megatron-core": {(0, 20): "was run with this package only as main at d98e8a64 of 2026-08-22"},
 }
 """Further releases that were run, and how."""
 
@@ -100,17 +101,10 @@ def unseen_versions(environment: Environment) -> Iterator[str]:
         release = _release(version)
         if release is not None and release[: len(seen)] == seen and not Version(version).pre:
             continue
-        measured = ".".join(map(str, seen))
         also = _SEEN_ALSO.get(name, {}).get((release or ())[:2])
         if also is not None and environment.backend == TAPE:
             continue
-        how = (
-            f"was run with this package {also}, {measured} on GPUs"
-            if also == _TAPE_ALONE
-            else f"was run with this package {also}"
-            if also is not None
-            else f"was never run with this package, {measured} was"
-        )
+        how = (also or _NEVER).format(measured=".".join(map(str, seen)))
         yield (
             f"{name} {version} {how}. Compare a short run with and without graphs before a long "
             "one: megatron-cg align."

@@ -15,14 +15,19 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from megatron_cg.arguments.rules_environment import expandable_segments
-from megatron_cg.arguments.schema import VARIABLES, Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import (
+    TRANSFORMER_ENGINE,
+    VARIABLES,
+    Environment,
+    GraphArguments,
+    RunArguments,
+)
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.hooks import module_hooks
 from megatron_cg.integrations.standalone.observe import Observer, Seen
 
 UnitName = str | nn.Module | type[nn.Module]
-_TE = "transformer_engine"
 
 
 def find_units(
@@ -49,7 +54,7 @@ def find_units(
     environment = Environment(variables=variables, backend=backend)
     broken += expandable_segments(RunArguments(), GraphArguments(), environment)
     for name, module in units.items():
-        if backend == _TE and sharding.is_distributed(module):
+        if backend == TRANSFORMER_ENGINE and sharding.is_distributed(module):
             broken.append(_distributed(name))
         broken += _unit_violations(sharding, name, module, units)
     if broken:
