@@ -15,6 +15,7 @@ from megatron_cg.tools.align.run import BASE_FLAGS, FLAGS_OF_V1, GRAPH_FLAGS, ex
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.launch_line import LaunchLine, joined, read_flags, read_line
+from megatron_cg.upstream.symbols import installed_version
 
 _MODULES = "--cuda-graph-modules"
 _NO_MASK = "--no-create-attention-mask-in-dataloader"
@@ -30,12 +31,15 @@ _LEFT_OUT = (
 )
 """Flags that no run has, so that it reads and leaves nothing."""
 
+_UNFUSED = "--no-rope-fusion"
 _OF_PRESETS = (
     *(flag for flag in BASE_FLAGS if flag != "--deterministic-mode"),
     "--manual-gc",
     # The check makes DDP wait for the GPU at every bucket, and does not look at sharded gradients.
     "--no-check-for-nan-in-loss-and-grad",
 )
+_OF_EXPERTS = "--moe-permute-fusion"
+"""Both fused kernels need Transformer Engine, and lines are also checked where it is not."""
 
 
 class Configuration(NamedTuple):
@@ -88,6 +92,10 @@ def preset_line(
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     batch = int(str(preset.flags["micro-batch-size"])) * microbatches * nproc
     flags = [*preset.arguments(), *_OF_PRESETS, *data.flags(data.prefix.parent / "cache")]
+    if installed_version("transformer-engine"):
+        if "multi-latent-attention" not in preset.flags:
+            flags.remove(_UNFUSED)
+        flags += [_OF_EXPERTS] * ("num-experts" in preset.flags)
     flags += ["--train-iters", str(steps), "--global-batch-size", str(batch)]
     if "num-experts" in preset.flags and nproc % 2 == 0:
         flags += ["--expert-model-parallel-size", "2"]
