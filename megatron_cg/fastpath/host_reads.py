@@ -34,16 +34,18 @@ from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _TRAINING, _CLIP = "megatron.training.training", "clip_grad_norm"
-_BODIES = {
+_BODIES = {  # of 0.19.2, and of 0.20 where it differs
     f"{_TRAINING}:logical_and_across_model_parallel_group": "180ce7b0fe89795b",
     f"{_TRAINING}:reduce_max_stat_across_model_parallel_group": "f9c0c3fa0d37ca37",
-    f"{_TRAINING}:training_log": "52a5ee59fd1095b8",
+    f"{_TRAINING}:training_log": "52a5ee59fd1095b8 9b2c54bb4d0f6d16",
     "megatron.core.rerun_state_machine:RerunStateMachine._reduce_any": "02afca39f048a959",
     "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.get_loss_scale": "2092c9b1de194328",
 }
 REPLACES = tuple(
-    Symbol(path, "what reduces, reads or logs numbers of a step", fingerprints=(body,))
-    for path, body in _BODIES.items()
+    Symbol(
+        path, "what reduces, reads or logs numbers of a step", fingerprints=tuple(bodies.split())
+    )
+    for path, bodies in _BODIES.items()
 )
 _AND, _MAX, _LOG, _ANY, _ = REPLACES
 _TENSORBOARD = Symbol("megatron.training.global_vars:get_tensorboard_writer", "a writer or None")
