@@ -38,7 +38,8 @@ CHECKS = {
     "alignment": f"{ALIGN}qwen3-moe-tiny",
 }
 MORE_CHECKS = {
-    "fast path": f"{PYTEST}tests/unit/fastpath/test_fast_path.py tests/unit/ordering",
+    "fast path": f"{PYTEST}tests/unit/fastpath/test_fast_path.py tests/unit/fastpath/test_parts.py "
+    "tests/unit/ordering",
     "rules": f"{PYTEST}tests/unit/arguments tests/unit/runs/test_hyper_connections.py",
     **{f"alignment of {preset}": ALIGN + preset for preset in PRESETS},
     "alignment under v2": f"{ALIGN}{PRESETS[1]} --megatron-fsdp-version 2",
