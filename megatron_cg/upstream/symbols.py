@@ -134,8 +134,11 @@ class Symbol:
         """
         if not self.fingerprints:
             return None
+        found = self.find()
+        if (other := _other_wrapper(found, self.path)) is not None:
+            return f"{self.path} of {self.distribution} is wrapped by code of {other}"
         try:
-            fingerprint = fingerprint_of(textwrap.dedent(inspect.getsource(self.find())))
+            fingerprint = fingerprint_of(textwrap.dedent(inspect.getsource(found)))
         except (OSError, TypeError, SyntaxError):
             fingerprint = "unknown, as its source is not there"
         if fingerprint in self.fingerprints:
@@ -197,6 +200,17 @@ def _has_in_order(function: Any, names: tuple[str, ...]) -> bool:
     except (TypeError, ValueError):
         return False
     return all(name in there for name in names)
+
+
+def _other_wrapper(function: Any, path: str) -> str | None:
+    """The module of code around an upstream function that our replacement would leave out."""
+    known = {"contextlib", "torch", "megatron_cg", re.split(r"[.:]", path)[0]}
+    while hasattr(function, "__wrapped__"):
+        module: str = getattr(function, "__globals__", {}).get("__name__", "another package")
+        if module.partition(".")[0] not in known:
+            return module
+        function = function.__wrapped__
+    return None
 
 
 def _codes_in(function: Any) -> Iterator[CodeType]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import re
@@ -141,6 +142,24 @@ def test_a_fingerprint_is_that_of_the_installed_release(symbol: Symbol) -> None:
     if installed_version(symbol.distribution) is None:
         pytest.skip(f"{symbol.distribution} is not installed")
     assert symbol.unknown_body() is None
+
+
+def test_a_users_wrapper_of_a_function_is_not_left_out(
+    fsdp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    symbol: Any = next(s.values[0] for s in ALL if s.id == "megatron-core:all_gather_params")
+    owner, name = symbol.place()
+    theirs = getattr(owner, name)
+
+    @functools.wraps(theirs)
+    def wrapper(*args: Any, **named: Any) -> Any:
+        return theirs(*args, **named)
+
+    monkeypatch.setattr(owner, name, wrapper)
+    assert __name__ in (symbol.unknown_body() or "")
+    path = install(fsdp)
+    assert __name__ in path.left_out["gathers"]
+    path.close()
 
 
 @pytest.mark.parametrize("symbol", REPLACES_STEP, ids=lambda symbol: symbol.path.rpartition(":")[2])
