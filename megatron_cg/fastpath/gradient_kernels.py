@@ -9,22 +9,26 @@ from triton import language as tl
 _BLOCK = 4096
 
 
-def add_scaled(target: torch.Tensor, source: torch.Tensor, factor: float) -> None:
-    """``target.add_(source).mul_(factor)`` in one pass, with the same two roundings.
+def write_scaled(
+    target: torch.Tensor, source: torch.Tensor, factor: float, count: int, *, sums: bool
+) -> None:
+    """``target.copy_(source).mul_(factor)`` in one pass, with the same bits; ``sums``: ``add_``.
 
-    Both are contiguous and of one floating dtype of at most 32 bits.
+    Of ``count`` elements from the first one of each, which may go on in other tensors behind. Both
+    are contiguous and of one floating dtype of at most 32 bits.
     """
-    count = target.numel()
-    _add_scaled[(triton.cdiv(count, _BLOCK),)](
-        target.view(-1), source.view(-1), factor, count, BLOCK=_BLOCK, num_warps=8
-    )
+    blocks = (triton.cdiv(count, _BLOCK),)
+    _write_scaled[blocks](target, source, factor, count, SUMS=sums, BLOCK=_BLOCK, num_warps=8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_scaled(target, source, factor, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _write_scaled(  # type: ignore[no-untyped-def] # noqa: PLR0917 - a kernel's
+    target, source, factor, count, SUMS: tl.constexpr, BLOCK: tl.constexpr
+):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    one = tl.load(target + place, mask=inside)
-    other = tl.load(source + place, mask=inside)
-    total = (one.to(tl.float32) + other.to(tl.float32)).to(one.dtype)
-    tl.store(target + place, (total.to(tl.float32) * factor).to(one.dtype), mask=inside)
+    value = tl.load(source + place, mask=inside)
+    if SUMS:
+        one = tl.load(target + place, mask=inside)
+        value = (one.to(tl.float32) + value.to(tl.float32)).to(one.dtype)
+    tl.store(target + place, (value.to(tl.float32) * factor).to(value.dtype), mask=inside)

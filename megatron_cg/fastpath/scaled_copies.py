@@ -10,21 +10,24 @@ Note [Same bits]
     does for those of the experts. The padding between parameters is not scaled; nothing reads it.
 
 Note [Runs]
-    Weight gradients of a grouped GEMM are views of one tensor, and their places in the bucket are
-    side by side. So they are copied as one. With more than ``_MOST_RUNS`` launches instead of the
-    one of a fused copy, the host would lose what the GPU gains.
+    Weight gradients of a grouped GEMM lie side by side, as do their places in the bucket, so they
+    are copied as one. Only addresses tell that: each gradient in a graph's memory is a tensor
+    without an owner and has a storage of its own, both TE's and those of the native backend. A
+    launch costs the host what a pass over ``_WORTH_A_LAUNCH`` costs the GPU. So with more launches
+    than the bytes are worth, instead of the one of a fused copy, the bucket is left to
+    Megatron-FSDP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 
-_MOST_RUNS = 4
+_FEW_RUNS, _WORTH_A_LAUNCH = 4, 16 << 20
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REPLACES = (
     *fsdp_function(
@@ -41,8 +44,13 @@ RELIES_ON = (
     *fsdp_class("DataParallelBuffer", "gradient_scaling_factor", "ddp_config"),
     *fsdp_class("ParamAndGradBuffer", "bucket_to_bucket_group"),
 )
-Run = tuple[torch.Tensor, torch.Tensor]
-"""A part of a bucket and the gradients for it, both contiguous."""
+
+
+class Run(NamedTuple):
+    """Parts of a bucket and the gradients for them, in memory without a gap."""
+
+    pieces: list[torch.Tensor]
+    gradients: list[torch.Tensor]
 
 
 def factor_of(store: Any, number: int, buffer: Any, dtype: torch.dtype) -> float | None:
@@ -69,30 +77,33 @@ def factor_of(store: Any, number: int, buffer: Any, dtype: torch.dtype) -> float
 def runs_of(pieces: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[Run] | None:
     """What is side by side, as one; None if Megatron-FSDP must scale, see Note [Runs]."""
     dtype = pieces[0].dtype
-    runs: list[list[Any]] = []
-    ends: tuple[Any, ...] = ()
-    for pair in zip(pieces, gradients, strict=True):
-        if any(tensor.dtype is not dtype or not tensor.is_contiguous() for tensor in pair):
-            return None
-        begins = tuple((t.untyped_storage()._cdata, t.storage_offset()) for t in pair)
-        if begins != ends:
-            runs.append([*pair, 0])
-            if len(runs) > _MOST_RUNS:
+    runs: list[Run] = []
+    size, ends = 0, (-1, -1)
+    for piece, gradient in zip(pieces, gradients, strict=True):
+        for tensor in (piece, gradient):
+            if tensor.dtype is not dtype or not tensor.is_contiguous():
                 return None
-        size = pair[0].numel()
-        runs[-1][2] += size
-        ends = tuple((storage, begin + size) for storage, begin in begins)
-    return [(to.as_strided((n,), (1,)), own.as_strided((n,), (1,))) for to, own, n in runs]
+        begins = piece.data_ptr(), gradient.data_ptr()
+        if begins != ends:
+            runs.append(Run([], []))
+        runs[-1].pieces.append(piece)
+        runs[-1].gradients.append(gradient)
+        size += piece.nbytes
+        ends = begins[0] + piece.nbytes, begins[1] + piece.nbytes
+    return runs if len(runs) <= max(_FEW_RUNS, size // _WORTH_A_LAUNCH) else None
 
 
 def copy_scaled(runs: Sequence[Run], factor: float, *, sums: bool) -> None:
     """Write the gradients times ``factor``; if ``sums``, of what is there and the gradients."""
-    for piece, gradient in runs:
-        if not sums:
-            torch.mul(gradient, factor, out=piece)
-        elif piece.is_cuda:
-            from megatron_cg.fastpath.gradient_kernels import add_scaled
+    for pieces, gradients in runs:
+        if pieces[0].is_cuda:
+            from megatron_cg.fastpath.gradient_kernels import write_scaled
 
-            add_scaled(piece, gradient, factor)
+            count = sum(piece.numel() for piece in pieces)
+            write_scaled(pieces[0], gradients[0], factor, count, sums=sums)
+            continue
+        if sums:
+            torch._foreach_add_(pieces, gradients)
         else:
-            piece.add_(gradient).mul_(factor)
+            torch._foreach_copy_(pieces, gradients)
+        torch._foreach_mul_(pieces, factor)

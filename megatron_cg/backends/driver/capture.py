@@ -194,7 +194,7 @@ class _Capture:
         ended: list[Recorded] = []
         for index in reversed(range(len(self.recorded))):
             if self.share_buffers and len(ended) >= 2:
-                of_inputs, of_parameters = _parts(ended[-2])
+                of_inputs, of_parameters = parts(ended[-2])
                 ended[-2].grad_inputs = (*recorder.release(of_inputs), *of_parameters)
             self._record_backward(index, recorder)
             self._release_results(self.recorded[index], recorder)
@@ -229,7 +229,7 @@ class _Capture:
         """After a backward pass; see Note [How long a result lives]."""
         # Detached, so that nothing keeps autograd's nodes, which belong to the capture's stream.
         item.outputs = tuple(None if o is None else o.detach() for o in item.outputs)
-        of_inputs, of_parameters = _parts(item)
+        of_inputs, of_parameters = parts(item)
         item.grad_inputs = (*of_inputs, *recorder.release(of_parameters))
         if self.share_buffers:
             item.outputs = recorder.release(item.outputs)
@@ -279,7 +279,8 @@ class _Capture:
             item.parameters, item.inputs = used, (*user, *used)
 
 
-def _parts(item: Recorded) -> tuple[Any, Any]:
+def parts(item: Recorded) -> tuple[Any, Any]:
+    """Its gradients of inputs and of parameters."""
     return item.grad_inputs[: item.user_args], item.grad_inputs[item.user_args :]
 
 

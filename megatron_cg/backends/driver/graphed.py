@@ -25,10 +25,10 @@ class Recording:
         """Run the pass again, on the memory on which it was recorded."""
         raise NotImplementedError
 
-    def finished(self, lent: Tensors) -> None:
+    def finished(self, *, lends: bool) -> None:
         """The caller has taken the results of a replay.
 
-        ``lent`` are results that it reads in place until the next replay of any pass.
+        ``lends``: it reads gradients of weights in place until the next replay of any pass.
         """
 
     def reset(self) -> None:
@@ -79,7 +79,7 @@ class _Replay(torch.autograd.Function):
         user = recorded.user_args
         _copy_together(zip(recorded.inputs[:user], inputs[:user], strict=True))
         forward.replay()
-        forward.finished(())
+        forward.finished(lends=False)
         ctx.recorded = recorded
         ctx.set_materialize_grads(False)
         return tuple(None if output is None else output.detach() for output in recorded.outputs)
@@ -100,7 +100,7 @@ class _Replay(torch.autograd.Function):
             None if grad is None else grad.clone() if index >= clones else grad.detach()
             for index, grad in enumerate(gradients)
         )
-        backward.finished(recorded.grad_inputs[recorded.user_args : clones])
+        backward.finished(lends=recorded.gradients_borrowed)
         layouts = (recorded.layouts.get(id(one)) for one in recorded.inputs)
         return (None, *map(laid_out, returned, layouts))
 

@@ -30,12 +30,7 @@ from torch import nn
 from megatron_cg.backends.cuda_cleanup import leave_pool, waited_for
 from megatron_cg.backends.driver.capture import Recorder
 from megatron_cg.backends.driver.graphed import Recording, Tensors
-from megatron_cg.upstream.symbols import Symbol
-
-_STORAGE = Symbol(
-    "torch._C:_construct_storage_from_data_pointer", "a storage that does not own its memory"
-)
-RELIES_ON = (_STORAGE,)
+from megatron_cg.memory.storage import without_owners
 
 
 class CudaRecording(Recording):
@@ -93,17 +88,10 @@ class CudaRecorder(Recorder):
             if tuple(segment["segment_pool_id"]) == self._pool
         ]
 
-        def replaceable(tensor: torch.Tensor) -> bool:
-            # Of a subclass, or a lazy conjugate, its memory does not tell the values.
-            if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
-                return False
-            address = tensor.untyped_storage().data_ptr()
-            return any(begin <= address < end for begin, end in segments)
+        def is_in_pool(storage: torch.UntypedStorage) -> bool:
+            return any(begin <= storage.data_ptr() < end for begin, end in segments)
 
-        return tuple(
-            _without_owner(result) if result is not None and replaceable(result) else result
-            for result in results
-        )
+        return without_owners(results, is_in_pool)
 
     def abandon(self) -> None:
         """See :class:`megatron_cg.backends.driver.capture.Recorder`."""
@@ -135,11 +123,3 @@ class CudaRecorder(Recorder):
             mode = self._error_mode
             stack.enter_context(torch.cuda.graph(graph, self._pool, self._stream, mode))
             yield
-
-
-def _without_owner(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same memory that does not keep it; see Note [Tensors without an owner]."""
-    storage = tensor.untyped_storage()
-    same = _STORAGE.find()(storage.data_ptr(), tensor.device, storage.nbytes())
-    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return made.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())

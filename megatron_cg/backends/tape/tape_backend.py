@@ -4,9 +4,9 @@ Warmup, the order of passes, hooks and the life of results are the driver's
 (``backends/driver/capture.py``), which follows TE's contract.
 
 The tape reproduces these properties of a graph: no Python of the module runs at a replay, arguments
-are addresses and not Python tensors, memory is poisoned as soon as other graphs of the pool might
-use it, and a read on the host is refused. It does not reproduce kernels, streams, speed, or which
-tensors are on the host.
+are addresses and not Python tensors, gradients of weights are tensors without an owner, memory is
+poisoned as soon as other graphs of the pool might use it, and a read on the host is refused. It
+does not reproduce kernels, streams, speed, or which tensors are on the host.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.driver.capture import Recorder, capture_modules
+from megatron_cg.backends.driver.capture import Recorder, capture_modules, parts
 from megatron_cg.backends.driver.graphed import GraphedModule, Recorded, Tensors
 from megatron_cg.backends.tape.tape_memory import Pool
 from megatron_cg.backends.tape.tape_recording import Tape, recording, storage_keys
+from megatron_cg.memory.storage import without_owners
 
 
 class TapeBackend(Backend):
@@ -86,6 +87,11 @@ class TapeRecorder(Recorder):
                     later = self._tapes[number]
                     later.dead_before |= {key} - later.used
         for item in samples:
+            assert isinstance(item.backward, Tape)
+            of_inputs, of_weights = parts(item)
+            item.backward.of_weights = storage_keys(of_weights)
+            # In a CUDA graph's memory each is without an owner.
+            item.grad_inputs = (*of_inputs, *without_owners(of_weights, self._pool.owns))
             for tape in (item.forward, item.backward):
                 assert isinstance(tape, Tape)
                 self._pool.poison(tape.made)

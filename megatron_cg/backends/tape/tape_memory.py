@@ -68,9 +68,9 @@ class Pool:
         self.lent: set[int] = set()
         """Storages to poison when the next tape of this pool runs, which may use the memory."""
 
-    def owns(self, key: int) -> bool:
+    def owns(self, storage: torch.UntypedStorage) -> bool:
         """Return whether the storage was made by a tape of this pool."""
-        return key in self._own
+        return storage._cdata in self._own
 
     def adopt(self, tensor: torch.Tensor) -> int:
         """Add the storage of a tensor that an op has just created to the pool; return its key."""

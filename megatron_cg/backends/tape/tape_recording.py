@@ -55,6 +55,8 @@ class Tape(Recording):
     used: set[int] = field(default_factory=set)
     dead_before: frozenset[int] = frozenset()
     dead_after: frozenset[int] = frozenset()
+    of_weights: frozenset[int] = frozenset()
+    """Storages of weights' gradients, which a replay may lend to its caller."""
     grad_mode: bool = field(default_factory=torch.is_grad_enabled)
     """Whether gradients were on when it was recorded. Some kernels of a CPU depend on it (torch
     2.11, ``mkldnn_rnn_layer``, for an LSTM)."""
@@ -78,11 +80,11 @@ class Tape(Recording):
                 else:
                     entry()
 
-    def finished(self, lent: Tensors) -> None:
-        """Poison what is dead now; what was lent is poisoned when the next tape runs."""
-        borrowed = storage_keys(lent)
-        self.pool.poison(self.dead_after - borrowed)
-        self.pool.lent |= self.dead_after & borrowed
+    def finished(self, *, lends: bool) -> None:
+        """Poison what is dead now; what is lent is poisoned when the next tape runs."""
+        lent = self.of_weights if lends else frozenset()
+        self.pool.poison(self.dead_after - lent)
+        self.pool.lent |= self.dead_after & lent
 
     def reset(self) -> None:
         """Nothing to release but the operations."""
@@ -102,9 +104,9 @@ class Tape(Recording):
         return _mapped(lambda one: self.pool.tensor(one) if type(one) is Slot else one, value)
 
 
-def storage_keys(tensors: Tensors) -> set[int]:
+def storage_keys(tensors: Tensors) -> frozenset[int]:
     """The keys of the storages of these tensors."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None)
 
 
 class _OfThread(threading.local):
@@ -264,7 +266,7 @@ class _Recorder(TorchDispatchMode):
     def _save_outside(self, writes: list[torch.Tensor]) -> None:
         for tensor in writes:
             storage = tensor.untyped_storage()
-            if self.tape.pool.owns(storage._cdata) or storage._cdata in self._before:
+            if self.tape.pool.owns(storage) or storage._cdata in self._before:
                 continue
             memory = window(storage)
             self._before[storage._cdata] = (memory, memory.clone())

@@ -181,7 +181,7 @@ def test_only_what_a_caller_may_still_read_owns_its_memory(cuda: CudaDouble, sha
     memory = cuda.memory[0, 1]
 
     def owners(tensors: Any) -> list[bool]:
-        return [memory.owns(tensor.untyped_storage()._cdata) for tensor in tensors]
+        return [memory.owns(tensor.untyped_storage()) for tensor in tensors]
 
     for index, graph in enumerate(graphs):
         recorded = graph._recorded

@@ -10,26 +10,32 @@ import pytest
 import torch
 
 from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of
+from megatron_cg.memory.storage import without_owners
 from tests.unit.interpreted import last_line_of
 
 SUMS = """
 import json
+from itertools import product
+
 import torch
-from megatron_cg.fastpath.gradient_kernels import add_scaled
+from megatron_cg.fastpath.gradient_kernels import write_scaled
 
 torch.manual_seed(0)
 found = {}
-for dtype in (torch.float16, torch.float32):
-    for count, factor in ((5000, 0.5), (4096, 1 / 3), (1, 0.25), (33, 1.0)):
-        target, source = (torch.randn(count).mul(scale).to(dtype) for scale in (1, 3e-3))
-        source[:1] = torch.inf
-        source[1::7], target[1::7] = -0.0, 0.0
-        target[2::5] = torch.finfo(dtype).tiny
-        expected = target.clone().add_(source).mul_(factor)
-        add_scaled(target, source, factor)
-        found[f"{dtype} {count}"] = torch.equal(
-            target.view(torch.uint8), expected.view(torch.uint8)
-        )
+cases = ((5000, 0.5), (4096, 1 / 3), (1, 0.25), (33, 1.0))
+for dtype, (count, factor), sums in product((torch.float16, torch.float32), cases, (0, 1)):
+    # The kernel gets the first of several tensors without a gap, and what is behind them stays.
+    target, source = (torch.randn(count + 9).mul(scale).to(dtype) for scale in (1, 3e-3))
+    source[:1] = torch.inf
+    source[1::7], target[1::7] = -0.0, 0.0
+    target[2::5] = torch.finfo(dtype).tiny
+    expected = target.clone()
+    (expected.add_ if sums else expected.copy_)(source).mul_(factor)
+    expected[count:] = target[count:]
+    write_scaled(target[:1], source[:1], factor, count, sums=bool(sums))
+    found[f"{dtype} {count} {sums}"] = torch.equal(
+        target.view(torch.uint8), expected.view(torch.uint8)
+    )
 print(json.dumps(found))
 """
 """Memory of one process, which Triton's interpreter works on; it is chosen before an import.
@@ -38,9 +44,9 @@ It cuts float32 to bfloat16 without rounding, so that is tested on a GPU.
 """
 
 
-def test_the_kernel_has_the_bits_of_an_addition_and_a_multiplication() -> None:
+def test_the_kernel_has_the_bits_of_a_copy_or_an_addition_and_a_multiplication() -> None:
     found = json.loads(last_line_of(SUMS))
-    assert len(found) == 8 and all(found.values()), found
+    assert len(found) == 16 and all(found.values()), found
 
 
 def pieces(*sizes: int, dtype: torch.dtype = torch.bfloat16, gap: int = 0) -> list[torch.Tensor]:
@@ -53,24 +59,32 @@ def pieces(*sizes: int, dtype: torch.dtype = torch.bfloat16, gap: int = 0) -> li
     return made
 
 
+@pytest.mark.parametrize("owned", [True, False], ids=["owned", "of-a-graph"])
 @pytest.mark.parametrize("sums", [True, False], ids=["summed", "sharded"])
-def test_what_lies_side_by_side_is_one_run(sums: bool) -> None:
+def test_what_lies_side_by_side_is_one_run(sums: bool, owned: bool) -> None:
     bucket, gradients = pieces(4, 4, 4, 8, 8), [*pieces(4, 4, 4), *pieces(8, 8)]
     pairs = list(zip(bucket, gradients, strict=True))
     expected = [(piece + own if sums else own) * 0.5 for piece, own in pairs]
+    if not owned:
+        gradients = list[Any](without_owners(gradients, lambda _: True))
     runs = runs_of(bucket, gradients)
-    assert runs is not None and [len(piece) for piece, _ in runs] == [12, 16]
+    assert runs is not None and [len(pieces) for pieces, _ in runs] == [3, 2]
     copy_scaled(runs, 0.5, sums=sums)
     assert all(map(torch.equal, bucket, expected))
 
 
-def test_what_is_apart_or_of_another_dtype_is_left_to_megatron_fsdp() -> None:
+def test_what_is_apart_or_of_another_dtype_is_left_to_megatron_fsdp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert len(runs_of(pieces(4, 4, gap=2), pieces(4, 4)) or ()) == 2
     assert runs_of(pieces(*[4] * 5, gap=1), pieces(*[4] * 5)) is None
     assert runs_of(pieces(4, 4), pieces(4, 4, dtype=torch.float32)) is None
     assert runs_of(pieces(4, 4), [p.t() for p in pieces(4, 4)]) is None
     apart = [piece.clone() for piece in pieces(4, 4)]
     assert len(runs_of(pieces(4, 4), apart) or ()) == 2
+    monkeypatch.setattr("megatron_cg.fastpath.scaled_copies._WORTH_A_LAUNCH", pieces(4)[0].nbytes)
+    assert len(runs_of(pieces(*[4] * 5, gap=1), pieces(*[4] * 5)) or ()) == 5
+    assert runs_of(pieces(4, 4, 4, 4, 2, gap=1), pieces(4, 4, 4, 4, 2)) is None
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_cg.consensus.exchange import Agreement
+    from megatron_cg.fastpath import scaled_copies
     from megatron_cg.moe import grouped_gemm
     from megatron_cg.moe.install import (
         counts_on_device,
@@ -83,11 +84,14 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     )
     from megatron_cg.replay.counters import Counters
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
+    from megatron_cg.upstream.patch import set_attribute
 
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()
     grouped_gemm._copied.clear()
     with ExitStack() as undo:
+        # As if the weights were large; each of a layer's dense weights is a run of its own.
+        undo.callback(set_attribute(scaled_copies, "_WORTH_A_LAUNCH", 1))
         if ours:
             undo.enter_context(in_place_of_te())
             undo.callback(use_device_counts(by_peers=way == "peer"))
@@ -160,9 +164,9 @@ def test_whole_layers_were_replayed(results: list[dict[str, Any]], model: str, w
         assert one["replayed"] == replayed * graphs
         fast = way in FAST and not MODELS[model].fsdp
         assert ("gradients" in one["parts"]) == fast
-        # The gradients of the experts, which come as two runs. A layer's dense weights are more.
+        # The bucket of the experts, whose gradients are two runs, and that of the dense weights.
         scales = fast and MODELS[model].options is AVERAGED
-        assert one["scaled"] == (replayed if scales else 0)
+        assert one["scaled"] == (2 * replayed if scales else 0)
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids=" ".join)
