@@ -11,11 +11,16 @@ _BLOCK = 1024
 
 
 def places_of(
-    counts: torch.Tensor, slot: int, rows: int, *, whole: bool
+    counts: torch.Tensor, slot: int, rows: int, gaps: torch.Tensor | None = None, *, whole: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The fields of :func:`~megatron_cg.moe.slots.find_places`, by one kernel instead of thirty."""
+    """The fields of :func:`~megatron_cg.moe.slots.find_places`, by one kernel instead of thirty.
+
+    ``gaps`` is int64 ``[experts]``: rows in gaps up to the end of each expert's.
+    """
     ranks, experts = counts.shape
     packed, in_slots = counts.new_empty(ranks * slot), counts.new_empty(rows)
+    if gaps is not None:
+        in_slots.fill_(ranks * slot)
     used = counts.new_empty(1)
     # A program for each chunk of rows, and one a rank for what is in none.
     _places[ranks * (experts + 1),](
@@ -23,9 +28,11 @@ def places_of(
         packed,
         in_slots,
         used,
+        counts if gaps is None else gaps,
         slot,
         rows,
         WHOLE=whole,
+        GAPS=gaps is not None,
         RANKS=ranks,
         EXPERTS=experts,
         COUNTS=triton.next_power_of_2(ranks * experts),
@@ -40,9 +47,11 @@ def _places(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     packed,
     in_slots,
     used,
+    gaps,
     slot,
     rows,
     WHOLE: tl.constexpr,
+    GAPS: tl.constexpr,
     RANKS: tl.constexpr,
     EXPERTS: tl.constexpr,
     COUNTS: tl.constexpr,
@@ -57,6 +66,8 @@ def _places(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     before = (of_expert < expert) | ((of_expert == expert) & (of_rank < rank))
     # Of a chunk: where it begins, in all rows and in its slot.
     start = tl.sum(tl.where(before, lengths, 0))
+    if GAPS:
+        start += tl.load(gaps + expert - 1, mask=expert > 0, other=0)
     inside_slot = tl.sum(tl.where(own & (of_expert < expert), lengths, 0))
     number = tl.arange(0, BLOCK)
     if expert < EXPERTS:
@@ -72,6 +83,8 @@ def _places(  # type: ignore[no-untyped-def]  # noqa: PLR0917
             first += BLOCK
     else:
         first, beyond = inside_slot, tl.sum(lengths)
+        if GAPS:
+            beyond += tl.load(gaps + EXPERTS - 1)
         tl.store(used, rows if WHOLE else beyond)
         while first < slot:
             tl.store(packed + rank * slot + first + number, 0, mask=first + number < slot)

@@ -41,7 +41,14 @@ is among the rows that are used.
 """
 
 
-def find_places(counts: torch.Tensor, slot: int, rows: int, *, whole: bool = False) -> Places:
+def gaps_of(counts: torch.Tensor, multiple: int) -> torch.Tensor:
+    """What each of ``counts`` lacks to be a multiple."""
+    return (-counts) % multiple
+
+
+def find_places(
+    counts: torch.Tensor, slot: int, rows: int, *, whole: bool = False, multiple: int = 1
+) -> Places:
     """Find where rows lie that are packed by expert, then by rank, and by expert in each slot.
 
     Args:
@@ -49,30 +56,39 @@ def find_places(counts: torch.Tensor, slot: int, rows: int, *, whole: bool = Fal
         slot: rows of a slot. What a rank has beyond it has no place in the slots.
         rows: the number of packed rows, at least as many as all counts add up to.
         whole: whether those beyond all counts are read too. They are received as zero.
+        multiple: packed rows of each expert begin at a multiple of it, and so does what is beyond
+            them. Rows in between are received as zero.
     """
+    gaps = None
+    if multiple > 1:
+        gaps = gaps_of(counts.sum(0), multiple).cumsum(0)
     if counts.is_cuda and find_spec("triton") is not None:
         from megatron_cg.moe.place_kernel import places_of
 
-        return Places(*places_of(counts, slot, rows, whole=whole))
+        return Places(*places_of(counts, slot, rows, gaps, whole=whole))
     ranks, experts = counts.shape
     device = counts.device
     ends_in_slot = counts.cumsum(1)
     starts_in_slot = ends_in_slot - counts
     lengths = counts.t().reshape(-1)
     ends = lengths.cumsum(0)
+    beyond = ends[-1:]
+    if gaps is not None:
+        beyond = beyond + gaps[-1:]
+        ends[ranks:] += gaps[:-1].repeat_interleave(ranks)
     starts = ends - lengths
     # Of a packed row: its chunk, which is of one expert and one rank.
     row = torch.arange(rows, device=device)
     chunk = torch.searchsorted(ends, row, right=True).clamp_(max=ranks * experts - 1)
     inside = row - starts[chunk] + starts_in_slot.t().reshape(-1)[chunk]
-    exchanged = (row < ends[-1]) & (inside < slot)
+    exchanged = (starts[chunk] <= row) & (row < ends[-1]) & (inside < slot)
     in_slots = torch.where(exchanged, chunk % ranks * slot + inside, ranks * slot)
     # Of a place in a slot: its expert.
     place = torch.arange(slot, device=device).repeat(ranks, 1)
     expert = torch.searchsorted(ends_in_slot, place, right=True).clamp_(max=experts - 1)
     before = starts.view(experts, ranks).t() - starts_in_slot
     packed = (before.gather(1, expert) + place).where(place < ends_in_slot[:, -1:], 0)
-    used = torch.full_like(ends[-1:], rows) if whole else ends[-1:]
+    used = torch.full_like(beyond, rows) if whole else beyond
     return Places(packed.view(-1), in_slots, used)
 
 
@@ -127,6 +143,9 @@ class Collective:
         """Padding repeats some row."""
         sent = rows.index_select(0, here.packed)
         received = rows.new_empty((len(sent) + 1, *sent.shape[1:]))
-        dist.all_to_all_single(received[:-1], sent, group=self._group)
+        if dist.get_world_size(self._group) > 1:
+            dist.all_to_all_single(received[:-1], sent, group=self._group)
+        else:
+            received[:-1] = sent
         received[-1].zero_()
         return received.index_select(0, there.in_slots)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from megatron_cg.moe.slots import find_places
+from megatron_cg.moe.slots import find_places, gaps_of
 from tests.unit.interpreted import last_line_of
 
 COUNTS = (
@@ -49,6 +51,24 @@ def test_rows_are_packed_by_expert_then_by_rank_and_others_have_no_place(
     assert packed.shape == (len(given) * SLOT,) and set(packed.tolist()) <= set(range(max(used, 1)))
 
 
+@pytest.mark.parametrize("given", COUNTS, ids=str)
+def test_rows_of_an_expert_begin_at_a_multiple_and_gaps_have_no_place(
+    given: list[list[int]],
+) -> None:
+    counts = torch.tensor(given)
+    own, none = counts.sum(0), len(given) * SLOT
+    rounded = own + gaps_of(own, 4)
+    assert rounded.tolist() == [4 * math.ceil(rows / 4) for rows in own.tolist()]
+    used = int(rounded.sum())
+    found = find_places(counts, SLOT, used + MORE, multiple=4)
+    dense = find_places(counts, SLOT, int(own.sum())).in_slots.split(own.tolist())
+    gaps = [torch.full((int(gap),), none) for gap in rounded - own]
+    expected = torch.cat([part for pair in zip(dense, gaps, strict=True) for part in pair]).tolist()
+    assert found.used.tolist() == [used]
+    assert found.in_slots.tolist() == expected + [none] * MORE
+    assert all(place == none or found.packed[place] == row for row, place in enumerate(expected))
+
+
 @pytest.mark.parametrize(
     ("counts", "packed", "in_slots"),
     [
@@ -70,7 +90,7 @@ KERNEL = """
 import sys
 import torch
 from megatron_cg.moe.place_kernel import places_of
-from megatron_cg.moe.slots import find_places
+from megatron_cg.moe.slots import find_places, gaps_of
 
 torch.manual_seed(0)
 for case in range(24):
@@ -80,6 +100,11 @@ for case in range(24):
     slot, whole = int(counts.sum(1).amax()) // (1 + case % 2) + 1, case % 5 == 0
     given = (counts, slot, int(counts.sum()) + 1500 * (case % 3))
     ours, torchs = places_of(*given, whole=whole), find_places(*given, whole=whole)
+    assert all(map(torch.equal, ours, torchs)), given
+    gaps = gaps_of(counts.sum(0), 16).cumsum(0)
+    rows = given[2] + int(gaps[-1])
+    ours = places_of(counts, slot, rows, gaps, whole=whole)
+    torchs = find_places(counts, slot, rows, whole=whole, multiple=16)
     assert all(map(torch.equal, ours, torchs)), given
 print("equal")
 """
