@@ -119,6 +119,9 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         ),
         "expert_tensor_parallel_size": _get(namespace, "expert_tensor_parallel_size")
         or _get(namespace, "tensor_model_parallel_size"),
+        "moe_router_padding_for_quantization": _any(
+            namespace, "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"
+        ),
         "moe_use_grouped_tensor": bool(_optional(namespace, "moe_use_grouped_tensor")),
         "fp8_recipe": str(getattr(recipe, "value", recipe)),
         "packs_sequences": _any(namespace, *_PACKING),

@@ -47,10 +47,15 @@ class Configuration:
         return self.graph.cg_grouped_gemm == "torch"
 
     @property
-    def captures_torch_experts(self) -> bool:
+    def counts_on_device(self) -> bool:
+        """Whether a graph can hold experts that get any number of tokens."""
+        return self.has_torch_experts or not self.environment.lacks_device_counts
+
+    @property
+    def captures_dropless_experts(self) -> bool:
         """Whether a graph holds experts that get any number of tokens."""
         captured = self.run.wants_graphs and self.captures_experts
-        return captured and self.has_torch_experts and not self.run.drops_and_pads
+        return captured and self.counts_on_device and not self.run.drops_and_pads
 
 
 Facts = Mapping[str, object]

@@ -1,4 +1,4 @@
-"""What experts in a graph need, and what ``--cg-grouped-gemm torch`` needs."""
+"""What experts in a graph need, and what each ``--cg-grouped-gemm`` needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from functools import partial
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
 
 DROP_AND_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+_CUBLAS = "pip install 'nvidia-cublas>=13.8.1' (torch pins an older one, and pip warns), or "
 _ROUTER = "type --cuda-graph-modules attn moe_router"
+ROW_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
+"""By ``--fp8-recipe``: each expert's rows are a multiple of it in a graph. Others are refused."""
+_MOST_EXPERTS = 64
+"""Of a rank: what Transformer Engine's grouped GEMM takes (TE 2.20.2, ``kMaxGroups``)."""
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
@@ -37,22 +42,53 @@ def _against_torchs_gemm(given: Configuration) -> list[Facts]:
     return [{"what": what, "instead": instead} for broken, what, instead in found if broken]
 
 
+def _against_tes_gemm(given: Configuration) -> list[Facts]:
+    run = given.run
+    experts = (run.num_experts or 0) // run.expert_model_parallel_size
+    quantized = run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES
+    found = (
+        (not run.moe_grouped_gemm, "without --moe-grouped-gemm", "add --moe-grouped-gemm"),
+        (not run.bf16, "without --bf16", "add --bf16"),
+        (run.fp4 is not None, "with FP4", "drop --fp4-format"),
+        (quantized, f"with --fp8-recipe {run.fp8_recipe}", "type --fp8-recipe tensorwise"),
+        (run.add_bias_linear, "with biases", "add --disable-bias-linear"),
+        (
+            experts > _MOST_EXPERTS,
+            f"with {experts} experts of a rank, more than {_MOST_EXPERTS}",
+            "raise --expert-model-parallel-size, or add --cg-grouped-gemm torch (BF16)",
+        ),
+    )
+    if not given.captures_dropless_experts or given.has_torch_experts:
+        return []
+    return [{"what": what, "instead": instead} for broken, what, instead in found if broken]
+
+
+def _without_fixed_shapes(given: Configuration) -> list[Facts]:
+    if not given.captures_experts or given.run.drops_and_pads or given.counts_on_device:
+        return []
+    missing = given.environment.lacks_device_counts
+    upgrade = "type " + _CUBLAS if missing.startswith("cuBLASLt") else ""
+    return [{"missing": missing, "upgrade": upgrade}]
+
+
 def _unknown_balancing(given: Configuration) -> list[Facts]:
-    kinds = given.run.moe_router_load_balancing_type if given.captures_torch_experts else ()
+    kinds = given.run.moe_router_load_balancing_type if given.captures_dropless_experts else ()
     others = [kind for kind in kinds if kind not in _BALANCING]
     return [{"others": " ".join(others)}] if others else []
 
 
 def _reads_counts(given: Configuration) -> bool:
     kind = given.run.moe_token_dispatcher_type
-    refused = ("allgather", "flex") if given.captures_torch_experts else ("allgather",)
+    refused = ("allgather", "flex") if given.captures_dropless_experts else ("allgather",)
     return given.captures_experts and kind in refused
 
 
 def _pads_rows(given: Configuration) -> list[Facts]:
-    """The second flag implies the first in megatron-core 0.20, and copies counts in 0.19.2 too."""
+    """The last flag implies the second in megatron-core 0.20, and copies counts in 0.19.2 too."""
     run = given.run
     flags = {
+        "--moe-router-padding-for-quantization": run.moe_router_padding_for_quantization
+        and not run.drops_and_pads,
         "--moe-use-grouped-tensor": run.moe_use_grouped_tensor,
         "--use-transformer-engine-op-fuser": run.use_transformer_engine_op_fuser,
     }
@@ -63,7 +99,7 @@ def _pads_rows(given: Configuration) -> list[Facts]:
 def _exchanges_nothing(given: Configuration) -> list[Facts]:
     """Flags about the exchange of rows in a run whose graphs hold none."""
     graph, run = given.graph, given.run
-    if given.captures_torch_experts and run.expert_model_parallel_size > 1:
+    if given.captures_dropless_experts and run.expert_model_parallel_size > 1:
         return []
     flags: list[Facts] = []
     if graph.cg_moe_rows is not None:
@@ -108,13 +144,22 @@ RULES = (
     # A graph can hold experts if it has fixed shapes: by drop and pad, or by counts on the GPU.
     Rule(
         "moe-without-drop-and-pad",
-        lambda c: c.captures_experts and not (c.run.drops_and_pads or c.has_torch_experts),
+        _without_fixed_shapes,
         "MoE layers in graphs with their experts (--cuda-graph-modules moe, or none), without drop "
         "and pad",
         "how many tokens each expert gets then differs from step to step, and Transformer "
-        "Engine's grouped GEMM reads it on the CPU, which a capture does not allow",
-        f"add --cg-grouped-gemm torch, or add {DROP_AND_PAD}, or {_ROUTER}; or, without "
-        "--cuda-graph-modules, name the dense layers, as with --cg-layers layer:0",
+        "Engine's grouped GEMM reads it on the CPU here, which a capture does not allow: {missing}",
+        f"{{upgrade}}add --cg-grouped-gemm torch (BF16), or add {DROP_AND_PAD}, or {_ROUTER}; or, "
+        "without --cuda-graph-modules, name the dense layers, as with --cg-layers layer:0",
+    ),
+    Rule(
+        "experts-counts",
+        _against_tes_gemm,
+        "dropless experts in a graph {what}",
+        "Transformer Engine's grouped GEMM reads their counts on the GPU in BF16 and, with "
+        "--fp8-recipe tensorwise or blockwise, in FP8, for 64 experts at most; Megatron adds "
+        "biases by counts on the CPU",
+        f"{{instead}}, or {_ROUTER}",
     ),
     Rule(
         "experts-grouped-tensor",
@@ -135,7 +180,7 @@ RULES = (
     ),
     Rule(
         "experts-tensor-parallel",
-        lambda c: c.captures_torch_experts and c.run.expert_tensor_parallel_size > 1,
+        lambda c: c.captures_dropless_experts and c.run.expert_tensor_parallel_size > 1,
         "dropless experts in a graph that are split over several tensor-parallel ranks",
         "the ranks of an expert then exchange rows by numbers that Megatron reads on the CPU",
         f"add --expert-tensor-parallel-size 1, or {_ROUTER}",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megatron_cg.upstream.device_counts import NOT_LOADED, lacks_device_counts
 from megatron_cg.upstream.symbols import installed_version
 
 WHOLE_LAYER = "layer"
@@ -109,9 +110,9 @@ class GraphArguments:
     )
     cg_grouped_gemm: Literal["te", "torch"] = _flag(
         "te",
-        "What computes the experts: Transformer Engine's grouped GEMM (default), which reads each "
-        "expert's number of tokens on the host, or torch's, which reads it on the device. With "
-        "torch, --cuda-graph-modules moe captures whole MoE layers without drop and pad.",
+        "What computes the experts: Transformer Engine's grouped GEMM (default) or torch's. With "
+        "either, --cuda-graph-modules moe captures whole MoE layers without drop and pad: with te "
+        "in BF16 and FP8 where cuBLASLt is 13.8.1 or newer, with torch in BF16.",
         choices=("te", "torch"),
     )
     cg_moe_rows: float | None = _flag(
@@ -179,6 +180,7 @@ class RunArguments:
     expert_model_parallel_size: int = _setting(1, "ranks that share the experts")
     expert_tensor_parallel_size: int = _setting(1, "tensor-parallel ranks of an expert")
     add_bias_linear: bool = _setting(True, "linear layers have a bias")
+    moe_router_padding_for_quantization: bool = _setting(False, "routers pad each expert's rows")
     moe_use_grouped_tensor: bool = _setting(False, "a grouped GEMM of padded rows; since 0.20")
     use_transformer_engine_op_fuser: bool = _setting(False, "TE fuses the experts' operations")
     qk_clip: bool = _setting(False, "the optimizer clips weights by the largest logits")
@@ -280,6 +282,8 @@ class Environment:
     versions: Mapping[str, str] = field(default_factory=_no_strings)
     variables: Mapping[str, str] = field(default_factory=_no_strings)
     backend: str = TRANSFORMER_ENGINE
+    lacks_device_counts: str = NOT_LOADED
+    """Why Transformer Engine's grouped GEMM cannot read counts on the device; empty if it can."""
 
     @classmethod
     def read(cls, backend: str = TRANSFORMER_ENGINE) -> Environment:
@@ -289,4 +293,5 @@ class Environment:
             versions={name: version for name, version in versions.items() if version is not None},
             variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
             backend=backend,
+            lacks_device_counts=lacks_device_counts(),
         )

@@ -19,14 +19,14 @@ Note [Order of rows]
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
 
 from megatron_cg.moe.row_bound import RowBound, clipped
-from megatron_cg.moe.slots import Collective, Places, Transport, exchange, find_places
+from megatron_cg.moe.slots import Collective, Places, Transport, exchange, find_places, gaps_of
 from megatron_cg.upstream.megatron import is_capturing
 from megatron_cg.upstream.symbols import Symbol
 
@@ -50,6 +50,8 @@ DISPATCHING = tuple(
     )
 )
 RELIES_ON = (_SHARED, *DISPATCHING)
+_ROWS = 128
+"""Quantized rows are a multiple of it in all, the empty ones at their end included."""
 
 
 def largest_slot(sent: int, topk: int, local: int) -> int:
@@ -87,6 +89,10 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Bounds what a slot has room for; None is room for any routing."""
     transport: Transport | None = None
     """The way to other ranks; None is a :class:`Collective`."""
+    gemm: Literal["te", "torch"] = "torch"
+    """What computes the experts."""
+    multiple: int = 1
+    """Each expert's rows begin at a multiple of it, and rows of zeros fill the gaps."""
     tokens_per_expert: torch.Tensor | None
     _sent: Places
     _received: Places
@@ -111,12 +117,12 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         if shared is not None:
             shared.wait_current_stream()
         rows, probs = permutated_local_input_tokens, permuted_probs
-        if self.ep_size > 1:
+        if self._moves:
             self._find_places(rows.shape[0])
             rows = self._exchange(rows, self._sent, self._received)
         if shared is not None:
             shared.linear_fc1_forward_and_act(rows)
-        if self.ep_size > 1:
+        if self._moves:
             probs = self._exchange(probs, self._sent, self._received)
         return rows, probs
 
@@ -146,7 +152,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         if shared is not None:
             shared.wait_current_stream()
         results = hidden_states
-        if self.ep_size > 1:
+        if self._moves:
             results = self._exchange(hidden_states, self._received, self._sent)
             del self._sent, self._received
         if shared is not None:
@@ -154,19 +160,35 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             shared.post_forward_comm()
         return results
 
+    @property
+    def _moves(self) -> bool:
+        """Whether rows do not lie as experts need them; those of one rank are sorted already."""
+        return self.ep_size > 1 or self.multiple > 1
+
     def _exchange(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
         return exchange(rows, here, there, self.transport or Collective(self.ep_group))
 
     def _find_places(self, sent: int) -> None:
         """Find the places of ``sent`` rows in slots, and of those that this rank receives."""
         slot = largest_slot(sent, self.config.moe_router_topk, self.num_local_experts)
-        received = self.output_splits.unsqueeze(1)
-        if self.num_local_experts > 1:
+        assert self.tokens_per_expert is not None
+        if self.ep_size == 1:
+            received = self.tokens_per_expert.unsqueeze(0)
+        elif self.num_local_experts > 1:
             received = self.num_global_tokens_per_local_expert
+        else:
+            received = self.output_splits.unsqueeze(1)
+        sends = self.input_splits if self.ep_size > 1 else received.sum(1)
         if self.bound is not None:
             slot = self.bound.slot(sent, self.ep_size, slot)
-            self.bound.watch(self.input_splits)
+            self.bound.watch(sends)
             received = clipped(received, slot)
             self.tokens_per_expert = received.sum(0)
-        self._sent = find_places(self.input_splits.unsqueeze(1), slot, sent, whole=True)
-        self._received = find_places(received, slot, self.ep_size * slot)
+        rows = self.ep_size * slot
+        if self.multiple > 1:
+            counts = self.tokens_per_expert
+            self.tokens_per_expert = counts + gaps_of(counts, self.multiple)
+            rows += self.num_local_experts * self.multiple
+            rows += -rows % _ROWS
+        self._sent = find_places(sends.unsqueeze(1), slot, sent, whole=True)
+        self._received = find_places(received, slot, rows, multiple=self.multiple)

@@ -1,21 +1,31 @@
-"""Puts the grouped GEMM and the dispatcher where Megatron and Transformer Engine look them up."""
+"""Puts the grouped GEMM and the dispatcher where Megatron and Transformer Engine look them up.
+
+Note [Two grouped GEMMs]
+    Torch's is put in place of Transformer Engine's, outside of captures too. Transformer Engine's
+    own takes counts from the device by a setting, and then computes the same bits. So it has the
+    setting only where the dispatcher gives it such counts, and outside of captures nothing changes.
+    FP8 needs each expert's rows to be a multiple of some number. Megatron pads them by counts on
+    the host; in a capture the dispatcher leaves rows free for it.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, Literal
 
 from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
 from torch import nn
 
+from megatron_cg.arguments.rules_experts import ROW_MULTIPLES
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.upstream.megatron import relax_rules
+from megatron_cg.upstream.device_counts import lacks_device_counts
+from megatron_cg.upstream.megatron import is_capturing, relax_rules
 from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version
 
@@ -37,42 +47,56 @@ _DISPATCHER = Symbol(
     "megatron.core.transformer.moe.moe_layer:MoEAlltoAllTokenDispatcher",
     "the dispatcher that a layer makes",
 )
-RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER)
+_PADS = Symbol(
+    "megatron.core.transformer.moe.experts:skip_routed_expert_padding",
+    "whether experts leave the padding of their rows to others",
+    parameters=("config",),
+)
+RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER, _PADS)
 
 
-def use_device_counts(bound: RowBound | None = None, *, by_peers: bool = False) -> Undo:
+def use_device_counts(
+    bound: RowBound | None = None, *, by_peers: bool = False, gemm: Literal["te", "torch"] = "torch"
+) -> Undo:
     """Let models built from now on have experts whose token counts stay on the device.
 
-    Experts compute by :class:`GroupedGemm`. A model whose config captures whole MoE layers (``moe``
-    in ``cuda_graph_modules``) without drop and pad gets :class:`DeviceDispatcher`, and Megatron's
-    rule against it does not apply.
+    A model whose config captures whole MoE layers (``moe`` in ``cuda_graph_modules``) without drop
+    and pad gets :class:`DeviceDispatcher`, and Megatron's rule against it does not apply.
 
     Args:
         bound: bounds the rows that these layers exchange. Whoever passes one has the steps repeated
             that exceed it.
         by_peers: exchange tokens by peer memory, which the layers of an expert-parallel group
             share.
+        gemm: what computes experts, :class:`GroupedGemm` or Transformer Engine's; see Note [Two
+            grouped GEMMs]. The latter leaves models as they are where it lacks something.
 
     Returns:
         The undo.
 
     Raises:
         UpstreamChangedError: Megatron or Transformer Engine lacks what this replaces, or a function
-            that this replaces has another body. Then nothing is changed.
+            that this replaces has another body. Then nothing is changed. With Transformer Engine's
+            GEMM, whoever builds such a model gets the error.
     """
-    _GEMM.find()
     theirs = _DISPATCHER.find()
-    # On the CPU the stand-in for Transformer Engine has no settings to pass.
-    of_te = (_LAYER_OF_TE,) if installed_version(_LAYER_OF_TE.distribution) else ()
-    for symbol in (*of_te, *dispatcher.DISPATCHING):
-        symbol.require_known_body()
+    require_known_bodies = cache(_require_known_bodies)
+    if gemm == "torch":
+        require_known_bodies(gemm)
     # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
     of_group = cache(PeerMemory)
 
+    def applies(config: Any) -> bool:
+        return captures_experts(config) and (gemm == "torch" or not lacks_device_counts())
+
     def make_dispatcher(*args: Any, **named: Any) -> Any:
-        if not captures_experts(named["config"]):
+        config = named["config"]
+        if not applies(config):
             return theirs(*args, **named)
+        require_known_bodies(gemm)
         made = dispatcher.DeviceDispatcher(*args, **named)
+        made.gemm = gemm
+        made.multiple = ROW_MULTIPLES.get(config.fp8_recipe, 1) if config.fp8 else 1
         if bound is not None:
             bound.place()
             made.bound = bound
@@ -81,15 +105,56 @@ def use_device_counts(bound: RowBound | None = None, *, by_peers: bool = False) 
         return made
 
     with ExitStack() as undo:
-        undo.callback(set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
+        if gemm == "torch":
+            undo.callback(set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
+        else:
+            layers = _with_device_counts(_LAYER_OF_TE.find())
+            undo.callback(put_over(*_LAYER_OF_TE.place(), layers))
+            undo.callback(put_over(*_PADS.place(), _unpadded_in_captures(_PADS.find())))
         undo.callback(put_over(*_DISPATCHER.place(), make_dispatcher))
-        undo.callback(allow_dropless_experts())
+        undo.callback(allow_dropless_experts(applies))
         return undo.pop_all().close
 
 
-def counts_on_device(model: nn.Module) -> bool:
-    """Whether a layer of the model dispatches tokens by counts on the device."""
-    return any(_dispatchers(model))
+def _require_known_bodies(gemm: str) -> None:
+    """Raise UpstreamChangedError if a function that is replaced has another body."""
+    of_gemm: tuple[Symbol, ...] = ()
+    if gemm == "torch":
+        _GEMM.find()
+        # On the CPU the stand-in for Transformer Engine has no settings to pass.
+        of_gemm = (_LAYER_OF_TE,) if installed_version(_LAYER_OF_TE.distribution) else ()
+    for symbol in (*of_gemm, *dispatcher.DISPATCHING):
+        symbol.require_known_body()
+
+
+def _with_device_counts(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``GroupedLinear.forward`` that also takes counts on the device."""
+
+    @wraps(forward)
+    def with_device_counts(self: Any, inp: Any, m_splits: Any, *rest: Any, **named: Any) -> Any:
+        before = self.use_grouped_tensor
+        self.use_grouped_tensor = before or getattr(m_splits, "is_cuda", False)
+        try:
+            return forward(self, inp, m_splits, *rest, **named)
+        finally:
+            self.use_grouped_tensor = before
+
+    return with_device_counts
+
+
+def _unpadded_in_captures(skips: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether the dispatcher pads an expert's rows, or Megatron's ``skips`` says so."""
+
+    @wraps(skips)
+    def skips_padding(config: Any) -> bool:
+        return (is_capturing() and captures_experts(config)) or skips(config)
+
+    return skips_padding
+
+
+def grouped_gemm_of(model: nn.Module) -> Literal["te", "torch"] | None:
+    """What computes the model's experts by counts on the device; None if nothing does."""
+    return next((made.gemm for made in _dispatchers(model)), None)
 
 
 def bound_of(model: nn.Module) -> RowBound | None:
@@ -125,18 +190,21 @@ def captures_experts(config: Any) -> bool:
     )
 
 
-def allow_dropless_experts() -> Undo:
-    """Let configs that are made from now on capture whole MoE layers; returns the undo."""
-    return relax_rules(_check)
+def allow_dropless_experts(applies: Callable[[Any], bool] = captures_experts) -> Undo:
+    """Let configs that are made from now on capture whole MoE layers; returns the undo.
 
+    Of Megatron's rules of a model, the one that whole MoE layers need drop and pad is left out for
+    a config to which this ``applies``.
+    """
 
-def _check(config: Any, rules: Callable[[Any], None]) -> None:
-    """Megatron's rules of a model, without the one that whole MoE layers need drop and pad."""
-    if not captures_experts(config):
-        rules(config)
-        return
-    config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 1.0, True
-    try:
-        rules(config)
-    finally:
-        config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = None, False
+    def check(config: Any, rules: Callable[[Any], None]) -> None:
+        if not applies(config):
+            rules(config)
+            return
+        config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 1.0, True
+        try:
+            rules(config)
+        finally:
+            config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = None, False
+
+    return relax_rules(check)

@@ -20,6 +20,7 @@ TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
 PEERS = (*TORCH_GEMM, "--cg-moe-exchange", "peer")
 """For the graph run alone: tokens go to the memory of other GPUs directly."""
+DEVICE_COUNTS = "Transformer Engine's grouped GEMM with counts on the device"
 _PARTS = ("moe_act", "layernorm", "mla_up_proj")
 RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", *_PARTS)
 OVERLAP = ("--moe-shared-expert-overlap", "--moe-shared-expert-gate")
@@ -53,7 +54,7 @@ class Case:
     gpus: int = 2
     steps: int = 12
     needs: str = ""
-    """A module without which the case cannot run."""
+    """A module without which the case cannot run, or :data:`DEVICE_COUNTS`."""
     graph_flags: tuple[str, ...] = ()
     """This package's flags, for the graph run."""
     env: tuple[tuple[str, str], ...] = ()
@@ -152,6 +153,29 @@ def _realistic() -> list[Case]:
     ]
 
 
+def _dropless_by_te() -> list[Case]:
+    """Whole dropless MoE layers with Transformer Engine's own grouped GEMM, in BF16 and FP8."""
+    tensorwise, blockwise = (*FP8, "--fp8-recipe", "tensorwise"), ("--fp8-format", "e4m3")
+    blockwise = (*blockwise, "--fp8-recipe", "blockwise")
+    weights = ("--fp8-param-gather", "--keep-fp8-transpose-cache")
+    rows = _cases(
+        "device-",
+        ("ep1", MOE, EXPERTS, (), ()),
+        ("ep2", MOE, EXPERTS, EP2, ()),
+        ("peers", MOE, EXPERTS, EP2, PEERS[2:]),
+        ("ep2-rows-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED), ("--cg-moe-rows", "2")),
+        ("shared-experts", MLA, (), (*EP2, *RECOMPUTED), VERIFIED),
+        ("fp8-ep1", MOE, EXPERTS, tensorwise, ()),
+        ("fp8-ep2", MOE, EXPERTS, (*EP2, *tensorwise), ()),
+        ("fp8-peers", MOE, EXPERTS, (*EP2, *tensorwise), PEERS[2:]),
+        ("fp8-evaluation", MOE, EXPERTS, (*EP2, *tensorwise, *EVALUATED), PEERS[2:]),
+        ("fp8-verified", MOE, (), (*EP2, *tensorwise), (*PEERS[2:], *VERIFIED)),
+        ("fp8-weights", MOE, EXPERTS, (*EP2, *tensorwise, *weights), ()),
+        ("fp8-blockwise", MOE, EXPERTS, (*EP2, *blockwise), ()),
+    )
+    return [replace(case, needs=DEVICE_COUNTS) for case in rows]
+
+
 def _capacity_and_fp8() -> list[Case]:
     """Experts that drop and pad, and FP8. Torch's grouped GEMM takes no FP8 and no fp32."""
     weights = ("--fp8-param-gather", "--keep-fp8-transpose-cache")
@@ -184,6 +208,7 @@ CASES = [
     *_grid(),
     *_dropless(),
     *_realistic(),
+    *_dropless_by_te(),
     *_capacity_and_fp8(),
     # A shared expert that runs beside the exchange of tokens, on a stream of its own.
     *_cases(

@@ -40,7 +40,7 @@ from megatron_cg.integrations.megatron.steps import Source, Steps
 from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.moe.dispatcher import shared_experts_idle
-from megatron_cg.moe.install import bound_of, counts_on_device, peer_memory_of
+from megatron_cg.moe.install import bound_of, grouped_gemm_of, peer_memory_of
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
@@ -279,13 +279,18 @@ def check_model(
             "cuda_graph_impl of the model's config is none: build it with "
             'TransformerConfig(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]).'
         )
-    given = replace(given, cg_grouped_gemm="te")  # What counts is what the model was built with.
-    if counts_on_device(fsdp):
+    environment = Environment.read(backend)
+    # What counts is what the model was built with.
+    if (gemm := grouped_gemm_of(fsdp)) is not None:
         bound = bound_of(fsdp)
         rows = bound.factor if bound is not None else None
         exchange: Any = "nccl" if peer_memory_of(fsdp) is None else "peer"
-        given = replace(given, cg_grouped_gemm="torch", cg_moe_rows=rows, cg_moe_exchange=exchange)
-    broken = violations(run, given, Environment.read(backend))
+        given = replace(given, cg_grouped_gemm=gemm, cg_moe_rows=rows, cg_moe_exchange=exchange)
+    else:
+        given = replace(given, cg_grouped_gemm="te")
+        missing = environment.lacks_device_counts or f"the model was built before {call}()"
+        environment = replace(environment, lacks_device_counts=missing)
+    broken = violations(run, given, environment)
     if broken:
         named = [(type(config).__name__, config) for config in configs]
         raise ConfigurationError(said(broken, call, named))

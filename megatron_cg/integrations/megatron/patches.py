@@ -45,7 +45,7 @@ from megatron_cg.integrations.call_arguments import (
 )
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
-from megatron_cg.upstream.symbols import Symbol
+from megatron_cg.upstream.symbols import Symbol, installed_version
 
 if TYPE_CHECKING:
     from megatron_cg.integrations.megatron.helper import FsdpHelper
@@ -228,10 +228,10 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
 
     def changes() -> Iterator[Undo]:
         yield allow_graphs_under_v2()
-        if given.cg_grouped_gemm == "torch":
-            factor = given.cg_moe_rows
+        gemm, factor = given.cg_grouped_gemm, given.cg_moe_rows
+        if gemm == "torch" or installed_version("transformer-engine") is not None:
             bound = RowBound(factor) if factor is not None else None
-            yield use_device_counts(bound, by_peers=given.cg_moe_exchange == "peer")
+            yield use_device_counts(bound, by_peers=given.cg_moe_exchange == "peer", gemm=gemm)
             if bound is not None:
                 yield repeat_steps()
         if full_recompute:

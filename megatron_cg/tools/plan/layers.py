@@ -102,7 +102,7 @@ class Shape:
         args, graph, average = self.args, self.graph, self.average_rows
         ranks = args.expert_model_parallel_size
         captured = self.run.wants_graphs and self.run.captures("moe")
-        if not captured or graph.cg_grouped_gemm != "torch" or ranks == 1:
+        if not captured or self.run.drops_and_pads or ranks == 1:
             return average
         topk = args.moe_router_topk
         slot = average // topk * min(topk, args.num_experts // ranks)

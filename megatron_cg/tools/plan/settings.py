@@ -26,6 +26,7 @@ from packaging.version import Version
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
 from megatron_cg.arguments.megatron import add_arguments, read_graph, read_run
+from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.schema import BACKENDS
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import LaunchLine, LaunchLineError
@@ -100,7 +101,8 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
     notes = [*notices(run, where), *_limits(args)]
     if unknown:
         notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
-    if megatron and (why := _megatrons_error(args, graph, line.variables)):
+    dropless = Configuration(run, graph, where).counts_on_device
+    if megatron and (why := _megatrons_error(args, dropless, line.variables)):
         broken += (Violation("megatron", "Megatron stops", why, ""),)
     return Settings(args, run, graph, broken, tuple(notes))
 
@@ -115,12 +117,11 @@ def _limits(args: Any) -> Iterator[str]:
         yield f"the tokenizer's vocabulary is counted as {VOCABULARY:,}; --vocab-size says it"
 
 
-def _megatrons_error(args: Any, graph: GraphArguments, variables: Mapping[str, str]) -> str | None:
+def _megatrons_error(args: Any, dropless: bool, variables: Mapping[str, str]) -> str | None:
     """The error of ``validate_args`` or of the model's config; validates ``args``."""
     from megatron.training import arguments
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    dropless = graph.cg_grouped_gemm == "torch"
     with _hopper(variables, dropless), redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.schema import BACKENDS
+from megatron_cg.upstream.device_counts import NOT_LOADED
 from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, GOOD_RUN
 
 
@@ -29,13 +30,15 @@ class Case:
         ours = {name: v for name, v in self.change.items() if name.startswith("cg_")}
         versions = {name: v for name, v in self.change.items() if name in GOOD_ENVIRONMENT.versions}
         variables = {name: v for name, v in self.change.items() if name.isupper()}
-        others = self.change.keys() - ours.keys() - versions.keys() - variables.keys()
+        found_in = {*ours, *versions, *variables, "lacks_device_counts"}
+        others = self.change.keys() - found_in
         graph = GraphArguments(**ours)
         found = {**GOOD_ENVIRONMENT.versions, **versions}
         environment = Environment(
             versions={name: version for name, version in found.items() if version is not None},
             variables=variables,
             backend=BACKENDS[graph.cg_backend],
+            lacks_device_counts=self.change.get("lacks_device_counts", NOT_LOADED),
         )
         run = dataclasses.replace(GOOD_RUN, **{name: self.change[name] for name in others})
         return run, graph, environment
@@ -59,6 +62,7 @@ TORCH: dict[str, Any] = {
     "add_bias_linear": False,
 }
 DROPLESS: dict[str, Any] = {**TORCH, **EXPERTS}
+BY_TE: dict[str, Any] = {**EXPERTS, **TORCH, "cg_grouped_gemm": "te", "lacks_device_counts": ""}
 PADDED: dict[str, Any] = {**DROP_AND_PAD, **EXPERTS, "moe_grouped_gemm": True}
 SHARED: dict[str, Any] = {**DROPLESS, "expert_model_parallel_size": 2}
 ROWS: dict[str, Any] = {"cg_moe_rows": 1.25}
@@ -156,6 +160,21 @@ ALL = (
     case("moe-without-drop-and-pad", EXPERTS, moe_expert_capacity_factor=1.0),
     case("moe-without-drop-and-pad", WHOLE),
     case("moe-without-drop-and-pad", WHOLE, cg_layers=("layer:0,2-",), moe_layer_freq=(0, 1, 1, 1)),
+    case("moe-without-drop-and-pad", EXPERTS, lacks_device_counts="cuBLASLt is 13.1.0, before"),
+    case("experts-counts", BY_TE, moe_grouped_gemm=False),
+    case("experts-counts", BY_TE, bf16=False),
+    case("experts-counts", BY_TE, fp8="hybrid"),
+    case("experts-counts", BY_TE, fp4="e2m1"),
+    case("experts-counts", BY_TE, add_bias_linear=True),
+    case("experts-counts", BY_TE, num_experts=256, expert_model_parallel_size=2),
+    case("experts-dispatcher", BY_TE, moe_token_dispatcher_type="flex"),
+    case(
+        "experts-grouped-tensor",
+        BY_TE,
+        fp8="e4m3",
+        fp8_recipe="blockwise",
+        moe_router_padding_for_quantization=True,
+    ),
     case("experts-grouped-tensor", DROPLESS, moe_use_grouped_tensor=True),
     case("experts-grouped-tensor", PADDED, moe_use_grouped_tensor=True),
     case("experts-grouped-tensor", PADDED, WHOLE, use_transformer_engine_op_fuser=True),

@@ -77,11 +77,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.fastpath import scaled_copies
     from megatron_cg.moe import grouped_gemm
-    from megatron_cg.moe.install import (
-        counts_on_device,
-        peer_memory_of,
-        use_device_counts,
-    )
+    from megatron_cg.moe.install import grouped_gemm_of, peer_memory_of, use_device_counts
     from megatron_cg.replay.counters import Counters
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
     from megatron_cg.upstream.patch import set_attribute
@@ -116,7 +112,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
             steps.append([number.hex() for number in trainer.step()])
         if parts and "gradients" in parts:
             scaled = session.fast_path.bucketing.scaled
-        device = counts_on_device(trainer.model)
+        device = grouped_gemm_of(trainer.model) == "torch"
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
         copied = bool(grouped_gemm._copied)
         made: dict[str, Any] = {"peers": peer_memory_of(trainer.model) is not None}
