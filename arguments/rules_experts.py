@@ -11,6 +11,7 @@ _CUBLAS = "pip install 'nvidia-cublas>=13.8.1' (torch pins an older one, and pip
 _ROUTER = "type --cuda-graph-modules attn moe_router"
 ROW_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
 """By ``--fp8-recipe``: each expert's rows are a multiple of it in a graph. Others are refused."""
+_CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 _MOST_EXPERTS = 64
 """Of a rank: what Transformer Engine's grouped GEMM takes (TE 2.20.2, ``kMaxGroups``)."""
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
@@ -46,12 +47,14 @@ def _against_tes_gemm(given: Configuration) -> list[Facts]:
     run = given.run
     experts = (run.num_experts or 0) // run.expert_model_parallel_size
     quantized = run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES
+    cutlass = given.environment.variables.get(_CUTLASS) == "1"
     found = (
         (not run.moe_grouped_gemm, "without --moe-grouped-gemm", "add --moe-grouped-gemm"),
         (not run.bf16, "without --bf16", "add --bf16"),
         (run.fp4 is not None, "with FP4", "drop --fp4-format"),
         (quantized, f"with --fp8-recipe {run.fp8_recipe}", "type --fp8-recipe tensorwise"),
         (run.add_bias_linear, "with biases", "add --disable-bias-linear"),
+        (cutlass, f"with {_CUTLASS}=1", f"type unset {_CUTLASS}"),
         (
             experts > _MOST_EXPERTS,
             f"with {experts} experts of a rank, more than {_MOST_EXPERTS}",
@@ -156,9 +159,9 @@ RULES = (
         "experts-counts",
         _against_tes_gemm,
         "dropless experts in a graph {what}",
-        "Transformer Engine's grouped GEMM reads their counts on the GPU in BF16 and, with "
-        "--fp8-recipe tensorwise or blockwise, in FP8, for 64 experts at most; Megatron adds "
-        "biases by counts on the CPU",
+        "Transformer Engine's grouped GEMM reads their counts on the GPU by cuBLASLt alone, in "
+        "BF16 and, with --fp8-recipe tensorwise or blockwise, in FP8, for 64 experts at most; "
+        "Megatron adds biases by counts on the CPU",
         f"{{instead}}, or {_ROUTER}",
     ),
     Rule(

@@ -11,7 +11,7 @@ from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _MODULE = "transformer_engine.pytorch.module.grouped_linear"
 _LAYER = Symbol(f"{_MODULE}:GroupedLinear", "TE's grouped linear layer")
-_VERSION = Symbol("transformer_engine_torch:get_cublasLt_version", "the version of cuBLASLt")
+_VERSION = Symbol(f"{_MODULE}:tex.get_cublasLt_version", "the version of cuBLASLt")
 RELIES_ON = (_LAYER, _VERSION)
 _LEAST = 130801
 """13.8.1: what cuBLASLt itself asks for. Up to 13.7 a graph's second replay is wrong."""

@@ -166,6 +166,7 @@ ALL = (
     case("experts-counts", BY_TE, fp8="hybrid"),
     case("experts-counts", BY_TE, fp4="e2m1"),
     case("experts-counts", BY_TE, add_bias_linear=True),
+    case("experts-counts", BY_TE, NVTE_USE_CUTLASS_GROUPED_GEMM="1"),
     case("experts-counts", BY_TE, num_experts=256, expert_model_parallel_size=2),
     case("experts-dispatcher", BY_TE, moe_token_dispatcher_type="flex"),
     case(

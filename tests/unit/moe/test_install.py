@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe import experts, moe_layer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_cg
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
+from megatron_cg.moe import install
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.install import use_device_counts
 from megatron_cg.moe.peer_memory import PeerMemory
@@ -57,12 +59,12 @@ def used(in_place_of_te: None) -> Iterator[None]:
     undo()
 
 
-def dispatcher(**changes: Any) -> Any:
+def dispatcher(given: Any = None, **changes: Any) -> Any:
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     groups = get_default_pg_collection()
     return moe_layer.MoEAlltoAllTokenDispatcher(
-        4, list(range(4)), config=config(**changes), pg_collection=groups
+        4, list(range(4)), config=given or config(**changes), pg_collection=groups
     )
 
 
@@ -105,6 +107,37 @@ def test_megatrons_other_rules_hold(used: None) -> None:
 
 
 def test_without_it_megatron_refuses_them() -> None:
+    with pytest.raises(AssertionError, match="drop-padding"):
+        config()
+
+
+def test_transformer_engines_gemm_gets_counts_only_in_captures(
+    model_parallel: None, in_place_of_te: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = "cuBLASLt is 13.1.0"
+    monkeypatch.setattr(install, "lacks_device_counts", lambda: lacking)
+    undo, settings = use_device_counts(RowBound(1.25), gemm="te"), list[bool]()
+    with pytest.raises(AssertionError, match="drop-padding"):
+        config()
+    lacking = ""
+    assert (dispatcher().gemm, dispatcher().multiple) == ("te", 1)
+    assert not hasattr(dispatcher(**DROP_AND_PAD), "gemm")
+    quantized, others = config(), config(cuda_graph_modules=["attn"])
+    quantized.fp8, quantized.fp8_recipe, others.fp8 = "hybrid", "tensorwise", "hybrid"
+    assert dispatcher(quantized).multiple == 16
+    assert not experts.skip_routed_expert_padding(quantized)
+    monkeypatch.setattr(install, "is_capturing", lambda: True)
+    assert experts.skip_routed_expert_padding(quantized)
+    assert not experts.skip_routed_expert_padding(others)
+
+    layer = SimpleNamespace(use_grouped_tensor=False)
+    forward = install._with_device_counts(
+        lambda self, *_given, **_named: settings.append(self.use_grouped_tensor)
+    )
+    for splits in ([1, 2], torch.tensor([1, 2]), SimpleNamespace(is_cuda=True)):
+        forward(layer, torch.ones(3, 1), splits, is_first_microbatch=None)
+    assert (settings, layer.use_grouped_tensor) == ([False, False, True], False)
+    undo()
     with pytest.raises(AssertionError, match="drop-padding"):
         config()
 
