@@ -172,11 +172,10 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         """Find the places of ``sent`` rows in slots, and of those that this rank receives."""
         slot = largest_slot(sent, self.config.moe_router_topk, self.num_local_experts)
         assert self.tokens_per_expert is not None
-        if self.ep_size == 1:
-            received = self.tokens_per_expert.unsqueeze(0)
-        elif self.num_local_experts > 1:
+        received = self.tokens_per_expert.unsqueeze(0)
+        if self.num_local_experts > 1:
             received = self.num_global_tokens_per_local_expert
-        else:
+        elif self.ep_size > 1:
             received = self.output_splits.unsqueeze(1)
         sends = self.input_splits if self.ep_size > 1 else received.sum(1)
         if self.bound is not None:

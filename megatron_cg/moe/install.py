@@ -82,6 +82,7 @@ def use_device_counts(
     theirs = _DISPATCHER.find()
     require_known_bodies = cache(_require_known_bodies)
     if gemm == "torch":
+        _GEMM.find()
         require_known_bodies(gemm)
     # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
     of_group = cache(PeerMemory)
@@ -90,8 +91,8 @@ def use_device_counts(
         return captures_experts(config) and (gemm == "torch" or not lacks_device_counts())
 
     def make_dispatcher(*args: Any, **named: Any) -> Any:
-        config = named["config"]
-        if not applies(config):
+        config = named.get("config")
+        if config is None or not applies(config):
             return theirs(*args, **named)
         require_known_bodies(gemm)
         made = dispatcher.DeviceDispatcher(*args, **named)
@@ -118,12 +119,9 @@ def use_device_counts(
 
 def _require_known_bodies(gemm: str) -> None:
     """Raise UpstreamChangedError if a function that is replaced has another body."""
-    of_gemm: tuple[Symbol, ...] = ()
-    if gemm == "torch":
-        _GEMM.find()
-        # On the CPU the stand-in for Transformer Engine has no settings to pass.
-        of_gemm = (_LAYER_OF_TE,) if installed_version(_LAYER_OF_TE.distribution) else ()
-    for symbol in (*of_gemm, *dispatcher.DISPATCHING):
+    # On the CPU the stand-in for Transformer Engine has no settings to pass.
+    passes = gemm == "torch" and installed_version(_LAYER_OF_TE.distribution)
+    for symbol in (*((_LAYER_OF_TE,) if passes else ()), *dispatcher.DISPATCHING):
         symbol.require_known_body()
 
 

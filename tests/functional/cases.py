@@ -155,8 +155,8 @@ def _realistic() -> list[Case]:
 
 def _dropless_by_te() -> list[Case]:
     """Whole dropless MoE layers with Transformer Engine's own grouped GEMM, in BF16 and FP8."""
-    tensorwise, blockwise = (*FP8, "--fp8-recipe", "tensorwise"), ("--fp8-format", "e4m3")
-    blockwise = (*blockwise, "--fp8-recipe", "blockwise")
+    tensorwise = (*FP8, "--fp8-recipe", "tensorwise")
+    blockwise = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
     weights = ("--fp8-param-gather", "--keep-fp8-transpose-cache")
     rows = _cases(
         "device-",
@@ -164,7 +164,7 @@ def _dropless_by_te() -> list[Case]:
         ("ep2", MOE, EXPERTS, EP2, ()),
         ("peers", MOE, EXPERTS, EP2, PEERS[2:]),
         ("ep2-rows-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED), ("--cg-moe-rows", "2")),
-        ("shared-experts", MLA, (), (*EP2, *RECOMPUTED), VERIFIED),
+        ("shared-experts", MLA, EXPERTS, (*EP2, *RECOMPUTED), VERIFIED),
         ("fp8-ep1", MOE, EXPERTS, tensorwise, ()),
         ("fp8-ep2", MOE, EXPERTS, (*EP2, *tensorwise), ()),
         ("fp8-peers", MOE, EXPERTS, (*EP2, *tensorwise), PEERS[2:]),
