@@ -206,7 +206,8 @@ def _other_wrapper(function: Any, path: str) -> str | None:
     """The module of code around an upstream function that our replacement would leave out."""
     known = {"contextlib", "torch", "megatron_cg", re.split(r"[.:]", path)[0]}
     while hasattr(function, "__wrapped__"):
-        module: str = getattr(function, "__globals__", {}).get("__name__", "another package")
+        code = getattr(function, "func", function)  # put_over() sets a partial
+        module: str = getattr(code, "__globals__", {}).get("__name__", "another package")
         if module.partition(".")[0] not in known:
             return module
         function = function.__wrapped__

@@ -16,11 +16,13 @@ import megatron_cg
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
 from megatron_cg.moe import install
+from megatron_cg.moe.dispatcher import DISPATCHING
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.install import use_device_counts
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.tools.cpu import grouped_linear
+from megatron_cg.upstream.patch import put_over
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
@@ -140,6 +142,13 @@ def test_transformer_engines_gemm_gets_counts_only_in_captures(
     undo()
     with pytest.raises(AssertionError, match="drop-padding"):
         config()
+
+
+def test_a_function_that_is_wrapped_here_already_is_a_known_one() -> None:
+    symbol = DISPATCHING[-1]
+    undo = put_over(*symbol.place(), install._with_device_counts(symbol.find()))
+    symbol.require_known_body()
+    undo()
 
 
 def test_the_undo_puts_everything_back(in_place_of_te: None) -> None:
