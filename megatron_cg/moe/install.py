@@ -55,6 +55,11 @@ _PADS = Symbol(
 RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER, _PADS)
 
 
+def te_is_loaded() -> bool:
+    """Whether Transformer Engine's grouped GEMM, and no stand-in for it, is loaded."""
+    return _TE in sys.modules and installed_version(_GEMM.distribution) is not None
+
+
 def use_device_counts(
     bound: RowBound | None = None, *, by_peers: bool = False, gemm: Literal["te", "torch"] = "torch"
 ) -> Undo:
@@ -120,7 +125,7 @@ def use_device_counts(
 def _require_known_bodies(gemm: str) -> None:
     """Raise UpstreamChangedError if a function that is replaced has another body."""
     # On the CPU the stand-in for Transformer Engine has no settings to pass.
-    passes = gemm == "torch" and installed_version(_LAYER_OF_TE.distribution)
+    passes = gemm == "torch" and te_is_loaded()
     for symbol in (*((_LAYER_OF_TE,) if passes else ()), *dispatcher.DISPATCHING):
         symbol.require_known_body()
 

@@ -45,7 +45,7 @@ from megatron_cg.integrations.call_arguments import (
 )
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
-from megatron_cg.upstream.symbols import Symbol, installed_version
+from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
     from megatron_cg.integrations.megatron.helper import FsdpHelper
@@ -223,13 +223,13 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.integrations.megatron.under_v2 import allow_graphs_under_v2
-    from megatron_cg.moe.install import use_device_counts
+    from megatron_cg.moe.install import te_is_loaded, use_device_counts
     from megatron_cg.moe.row_bound import RowBound
 
     def changes() -> Iterator[Undo]:
         yield allow_graphs_under_v2()
         gemm, factor = given.cg_grouped_gemm, given.cg_moe_rows
-        if gemm == "torch" or installed_version("transformer-engine") is not None:
+        if gemm == "torch" or te_is_loaded():
             bound = RowBound(factor) if factor is not None else None
             yield use_device_counts(bound, by_peers=given.cg_moe_exchange == "peer", gemm=gemm)
             if bound is not None:
