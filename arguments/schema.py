@@ -142,9 +142,8 @@ class GraphArguments:
     )
     cg_report: str | None = _flag(
         None,
-        "Write how the run goes as JSON into this folder: losses, norms and times of steps, what "
-        "was captured and why the rest was not, memory, counters, mismatches. 'megatron-cg "
-        "report' makes a page of it.",
+        "Write how the run goes as JSON into this folder: losses, norms and times of steps, "
+        "captures, memory, counters, mismatches. 'megatron-cg report' makes a page of it.",
         metavar="DIR",
     )
 

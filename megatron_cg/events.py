@@ -16,8 +16,6 @@ from typing import Any
 class CaptureBegan:
     """A capture of one model's units begins; nothing has been changed yet."""
 
-    model: Any
-    """The ``MegatronFSDP``."""
     units: Sequence[Any]
     """:class:`megatron_cg.replay.unit.Unit`, in the order of their forward passes."""
 

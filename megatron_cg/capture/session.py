@@ -122,7 +122,7 @@ class Session:
         self._require(Phase.EAGER)
         self._require_no_other_graphs()
         self._wait_for_earlier_work()
-        emit(CaptureBegan(self._sharding.wrapped, self._units))
+        emit(CaptureBegan(self._units))
         whole = False
         try:
             self.phase = Phase.CAPTURING

@@ -2,24 +2,17 @@
 
 Nothing here waits for the GPU or queries it. Times are host times. Memory is what torch's allocator
 has on record.
-
-Megatron's ``_layer_is_graphable`` says whether a layer has any of the scopes of a config. Only
-layers have a ``layer_number``, from 1. A layer that is captured with its own scopes sees them in a
-view of its config (``upstream/megatron.py``).
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
-from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER
 from megatron_cg.events import (
     CaptureBegan,
     CaptureEnded,
@@ -28,64 +21,11 @@ from megatron_cg.events import (
     StepRepeated,
     subscribers,
 )
-from megatron_cg.replay.unit import Unit
 from megatron_cg.telemetry.record import Memory, add_capture, memory, note
-from megatron_cg.upstream.megatron import LayerConfig
-from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-
-_TRANSFORMER = "megatron.core.transformer"
-_LAYER = Symbol(f"{_TRANSFORMER}.module:GraphableMegatronModule", "layers that have scopes")
-_GRAPHABLE = Symbol(
-    f"{_TRANSFORMER}.cuda_graphs:_layer_is_graphable",
-    "which layers have a scope",
-    parameters=("layer", "config"),
-)
-_SCOPES = Symbol(f"{_TRANSFORMER}.enums:CudaGraphModule", "the scopes by name")
-RELIES_ON = (_LAYER, _GRAPHABLE, _SCOPES)
-
-
-def coverage(model: nn.Module, units: Sequence[Unit]) -> list[dict[str, Any]]:
-    """One row for each layer of ``model``, in order: its ``name``, ``kind`` (class) and scopes.
-
-    ``graphed`` are the scopes in its graph. Without Megatron's layers the rows are the units, each
-    graphed as a whole.
-    """
-    captured = {unit.layer: unit.name for unit in units}
-    layers: list[Any] = []
-    if f"{_TRANSFORMER}.cuda_graphs" in sys.modules:
-        kind = _LAYER.find()
-        layers = [m for m in model.modules() if isinstance(m, kind) and hasattr(m, "layer_number")]
-    if not layers:
-        return [_row(unit.name, unit.layer, [WHOLE_LAYER]) for unit in units]
-    return [
-        _row(captured[layer], layer, _scopes_of(layer))
-        if layer in captured
-        else _row(f"layer {layer.layer_number - 1}", layer, [])
-        for layer in layers
-    ]
-
-
-def _row(name: str, layer: nn.Module, graphed: list[str]) -> dict[str, Any]:
-    return {"name": name, "kind": type(layer).__name__, "graphed": graphed}
-
-
-def _scopes_of(layer: Any) -> list[str]:
-    asked = [getattr(module, "name", module) for module in layer.config.cuda_graph_modules or ()]
-    if not asked:
-        return [WHOLE_LAYER]
-    config = vars(layer.config).get("_config", layer.config)
-    return [
-        scope
-        for scope in SCOPES
-        if scope in asked
-        and _GRAPHABLE.find()(
-            layer, LayerConfig(config, cuda_graph_modules=[_SCOPES.find()[scope]])
-        )
-    ]
 
 
 def _summary(capture: Mapping[str, Any]) -> str:
@@ -139,7 +79,6 @@ def _report(began: CaptureBegan, before: Memory | None, since: float, ended: Cap
         "memory": {"before": before, "after": memory()},
         "layers": 0 if counters is None else len(began.units),
         "graphs": 0 if counters is None else counters.captured,
-        "coverage": [] if counters is None else coverage(began.model, began.units),
         "fast_path": None if path is None else {"on": path.parts, "off": path.left_out},
         "error": None if error is None else f"{type(error).__name__}: {error}",
     }

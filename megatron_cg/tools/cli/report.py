@@ -1,4 +1,4 @@
-"""Make one HTML page of a run, or of two: losses, times, memory, what was captured.
+"""Make one HTML page of a run, or of two: losses, times, memory, graphs.
 
 DIR is what 'megatron-cg align --work-dir' or a run with --cg-report or --cg-record has left. The
 page loads nothing, from no network and no other file. Exit code 0: written; 2: cannot be done.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,19 +54,9 @@ def page(story: Story) -> str:
         memory=plotted(story, used, 1.1 * most) if used.curves else None,
         peaks=peaks(story),
         work=_work(total) if total.get("captured") or story.captures else "",
-        coverage=list(_coverage(story)),
         facts=_facts(story),
         commands={n: shlex.join(rank.get("command") or ()) for n, rank in story.records.items()},
     )
-
-
-def _coverage(story: Story) -> Iterator[list[str]]:
-    """For equal neighbouring layers: their names, class and the scopes in a graph."""
-    rows = story.captures[-1]["coverage"] if story.captures else ()
-    for _, group in groupby(rows, lambda row: (row["kind"], row["graphed"])):
-        first, *others = group
-        last = f" to {others[-1]['name'].rpartition(' ')[2]}" if others else ""
-        yield [first["name"] + last, first["kind"], ", ".join(first["graphed"]) or "nothing"]
 
 
 def _facts(story: Story) -> list[list[str]]:

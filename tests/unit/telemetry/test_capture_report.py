@@ -10,10 +10,7 @@ import pytest
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import CaptureError
-from megatron_cg.integrations.megatron.scopes import give_scopes
-from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.telemetry import capture_report as reporting
-from megatron_cg.telemetry.capture_report import coverage
 from megatron_cg.telemetry.read_record import captured_after, read_run
 from megatron_cg.telemetry.record import Recorder, recording
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
@@ -72,28 +69,9 @@ def test_a_capture_is_recorded_and_said_in_one_line(
     assert entry["error"] is None and entry["memory"] == {"before": before, "after": after}
     assert entry["seconds"] > 0
     assert failed["fast_path"] is None and "unshard" in entry["fast_path"]["on"]
-    assert [row["graphed"] for row in entry["coverage"]] == [["attn"], ["attn"]]
     rows = data["intervals"]
     assert [row["counters"]["replayed"] for row in rows] == [0, 2, 4]
     assert [row["counters"]["captured"] for row in rows] == [0, 2, 2]
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "megatron_cg:" in line)
     assert line.startswith("megatron_cg: graphs captured: 2, of 2 layers, in ")
     assert line.endswith("; +312 MiB of GPU memory allocated, -4 MiB reserved")
-
-
-def test_the_map_has_the_scopes_that_each_layer_has_and_that_were_captured(trainer: Any) -> None:
-    layers = list(trainer.model.module.module.module.decoder.layers)
-    config = layers[0].config
-    scopes = type(config.cuda_graph_modules[0])
-    config.cuda_graph_modules = [scopes.attn, scopes.mlp, scopes.moe_router]
-    undo = give_scopes(layers[0], [scopes.mlp])
-    first, second = coverage(trainer.model, units_of(layers))
-    assert (first["name"], first["kind"]) == ("layer 0", "TransformerLayer")
-    assert first["graphed"] == ["mlp"] and second["graphed"] == ["attn", "mlp"]
-    undo()
-    config.cuda_graph_modules = []
-    rows = coverage(trainer.model, units_of(layers[1:]))
-    assert [(row["name"], row["graphed"]) for row in rows] == [
-        ("layer 0", []),
-        ("layer 1", ["layer"]),
-    ]

@@ -73,13 +73,7 @@ def _capture() -> dict[str, Any]:
         **{"after_step": CAPTURED, "layers": LAYERS, "graphs": LAYERS, "error": None},
         "seconds": 2.47,
         "memory": {},
-        "coverage": [_layer(index) for index in range(LAYERS)],
     }
-
-
-def _layer(index: int) -> dict[str, Any]:
-    graphed = ["attn"] * (index < LAYERS - 4) + ["moe_router"] * (index >= 2)
-    return {"name": f"layer {index}", "kind": "TransformerLayer", "graphed": graphed}
 
 
 def write(directory: Path, *records: dict[str, Any]) -> Path:

@@ -149,7 +149,6 @@ def test_the_page_of_two_real_runs(tape_pair: Path, capsys: pytest.CaptureFixtur
     text = (tape_pair / "report.html").read_text()
     assert "Identical, to the last bit" in text
     assert "The difference is exactly zero at every step" in text
-    assert "<td>layer 0 to 2</td>" in text and "<td>attn, mlp</td>" in text
     assert re.search(r"<h1>tape, 20\d\d-\d\d-\d\d</h1>", text)
     names = ["Losses and gradient norm", "Step times", "What was captured"]
     assert headings(text) == [*names, "Versions, machine and flags"]
@@ -167,12 +166,6 @@ def test_a_page_of_all_that_a_record_can_hold_loads_nothing(made_up: Path, undra
     assert not re.findall(r"https?:|@import|<script|<link|<iframe", text)
     assert "default-src 'none'" in text
     assert "24 graphs of 24 layers in 2.47 s" in text and "2 not allowed by a guard" in text
-    rows = re.findall(r"<tr><td>(layer[^<]*)</td><td>\w+</td><td>([^<]*)<", text)
-    assert rows == [
-        ("layer 0 to 1", "attn"),
-        ("layer 2 to 19", "attn, moe_router"),
-        ("layer 20 to 23", "moe_router"),
-    ]
 
 
 def test_text_of_a_run_cannot_become_markup(undrawn: None) -> None:
