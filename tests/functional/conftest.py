@@ -20,7 +20,7 @@ from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import run_and_compare
 from megatron_cg.tools.align.run import Plan, arguments, example_script, make_run
-from megatron_cg.tools.align.token_data import TokenStream, from_text, python_sources
+from megatron_cg.tools.align.token_data import from_text, python_sources
 from tests.functional.cases import DEVICE_COUNTS, Case
 from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.functional.tampered import MUTATION, SCENARIO
@@ -86,19 +86,18 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def data(shared: Path) -> TokenStream:
+def data(shared: Path) -> Path:
     """Python's own library, one token a byte."""
     folder = shared / "data"
     folder.mkdir(exist_ok=True)
-    description = "Python's own sources"
     with FileLock(folder / "lock"):
         if not (folder / "text.bin").exists():
-            return from_text(python_sources(), folder, description)
-        return TokenStream(folder / "text", description, is_bytes=True)
+            return from_text(python_sources(), folder)
+        return folder / "text"
 
 
 @pytest.fixture
-def align(data: TokenStream, shared: Path, tmp_path: Path) -> Callable[..., Outcome]:
+def align(data: Path, shared: Path, tmp_path: Path) -> Callable[..., Outcome]:
     """Train a case eagerly and with graphs and compare.
 
     Cases whose eager runs are the same command in the same environment share one.
@@ -141,9 +140,7 @@ def time_limit(gpus: int) -> float:
     return TIMEOUT * max(1, gpus // 2)
 
 
-def baseline(
-    plan: Plan, data: TokenStream, env: tuple[tuple[str, str], ...], baselines: Path
-) -> Path:
+def baseline(plan: Plan, data: Path, env: tuple[tuple[str, str], ...], baselines: Path) -> Path:
     """The record of the plan's eager run, which the first test that asks for it makes."""
     command = arguments(plan, graphs=False, data=(), record=Path())
     directory = baselines / hashlib.sha256(repr((command, env)).encode()).hexdigest()[:16]

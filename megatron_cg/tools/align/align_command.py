@@ -38,13 +38,13 @@ from megatron_cg.tools.align.run import (
     make_run,
 )
 from megatron_cg.tools.align.tape import TAPE_NOTICE, describe, tape_plan, tape_run
-from megatron_cg.tools.align.token_data import TokenStream, existing, from_text, python_sources
+from megatron_cg.tools.align.token_data import from_text, python_sources
 from megatron_cg.upstream.symbols import installed_version
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, NOT_COMPARABLE: 2, FAILED: 3}
 _SHOWN_SHARDS = 5
 _DIFFER = "[bold red]differ[/]"
-MakeRun = Callable[[TokenStream, Path, str], Run]
+MakeRun = Callable[[Path, Path, str], Run]
 """Makes the run of that name, not started yet, of the data and the folder for both runs."""
 
 
@@ -60,13 +60,8 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         check_start(directory)
         made = _on_tape(args, preset, extra) if backend == TAPE else _on_gpus(args, preset, extra)
-        if args.data_path:
-            data = existing(args.data_path)
-        else:
-            text = "the sources of Python's own library"
-            data = from_text(python_sources(), directory / "data", text)
-        print(f"preset {preset.name}: {preset.description}")
-        print(f"data: {data.description}", flush=True)
+        data = from_text(python_sources(), directory / "data")
+        print(f"preset {preset.name}: {preset.description}", flush=True)
         runs = [made(data, directory, name) for name in (EAGER, GRAPHS)]
         outcome = run_and_compare(runs, args.timeout)
     notice = TAPE_NOTICE if backend == TAPE else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_cg.arguments.schema import GraphArguments, flag_of
 from megatron_cg.arguments.validation import ANY_RUN
 from megatron_cg.tools.align.processes import LaunchError, Run
-from megatron_cg.tools.align.token_data import TokenStream
+from megatron_cg.tools.align.token_data import data_flags
 
 EAGER, GRAPHS = "eager", "graphs"
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -162,13 +162,13 @@ def check_gpus(plan: Plan) -> None:
         )
 
 
-def make_run(plan: Plan, data: TokenStream, directory: Path, name: str) -> Run:
+def make_run(plan: Plan, data: Path, directory: Path, name: str) -> Run:
     """The run ``name``, ``eager`` or ``graphs``, in a folder of that name; not started yet."""
     directory /= name
     words = arguments(
         plan,
         graphs=name == GRAPHS,
-        data=data.flags(directory / "cache"),
+        data=data_flags(data, directory / "cache"),
         record=directory / "record",
     )
     env = environment(os.environ, root=PACKAGE.parent, cudnn=torch_cudnn())

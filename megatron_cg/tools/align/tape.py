@@ -15,7 +15,6 @@ from pathlib import Path
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.align.processes import LaunchError, Run
 from megatron_cg.tools.align.run import GRAPHS, PACKAGE, environment
-from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
 TAPE_NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
@@ -67,15 +66,13 @@ def describe(model: CpuModelConfig, processes: int) -> str:
     )
 
 
-def tape_run(
-    plan: TrainingPlan, processes: int, data: TokenStream, directory: Path, name: str
-) -> Run:
+def tape_run(plan: TrainingPlan, processes: int, data: Path, directory: Path, name: str) -> Run:
     """The run ``name``, ``eager`` or ``graphs``, in a folder of that name; not started yet."""
     env = environment(os.environ, root=PACKAGE.parent, cudnn=None)
     # Uses no GPU, even if there is one.
     env["CUDA_VISIBLE_DEVICES"] = ""
     directory /= name
-    fields = asdict(replace(plan, tokens=data.prefix, graphs=name == GRAPHS))
+    fields = asdict(replace(plan, tokens=data, graphs=name == GRAPHS))
     words = [sys.executable, "-m", "megatron_cg.tools.align.tape"]
     words += [json.dumps(fields, default=str), str(processes), str(directory / "record")]
     return Run(name, words, env, directory)

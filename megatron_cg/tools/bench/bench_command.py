@@ -87,11 +87,9 @@ def _line(args: argparse.Namespace, extra: Sequence[str], folder: Path) -> Launc
     if args.preset is None:
         return given_line(extra)
     preset = load_preset(args.preset)
-    description = "the sources of Python's own library"
-    data = from_text(python_sources(), folder / "data", description)
     return preset_line(
         preset,
-        data,
+        from_text(python_sources(), folder / "data"),
         nproc=args.nproc or preset.nproc,
         microbatches=args.microbatches,
         steps=args.settle_steps + args.steps,

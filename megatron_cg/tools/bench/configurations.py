@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.align.run import BASE_FLAGS, FLAGS_OF_V1, GRAPH_FLAGS, example_script
-from megatron_cg.tools.align.token_data import TokenStream
+from megatron_cg.tools.align.token_data import data_flags
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.launch_line import LaunchLine, joined, read_flags, read_line
 from megatron_cg.upstream.symbols import installed_version
@@ -78,7 +79,7 @@ def given_line(words: Sequence[str]) -> LaunchLine:
 
 def preset_line(
     preset: Preset,
-    data: TokenStream,
+    data: Path,
     *,
     nproc: int,
     microbatches: int,
@@ -91,7 +92,7 @@ def preset_line(
     """
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     batch = int(str(preset.flags["micro-batch-size"])) * microbatches * nproc
-    flags = [*preset.arguments(), *_OF_PRESETS, *data.flags(data.prefix.parent / "cache")]
+    flags = [*preset.arguments(), *_OF_PRESETS, *data_flags(data, data.parent / "cache")]
     if installed_version("transformer-engine"):
         if "multi-latent-attention" not in preset.flags:
             flags.remove(_UNFUSED)

@@ -3,7 +3,8 @@
 The same model, data and seed; loss and gradient norm of every step and, at the end, every
 parameter shard. Exit code 0: identical; 1: different; 3: a run failed; 2: cannot be run or compared
 as asked. Arguments after a bare -- are for the script: Megatron's flags for both runs, and flags of
-this package about graphs, such as --cg-layers, for the run with graphs.
+this package about graphs, such as --cg-layers, for the run with graphs. Without --data-path there,
+the data are Python's own sources, as bytes.
 """
 
 from __future__ import annotations
@@ -50,11 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes, one a GPU (default: the preset's, or as many as there are GPUs)",
     )
     add("--script", type=Path, help="a Megatron pretraining script (default: the shipped one)")
-    add(
-        "--data-path",
-        metavar="PREFIX",
-        help="data in Megatron's indexed format (default: Python's own sources, as bytes)",
-    )
     backends = ("auto", TRANSFORMER_ENGINE, NATIVE, TAPE)
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
     add(

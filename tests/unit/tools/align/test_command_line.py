@@ -17,7 +17,6 @@ from megatron_cg.tools.align.compare import (
     Value,
 )
 from megatron_cg.tools.align.processes import Run
-from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.cli.main import main
 
 SAME = Value(0, 1, "lm loss", (1.0).hex(), (1.0).hex())
@@ -26,8 +25,7 @@ OTHER = Value(1, 2, "gradient norm", (1.0).hex(), (1.5).hex())
 
 @pytest.fixture(autouse=True)
 def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = TokenStream(Path("text"), "some text", is_bytes=True)
-    monkeypatch.setattr(command, "from_text", lambda *_: stream)
+    monkeypatch.setattr(command, "from_text", lambda *_: Path("text"))
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> dict[str, str]:
@@ -151,7 +149,6 @@ def test_scopes_are_the_presets_unless_given(
     ("line", "message"),
     [
         ("--preset nope", "there is no preset 'nope'; there are "),
-        ("--backend tape --data-path /nowhere/tokens", "there is no file /nowhere/tokens.bin"),
         ("--backend tape --preset mamba-hybrid-tiny", "cannot be built on a CPU"),
         ("--backend tape --script x.py", "cannot take --script x.py"),
         ("--backend tape -- --seed 1", "cannot take --seed 1"),

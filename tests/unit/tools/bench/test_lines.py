@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron_cg.tools.align.presets import load_preset
-from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.configurations import (
     CONFIGURATIONS,
@@ -114,8 +113,7 @@ def test_megatron_and_our_rules_accept_every_line_of_a_preset(
     from megatron.training import arguments as megatron
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    data = TokenStream(Path("data/text"), "", is_bytes=True)
-    line = preset_line(load_preset(preset), data, nproc=2, microbatches=2, steps=50)
+    line = preset_line(load_preset(preset), Path("data/text"), nproc=2, microbatches=2, steps=50)
     if preset == "llama" and name == "eager-torch":
         with pytest.raises(BenchError, match="no --num-experts"):
             chosen(name, line)

@@ -20,7 +20,7 @@ def test_a_text_shorter_than_a_sequence_begins_again(
 
     file = tmp_path / "text"
     file.write_bytes(TEXT)
-    batches = Batches(from_text([file], tmp_path, "x").prefix, 2, sequence, 257)
+    batches = Batches(from_text([file], tmp_path), 2, sequence, 257)
     endless = torch.tensor([*TEXT, END_OF_DOCUMENT] * 10)
     for _ in range(3):
         tokens, labels = next(batches)
