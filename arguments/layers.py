@@ -68,7 +68,7 @@ class LayerSelection:
             raise ConfigurationError(broken)
         return selection
 
-    def scopes(self, layer_index: int, num_layers: int, scopes: Sequence[str]) -> tuple[str, ...]:
+    def scopes(self, layer_index: int, scopes: Sequence[str]) -> tuple[str, ...]:
         """The scopes among the run's ``scopes`` that are captured on one layer, in the same order.
 
         Megatron captures ``moe_preprocess`` only as the continuation of the router's graph, so it
@@ -76,14 +76,9 @@ class LayerSelection:
 
         Args:
             layer_index: index of the layer in the decoder, from 0.
-            num_layers: number of layers in the decoder.
             scopes: names from ``--cuda-graph-modules``. An empty list and the name ``layer`` both
                 mean the whole layer; then the name ``layer`` is returned.
-
-        Raises IndexError for a layer that is not in the decoder.
         """
-        if not 0 <= layer_index < num_layers:
-            raise IndexError(f"layer {layer_index} of a decoder with {num_layers} layers")
         ranges = dict(self.ranges)
         chosen = [
             scope

@@ -29,9 +29,8 @@ class Configuration:
         if available is None:
             return None
         selection, _ = read_tokens(self.graph.cg_layers)
-        scopes, count = self.run.cuda_graph_modules, len(available)
         return [
-            (has, has.intersection(selection.scopes(index, count, scopes)))
+            (has, has.intersection(selection.scopes(index, self.run.cuda_graph_modules)))
             for index, has in enumerate(available)
         ]
 

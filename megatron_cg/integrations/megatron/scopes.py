@@ -37,7 +37,7 @@ class LayerScopes:
             by_name = {module.name: module for module in self._config.cuda_graph_modules}
             layers = list(helper.chunks_with_decoder[0].decoder.layers)
             for index, layer in enumerate(layers):
-                names = selection.scopes(index, len(layers), tuple(by_name))
+                names = selection.scopes(index, tuple(by_name))
                 self._scopes[layer] = [by_name.get(name, name) for name in names]
         self._keep_captured(helper)
 

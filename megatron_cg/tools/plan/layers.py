@@ -128,7 +128,7 @@ def layers_of(settings: Settings) -> tuple[Layer, ...]:
         kinds = [attention + ("E" if "moe" in scopes else "-") for scopes in available]
     decoder = []
     for number, kind in enumerate(kinds):
-        scopes = selection.scopes(number, len(kinds), run.cuda_graph_modules)
+        scopes = selection.scopes(number, run.cuda_graph_modules)
         decoder.append(_layer(shape, f"{number}", kind, scopes))
     return (*decoder, *_mtp_layers(shape, kinds[-1]))
 

@@ -9,9 +9,7 @@ from megatron_cg.errors import ConfigurationError
 
 
 def on(selection: LayerSelection, scope: str, num_layers: int, *scopes: str) -> list[int]:
-    return [
-        index for index in range(num_layers) if scope in selection.scopes(index, num_layers, scopes)
-    ]
+    return [index for index in range(num_layers) if scope in selection.scopes(index, scopes)]
 
 
 @pytest.mark.parametrize(
@@ -41,12 +39,12 @@ def test_a_scope_named_twice_has_both_ranges() -> None:
 @pytest.mark.parametrize("scopes", [(), ("layer",)], ids=["empty", "layer"])
 def test_whole_layers_go_by_the_name_layer(scopes: tuple[str, ...]) -> None:
     selection = LayerSelection.parse(["layer:0-1"])
-    assert [selection.scopes(index, 3, scopes) for index in range(3)] == [
+    assert [selection.scopes(index, scopes) for index in range(3)] == [
         ("layer",),
         ("layer",),
         (),
     ]
-    assert LayerSelection.parse([]).scopes(2, 3, scopes) == ("layer",)
+    assert LayerSelection.parse([]).scopes(2, scopes) == ("layer",)
     assert not list(selection.violations(scopes, 3))
 
 
@@ -111,7 +109,7 @@ def test_a_selection_that_does_not_fit_the_run(
 def test_preprocess_is_captured_only_with_the_router() -> None:
     routed = ("attn", "moe_router", "moe_preprocess")
     selection = LayerSelection.parse(["moe_router:0-1", "moe_preprocess:1-2"])
-    assert [selection.scopes(index, 4, routed)[1:] for index in range(4)] == [
+    assert [selection.scopes(index, routed)[1:] for index in range(4)] == [
         ("moe_router",),
         ("moe_router", "moe_preprocess"),
         (),
