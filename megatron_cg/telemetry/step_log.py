@@ -30,11 +30,11 @@ _COUNTS = ("captured", "replayed", "eager", "mismatched", "verified", "repeated"
 Totals = dict[str, int]
 
 
-def follow_log(helpers: Sequence[Any]) -> Callable[[], None]:
-    """Show the counters of ``helpers`` in Megatron's log and writers; returns the undo.
+def follow_log(counted: Callable[[], Sequence[Counters]]) -> Callable[[], None]:
+    """Show counters in Megatron's log and writers; returns the undo.
 
-    ``helpers`` is read again at each step; ``counters`` of each has all counts so far. Raises
-    UpstreamChangedError when a function of Megatron is not as relied on.
+    ``counted`` returns those of each model, at each step. Raises UpstreamChangedError when a
+    function of Megatron is not as relied on.
     """
     training_log = _LOG.find()
     signature = inspect.signature(training_log)
@@ -45,17 +45,17 @@ def follow_log(helpers: Sequence[Any]) -> Callable[[], None]:
     @wraps(training_log)
     def log(*args: Any, **kwargs: Any) -> Any:
         result = training_log(*args, **kwargs)
-        if helpers:
-            show(int(signature.bind(*args, **kwargs).arguments["iteration"]))
+        if counters := counted():
+            show(counters, int(signature.bind(*args, **kwargs).arguments["iteration"]))
         return result
 
-    def show(iteration: int) -> None:
+    def show(counters: Sequence[Counters], iteration: int) -> None:
         args, tensorboard, wandb = get_args(), get_tensorboard(), get_wandb()
         is_written = (tensorboard or wandb) and iteration % args.tensorboard_log_interval == 0
         is_printed = iteration % args.log_interval == 0
         if not (is_written or is_printed):
             return
-        now = totals([helper.counters for helper in helpers])
+        now = totals(counters)
         if is_written:
             values = {f"megatron_cg/{name}": value for name, value in now.items()}
             for name, value in values.items() if tensorboard else ():

@@ -41,7 +41,6 @@ from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.moe.dispatcher import shared_experts_idle
 from megatron_cg.moe.install import bound_of, grouped_gemm_of, peer_memory_of
-from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
@@ -131,11 +130,6 @@ class FsdpHelper:
     def session(self) -> Session | None:
         """The current graphs; None if there are none."""
         return self.controller.session
-
-    @property
-    def counters(self) -> Counters:
-        """The counts of all captures so far."""
-        return self.controller.counters
 
     def capture(self) -> None:
         """Capture, as Megatron does, inside a transaction; see ``Session.capturing``.

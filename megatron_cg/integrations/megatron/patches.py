@@ -273,7 +273,7 @@ def _follow_train(settings: GraphArguments) -> Undo:
     def changes() -> Iterator[Undo]:
         yield partial(_settings.remove, settings)
         yield set_attribute(*_HELPER_OF_TRAIN.place(), of_train)
-        yield follow_log(helpers)
+        yield follow_log(counters)
 
     return all_of(changes())
 

@@ -150,7 +150,7 @@ def test_code_around_the_log_still_gets_the_losses(
     losses = {"lm loss": torch.tensor(2.0)}
     for function, ours_sums in ((theirs, False), (log, True)):
         monkeypatch.setattr(training, "training_log", function)
-        undo_ours = follow_log([])
+        undo_ours = follow_log(list)
         undo = install_host_reads([Optimizer()])
         sums = {"lm loss": torch.tensor(1.0)}
         training.training_log(losses, sums, 3, 0)

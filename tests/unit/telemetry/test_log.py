@@ -12,13 +12,6 @@ from megatron_cg.replay.counters import Counters
 from megatron_cg.telemetry.step_log import follow_log, log_line, totals
 
 
-class Helper:
-    """What counts, as the capture helper does."""
-
-    def __init__(self) -> None:
-        self.counters = Counters()
-
-
 class Writer:
     """Both kinds of writers: what they are given."""
 
@@ -53,14 +46,15 @@ class Run:
         for name in self.answers:
             monkeypatch.setattr(global_vars, name, lambda name=name: self.answers[name])
 
-    def train(self, helper: Helper, captured_before: int | None = 4) -> None:
+    def train(self, captured_before: int | None = 4) -> None:
+        counters = Counters()
         before = self.module.training_log
-        undo = follow_log([helper])
+        undo = follow_log(lambda: [counters])
         for iteration in range(1, 11):
             if iteration == captured_before:
-                helper.counters.captured += 3
-            if helper.counters.captured:
-                helper.counters.replayed += 1
+                counters.captured += 3
+            if counters.captured:
+                counters.replayed += 1
             result = self.module.training_log({}, iteration, is_first_iteration=iteration == 1)
             assert result == "report_memory_flag"
         undo()
@@ -74,7 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_lines_tell_what_is_new_and_writers_all_at_megatrons_intervals(run: Run) -> None:
-    run.train(Helper())
+    run.train()
     assert run.printed == [
         " megatron_cg | captured: 3 | replayed: 2 | eager: 0 | mismatched: 0 | "
         "verified: 0 | repeated: 0 |",
@@ -90,16 +84,16 @@ def test_ranks_without_writers_and_runs_without_graphs_write_nothing(run: Run) -
     # Megatron divides by the interval of writers only where there is one.
     run.answers["get_args"].tensorboard_log_interval = 0
     run.answers |= {"get_tensorboard_writer": None, "get_wandb_writer": None}
-    run.train(Helper(), captured_before=None)
+    run.train(captured_before=None)
     assert run.printed == [] and run.tensorboard.scalars == []
-    run.train(Helper())
+    run.train()
     assert len(run.printed) == 2 and run.tensorboard.scalars == []
 
 
 def test_another_signature_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.module, "training_log", lambda losses: None)
     with pytest.raises(UpstreamChangedError, match=r"training_log is not .*iteration"):
-        follow_log(())
+        follow_log(list)
 
 
 def test_all_sessions_are_in_the_totals() -> None:

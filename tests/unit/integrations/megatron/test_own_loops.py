@@ -165,7 +165,7 @@ def test_the_loss_scale_can_be_set_after_a_capture_before_the_first_step(
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / 2)
     assert made is MoEAuxLossAutoScaler.main_loss_backward_scale and float(made) == 0.5
     trainer.step()
-    expect(ours().counters, captured=LAYERS, replayed=LAYERS, mismatched=0)
+    expect(ours().controller.counters, captured=LAYERS, replayed=LAYERS, mismatched=0)
 
 
 def test_a_model_without_fsdp_keeps_megatrons_helper(
