@@ -159,11 +159,8 @@ class _Repeater:
         session = self._controller.session
         if session is None:
             return passes(**options)
-        self.running = True
-        try:
+        with _set(self, "running", True):
             return self._run(session, passes, options)
-        finally:
-            self.running = False
 
     def _run(self, session: Session, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
         if self._ran:
@@ -195,17 +192,14 @@ class _Repeater:
         state.restore()
         if batches is not None:
             batches.rewind()
-        self._clear()
-        session.counters.repeated += 1
-        with _set(session.mismatches, "repeats", True):
-            return passes(**options)
-
-    def _clear(self) -> None:
         for chunk in self._model:
             chunk.zero_grad_buffer()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._ran = True
+        session.counters.repeated += 1
+        with _set(session.mismatches, "repeats", True):
+            return passes(**options)
 
     def _sharing(self, options: dict[str, Any]) -> Callable[..., Any]:
         """The function of a microbatch's forward pass; see Note [When the host knows]."""

@@ -75,7 +75,7 @@ class Inputs:
             if mismatch is not None:
                 return mismatch
             self._given = given
-        flat = self._flat(args, kwargs)
+        flat = [*args, *[kwargs[name] for name in self._keywords]]
         for tensor, name, captured in zip(flat, self._names, self._captured, strict=True):
             # One comparison for the usual case: this runs for every input of every replay.
             if not isinstance(tensor, torch.Tensor) or captured != (
@@ -125,9 +125,6 @@ class Inputs:
         return len(self._names) > 1 and any(
             begin <= address < end for begin, end in self._memory for address in addresses
         )
-
-    def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        return [*args, *[kwargs[name] for name in self._keywords]]
 
     def _structure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         if len(args) != self._positional:
