@@ -77,8 +77,9 @@ def draw(seed: int) -> Draw:
     moe = chance.random() < 0.6
     made = _experts(chance, processes) if moe else _dense(chance, processes)
     model = replace(made, fsdp_options=_sharding(chance))
-    whole = model.grouped and "moe" in (model.graph_modules or ("moe",))
-    device = model.grouped and (whole or chance.random() < 0.3)
+    grouped = model.grouped is not None
+    whole = grouped and "moe" in (model.graph_modules or ("moe",))
+    device = grouped and (whole or chance.random() < 0.3)
     layers = range(model.layers)
     some = chance.sample(layers, chance.randint(1, max(1, model.layers - 1)))
     is_full = "recompute_method" in model.options
@@ -126,6 +127,8 @@ def _dense(chance: random.Random, processes: int) -> CpuModelConfig:
 
 
 def _experts(chance: random.Random, processes: int) -> CpuModelConfig:
+    from tests.unit.grouped_linear import grouped_experts
+
     padded = chance.random() < 0.2
     scopes = chance.choice(
         (("attn",), ("attn", "moe_router"), ("moe_router",), ("attn", *ROUTER), ROUTER)
@@ -149,7 +152,7 @@ def _experts(chance: random.Random, processes: int) -> CpuModelConfig:
         experts=experts,
         topk=topk,
         # On the CPU a grouped GEMM of padded experts reads their counts.
-        grouped=not padded and (whole or chance.random() < 0.5),
+        grouped=grouped_experts if not padded and (whole or chance.random() < 0.5) else None,
         expert_parallel=chance.choice((1, processes)),
         dropout=0.0 if "recompute_granularity" in options else chance.choice((0.0, 0.1)),
         graph_modules=scopes,
@@ -209,7 +212,7 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
     from megatron_cg.moe.install import use_device_counts
     from megatron_cg.tools.cpu import cpu_model
     from megatron_cg.tools.cpu.fakes import replaced
-    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
+    from tests.unit.grouped_linear import in_place_of_te
 
     make = cpu_model.gpt_model
 

@@ -37,7 +37,6 @@ it passes the gradient of a bias on."""
 _LINEAR = (
     "megatron.core.tensor_parallel.layers",
     "megatron_cg.moe.grouped_gemm",
-    "megatron_cg.tools.cpu.grouped_linear",
     "transformer_engine.pytorch.module",
 )
 """Modules whose functions do so too."""

@@ -43,7 +43,6 @@ import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.moe import row_bound
 from megatron_cg.tools.cpu.fakes import replaced
-from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from tests.functional.loops import (
     API,
     BATCH,
@@ -58,6 +57,7 @@ from tests.functional.loops import (
     Group,
     Run,
 )
+from tests.unit.grouped_linear import in_place_of_te
 
 GPU = torch.cuda.is_available()
 VOCABULARY, SEED = 256, 1234
@@ -115,7 +115,7 @@ def make_model(group: Group, config: TransformerConfig) -> torch.nn.Module:
     by_te = GPU and not group.local
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=by_te)
     if config.moe_grouped_gemm and not GPU:
-        from megatron_cg.tools.cpu.cpu_model import grouped_experts
+        from tests.unit.grouped_linear import grouped_experts
 
         for layer in {id(layer.submodules): layer for layer in spec.layer_specs}.values():
             layer.submodules.mlp = grouped_experts(layer.submodules.mlp)

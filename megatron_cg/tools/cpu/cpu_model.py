@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +13,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_cg.integrations.megatron.under_v2 import allow_graphs_under_v2
-from megatron_cg.tools.cpu.grouped_linear import GroupedLinear
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 
@@ -39,7 +35,7 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
             "moe_router_topk": model.topk,
             "moe_aux_loss_coeff": 1e-2,
             "moe_token_dispatcher_type": "alltoall",
-            "moe_grouped_gemm": model.grouped,
+            "moe_grouped_gemm": model.grouped is not None,
             "expert_model_parallel_size": model.expert_parallel,
             "moe_ffn_hidden_size": model.ffn_hidden_size,
         }
@@ -113,8 +109,8 @@ def gpt_model(model: CpuModelConfig) -> torch.nn.Module:
         moe_grouped_gemm=False,
         normalization=config.normalization,
     )
-    if model.grouped:
-        layer.submodules.mlp = grouped_experts(layer.submodules.mlp)
+    if model.grouped is not None:
+        layer.submodules.mlp = model.grouped(layer.submodules.mlp)
     # From a layer spec alone, Megatron would use TE's final norm wherever TE is installed.
     spec = TransformerBlockSubmodules([layer] * model.layers, WrappedTorchNorm)
     gpt: torch.nn.Module = GPTModel(
@@ -126,15 +122,6 @@ def gpt_model(model: CpuModelConfig) -> torch.nn.Module:
         position_embedding_type="rope",
     )
     return Float16Module(config, gpt) if model.bf16 else gpt
-
-
-def grouped_experts(layer: Any) -> Any:
-    """Megatron's MoE layer with its grouped experts, which need no Transformer Engine here."""
-    grouped = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-    submodules = replace(
-        layer.keywords["submodules"], experts=partial(TEGroupedMLP, submodules=grouped)
-    )
-    return partial(layer, submodules=submodules)
 
 
 def transformer_layers(model: torch.nn.Module) -> list[TransformerLayer]:

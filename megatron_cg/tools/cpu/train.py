@@ -27,13 +27,12 @@ from megatron_cg.integrations.megatron.full_recompute import (
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.moe.dispatcher import shared_experts_idle
-from megatron_cg.moe.install import use_device_counts
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.telemetry.record import Recorder, recording
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
-from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from megatron_cg.tools.cpu.training_plan import TrainingPlan
 from megatron_cg.upstream.megatron import capturing_flag
+from megatron_cg.upstream.patch import undone_after
 
 
 class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
@@ -257,18 +256,16 @@ def train(plan: TrainingPlan, directory: Path) -> None:
     """
     recorder = Recorder(directory)
     recorder.begin(plan.setup())
-    relaxed = ExitStack()
     try:
-        relaxed.callback(allow_full_recompute())
-        if plan.device_counts:
-            relaxed.enter_context(in_place_of_te())
-            relaxed.callback(use_device_counts())
-        with recording(recorder), closing(Trainer(plan)) as trainer:
+        with (
+            undone_after(allow_full_recompute()),
+            recording(recorder),
+            closing(Trainer(plan)) as trainer,
+        ):
             record_steps(plan, trainer, recorder)
             recorder.finish([trainer.model])
     except BaseException as error:
         recorder.fail(error)
         raise
     finally:
-        relaxed.close()
         parallel_state.destroy_model_parallel()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_cg.telemetry.record_contents import Setup, dataset
 
@@ -15,10 +16,10 @@ class CpuModelConfig:
 
     ``experts=0`` makes a dense model. Otherwise it is an MoE model with that many experts, and each
     token uses ``topk`` of them. ``graph_modules`` are Megatron's ``cuda_graph_modules``; an empty
-    tuple means the whole layer. ``grouped`` experts compute by Megatron's TEGroupedMLP, else one by
-    one. ``expert_parallel`` ranks share the experts, and ``tensor_parallel`` ranks each layer.
-    ``options`` go to Megatron's TransformerConfig, ``fsdp_options`` to Megatron's
-    DistributedDataParallelConfig.
+    tuple means the whole layer. ``grouped`` turns Megatron's spec of a MoE layer into one with
+    grouped experts; without it they compute one by one. ``expert_parallel`` ranks share the
+    experts, and ``tensor_parallel`` ranks each layer. ``options`` go to Megatron's
+    TransformerConfig, ``fsdp_options`` to Megatron's DistributedDataParallelConfig.
     """
 
     layers: int = 3
@@ -29,7 +30,7 @@ class CpuModelConfig:
     sequence_length: int = 16
     experts: int = 0
     topk: int = 2
-    grouped: bool = False
+    grouped: Callable[[Any], Any] | None = None
     expert_parallel: int = 1
     tensor_parallel: int = 1
     bf16: bool = True
@@ -51,7 +52,6 @@ class TrainingPlan:
 
     A step is ``microbatches`` passes of ``micro_batch_size`` sequences in each process. ``tokens``
     is the prefix of a dataset in Megatron's indexed format; None uses text that comes with Python.
-    ``device_counts`` is as ``--cg-grouped-gemm torch``, for grouped experts.
     """
 
     model: CpuModelConfig = field(default_factory=CpuModelConfig)
@@ -62,12 +62,11 @@ class TrainingPlan:
     micro_batch_size: int = 2
     learning_rate: float = 1e-3
     tokens: Path | None = None
-    device_counts: bool = False
 
     def setup(self) -> Setup:
         """What a record says of the run; captured scopes, buffers and its length may differ."""
         model = asdict(self.model)
-        del model["graph_modules"]
+        del model["graph_modules"], model["grouped"]
         for name in ("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"):
             model["fsdp_options"].pop(name, None)
         names = ("microbatches", "micro_batch_size", "learning_rate")

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_cg.moe.install import use_device_counts
 from megatron_cg.tools.align.presets import load_preset, preset_names
-from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
+from tests.unit.grouped_linear import in_place_of_te
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN, SUBMIT = (ROOT / "examples" / "recipes" / name for name in ("run.sh", "submit.sbatch"))

@@ -71,7 +71,7 @@ def passed(kind: Any, gemm: Any, chosen: torch.Tensor, config: Any) -> list[torc
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    from megatron_cg.tools.cpu.grouped_linear import SETTINGS
+    from tests.unit.grouped_linear import SETTINGS
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     experts, groups = chosen.shape[1], get_default_pg_collection()
@@ -102,7 +102,7 @@ def compare() -> Any:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     from megatron_cg.moe.grouped_gemm import GroupedGemm
-    from megatron_cg.tools.cpu.grouped_linear import _GroupedLinear
+    from tests.unit.grouped_linear import _GroupedLinear
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)

@@ -15,7 +15,7 @@ from megatron_cg.errors import ConfigurationError
 from megatron_cg.moe import grouped_gemm
 from megatron_cg.moe.grouped_gemm import GroupedGemm, ends_of, refuse_other
 from megatron_cg.moe.install import _LAYER_OF_TE
-from megatron_cg.tools.cpu.grouped_linear import SETTINGS, _GroupedLinear
+from tests.unit.grouped_linear import SETTINGS, _GroupedLinear
 from tests.unit.te_sources import fingerprint_in, source_of_te
 
 COUNTS = ([3, 5, 4], [0, 12, 0], [12, 0, 0], [0, 0, 0], [1, 0, 11])

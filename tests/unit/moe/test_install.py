@@ -21,8 +21,8 @@ from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.install import use_device_counts
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.tools.cpu import grouped_linear
 from megatron_cg.upstream.patch import put_over
+from tests.unit import grouped_linear
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
@@ -233,7 +233,8 @@ def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: N
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
-    shape = CpuModelConfig(layers=1, experts=4, grouped=True, graph_modules=("attn", "moe"))
+    experts = grouped_linear.grouped_experts
+    shape = CpuModelConfig(layers=1, experts=4, grouped=experts, graph_modules=("attn", "moe"))
     undo = use_device_counts(RowBound(1.25))
     trainer = Trainer(TrainingPlan(shape))
     undo()

@@ -54,7 +54,7 @@ def trainer_of(scopes: tuple[str, ...], *, graphs: bool = True, **options: Any) 
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_cg.moe.install import use_device_counts
-    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
+    from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 
     destroy_moe_metrics_tracker()
     with ExitStack() as undo:
@@ -64,7 +64,7 @@ def trainer_of(scopes: tuple[str, ...], *, graphs: bool = True, **options: Any) 
         shape = CpuModelConfig(
             layers=LAYERS,
             experts=4,
-            grouped=True,
+            grouped=grouped_experts,
             expert_parallel=2,
             options=options,
             graph_modules=scopes,

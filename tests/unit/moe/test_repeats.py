@@ -200,13 +200,13 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
     from megatron_cg.moe.install import use_device_counts
     from megatron_cg.moe.row_bound import RowBound
     from megatron_cg.replay.mismatch_policy import ReplayPolicy
-    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+    from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 
     shape = CpuModelConfig(
         layers=LAYERS,
         experts=4,
-        grouped=True,
+        grouped=grouped_experts,
         expert_parallel=2,
         dropout=case.dropout,
         options=case.options,

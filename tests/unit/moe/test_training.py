@@ -79,8 +79,8 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     from megatron_cg.moe import grouped_gemm
     from megatron_cg.moe.install import grouped_gemm_of, peer_memory_of, use_device_counts
     from megatron_cg.replay.counters import Counters
-    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
     from megatron_cg.upstream.patch import set_attribute
+    from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()
@@ -94,7 +94,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         shape = CpuModelConfig(
             layers=LAYERS,
             experts=model.experts,
-            grouped=model.grouped,
+            grouped=grouped_experts if model.grouped else None,
             expert_parallel=model.expert_parallel,
             tensor_parallel=model.tensor_parallel,
             options=model.options,

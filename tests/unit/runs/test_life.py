@@ -240,16 +240,17 @@ def live(name: str, directory: Path, *, graphs: bool) -> None:
     from megatron.core import parallel_state
 
     from megatron_cg.moe.install import use_device_counts
-    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+    from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 
     model = CpuModelConfig(layers=LAYERS, dropout=0.1, graph_modules=("attn", "mlp"))
     if name == "all at once":
         model = replace(model, experts=4, graph_modules=("attn", "moe_router"))
     if name == V2:
         options = {"megatron_fsdp_version": 2}
-        model = replace(model, experts=4, grouped=True, graph_modules=(), fsdp_options=options)
+        model = replace(model, experts=4, graph_modules=(), fsdp_options=options)
+        model = replace(model, grouped=grouped_experts)
     recorder = Recorder(directory)
     with in_place_of_te(), undone_after(use_device_counts() if name == V2 else lambda: None):
         train_life(name, Training(Trainer(TrainingPlan(model)), graphs, directory), recorder)

@@ -23,6 +23,7 @@ from megatron_cg.tools.align.compare import compare
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.loops import RECOMPUTE
+from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 from tests.unit.moe.test_repeats import SIGMOID
 from tests.unit.trainers import half_a_batch
 
@@ -47,7 +48,7 @@ def sharded(strategy: str, recompute: dict[str, Any]) -> TrainingPlan:
 
 
 CHUNKS = {**RECOMPUTE, "recompute_num_layers": 2}
-EXPERTS = replace(with_model(experts=4, grouped=True, expert_parallel=2), device_counts=True)
+EXPERTS = with_model(experts=4, grouped=grouped_experts, expert_parallel=2)
 PLANS = {
     "whole layers": DENSE,
     "attn mlp, fine-grained gathering": with_model(
@@ -62,9 +63,7 @@ PLANS = {
 
 def eager(plan: TrainingPlan) -> TrainingPlan:
     """The same without graphs; Megatron's config refuses dropless experts in them."""
-    if not plan.device_counts:
-        return plan
-    return replace(with_model(plan, graph_modules=("attn",)), device_counts=False)
+    return with_model(plan, graph_modules=("attn",)) if plan.model.grouped else plan
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +74,16 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_all(root: Path) -> None:
+    from megatron_cg.moe.install import use_device_counts
     from megatron_cg.tools.cpu.train import train
 
     for name, plan in PLANS.items():
         train(eager(plan), root / name / "eager")
-        train(replace(plan, graphs=True), root / name / "graphs")
+        with ExitStack() as undo:
+            if plan.model.grouped:
+                undo.enter_context(in_place_of_te())
+                undo.callback(use_device_counts())
+            train(replace(plan, graphs=True), root / name / "graphs")
     lives = {way: live(way) for way in ("eager", "graphs")}
     (root / f"{dist.get_rank()}.json").write_text(json.dumps(lives))
 

@@ -21,7 +21,7 @@ from megatron_cg.tools.bench.configurations import (
     preset_line,
 )
 from megatron_cg.tools.bench.readings import read_log
-from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
+from tests.unit.grouped_linear import in_place_of_te
 
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
 MEASURED = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from megatron_cg.tools.cpu.fakes import module_entry
 
 _REPLACED = "transformer_engine.pytorch.module.grouped_linear"
+"""The classes say that they are of it, so that a capture trusts them as Transformer Engine's."""
 SETTINGS = (None,) * 24
 """What Transformer Engine passes besides tensors, of a layer that uses none of it."""
 
@@ -27,8 +30,10 @@ def in_place_of_te() -> Iterator[None]:
 class _GroupedLinear(torch.autograd.Function):
     """The contract of Transformer Engine's; see ``moe/grouped_gemm.py``."""
 
+    __module__ = _REPLACED
+
     @staticmethod
-    def forward(  # noqa: PLR0917 - Transformer Engine's arguments
+    def forward(
         ctx: Any,
         inp: torch.Tensor,
         m_splits: torch.Tensor,
@@ -57,6 +62,8 @@ class GroupedLinear(nn.Module):
 
     Takes the arguments of megatron-core's ``TEGroupedLinear``; those not named here are ignored.
     """
+
+    __module__ = _REPLACED
 
     def __init__(
         self,
@@ -94,3 +101,14 @@ class GroupedLinear(nn.Module):
 
     def backward_dw(self) -> None:
         """Nothing: weight gradients are not delayed."""
+
+
+def grouped_experts(layer: Any) -> Any:
+    """Megatron's MoE layer with its grouped experts, which need no Transformer Engine here."""
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+
+    grouped = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    submodules = replace(
+        layer.keywords["submodules"], experts=partial(TEGroupedMLP, submodules=grouped)
+    )
+    return partial(layer, submodules=submodules)
