@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_cg.tools.align.presets import Preset
@@ -87,15 +88,15 @@ def main(text: str, processes: str, directory: str) -> None:
     # If Transformer Engine is installed, Megatron would build its layers from kernels that a CPU
     # lacks. None makes its import fail (docs.python.org, "The module cache").
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    import megatron_cg.tools.cpu.train  # noqa: F401
     from megatron_cg.tools.cpu import launch
+    from megatron_cg.tools.cpu.train import train
     from megatron_cg.upstream.patch import set_attribute, undone_after
 
     fields = json.loads(text)
     model, tokens = CpuModelConfig(**fields.pop("model")), Path(fields.pop("tokens"))
     plan = TrainingPlan(model, tokens=tokens, **fields)
     with undone_after(set_attribute(launch, "START", "fork")):
-        launch.run_plans([(plan, Path(directory))], int(processes))
+        launch.run_processes(partial(train, plan, Path(directory)), int(processes))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,11 @@ def ddp_config(model: CpuModelConfig) -> DistributedDataParallelConfig:
 
 def build(model: CpuModelConfig) -> Any:
     """Build and shard the model; needs cpu_fakes and an initialised default process group."""
-    make_groups(model, **{_OUTER: model.fsdp_options.get(_OUTER, 1)})
+    parallel_state.initialize_model_parallel(
+        model.tensor_parallel,
+        expert_model_parallel_size=model.expert_parallel,
+        **{_OUTER: model.fsdp_options.get(_OUTER, 1)},
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
     torch.manual_seed(model.seed)
     on_meta = model.options.get("init_model_with_meta_device", False)
@@ -92,13 +96,6 @@ def build(model: CpuModelConfig) -> Any:
         options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
     with undone_after(allow_graphs_under_v2()):
         return FullyShardedDataParallel(**options)
-
-
-def make_groups(model: CpuModelConfig, **options: Any) -> None:
-    """Make Megatron's process groups; ``options`` go to ``initialize_model_parallel``."""
-    parallel_state.initialize_model_parallel(
-        model.tensor_parallel, expert_model_parallel_size=model.expert_parallel, **options
-    )
 
 
 def gpt_model(model: CpuModelConfig) -> torch.nn.Module:

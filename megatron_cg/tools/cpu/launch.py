@@ -6,9 +6,8 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from megatron_cg.tools.cpu.gloo import one_worker_a_group
-from megatron_cg.tools.cpu.training_plan import TrainingPlan
 
 START = "spawn"
 """How processes are started: one of multiprocessing's methods. Forked ones share a hash seed, so
@@ -71,18 +69,3 @@ def _worker(
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
-
-
-def run_plans(jobs: Sequence[tuple[TrainingPlan, Path]], processes: int = 2) -> None:
-    """Train each plan in turn, in the same processes; see ``train`` in ``train.py``.
-
-    Each process writes ``rank<N>.jsonl`` in the plan's directory. A failed plan ends all of them.
-    """
-    run_processes(partial(_train_all, tuple(jobs)), processes)
-
-
-def _train_all(jobs: Sequence[tuple[TrainingPlan, Path]]) -> None:
-    from megatron_cg.tools.cpu.train import train
-
-    for plan, directory in jobs:
-        train(plan, directory)

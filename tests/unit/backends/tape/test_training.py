@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_cg.telemetry.read_record import read_run
-from megatron_cg.tools.cpu.launch import run_plans
+from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
 SHARED = TrainingPlan(CpuModelConfig(layers=1, bf16=False), 4)
@@ -17,8 +18,10 @@ SHARED = TrainingPlan(CpuModelConfig(layers=1, bf16=False), 4)
 def test_the_number_of_processes_does_not_matter_but_for_rounding(tmp_path: Path) -> None:
     """The collectives that the fakes lead to gloo sum what they should."""
     alone = replace(SHARED, micro_batch_size=2 * SHARED.micro_batch_size)
-    run_plans([(SHARED, tmp_path / "shared")])
-    run_plans([(alone, tmp_path / "alone")], processes=1)
+    from megatron_cg.tools.cpu.train import train
+
+    run_processes(partial(train, SHARED, tmp_path / "shared"))
+    run_processes(partial(train, alone, tmp_path / "alone"), processes=1)
     pair = [read_run(tmp_path / name)[0]["steps"] for name in ("shared", "alone")]
     assert len(pair[0]) == SHARED.steps
     for left, right in zip(*pair, strict=True):
