@@ -203,9 +203,12 @@ def _held_by_frames_or_known(containers: Sequence[Any]) -> set[int]:
 
 
 def key_of(tensor: torch.Tensor) -> int | None:
-    """The key of the tensor's memory; None if it has none, as sparse and meta tensors have."""
+    """The key of the tensor's memory; None if it has none, as sparse and meta tensors have.
+
+    Nor has a DTensor of Megatron-FSDP's gradients after ``zero_grad``, which takes its local one.
+    """
     tensor = local(tensor)
-    if tensor.layout is not torch.strided or tensor.is_meta:
+    if tensor is None or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     key: int = tensor.untyped_storage()._cdata
     return key

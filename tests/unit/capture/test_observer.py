@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg import graph_units
 from megatron_cg.capture.observer import Observer
+from megatron_cg.capture.operations import holder_of
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard.addresses import Addresses, Watched
@@ -130,3 +134,11 @@ def test_a_unit_that_uses_the_parameter_of_another_module_is_refused() -> None:
             with graphs.step():
                 network(torch.ones(1, 2)).sum().backward()
     assert not any(parameter._backward_hooks for parameter in network.parameters())
+
+
+def test_what_holds_a_tensor_is_found_beside_gradients_without_memory(one_rank: None) -> None:
+    """As those of Megatron-FSDP are after ``zero_grad``."""
+    gradient: Any = DTensor.from_local(torch.zeros(2), init_device_mesh("cpu", (1,)))
+    gradient._local_tensor = None
+    kept = [torch.zeros(3)]
+    assert holder_of([kept[0].untyped_storage()]) == "a list"
