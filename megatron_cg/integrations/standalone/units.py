@@ -5,7 +5,6 @@ Relied on: ``fuse_wgrad_accumulation`` of TE 2.20.2's modules.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -17,7 +16,6 @@ from torch._dynamo import OptimizedModule
 from megatron_cg.arguments.rules_environment import expandable_segments
 from megatron_cg.arguments.schema import (
     TRANSFORMER_ENGINE,
-    VARIABLES,
     Environment,
     GraphArguments,
     RunArguments,
@@ -50,9 +48,8 @@ def find_units(
             continue
         units.update((names[module], module) for module in matches)
     broken += sharding.refusals(units)
-    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    environment = Environment(variables=variables, backend=backend)
-    broken += expandable_segments(RunArguments(), GraphArguments(), environment)
+    here = Environment.read(backend)
+    broken += expandable_segments(RunArguments(), GraphArguments(), here)
     for name, module in units.items():
         if backend == TRANSFORMER_ENGINE and sharding.is_distributed(module):
             broken.append(_distributed(name))
