@@ -6,7 +6,6 @@ and one when it ends, so that a crash loses no earlier finding and is that of it
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import platform
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.arguments.schema import FRAMEWORKS, NATIVE, PACKAGES, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.upstream.symbols import Symbol, installed_version, lookup
+from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _FAMILIES = {"cuDNN": "libcudnn", "NCCL": "libnccl.", "cuBLAS": "libcublas"}
 """Families of libraries, and what the file names of each begin with."""
@@ -58,7 +57,7 @@ def stages(backend: str) -> dict[str, Callable[[], Any]]:
         if backend == TRANSFORMER_ENGINE and installed_version("transformer-engine"):
             stages_here["transformer-engine"] = transformer_engine
         if installed_version("megatron-core"):
-            stages_here |= {"symbols": lambda: look_up(backend), "settings": settings}
+            stages_here["symbols"] = lambda: look_up(backend)
     return stages_here
 
 
@@ -171,15 +170,6 @@ def _state(symbol: Symbol) -> dict[str, Any]:
 def _text(error: BaseException) -> str:
     cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
     return f"{type(error).__name__}: {error}{cause}"
-
-
-def settings() -> None:
-    """Megatron's parser has each setting that our rules read. Raises otherwise."""
-    from megatron_cg.arguments.megatron import read_run
-
-    path = "megatron.training.arguments:add_megatron_arguments"
-    fill = lookup(path, "what fills the parser")
-    read_run(fill(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
 
 
 if __name__ == "__main__":
