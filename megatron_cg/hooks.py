@@ -39,18 +39,19 @@ class HookKind(Enum):
     BACKWARD = "_backward_hooks"
 
 
-FLAG_REGISTRIES = (
+MODULE_REGISTRIES = (
+    *(kind.value for kind in HookKind),
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-"""Registries that hold one flag per hook id, in addition to the four of :class:`HookKind`."""
+"""The last three hold one flag per hook id."""
 
 RELIES_ON = (
     Symbol(
         "torch.nn:Module",
         "the registries of a module's hooks",
-        attributes=(*(kind.value for kind in HookKind), *FLAG_REGISTRIES),
+        attributes=MODULE_REGISTRIES,
     ),
 )
 
@@ -95,7 +96,6 @@ def describe(fn: Callable[..., Any]) -> str:
     return f"{home}.{name}{line}"
 
 
-_MODULE_REGISTRIES = (*(kind.value for kind in HookKind), *FLAG_REGISTRIES)
 _PARAMETER_REGISTRIES = ("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
@@ -121,7 +121,7 @@ class HookSnapshot(_Registries):
     """All hooks of one module (not of its children)."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(getattr(module, name) for name in _MODULE_REGISTRIES)
+        super().__init__(getattr(module, name) for name in MODULE_REGISTRIES)
         self.module = module
         self._is_full_backward_hook = module._is_full_backward_hook
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.hooks import FLAG_REGISTRIES, HookKind
+from megatron_cg.hooks import MODULE_REGISTRIES
 
 
 class ForcedError(RuntimeError):
@@ -67,7 +67,7 @@ def fingerprint(model: Any) -> list[tuple[Any, ...]]:
     """Every hook of every module and raw parameter below ``model``, by identity and in order."""
     found: list[tuple[Any, ...]] = []
     for name, module in model.named_modules():
-        for registry in (*(kind.value for kind in HookKind), *FLAG_REGISTRIES):
+        for registry in MODULE_REGISTRIES:
             found += [
                 (name, registry, key, id(fn)) for key, fn in getattr(module, registry).items()
             ]

@@ -19,7 +19,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError
 from megatron_cg.events import CaptureEnded, Event, subscribers
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
-from megatron_cg.hooks import FLAG_REGISTRIES, HookKind
+from megatron_cg.hooks import MODULE_REGISTRIES
 from megatron_cg.replay.verify import bytes_of
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
@@ -62,7 +62,7 @@ def state(trainer: Any) -> dict[str, Any]:
     hooks = [
         (name, registry, key, Same(fn))
         for name, module in trainer.model.named_modules()
-        for registry in (*(kind.value for kind in HookKind), *FLAG_REGISTRIES)
+        for registry in MODULE_REGISTRIES
         for key, fn in getattr(module, registry).items()
     ]
     raw = trainer.model.module.param_and_grad_buffer.params

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from megatron_cg.hooks import (
-    FLAG_REGISTRIES,
-    HookKind,
+    MODULE_REGISTRIES,
     HookSnapshot,
     ParameterHookSnapshot,
     describe,
@@ -40,7 +39,7 @@ def module() -> nn.Linear:
 
 def contents(module: nn.Module) -> dict[str, list[tuple[int, object]]]:
     """Every registry of a module, in order; functions by identity."""
-    names = (*(kind.value for kind in HookKind), *FLAG_REGISTRIES)
+    names = MODULE_REGISTRIES
     found = {name: [(key, value) for key, value in getattr(module, name).items()] for name in names}
     found["_is_full_backward_hook"] = [(0, module._is_full_backward_hook)]
     return found
