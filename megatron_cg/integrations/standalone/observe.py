@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -195,17 +195,11 @@ def _has_node(value: torch.Tensor) -> bool:
     return not isinstance(value, DTensor) and value.untyped_storage().nbytes() >= value.nbytes
 
 
-@cache  # Each replay asks, and a lookup takes longer than the call.
-def _hooks() -> Callable[[bool], Any]:
-    hooks: Callable[[bool], Any] = _HOOKS.find()
-    return hooks
-
-
 def recompute_around() -> str | None:
     """What shows that a call made now is, or will be, recomputed; None if nothing does."""
     if in_backward_pass():
         return "inside a backward pass"
-    if _hooks()(False) is not None:  # False: also while a trace is made
+    if _HOOKS.cached(False) is not None:  # False: also while a trace is made
         return "under saved-tensor hooks"
     return None
 
