@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
@@ -288,8 +288,7 @@ class PythonState:
             self._copy(value, what)
 
 
-@contextmanager
-def tensor_hooks_observed(notice: Callable[[Change], None]) -> Iterator[None]:
+def tensor_hooks_observed(notice: Callable[[Change], None]) -> AbstractContextManager[None]:
     """Observe the hooks on tensors that are registered in the block, whenever they are called.
 
     Their operations on gradients are in the graph like all others. But a replay runs no Python, so
@@ -314,8 +313,7 @@ def tensor_hooks_observed(notice: Callable[[Change], None]) -> Iterator[None]:
 
         return original(tensor, called)  # type: ignore[no-untyped-call]
 
-    with undone_after(put_over(torch.Tensor, "register_hook", register_hook)):
-        yield
+    return undone_after(put_over(torch.Tensor, "register_hook", register_hook))
 
 
 def _texts(constants: tuple[Any, ...]) -> Iterator[str]:

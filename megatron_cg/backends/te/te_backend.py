@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import CellType
 from typing import Any
@@ -111,8 +111,7 @@ class TransformerEngineBackend(Backend):
                 ]
         return entries
 
-    @contextmanager
-    def without_updates(self) -> Iterator[None]:
+    def without_updates(self) -> AbstractContextManager[None]:
         """See :class:`megatron_cg.backends.base.Backend`.
 
         The backward pass of the first module under an autocast reduces the amax of all modules over
@@ -121,8 +120,7 @@ class TransformerEngineBackend(Backend):
         """
         nothing = staticmethod(lambda *_args, **_kwargs: None)
         update = "reduce_and_update_fp8_tensors"
-        with undone_after(set_attribute(_FP8_STATE.find(), update, nothing)):
-            yield
+        return undone_after(set_attribute(_FP8_STATE.find(), update, nothing))
 
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:

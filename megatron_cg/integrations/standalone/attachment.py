@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -53,8 +53,7 @@ class Attachment:
         )
         """Its graph covers the whole module."""
 
-    @contextmanager
-    def taking_tensors(self) -> Iterator[None]:
+    def taking_tensors(self) -> AbstractContextManager[None]:
         """Inside the block the module takes and returns only tensors, as capture calls it.
 
         Capture calls it under the autocast of backward passes.
@@ -64,8 +63,7 @@ class Attachment:
             with self.unit.in_forward():
                 return self._run(self.unit.layer, args, kwargs)
 
-        with undone_after(put_over(self.unit.layer, "forward", forward)):
-            yield
+        return undone_after(put_over(self.unit.layer, "forward", forward))
 
     def _run(self, _layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One pass, as its graph returns it: see ``results.py``."""
