@@ -54,11 +54,7 @@ RELIES_ON = (
 def keep_layouts(group: Any) -> Undo:
     """See Note [A layout is a value]. It is undone when ``group`` is gone, at the latest."""
     kind: Any = type(group._unsharded_model_weight.layout)
-    original = kind.build
-
-    @cache
-    def laid_out(shapes: tuple[torch.Size, ...], dp_size: int) -> Any:
-        return original(shapes, dp_size)
+    laid_out = cache(kind.build)
 
     def build(shapes: Iterable[Iterable[int]], dp_size: int) -> Any:
         return laid_out(tuple(map(torch.Size, shapes)), dp_size)

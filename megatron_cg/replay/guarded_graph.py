@@ -94,7 +94,7 @@ class GuardedGraph:
         return outputs if has_backward and not self._gives_copies else tree_map(_own, outputs)
 
     def __getattr__(self, name: str) -> Any:
-        # For backward_dw: Megatron checks with hasattr whether the backend's callable has it.
+        # For reset, and for backward_dw, of which Megatron asks with hasattr whether it is there.
         return getattr(self.graph, name)
 
     def out_of_order(self) -> Mismatch | None:
@@ -114,10 +114,6 @@ class GuardedGraph:
                 "takes time: drop the outputs before the next pass, or copy what you keep.",
             )
         return mismatch
-
-    def reset(self) -> None:
-        """Release the graph."""
-        self.graph.reset()
 
     def _replayed_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # Only a replay gets aliases of leaves. Autocast casts a leaf once in a step and adds up
