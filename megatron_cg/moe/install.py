@@ -131,12 +131,14 @@ def _require_known_bodies(gemm: str) -> None:
 
 
 def _with_device_counts(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``GroupedLinear.forward`` that also takes counts on the device."""
+    """``GroupedLinear.forward`` that takes counts on the device in a capture."""
 
     @wraps(forward)
     def with_device_counts(self: Any, inp: Any, m_splits: Any, *rest: Any, **named: Any) -> Any:
-        before = self.use_grouped_tensor
-        self.use_grouped_tensor = before or getattr(m_splits, "is_cuda", False)
+        # Elsewhere nothing changes, nor before TE 2.19, whose layers have no such setting.
+        if not (is_capturing() and getattr(m_splits, "is_cuda", False)):
+            return forward(self, inp, m_splits, *rest, **named)
+        before, self.use_grouped_tensor = self.use_grouped_tensor, True
         try:
             return forward(self, inp, m_splits, *rest, **named)
         finally:

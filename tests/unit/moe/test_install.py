@@ -134,11 +134,16 @@ def test_transformer_engines_gemm_gets_counts_only_in_captures(
 
     layer = SimpleNamespace(use_grouped_tensor=False)
     forward = install._with_device_counts(
-        lambda self, *_given, **_named: settings.append(self.use_grouped_tensor)
+        lambda self, *_given, **_named: settings.append(getattr(self, "use_grouped_tensor", None))
     )
-    for splits in ([1, 2], torch.tensor([1, 2]), SimpleNamespace(is_cuda=True)):
+    on_gpu = SimpleNamespace(is_cuda=True)
+    for splits in ([1, 2], torch.tensor([1, 2]), on_gpu):
         forward(layer, torch.ones(3, 1), splits, is_first_microbatch=None)
     assert (settings, layer.use_grouped_tensor) == ([False, False, True], False)
+    monkeypatch.setattr(install, "is_capturing", lambda: False)
+    for any_layer in (layer, SimpleNamespace()):  # The second is of TE 2.18.
+        forward(any_layer, torch.ones(3, 1), on_gpu)
+    assert settings[3:] == [False, None]
     undo()
     with pytest.raises(AssertionError, match="drop-padding"):
         config()
