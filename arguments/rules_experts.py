@@ -70,7 +70,7 @@ def _without_fixed_shapes(given: Configuration) -> list[Facts]:
     if not given.captures_experts or given.run.drops_and_pads or given.counts_on_device:
         return []
     missing = given.environment.lacks_device_counts
-    upgrade = "type " + _CUBLAS if missing.startswith("cuBLASLt") else ""
+    upgrade = "type " + _CUBLAS if missing.startswith("cuBLASLt is 13.") else ""
     return [{"missing": missing, "upgrade": upgrade}]
 
 

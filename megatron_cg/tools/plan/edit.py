@@ -39,6 +39,8 @@ _LARGE_GEMM = 2e11
 """Operations of an expert's first GEMM beyond which one launch for all experts gains little."""
 _PIPELINE = "drop --*pipeline* --overlap-param-gather-with-optimizer-step"
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+_BY_TORCH = f"add {_GEMM} torch"
+"""In BF16 alone."""
 _SELECTIVE = (
     "drop --recompute-method --recompute-num-layers; add --recompute-granularity selective; "
     f"add {_RECOMPUTE} layernorm"
@@ -55,7 +57,7 @@ _FIXES = {
     "expandable-segments": "set NCCL_GRAPH_REGISTER 0",
     "fp8-primary-weights": "add --keep-fp8-transpose-cache",
     "fp8-primary-weights-recipe": "drop --fp8-param-gather --keep-fp8-transpose-cache",
-    "moe-without-drop-and-pad": f"add {_GEMM} torch",
+    "moe-without-drop-and-pad": _BY_TORCH,
     "experts-tensor-parallel": "add --expert-tensor-parallel-size 1",
     "cg-layers": f"drop {_LAYERS}",
     "full-recompute-of-parts": _SELECTIVE,
@@ -225,6 +227,8 @@ class _Editor:
             before, settings = self.line, settings_of(self.line, self.gpus)
             for violation in settings.broken:
                 fixes = _FIXES.get(violation.rule, "")
+                if settings.run.has_low_precision and fixes == _BY_TORCH:
+                    fixes = ""
                 if violation.rule == "megatron" and self.line == before:
                     reason = violation.reason
                     fixes = next((_MEGATRONS[p] for p in _MEGATRONS if re.search(p, reason)), "")
@@ -282,7 +286,9 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
         yield {_MODULES: (*base, "moe")}, _WHY
     elif "moe" in here and not (against := _against_whole(args, gpus)):
         why = "with many small experts, whole MoE layers in graphs save most launches"
-        flags = {_MODULES: (*base, "moe"), _GEMM: ("torch",)}
+        flags = {_MODULES: (*base, "moe")}
+        if not run.has_low_precision:
+            flags[_GEMM] = ("torch",)
         if args.expert_model_parallel_size > 1:
             flags[_EXCHANGE] = ("peer",)
         yield flags, why

@@ -34,6 +34,7 @@ from megatron_cg.upstream.patch import set_attribute
 
 TE_VERSION = "2.20.2"
 """The release whose rules apply where Transformer Engine is not installed."""
+_NEEDS = "on a Hopper GPU with cuBLASLt 13.8.1 or newer it does not; here "
 VOCABULARY = 131_072
 """If only the tokenizer knows it."""
 _HOPPER = (9, 0)
@@ -96,6 +97,7 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
         here,
         versions={"transformer-engine": TE_VERSION, **here.versions},
         variables={**here.variables, **line.variables},
+        lacks_device_counts=here.lacks_device_counts and _NEEDS + here.lacks_device_counts,
     )
     broken = violations(run, graph, where)
     notes = [*notices(run, where), *_limits(args)]
