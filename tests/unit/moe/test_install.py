@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_cg
+from megatron_cg.arguments import schema
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
 from megatron_cg.moe import install
@@ -248,3 +249,21 @@ def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: N
     rules = [violation.rule for violation in error.value.violations]
     assert rules == ["no-exchange"]
     assert "call megatron_cg.enable(moe_rows=None)" in str(error.value)
+
+
+def test_a_model_without_the_dispatcher_is_refused_for_what_may_be_the_cause(
+    one_rank: None, in_place_of_te: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.integrations.megatron.helper import check_model
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    experts = grouped_linear.grouped_experts
+    shape = CpuModelConfig(layers=1, experts=4, grouped=experts, graph_modules=("attn", "moe"))
+    undo = install.allow_dropless_experts()
+    trainer = Trainer(TrainingPlan(shape))
+    undo()
+    monkeypatch.setattr(schema, "lacks_device_counts", lambda: "")
+    cause = r"was built before megatron_cg.enable\(\), or with another dispatcher than alltoall"
+    with pytest.raises(ConfigurationError, match=cause):
+        check_model(trainer.model, None, GraphArguments(), "tape", "GraphedLayers")
