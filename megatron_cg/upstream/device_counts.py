@@ -5,6 +5,7 @@ Where it cannot, it copies them to the host without a word (TE 2.20.2, ``_Groupe
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 from megatron_cg.upstream.symbols import Symbol, installed_version
@@ -24,7 +25,7 @@ def lacks_device_counts() -> str:
     """What is missing here, as a sentence; empty if nothing is."""
     if _MODULE not in sys.modules:
         return NOT_LOADED
-    if "use_grouped_tensor" not in _LAYER.find().__init__.__code__.co_varnames:
+    if "use_grouped_tensor" not in inspect.signature(_LAYER.find().__init__).parameters:
         return f"transformer-engine is {installed_version(_LAYER.distribution)}, before 2.20"
     version = _VERSION.find()()
     if version < _LEAST:

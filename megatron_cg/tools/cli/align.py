@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cg-grouped-gemm",
         choices=("te", "torch"),
         default="te",
-        help="of experts in the run with graphs; the scope moe needs torch",
+        help="of experts in the run with graphs; the scope moe needs torch or a newer cuBLASLt",
     )
     add(
         "--megatron-fsdp-version",

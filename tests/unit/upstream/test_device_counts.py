@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from types import SimpleNamespace
@@ -23,6 +24,12 @@ class New:
     def __init__(self, num_gemms: int, use_grouped_tensor: bool = False) -> None: ...
 
 
+class Wrapped(New):
+    @functools.wraps(New.__init__)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+
+
 @pytest.mark.parametrize(
     ("layer", "cublas", "gpu", "missing"),
     [
@@ -31,6 +38,7 @@ class New:
         (New, 131000, None, "no GPU is visible"),
         (New, 131000, BLACKWELL, "the GPU is B, and Hopper alone was tried"),
         (New, 130801, HOPPER, "$"),
+        (Wrapped, 130801, HOPPER, "$"),
     ],
 )
 def test_what_is_missing_is_said(
