@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from megatron_cg.errors import UpstreamChangedError
@@ -204,10 +204,13 @@ def _has_in_order(function: Any, names: tuple[str, ...]) -> bool:
 
 def _other_wrapper(function: Any, path: str) -> str | None:
     """The module of code around an upstream function that our replacement would leave out."""
-    known = {"contextlib", "torch", "megatron_cg", re.split(r"[.:]", path)[0]}
+    known = {"contextlib", "functools", "torch", "megatron_cg", re.split(r"[.:]", path)[0]}
     while hasattr(function, "__wrapped__"):
         code = getattr(function, "func", function)  # put_over() sets a partial
-        module: str = getattr(code, "__globals__", {}).get("__name__", "another package")
+        code = code.__func__ if type(code) is MethodType else code
+        # Not isinstance(): wrapt's wrappers pass on the class and the globals of what they wrap.
+        plain = type(code) is FunctionType
+        module: str = code.__globals__["__name__"] if plain else type(code).__module__
         if module.partition(".")[0] not in known:
             return module
         function = function.__wrapped__

@@ -144,6 +144,23 @@ def test_a_fingerprint_is_that_of_the_installed_release(symbol: Symbol) -> None:
     assert symbol.unknown_body() is None
 
 
+class Wrapper:
+    """Passes on what it wraps, its class and globals too, as wrapt's do."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.__wrapped__ = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.__wrapped__(*args, **named)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.__wrapped__)
+
+
 def test_a_users_wrapper_of_a_function_is_not_left_out(
     fsdp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +177,8 @@ def test_a_users_wrapper_of_a_function_is_not_left_out(
     path = install(fsdp)
     assert __name__ in path.left_out["gathers"]
     path.close()
+    monkeypatch.setattr(owner, name, Wrapper(theirs))
+    assert __name__ in (symbol.unknown_body() or "")
 
 
 @pytest.mark.parametrize("symbol", REPLACES_STEP, ids=lambda symbol: symbol.path.rpartition(":")[2])
