@@ -119,7 +119,7 @@ def test_transformer_engines_gemm_gets_counts_only_in_captures(
 ) -> None:
     lacking = "cuBLASLt is 13.1.0"
     monkeypatch.setattr(install, "lacks_device_counts", lambda: lacking)
-    undo, settings = use_device_counts(RowBound(1.25), gemm="te"), list[bool]()
+    undo, settings = use_device_counts(RowBound(1.25), gemm="te"), list[Any]()
     with pytest.raises(AssertionError, match="drop-padding"):
         config()
     lacking = ""
