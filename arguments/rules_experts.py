@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
+from megatron_cg.arguments.schema import RunArguments
 
 DROP_AND_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _CUBLAS = "pip install 'nvidia-cublas>=13.8.1' (torch pins an older one, and pip warns), or "
+_RECIPE = "--fp8-recipe tensorwise"
 _ROUTER = "type --cuda-graph-modules attn moe_router"
 ROW_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
 """By ``--fp8-recipe``: each expert's rows are a multiple of it in a graph. Others are refused."""
@@ -46,13 +48,12 @@ def _against_torchs_gemm(given: Configuration) -> list[Facts]:
 def _against_tes_gemm(given: Configuration) -> list[Facts]:
     run = given.run
     experts = (run.num_experts or 0) // run.expert_model_parallel_size
-    quantized = run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES
     cutlass = given.environment.variables.get(_CUTLASS) == "1"
     found = (
         (not run.moe_grouped_gemm, "without --moe-grouped-gemm", "add --moe-grouped-gemm"),
         (not run.bf16, "without --bf16", "add --bf16"),
         (run.fp4 is not None, "with FP4", "drop --fp4-format"),
-        (quantized, f"with --fp8-recipe {run.fp8_recipe}", "type --fp8-recipe tensorwise"),
+        (_is_refused_recipe(run), f"with --fp8-recipe {run.fp8_recipe}", f"type {_RECIPE}"),
         (run.add_bias_linear, "with biases", "add --disable-bias-linear"),
         (cutlass, f"with {_CUTLASS}=1", f"type unset {_CUTLASS}"),
         (
@@ -70,8 +71,15 @@ def _without_fixed_shapes(given: Configuration) -> list[Facts]:
     if not given.captures_experts or given.run.drops_and_pads or given.counts_on_device:
         return []
     missing = given.environment.lacks_device_counts
-    upgrade = "type " + _CUBLAS if missing.startswith("cuBLASLt is 13.") else ""
+    upgrade = ""
+    if missing.startswith("cuBLASLt is 13."):  # nvidia-cublas is CUDA 13's.
+        upgrade = f"type {_RECIPE} and " if _is_refused_recipe(given.run) else "type "
+        upgrade += _CUBLAS
     return [{"missing": missing, "upgrade": upgrade}]
+
+
+def _is_refused_recipe(run: RunArguments) -> bool:
+    return run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES
 
 
 def _unknown_balancing(given: Configuration) -> list[Facts]:

@@ -34,7 +34,10 @@ from megatron_cg.upstream.patch import set_attribute
 
 TE_VERSION = "2.20.2"
 """The release whose rules apply where Transformer Engine is not installed."""
-_NEEDS = "on a Hopper GPU with cuBLASLt 13.8.1 or newer it does not; here "
+_NEEDS = (
+    "on a Hopper GPU with cuBLASLt 13.8.1 or newer it does not, in BF16 and with --fp8-recipe "
+    "tensorwise or blockwise; here "
+)
 VOCABULARY = 131_072
 """If only the tokenizer knows it."""
 _HOPPER = (9, 0)
