@@ -71,6 +71,13 @@ _RECOMPUTES = Violation(
     "graphs do not",
     "wrap the model in FullyShardedDataParallel, or set recompute_granularity to selective or None",
 )
+_EXPERTS = Violation(
+    "dropless-experts-without-fsdp",
+    "dropless experts in graphs of a model that is not under Megatron-FSDP",
+    "how many tokens each gets stays on the GPU under Megatron-FSDP alone; Megatron's own graphs "
+    "need drop and pad",
+    'wrap the model in FullyShardedDataParallel, or set cuda_graph_modules=["attn", "moe_router"]',
+)
 _NOT_RECORDED = Violation(
     "record-of-own-loop",
     "record or report in a loop of your own",
@@ -286,6 +293,7 @@ def _help_models_under_fsdp() -> Undo:
     """
     from megatron_cg.fsdp.find_sharding import root_of
     from megatron_cg.integrations.megatron.steps import by_optimizer
+    from megatron_cg.moe.install import grouped_gemm_of
 
     old = _INIT.find()
     kind, _ = _INIT.place()
@@ -297,6 +305,8 @@ def _help_models_under_fsdp() -> Undo:
         root = root_of(given["model"][0])
         if root is None and recomputes_layers(given["config"]):
             raise ConfigurationError([_RECOMPUTES])
+        if root is None and any(map(grouped_gemm_of, given["model"])):
+            raise ConfigurationError([_EXPERTS])
         if root is None or type(self) is not kind:
             old(self, *args, **kwargs)
         else:

@@ -25,6 +25,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.megatron import patches
 from megatron_cg.integrations.megatron.helper import FsdpHelper
+from megatron_cg.moe.dispatcher import DeviceDispatcher
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask
 
@@ -177,5 +178,9 @@ def test_a_model_without_fsdp_keeps_megatrons_helper(
     helper = TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
     assert helper.model == [plain] and not patches.helpers
     monkeypatch.setattr(trainer.model.config, "recompute_granularity", "full")
-    with pytest.raises(ConfigurationError, match="not under Megatron-FSDP"):
+    with pytest.raises(ConfigurationError, match=r"full, and graphs .* not under Megatron-FSDP"):
+        TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
+    monkeypatch.undo()
+    plain.token_dispatcher = DeviceDispatcher.__new__(DeviceDispatcher)
+    with pytest.raises(ConfigurationError, match=r"dropless experts .* not under Megatron-FSDP"):
         TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
