@@ -26,7 +26,7 @@ def lacks_device_counts() -> str:
     if _MODULE not in sys.modules:
         return NOT_LOADED
     if "use_grouped_tensor" not in inspect.signature(_LAYER.find().__init__).parameters:
-        return f"transformer-engine is {installed_version(_LAYER.distribution)}, before 2.20"
+        return f"transformer-engine is {installed_version(_LAYER.distribution)}, before 2.19"
     version = _VERSION.find()()
     if version < _LEAST:
         found = f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -31,7 +31,7 @@ class Wrapped(New):
 @pytest.mark.parametrize(
     ("layer", "cublas", "gpu", "missing"),
     [
-        (Old, 131000, HOPPER, "transformer-engine is .*, before 2.20"),
+        (Old, 131000, HOPPER, "transformer-engine is .*, before 2.19"),
         (New, 130700, HOPPER, "cuBLASLt is 13.7.0, before 13.8.1"),
         (New, 131000, None, "no GPU is visible"),
         (New, 131000, BLACKWELL, "the GPU is B, and Hopper alone was tried"),
