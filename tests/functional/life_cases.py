@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from tests.functional.cases import (
     DENSE,
+    DEVICE_COUNTS,
     DROPOUT,
     EP2,
     EXPERTS,
+    FP8,
     MOE,
     PEERS,
     ROUTER,
@@ -31,11 +33,14 @@ def _experts(name: str, *ours: str, flags: tuple[str, ...] = ()) -> Case:
 
 _EVERY_SIX = (*SAVED, "--save-interval", "6")
 _ROWS = ("--cg-moe-rows", "1")
+_TENSORWISE = (*FP8, "--fp8-recipe", "tensorwise")
 _CASES = (
     _dense("dense", *batch(8), *DROPOUT),
     Case("moe", MOE, ROUTER, batch(8)),
     _experts("experts", *TORCH_GEMM),
     _experts("peers", *PEERS),
+    replace(_experts("device", *PEERS[2:]), needs=DEVICE_COUNTS),
+    replace(_experts("device-fp8", *PEERS[2:], flags=_TENSORWISE), needs=DEVICE_COUNTS),
     _experts("bounded-peers", *PEERS, *_ROWS),
     _experts("bounded-meta", *TORCH_GEMM, *_ROWS, flags=("--init-model-with-meta-device",)),
     _experts("saved-experts", *TORCH_GEMM, flags=_EVERY_SIX),

@@ -56,7 +56,10 @@ def test_a_shape_that_all_ranks_change_where_graphs_hold_dropless_experts(align:
 
 @pytest.mark.parametrize(
     ("routing", "name"),
-    [("one", "peers"), ("first", "experts"), ("first", "peers"), ("crosswise", "peers")],
+    [
+        *(("one", "peers"), ("first", "experts"), ("first", "peers"), ("crosswise", "peers")),
+        *(("turning", "peers"), ("turning", "device"), ("turning", "device-fp8")),
+    ],
 )
 def test_experts_and_ranks_without_tokens_or_with_all_of_them(
     routing: str, name: str, align: Align

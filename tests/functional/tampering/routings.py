@@ -19,13 +19,17 @@ def route(name: str) -> None:
     ``one``: one expert gets all tokens, and the router chooses the other experts of each.
     ``first``: the first half of the experts gets all, so with EP 2 the second rank gets none.
     ``crosswise``: each rank's tokens go to the experts of the other.
+    ``turning``: the tokens of a microbatch tell which half of the experts gets all, in each layer.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
         def gating(self: Any, tokens: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = old(self, tokens)
-            return logits + _pull(name, self, logits)
+            pull = _pull(name, self, logits)
+            if name == "turning":
+                pull = torch.where(tokens.float().sum() > 0, pull, pull.flip(0))
+            return logits + pull
 
         return gating
 
@@ -39,7 +43,7 @@ def _pull(name: str, router: Any, logits: torch.Tensor) -> torch.Tensor:
         pull = torch.zeros(experts)
         if name == "one":
             pull[0] = _FAR
-        elif name == "first":
+        elif name in ("first", "turning"):
             pull[:half] = _FAR
         else:
             pull[half if rank() == 0 else 0 :][:half] = _FAR
