@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.arguments.schema import FRAMEWORKS, NATIVE, PACKAGES, TAPE, TRANSFORMER_ENGINE
+from megatron_cg.upstream.device_counts import lacks_device_counts
 from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _FAMILIES = {"cuDNN": "libcudnn", "NCCL": "libnccl.", "cuBLAS": "libcublas"}
@@ -79,13 +80,14 @@ def torch() -> dict[str, Any]:
 
 
 def transformer_engine() -> dict[str, Any]:
-    """Whether TE can be imported, and the libraries that are then loaded, failed or not."""
-    error = None
+    """Whether TE can be imported, the libraries that are then loaded, and what experts lack."""
+    error, lacks = None, ""
     try:
         importlib.import_module("transformer_engine.pytorch")
+        lacks = lacks_device_counts()
     except (Exception, SystemExit) as raised:
         error = _text(raised)
-    return {"error": error, "loaded": loaded()}
+    return {"error": error, "loaded": loaded(), "experts_lack": lacks}
 
 
 def loaded() -> dict[str, list[str]]:

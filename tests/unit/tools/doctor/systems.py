@@ -30,7 +30,7 @@ FOUND: dict[str, Any] = {
         "loaded": LOADED,
     },
     "driver": {"error": None, "said": [], "gpus": [["NVIDIA H200", 9, 0]]},
-    "transformer-engine": {"error": None, "loaded": LOADED},
+    "transformer-engine": {"error": None, "loaded": LOADED, "experts_lack": ""},
     "symbols": [],
 }
 
