@@ -230,13 +230,14 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.integrations.megatron.under_v2 import allow_graphs_under_v2
-    from megatron_cg.moe.install import te_is_loaded, use_device_counts
+    from megatron_cg.moe.install import use_device_counts
     from megatron_cg.moe.row_bound import RowBound
+    from megatron_cg.upstream.device_counts import lacks_device_counts
 
     def changes() -> Iterator[Undo]:
         yield allow_graphs_under_v2()
         gemm, factor = given.cg_grouped_gemm, given.cg_moe_rows
-        if gemm == "torch" or te_is_loaded():
+        if gemm == "torch" or not lacks_device_counts():
             bound = RowBound(factor) if factor is not None else None
             yield use_device_counts(bound, by_peers=given.cg_moe_exchange == "peer", gemm=gemm)
             if bound is not None:
