@@ -10,6 +10,8 @@ ROUTER = ("attn", "moe_router")
 PREPROCESS = ("attn", "moe_router", "moe_preprocess")
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 FP8 = ("--fp8-format", "hybrid")
+TENSORWISE = (*FP8, "--fp8-recipe", "tensorwise")
+FP8_WEIGHTS = ("--fp8-param-gather", "--keep-fp8-transpose-cache")
 RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
 FULL = ("--recompute-granularity", "full", "--recompute-method")
 UNIFORM = (*FULL, "uniform", "--recompute-num-layers", "1")
@@ -18,8 +20,9 @@ EVALUATED = ("--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5")
 EP2 = ("--expert-model-parallel-size", "2")
 TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
-PEERS = (*TORCH_GEMM, "--cg-moe-exchange", "peer")
+PEER_MEMORY = ("--cg-moe-exchange", "peer")
 """For the graph run alone: tokens go to the memory of other GPUs directly."""
+PEERS = (*TORCH_GEMM, *PEER_MEMORY)
 DEVICE_COUNTS = "Transformer Engine's grouped GEMM with counts on the device"
 _PARTS = ("moe_act", "layernorm", "mla_up_proj")
 RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", *_PARTS)
@@ -155,22 +158,20 @@ def _realistic() -> list[Case]:
 
 def _dropless_by_te() -> list[Case]:
     """Whole dropless MoE layers with Transformer Engine's own grouped GEMM, in BF16 and FP8."""
-    tensorwise = (*FP8, "--fp8-recipe", "tensorwise")
     blockwise = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
-    weights = ("--fp8-param-gather", "--keep-fp8-transpose-cache")
     rows = _cases(
         "device-",
         ("ep1", MOE, EXPERTS, (), ()),
         ("ep2", MOE, EXPERTS, EP2, ()),
-        ("peers", MOE, EXPERTS, EP2, PEERS[2:]),
+        ("peers", MOE, EXPERTS, EP2, PEER_MEMORY),
         ("ep2-rows-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED), ("--cg-moe-rows", "2")),
         ("shared-experts", MLA, EXPERTS, (*EP2, *RECOMPUTED), VERIFIED),
-        ("fp8-ep1", MOE, EXPERTS, tensorwise, ()),
-        ("fp8-ep2", MOE, EXPERTS, (*EP2, *tensorwise), ()),
-        ("fp8-peers", MOE, EXPERTS, (*EP2, *tensorwise), PEERS[2:]),
-        ("fp8-evaluation", MOE, EXPERTS, (*EP2, *tensorwise, *EVALUATED), PEERS[2:]),
-        ("fp8-verified", MOE, (), (*EP2, *tensorwise), (*PEERS[2:], *VERIFIED)),
-        ("fp8-weights", MOE, EXPERTS, (*EP2, *tensorwise, *weights), ()),
+        ("fp8-ep1", MOE, EXPERTS, TENSORWISE, ()),
+        ("fp8-ep2", MOE, EXPERTS, (*EP2, *TENSORWISE), ()),
+        ("fp8-peers", MOE, EXPERTS, (*EP2, *TENSORWISE), PEER_MEMORY),
+        ("fp8-evaluation", MOE, EXPERTS, (*EP2, *TENSORWISE, *EVALUATED), PEER_MEMORY),
+        ("fp8-verified", MOE, (), (*EP2, *TENSORWISE), (*PEER_MEMORY, *VERIFIED)),
+        ("fp8-weights", MOE, EXPERTS, (*EP2, *TENSORWISE, *FP8_WEIGHTS), ()),
         ("fp8-blockwise", MOE, EXPERTS, (*EP2, *blockwise), ()),
     )
     return [replace(case, needs=DEVICE_COUNTS) for case in rows]
@@ -178,11 +179,10 @@ def _dropless_by_te() -> list[Case]:
 
 def _capacity_and_fp8() -> list[Case]:
     """Experts that drop and pad, and FP8. Torch's grouped GEMM takes no FP8 and no fp32."""
-    weights = ("--fp8-param-gather", "--keep-fp8-transpose-cache")
     recipes = (
         ("delayed", "hybrid", ()),
-        ("delayed", "hybrid", weights),
-        ("tensorwise", "hybrid", weights),
+        ("delayed", "hybrid", FP8_WEIGHTS),
+        ("tensorwise", "hybrid", FP8_WEIGHTS),
         ("blockwise", "e4m3", ()),
     )
     return _cases(
@@ -190,7 +190,7 @@ def _capacity_and_fp8() -> list[Case]:
         ("capacity", MOE, EXPERTS, CAPACITY, ()),
         ("capacity-torch-gemm", MOE, EXPERTS, CAPACITY, TORCH_GEMM),
         ("capacity-whole-layer", MOE, (), (*EP2, *CAPACITY), ()),
-        ("fp8-capacity-weights", MOE, EXPERTS, (*CAPACITY, *FP8, *weights), ()),
+        ("fp8-capacity-weights", MOE, EXPERTS, (*CAPACITY, *FP8, *FP8_WEIGHTS), ()),
         *(
             (
                 f"fp8-{recipe}{'-weights' if more else ''}",

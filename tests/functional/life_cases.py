@@ -10,11 +10,12 @@ from tests.functional.cases import (
     DROPOUT,
     EP2,
     EXPERTS,
-    FP8,
     MOE,
+    PEER_MEMORY,
     PEERS,
     ROUTER,
     TENSOR_PARALLEL,
+    TENSORWISE,
     TORCH_GEMM,
     Case,
     batch,
@@ -33,14 +34,13 @@ def _experts(name: str, *ours: str, flags: tuple[str, ...] = ()) -> Case:
 
 _EVERY_SIX = (*SAVED, "--save-interval", "6")
 _ROWS = ("--cg-moe-rows", "1")
-_TENSORWISE = (*FP8, "--fp8-recipe", "tensorwise")
 _CASES = (
     _dense("dense", *batch(8), *DROPOUT),
     Case("moe", MOE, ROUTER, batch(8)),
     _experts("experts", *TORCH_GEMM),
     _experts("peers", *PEERS),
-    replace(_experts("device", *PEERS[2:]), needs=DEVICE_COUNTS),
-    replace(_experts("device-fp8", *PEERS[2:], flags=_TENSORWISE), needs=DEVICE_COUNTS),
+    replace(_experts("device", *PEER_MEMORY), needs=DEVICE_COUNTS),
+    replace(_experts("device-fp8", *PEER_MEMORY, flags=TENSORWISE), needs=DEVICE_COUNTS),
     _experts("bounded-peers", *PEERS, *_ROWS),
     _experts("bounded-meta", *TORCH_GEMM, *_ROWS, flags=("--init-model-with-meta-device",)),
     _experts("saved-experts", *TORCH_GEMM, flags=_EVERY_SIX),
@@ -69,7 +69,7 @@ _CASES = (
     ),
 )
 LIFE = {case.name: case for case in _CASES}
-UNUSED = Case("unused", MOE, ROUTER, batch(8), graph_flags=("--cg-moe-exchange", "peer"))
+UNUSED = Case("unused", MOE, ROUTER, batch(8), graph_flags=PEER_MEMORY)
 """Refused, since no graph holds experts."""
 
 
