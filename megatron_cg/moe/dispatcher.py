@@ -183,11 +183,11 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             self.bound.watch(sends)
             received = clipped(received, slot)
             self.tokens_per_expert = received.sum(0)
-        rows = self.ep_size * slot
+        rows, gaps = self.ep_size * slot, None
         if self.multiple > 1:
-            counts = self.tokens_per_expert
-            self.tokens_per_expert = counts + gaps_of(counts, self.multiple)
+            gaps = gaps_of(self.tokens_per_expert, self.multiple)
+            self.tokens_per_expert = self.tokens_per_expert + gaps
             rows += self.num_local_experts * self.multiple
             rows += -rows % _ROWS
         self._sent = find_places(sends.unsqueeze(1), slot, sent, whole=True)
-        self._received = find_places(received, slot, rows, multiple=self.multiple)
+        self._received = find_places(received, slot, rows, gaps=gaps)

@@ -47,7 +47,12 @@ def gaps_of(counts: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def find_places(
-    counts: torch.Tensor, slot: int, rows: int, *, whole: bool = False, multiple: int = 1
+    counts: torch.Tensor,
+    slot: int,
+    rows: int,
+    *,
+    whole: bool = False,
+    gaps: torch.Tensor | None = None,
 ) -> Places:
     """Find where rows lie that are packed by expert, then by rank, and by expert in each slot.
 
@@ -56,12 +61,10 @@ def find_places(
         slot: rows of a slot. What a rank has beyond it has no place in the slots.
         rows: the number of packed rows, at least as many as all counts add up to.
         whole: whether those beyond all counts are read too. They are received as zero.
-        multiple: packed rows of each expert begin at a multiple of it, and so does what is beyond
-            them. Rows in between are received as zero.
+        gaps: int64 ``[experts]``: packed rows between those of each expert and what comes next.
+            They are received as zero.
     """
-    gaps = None
-    if multiple > 1:
-        gaps = gaps_of(counts.sum(0), multiple).cumsum(0)
+    gaps = None if gaps is None else gaps.cumsum(0)
     if counts.is_cuda and find_spec("triton") is not None:
         from megatron_cg.moe.place_kernel import places_of
 

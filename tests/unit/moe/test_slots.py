@@ -60,7 +60,7 @@ def test_rows_of_an_expert_begin_at_a_multiple_and_gaps_have_no_place(
     rounded = own + gaps_of(own, 4)
     assert rounded.tolist() == [4 * math.ceil(rows / 4) for rows in own.tolist()]
     used = int(rounded.sum())
-    found = find_places(counts, SLOT, used + MORE, multiple=4)
+    found = find_places(counts, SLOT, used + MORE, gaps=gaps_of(own, 4))
     dense = find_places(counts, SLOT, int(own.sum())).in_slots.split(own.tolist())
     gaps = [torch.full((int(gap),), none) for gap in rounded - own]
     expected = torch.cat([part for pair in zip(dense, gaps, strict=True) for part in pair]).tolist()
@@ -101,10 +101,10 @@ for case in range(24):
     given = (counts, slot, int(counts.sum()) + 1500 * (case % 3))
     ours, torchs = places_of(*given, whole=whole), find_places(*given, whole=whole)
     assert all(map(torch.equal, ours, torchs)), given
-    gaps = gaps_of(counts.sum(0), 16).cumsum(0)
-    rows = given[2] + int(gaps[-1])
-    ours = places_of(counts, slot, rows, gaps, whole=whole)
-    torchs = find_places(counts, slot, rows, whole=whole, multiple=16)
+    gaps = gaps_of(counts.sum(0), 16)
+    rows = given[2] + int(gaps.sum())
+    ours = places_of(counts, slot, rows, gaps.cumsum(0), whole=whole)
+    torchs = find_places(counts, slot, rows, whole=whole, gaps=gaps)
     assert all(map(torch.equal, ours, torchs)), given
 print("equal")
 """
