@@ -24,7 +24,6 @@ from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.upstream.device_counts import lacks_device_counts
 from megatron_cg.upstream.megatron import is_capturing, relax_rules
 from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version
@@ -55,11 +54,6 @@ _PADS = Symbol(
 RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER, _PADS)
 
 
-def te_is_loaded() -> bool:
-    """Whether Transformer Engine's grouped GEMM, and no stand-in for it, is loaded."""
-    return _TE in sys.modules and installed_version(_GEMM.distribution) is not None
-
-
 def use_device_counts(
     bound: RowBound | None = None, *, by_peers: bool = False, gemm: Literal["te", "torch"] = "torch"
 ) -> Undo:
@@ -74,7 +68,7 @@ def use_device_counts(
         by_peers: exchange tokens by peer memory, which the layers of an expert-parallel group
             share.
         gemm: what computes experts, :class:`GroupedGemm` or Transformer Engine's; see Note [Two
-            grouped GEMMs]. The latter leaves models as they are where it lacks something.
+            grouped GEMMs]. The latter is for where ``lacks_device_counts`` finds nothing missing.
 
     Returns:
         The undo.
@@ -92,12 +86,9 @@ def use_device_counts(
     # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
     of_group = cache(PeerMemory)
 
-    def applies(config: Any) -> bool:
-        return captures_experts(config) and (gemm == "torch" or not lacks_device_counts())
-
     def make_dispatcher(*args: Any, **named: Any) -> Any:
         config = named.get("config")
-        if config is None or not applies(config):
+        if config is None or not captures_experts(config):
             return theirs(*args, **named)
         require_known_bodies(gemm)
         made = dispatcher.DeviceDispatcher(*args, **named)
@@ -118,14 +109,14 @@ def use_device_counts(
             undo.callback(put_over(*_LAYER_OF_TE.place(), layers))
             undo.callback(put_over(*_PADS.place(), _unpadded_in_captures(_PADS.find())))
         undo.callback(put_over(*_DISPATCHER.place(), make_dispatcher))
-        undo.callback(allow_dropless_experts(applies))
+        undo.callback(allow_dropless_experts())
         return undo.pop_all().close
 
 
 def _require_known_bodies(gemm: str) -> None:
     """Raise UpstreamChangedError if a function that is replaced has another body."""
-    # On the CPU the stand-in for Transformer Engine has no settings to pass.
-    passes = gemm == "torch" and te_is_loaded()
+    # Where Transformer Engine is not installed, there are no settings to pass.
+    passes = gemm == "torch" and installed_version(_LAYER_OF_TE.distribution)
     for symbol in (*((_LAYER_OF_TE,) if passes else ()), *dispatcher.DISPATCHING):
         symbol.require_known_body()
 
@@ -135,7 +126,7 @@ def _with_device_counts(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def with_device_counts(self: Any, inp: Any, m_splits: Any, *rest: Any, **named: Any) -> Any:
-        # Elsewhere nothing changes, nor before TE 2.19, whose layers have no such setting.
+        # Elsewhere nothing changes.
         if not (is_capturing() and getattr(m_splits, "is_cuda", False)):
             return forward(self, inp, m_splits, *rest, **named)
         before, self.use_grouped_tensor = self.use_grouped_tensor, True
@@ -195,21 +186,18 @@ def captures_experts(config: Any) -> bool:
     )
 
 
-def allow_dropless_experts(applies: Callable[[Any], bool] = captures_experts) -> Undo:
-    """Let configs that are made from now on capture whole MoE layers; returns the undo.
+def allow_dropless_experts() -> Undo:
+    """Let configs that are made from now on capture whole MoE layers; returns the undo."""
+    return relax_rules(_check)
 
-    Of Megatron's rules of a model, the one that whole MoE layers need drop and pad is left out for
-    a config to which this ``applies``.
-    """
 
-    def check(config: Any, rules: Callable[[Any], None]) -> None:
-        if not applies(config):
-            rules(config)
-            return
-        config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 1.0, True
-        try:
-            rules(config)
-        finally:
-            config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = None, False
-
-    return relax_rules(check)
+def _check(config: Any, rules: Callable[[Any], None]) -> None:
+    """Megatron's rules of a model, without the one that whole MoE layers need drop and pad."""
+    if not captures_experts(config):
+        rules(config)
+        return
+    config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 1.0, True
+    try:
+        rules(config)
+    finally:
+        config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = None, False

@@ -16,12 +16,14 @@ import megatron_cg
 from megatron_cg.arguments import schema
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
+from megatron_cg.integrations.megatron import patches
 from megatron_cg.moe import install
 from megatron_cg.moe.dispatcher import DISPATCHING
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.install import use_device_counts
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
+from megatron_cg.upstream import device_counts
 from megatron_cg.upstream.patch import put_over
 from tests.unit import grouped_linear
 
@@ -117,12 +119,12 @@ def test_without_it_megatron_refuses_them() -> None:
 def test_transformer_engines_gemm_gets_counts_only_in_captures(
     model_parallel: None, in_place_of_te: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lacking = "cuBLASLt is 13.1.0"
-    monkeypatch.setattr(install, "lacks_device_counts", lambda: lacking)
-    undo, settings = use_device_counts(RowBound(1.25), gemm="te"), list[Any]()
+    monkeypatch.setattr(device_counts, "lacks_device_counts", lambda: "cuBLASLt is 13.1.0")
+    undo = patches._build_models_for(GraphArguments(), full_recompute=False)
     with pytest.raises(AssertionError, match="drop-padding"):
         config()
-    lacking = ""
+    undo()
+    undo, settings = use_device_counts(RowBound(1.25), gemm="te"), list[Any]()
     assert (dispatcher().gemm, dispatcher().multiple) == ("te", 1)
     assert not hasattr(dispatcher(**DROP_AND_PAD), "gemm")
     quantized, others = config(), config(cuda_graph_modules=["attn"])
