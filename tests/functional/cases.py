@@ -172,6 +172,7 @@ def _dropless_by_te() -> list[Case]:
         ("fp8-evaluation", MOE, EXPERTS, (*EP2, *TENSORWISE, *EVALUATED), PEER_MEMORY),
         ("fp8-verified", MOE, (), (*EP2, *TENSORWISE), (*PEER_MEMORY, *VERIFIED)),
         ("fp8-weights", MOE, EXPERTS, (*EP2, *TENSORWISE, *FP8_WEIGHTS), ()),
+        ("fp8-recomputed", MOE, EXPERTS, (*EP2, *TENSORWISE, *RECOMPUTED[:-1]), ()),
         ("fp8-blockwise", MOE, EXPERTS, (*EP2, *blockwise), ()),
     )
     return [replace(case, needs=DEVICE_COUNTS) for case in rows]
