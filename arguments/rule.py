@@ -41,14 +41,9 @@ class Configuration:
         return self.run.is_moe and (whole or "moe" in self.run.cuda_graph_modules)
 
     @property
-    def has_torch_experts(self) -> bool:
-        """Whether experts compute by torch's grouped GEMM."""
-        return self.graph.cg_grouped_gemm == "torch"
-
-    @property
     def counts_on_device(self) -> bool:
-        """Whether a graph can hold experts that get any number of tokens."""
-        return self.has_torch_experts or not self.environment.lacks_device_counts
+        """Whether one kernel computes all experts, so that a graph can hold dropless ones."""
+        return self.graph.cg_grouped_gemm != "te"
 
     @property
     def captures_dropless_experts(self) -> bool:

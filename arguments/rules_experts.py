@@ -5,81 +5,72 @@ from __future__ import annotations
 from functools import partial
 
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
-from megatron_cg.arguments.schema import RunArguments
 
 DROP_AND_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-_CUBLAS = "pip install 'nvidia-cublas>=13.8.1' (torch pins an older one, and pip warns), or "
-_RECIPE = "--fp8-recipe tensorwise"
+_GEMM = "--cg-grouped-gemm"
+_CUBLAS = "type pip install 'nvidia-cublas>=13.8.1' (torch pins an older one, and pip warns)"
 _ROUTER = "type --cuda-graph-modules attn moe_router"
 ROW_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
 """By ``--fp8-recipe``: each expert's rows are a multiple of it in a graph. Others are refused."""
 _CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 _MOST_EXPERTS = 64
 """Of a rank: what Transformer Engine's grouped GEMM takes (TE 2.20.2, ``kMaxGroups``)."""
+_ONE_KERNEL = {
+    "torch": "torch's kernel for all experts computes in BF16 and adds no bias",
+    "cublas": "cuBLASLt's kernel for all experts computes on Hopper GPUs, in BF16 and, with "
+    "--fp8-recipe tensorwise or blockwise, in FP8, for 64 experts of a rank at most, and adds no "
+    "bias",
+}
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
-def _against_torchs_gemm(given: Configuration) -> list[Facts]:
-    run = given.run
-    found = (
+def _against_one_kernel(given: Configuration) -> list[Facts]:
+    run, gemm, lacks = given.run, given.graph.cg_grouped_gemm, given.environment.lacks_device_counts
+    if gemm == "te":
+        return []
+    experts = (run.num_experts or 0) // run.expert_model_parallel_size
+    found = [
         (
             not (run.is_moe and run.moe_grouped_gemm),
             "in a model without grouped experts",
             "add --moe-grouped-gemm in a MoE model",
         ),
         (not run.bf16, "without --bf16", "add --bf16"),
-        (run.has_low_precision, "with FP8 or FP4", "drop --fp8-format and --fp4-format"),
-        (
-            run.add_bias_linear,
-            "in a model whose linear layers have biases",
-            "add --disable-bias-linear",
-        ),
+        (run.add_bias_linear, "with biases of linear layers", "add --disable-bias-linear"),
         (
             run.use_transformer_engine_op_fuser,
             "with --use-transformer-engine-op-fuser",
             "drop --use-transformer-engine-op-fuser",
         ),
-    )
-    if not given.has_torch_experts:
-        return []
-    return [{"what": what, "instead": instead} for broken, what, instead in found if broken]
+    ]
+    if gemm == "torch":
+        drop = "drop --fp8-format and --fp4-format"
+        found += [
+            (run.has_low_precision, "with FP8 or FP4", f"type {_GEMM} cublas (FP8), or {drop}")
+        ]
+    else:
+        cutlass = given.environment.variables.get(_CUTLASS) == "1"
+        recipe = run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES
+        torch = f"type {_GEMM} torch (BF16)"
+        # nvidia-cublas is CUDA 13's.
+        upgrade = f"{_CUBLAS}, or " if lacks.startswith("cuBLASLt is 13.") else ""
+        found += [
+            (run.fp4 is not None, "with FP4", "drop --fp4-format"),
+            (recipe, f"with --fp8-recipe {run.fp8_recipe}", "type --fp8-recipe tensorwise"),
+            (cutlass, f"with {_CUTLASS}=1", f"type unset {_CUTLASS}"),
+            (
+                experts > _MOST_EXPERTS,
+                f"with {experts} experts of a rank, more than {_MOST_EXPERTS}",
+                f"raise --expert-model-parallel-size, or {torch}",
+            ),
+            (bool(lacks), f"here, where {lacks}", upgrade + torch),
+        ]
+    why = _ONE_KERNEL[gemm]
+    return [{"what": w, "instead": i, "why": why} for broken, w, i in found if broken]
 
 
-def _against_tes_gemm(given: Configuration) -> list[Facts]:
-    run = given.run
-    experts = (run.num_experts or 0) // run.expert_model_parallel_size
-    cutlass = given.environment.variables.get(_CUTLASS) == "1"
-    found = (
-        (not run.moe_grouped_gemm, "without --moe-grouped-gemm", "add --moe-grouped-gemm"),
-        (not run.bf16, "without --bf16", "add --bf16"),
-        (run.fp4 is not None, "with FP4", "drop --fp4-format"),
-        (_is_refused_recipe(run), f"with --fp8-recipe {run.fp8_recipe}", f"type {_RECIPE}"),
-        (run.add_bias_linear, "with biases", "add --disable-bias-linear"),
-        (cutlass, f"with {_CUTLASS}=1", f"type unset {_CUTLASS}"),
-        (
-            experts > _MOST_EXPERTS,
-            f"with {experts} experts of a rank, more than {_MOST_EXPERTS}",
-            "raise --expert-model-parallel-size, or add --cg-grouped-gemm torch (BF16)",
-        ),
-    )
-    if not given.captures_dropless_experts or given.has_torch_experts:
-        return []
-    return [{"what": what, "instead": instead} for broken, what, instead in found if broken]
-
-
-def _without_fixed_shapes(given: Configuration) -> list[Facts]:
-    if not given.captures_experts or given.run.drops_and_pads or given.counts_on_device:
-        return []
-    missing = given.environment.lacks_device_counts
-    upgrade = ""
-    if missing.startswith("cuBLASLt is 13."):  # nvidia-cublas is CUDA 13's.
-        upgrade = f"type {_RECIPE} and " if _is_refused_recipe(given.run) else "type "
-        upgrade += _CUBLAS
-    return [{"missing": missing, "upgrade": upgrade}]
-
-
-def _is_refused_recipe(run: RunArguments) -> bool:
-    return run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES
+def _without_fixed_shapes(given: Configuration) -> bool:
+    return given.captures_experts and not (given.run.drops_and_pads or given.counts_on_device)
 
 
 def _unknown_balancing(given: Configuration) -> list[Facts]:
@@ -134,20 +125,19 @@ rows_below_average = Rule(
 RULES = (
     _rule(
         "grouped-gemm",
-        _against_torchs_gemm,
-        "--cg-grouped-gemm torch {what}",
-        "it replaces the grouped GEMM of Megatron's grouped experts by torch's, which runs on the "
-        "GPU in bfloat16 alone and adds no bias",
+        _against_one_kernel,
+        "--cg-grouped-gemm {graph.cg_grouped_gemm} {what}",
+        "{why}",
         "{instead}, or drop --cg-grouped-gemm",
     ),
     _rule(
         "experts-delayed-gradients",
         lambda c: (
             c.run.overlap_dispatch_backward_with_experts_wgrad
-            and (c.has_torch_experts or (c.run.wants_graphs and c.captures_experts))
+            and (c.counts_on_device or (c.run.wants_graphs and c.captures_experts))
         ),
         "--overlap-dispatch-backward-with-experts-wgrad with experts in a graph, or with "
-        "--cg-grouped-gemm torch",
+        "--cg-grouped-gemm torch or cublas",
         "torch's grouped GEMM computes weight gradients at once, and Python code that reduces "
         "delayed ones does not run in a replay",
         "drop --overlap-dispatch-backward-with-experts-wgrad",
@@ -159,18 +149,10 @@ RULES = (
         "MoE layers in graphs with their experts (--cuda-graph-modules moe, or none), without drop "
         "and pad",
         "how many tokens each expert gets then differs from step to step, and Transformer "
-        "Engine's grouped GEMM reads it on the CPU here, which a capture does not allow: {missing}",
-        f"{{upgrade}}add --cg-grouped-gemm torch (BF16), or add {DROP_AND_PAD}, or {_ROUTER}; or, "
-        "without --cuda-graph-modules, name the dense layers, as with --cg-layers layer:0",
-    ),
-    Rule(
-        "experts-counts",
-        _against_tes_gemm,
-        "dropless experts in a graph {what}",
-        "Transformer Engine's grouped GEMM reads their counts on the GPU by cuBLASLt alone, in "
-        "BF16 and, with --fp8-recipe tensorwise or blockwise, in FP8, for 64 experts at most; "
-        "Megatron adds biases by counts on the CPU",
-        f"{{instead}}, or {_ROUTER}",
+        "Engine's grouped GEMM reads it on the CPU, which a capture does not allow",
+        f"add {_GEMM} torch (BF16) or {_GEMM} cublas (also FP8; in a loop of your own, before the "
+        f"model is built), or add {DROP_AND_PAD}, or {_ROUTER}; or, without --cuda-graph-modules, "
+        "name the dense layers, as with --cg-layers layer:0",
     ),
     Rule(
         "experts-grouped-tensor",

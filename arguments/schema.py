@@ -109,12 +109,13 @@ class GraphArguments:
         "per bucket of parameters instead of once per parameter; numbers are the same.",
         action="store_true",
     )
-    cg_grouped_gemm: Literal["te", "torch"] = _flag(
+    cg_grouped_gemm: Literal["te", "cublas", "torch"] = _flag(
         "te",
-        "What computes the experts: Transformer Engine's grouped GEMM (default) or torch's. With "
-        "either, --cuda-graph-modules moe captures whole MoE layers without drop and pad: with te "
-        "in BF16 and FP8 where cuBLASLt is 13.8.1 or newer, with torch in BF16.",
-        choices=("te", "torch"),
+        "What computes the experts in all passes: te, Transformer Engine's GEMM for each expert "
+        "(default), or one kernel for all: torch's (BF16) or cuBLASLt's (cublas; BF16 and FP8, "
+        "cuBLASLt 13.8.1 or newer). With one kernel, --cuda-graph-modules moe captures whole MoE "
+        "layers without drop and pad.",
+        choices=("te", "cublas", "torch"),
     )
     cg_moe_rows: float | None = _flag(
         None,

@@ -19,7 +19,7 @@ from megatron_cg.errors import ArgumentError, Violation
 
 OnFailure = Literal["error", "eager"]
 OnMismatch = Literal["eager", "error"]
-GroupedGemm = Literal["te", "torch"]
+GroupedGemm = Literal["te", "cublas", "torch"]
 Exchange = Literal["nccl", "peer"]
 BackendName = Literal["transformer_engine", "te", "native", "tape"]
 

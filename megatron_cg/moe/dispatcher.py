@@ -89,7 +89,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Bounds what a slot has room for; None is room for any routing."""
     transport: Transport | None = None
     """The way to other ranks; None is a :class:`Collective`."""
-    gemm: Literal["te", "torch"] = "torch"
+    gemm: Literal["cublas", "torch"] = "torch"
     """What computes the experts."""
     multiple: int = 1
     """Each expert's rows begin at a multiple of it, and rows of zeros fill the gaps."""

@@ -40,16 +40,15 @@ _BIAS, _FP8, _CALIBRATION, _DELAYED, _DEBUG, _ONE_WEIGHT = 0, 2, 3, 4, 20, 21
 them."""
 
 
-def ends_of(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Where each expert's rows end: int32 ``[experts]`` on ``device``."""
+def on_device(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``counts``, of any device, on this one."""
     if counts.device == device:
-        return counts.cumsum(0).to(torch.int32)
+        return counts
     if bool((counts == counts[0]).all()):
         # As with drop and pad, where a graph may hold this: it cannot hold a copy from the host.
-        return torch.arange(1, len(counts) + 1, dtype=torch.int32, device=device) * int(counts[0])
+        return torch.full_like(counts, int(counts[0]), device=device)
     # From pinned memory the copy does not wait for the device.
-    ends = counts.cumsum(0).to(torch.int32)
-    return ends.pin_memory().to(device, non_blocking=True)
+    return counts.pin_memory().to(device, non_blocking=True)
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -156,7 +155,7 @@ class GroupedGemm(torch.autograd.Function):
         weights = weights_and_biases[:experts]
         refuse_other(non_tensor_args, weights[0])
         rows = _dense(inp.reshape(-1, inp.shape[-1]))
-        ends = ends_of(m_splits, rows.device)
+        ends = on_device(m_splits, rows.device).cumsum(0).to(torch.int32)
         result = grouped_mm(rows, stacked(weights).transpose(1, 2), offs=ends)
         if ctx is not None:
             ctx.save_for_backward(rows, ends, *weights)

@@ -1,11 +1,14 @@
 """Puts the grouped GEMM and the dispatcher where Megatron and Transformer Engine look them up.
 
-Note [Two grouped GEMMs]
-    Torch's is put in place of Transformer Engine's, outside of captures too. Transformer Engine's
-    own takes counts from the device by a setting, and then computes the same bits. So it has the
-    setting only where the dispatcher gives it such counts, and outside of captures nothing changes.
+Note [Grouped GEMMs]
+    Transformer Engine launches a GEMM for each expert, by counts on the host. Torch has one kernel
+    for all experts, with counts on the device. So has cuBLASLt, for which Transformer Engine has a
+    setting. Their bits differ where cuBLASLt splits the sum of a GEMM with few rows and a long
+    inner dimension. So both are used in all passes, captured or not: then passes agree.
     FP8 needs each expert's rows to be a multiple of some number. Megatron pads them by counts on
-    the host; in a capture the dispatcher leaves rows free for it.
+    the host; in a capture the dispatcher leaves rows free for it. In ``blockwise`` Megatron pads
+    to 16 and cuBLASLt's kernel needs 128, so eager passes keep a GEMM for each expert there: all
+    compared shapes had the same bits.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from contextlib import ExitStack
 from functools import cache, wraps
 from typing import Any, Literal
 
+import torch
 from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
 from torch import nn
 
 from megatron_cg.arguments.rules_experts import ROW_MULTIPLES
 from megatron_cg.moe import dispatcher
-from megatron_cg.moe.grouped_gemm import GroupedGemm
+from megatron_cg.moe.grouped_gemm import GroupedGemm, on_device
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.megatron import is_capturing, relax_rules
@@ -51,11 +55,13 @@ _PADS = Symbol(
     "whether experts leave the padding of their rows to others",
     parameters=("config",),
 )
+KernelName = Literal["cublas", "torch"]
+"""The values of ``--cg-grouped-gemm`` that are one kernel for all experts."""
 RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER, _PADS)
 
 
 def use_device_counts(
-    bound: RowBound | None = None, *, by_peers: bool = False, gemm: Literal["te", "torch"] = "torch"
+    bound: RowBound | None = None, *, by_peers: bool = False, gemm: KernelName = "torch"
 ) -> Undo:
     """Let models built from now on have experts whose token counts stay on the device.
 
@@ -67,22 +73,23 @@ def use_device_counts(
             that exceed it.
         by_peers: exchange tokens by peer memory, which the layers of an expert-parallel group
             share.
-        gemm: what computes experts, :class:`GroupedGemm` or Transformer Engine's; see Note [Two
-            grouped GEMMs]. The latter is for where ``lacks_device_counts`` finds nothing missing.
+        gemm: what computes the experts of any model, :class:`GroupedGemm` or cuBLASLt's kernel by
+            Transformer Engine; see Note [Grouped GEMMs]. The latter is for where
+            ``lacks_device_counts`` finds nothing missing.
 
     Returns:
         The undo.
 
     Raises:
         UpstreamChangedError: Megatron or Transformer Engine lacks what this replaces, or a function
-            that this replaces has another body. Then nothing is changed. With Transformer Engine's
-            GEMM, whoever builds such a model gets the error.
+            that this replaces has another body. Then nothing is changed.
     """
-    theirs = _DISPATCHER.find()
-    require_known_bodies = cache(_require_known_bodies)
-    if gemm == "torch":
-        _GEMM.find()
-        require_known_bodies(gemm)
+    theirs, forward = _DISPATCHER.find(), _LAYER_OF_TE.find()
+    _GEMM.find()
+    # Where Transformer Engine is not installed, there are no settings to pass.
+    passes = gemm == "torch" and installed_version(_LAYER_OF_TE.distribution)
+    for symbol in (*((_LAYER_OF_TE,) if passes else ()), *dispatcher.DISPATCHING):
+        symbol.require_known_body()
     # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
     of_group = cache(PeerMemory)
 
@@ -90,7 +97,6 @@ def use_device_counts(
         config = named.get("config")
         if config is None or not captures_experts(config):
             return theirs(*args, **named)
-        require_known_bodies(gemm)
         made = dispatcher.DeviceDispatcher(*args, **named)
         made.gemm = gemm
         made.multiple = ROW_MULTIPLES.get(config.fp8_recipe, 1) if config.fp8 else 1
@@ -105,37 +111,30 @@ def use_device_counts(
         if gemm == "torch":
             undo.callback(set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
         else:
-            layers = _with_device_counts(_LAYER_OF_TE.find())
-            undo.callback(put_over(*_LAYER_OF_TE.place(), layers))
+            undo.callback(put_over(*_LAYER_OF_TE.place(), _by_one_kernel(forward)))
             undo.callback(put_over(*_PADS.place(), _unpadded_in_captures(_PADS.find())))
         undo.callback(put_over(*_DISPATCHER.place(), make_dispatcher))
         undo.callback(allow_dropless_experts())
         return undo.pop_all().close
 
 
-def _require_known_bodies(gemm: str) -> None:
-    """Raise UpstreamChangedError if a function that is replaced has another body."""
-    # Where Transformer Engine is not installed, there are no settings to pass.
-    passes = gemm == "torch" and installed_version(_LAYER_OF_TE.distribution)
-    for symbol in (*((_LAYER_OF_TE,) if passes else ()), *dispatcher.DISPATCHING):
-        symbol.require_known_body()
-
-
-def _with_device_counts(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``GroupedLinear.forward`` that takes counts on the device in a capture."""
+def _by_one_kernel(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``GroupedLinear.forward`` by cuBLASLt's kernel; see Note [Grouped GEMMs]."""
 
     @wraps(forward)
-    def with_device_counts(self: Any, inp: Any, m_splits: Any, *rest: Any, **named: Any) -> Any:
-        # Elsewhere nothing changes.
-        if not (is_capturing() and getattr(m_splits, "is_cuda", False)):
+    def by_one_kernel(self: Any, inp: Any, m_splits: Any, *rest: Any, **named: Any) -> Any:
+        config = getattr(self, "config", None)  # of Megatron's layers
+        on_host = not getattr(m_splits, "is_cuda", False)
+        if on_host and config is not None and config.fp8 and config.fp8_recipe == "blockwise":
             return forward(self, inp, m_splits, *rest, **named)
+        counts = on_device(torch.as_tensor(m_splits, dtype=torch.int64), inp.device)
         before, self.use_grouped_tensor = self.use_grouped_tensor, True
         try:
-            return forward(self, inp, m_splits, *rest, **named)
+            return forward(self, inp, counts, *rest, **named)
         finally:
             self.use_grouped_tensor = before
 
-    return with_device_counts
+    return by_one_kernel
 
 
 def _unpadded_in_captures(skips: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -148,7 +147,7 @@ def _unpadded_in_captures(skips: Callable[[Any], bool]) -> Callable[[Any], bool]
     return skips_padding
 
 
-def grouped_gemm_of(model: nn.Module) -> Literal["te", "torch"] | None:
+def grouped_gemm_of(model: nn.Module) -> KernelName | None:
     """What computes the model's experts by counts on the device; None if nothing does."""
     return next((made.gemm for made in _dispatchers(model)), None)
 

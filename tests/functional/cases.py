@@ -23,7 +23,8 @@ TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 PEER_MEMORY = ("--cg-moe-exchange", "peer")
 """For the graph run alone: tokens go to the memory of other GPUs directly."""
 PEERS = (*TORCH_GEMM, *PEER_MEMORY)
-DEVICE_COUNTS = "Transformer Engine's grouped GEMM with counts on the device"
+CUBLAS_GEMM = ("--cg-grouped-gemm", "cublas")
+DEVICE_COUNTS = "cuBLASLt's grouped GEMM with counts on the device"
 _PARTS = ("moe_act", "layernorm", "mla_up_proj")
 RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", *_PARTS)
 OVERLAP = ("--moe-shared-expert-overlap", "--moe-shared-expert-gate")
@@ -156,24 +157,30 @@ def _realistic() -> list[Case]:
     ]
 
 
-def _dropless_by_te() -> list[Case]:
-    """Whole dropless MoE layers with Transformer Engine's own grouped GEMM, in BF16 and FP8."""
+def _dropless_by_cublas() -> list[Case]:
+    """Whole dropless MoE layers with cuBLASLt's grouped GEMM, in BF16 and FP8."""
     blockwise = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
+    ours, peers = CUBLAS_GEMM, (*CUBLAS_GEMM, *PEER_MEMORY)
+    # Transformer Engine's GEMM for each expert splits such sums, so both runs have cuBLASLt's.
+    long = (*EP2, *CUBLAS_GEMM, "--moe-ffn-hidden-size", "7168")
     rows = _cases(
-        "device-",
-        ("ep1", MOE, EXPERTS, (), ()),
-        ("ep2", MOE, EXPERTS, EP2, ()),
-        ("peers", MOE, EXPERTS, EP2, PEER_MEMORY),
-        ("ep2-rows-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED), ("--cg-moe-rows", "2")),
-        ("shared-experts", MLA, EXPERTS, (*EP2, *RECOMPUTED), VERIFIED),
-        ("fp8-ep1", MOE, EXPERTS, TENSORWISE, ()),
-        ("fp8-ep2", MOE, EXPERTS, (*EP2, *TENSORWISE), ()),
-        ("fp8-peers", MOE, EXPERTS, (*EP2, *TENSORWISE), PEER_MEMORY),
-        ("fp8-evaluation", MOE, EXPERTS, (*EP2, *TENSORWISE, *EVALUATED), PEER_MEMORY),
-        ("fp8-verified", MOE, (), (*EP2, *TENSORWISE), (*PEER_MEMORY, *VERIFIED)),
-        ("fp8-weights", MOE, EXPERTS, (*EP2, *TENSORWISE, *FP8_WEIGHTS), ()),
-        ("fp8-recomputed", MOE, EXPERTS, (*EP2, *TENSORWISE, *RECOMPUTED[:-1]), ()),
-        ("fp8-blockwise", MOE, EXPERTS, (*EP2, *blockwise), ()),
+        "cublas-",
+        ("ep1", MOE, EXPERTS, (), ours),
+        ("ep2", MOE, EXPERTS, EP2, ours),
+        ("peers", MOE, EXPERTS, EP2, peers),
+        ("ep2-rows-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED), (*ours, "--cg-moe-rows", "2")),
+        ("shared-experts", MLA, EXPERTS, (*EP2, *RECOMPUTED), (*ours, *VERIFIED)),
+        ("long", MIXTRAL, EXPERTS, (*long, *EVALUATED), VERIFIED),
+        ("capacity", MOE, EXPERTS, (*CAPACITY, *CUBLAS_GEMM), ()),
+        ("fp8-ep1", MOE, EXPERTS, TENSORWISE, ours),
+        ("fp8-ep2", MOE, EXPERTS, (*EP2, *TENSORWISE), ours),
+        ("fp8-peers", MOE, EXPERTS, (*EP2, *TENSORWISE), peers),
+        ("fp8-evaluation", MOE, EXPERTS, (*EP2, *TENSORWISE, *EVALUATED), peers),
+        ("fp8-verified", MOE, (), (*EP2, *TENSORWISE), (*peers, *VERIFIED)),
+        ("fp8-weights", MOE, EXPERTS, (*EP2, *TENSORWISE, *FP8_WEIGHTS), ours),
+        ("fp8-recomputed", MOE, EXPERTS, (*EP2, *TENSORWISE, *RECOMPUTED[:-1]), ours),
+        ("fp8-long", MIXTRAL, EXPERTS, (*long, *TENSORWISE), (*PEER_MEMORY, *VERIFIED)),
+        ("fp8-blockwise", MOE, EXPERTS, (*EP2, *blockwise), (*ours, *VERIFIED)),
     )
     return [replace(case, needs=DEVICE_COUNTS) for case in rows]
 
@@ -209,7 +216,7 @@ CASES = [
     *_grid(),
     *_dropless(),
     *_realistic(),
-    *_dropless_by_te(),
+    *_dropless_by_cublas(),
     *_capacity_and_fp8(),
     # A shared expert that runs beside the exchange of tokens, on a stream of its own.
     *_cases(

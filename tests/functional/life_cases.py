@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.functional.cases import (
+    CUBLAS_GEMM,
     DENSE,
     DEVICE_COUNTS,
     DROPOUT,
@@ -39,8 +40,10 @@ _CASES = (
     Case("moe", MOE, ROUTER, batch(8)),
     _experts("experts", *TORCH_GEMM),
     _experts("peers", *PEERS),
-    replace(_experts("device", *PEER_MEMORY), needs=DEVICE_COUNTS),
-    replace(_experts("device-fp8", *PEER_MEMORY, flags=TENSORWISE), needs=DEVICE_COUNTS),
+    replace(_experts("cublas", *CUBLAS_GEMM, *PEER_MEMORY), needs=DEVICE_COUNTS),
+    replace(
+        _experts("cublas-fp8", *CUBLAS_GEMM, *PEER_MEMORY, flags=TENSORWISE), needs=DEVICE_COUNTS
+    ),
     _experts("bounded-peers", *PEERS, *_ROWS),
     _experts("bounded-meta", *TORCH_GEMM, *_ROWS, flags=("--init-model-with-meta-device",)),
     _experts("saved-experts", *TORCH_GEMM, flags=_EVERY_SIX),

@@ -58,7 +58,7 @@ def test_a_shape_that_all_ranks_change_where_graphs_hold_dropless_experts(align:
     ("routing", "name"),
     [
         *(("one", "peers"), ("first", "experts"), ("first", "peers"), ("crosswise", "peers")),
-        *(("turning", "peers"), ("turning", "device"), ("turning", "device-fp8")),
+        *(("turning", "peers"), ("turning", "cublas"), ("turning", "cublas-fp8")),
     ],
 )
 def test_experts_and_ranks_without_tokens_or_with_all_of_them(

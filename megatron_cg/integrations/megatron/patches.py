@@ -120,7 +120,7 @@ def enable(
     ``fast_path=False`` as ``--cg-no-fsdp-fast-path``; ``backend`` may also be ``"tape"``, which
     needs no GPU. A setting is the flag's default, and holds where no flags are parsed, for helpers
     and models that are made from now on. None is the flag's own default, or what an earlier call
-    gave. :func:`disable` forgets it, and alone takes torch's grouped GEMM away.
+    gave. :func:`disable` forgets it, and alone takes another grouped GEMM away.
 
     With ``moe_rows`` a loop runs all passes of a step by one call of the function that
     ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns from now on. ``record``
@@ -232,12 +232,11 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     from megatron_cg.integrations.megatron.under_v2 import allow_graphs_under_v2
     from megatron_cg.moe.install import use_device_counts
     from megatron_cg.moe.row_bound import RowBound
-    from megatron_cg.upstream.device_counts import lacks_device_counts
 
     def changes() -> Iterator[Undo]:
         yield allow_graphs_under_v2()
         gemm, factor = given.cg_grouped_gemm, given.cg_moe_rows
-        if gemm == "torch" or not lacks_device_counts():
+        if gemm != "te":
             bound = RowBound(factor) if factor is not None else None
             yield use_device_counts(bound, by_peers=given.cg_moe_exchange == "peer", gemm=gemm)
             if bound is not None:

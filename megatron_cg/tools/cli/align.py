@@ -34,9 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--cg-grouped-gemm",
-        choices=("te", "torch"),
+        choices=("te", "cublas", "torch"),
         default="te",
-        help="of experts in the run with graphs; the scope moe needs torch or a newer cuBLASLt",
+        help="of experts in the run with graphs; without drop and pad the scope moe needs torch or "
+        "cublas",
     )
     add(
         "--megatron-fsdp-version",

@@ -115,7 +115,7 @@ def libraries(system: System) -> Iterator[Finding]:
             INSTALL[_TE] + " --force-reinstall --no-deps",
         )
     elif (lacks := with_te.get("experts_lack")) is not None:
-        gemm = f"torch alone ({lacks})" if lacks else "te (BF16, FP8) or torch (BF16)"
+        gemm = f"torch alone ({lacks})" if lacks else "cublas (BF16, FP8) or torch (BF16)"
         yield ok(f"dropless experts in graphs by --cg-grouped-gemm {gemm}")
     for name, files in torch["loaded"].items():
         own = {Path(file).parent: file for file in files}

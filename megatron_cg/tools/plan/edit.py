@@ -39,8 +39,8 @@ _LARGE_GEMM = 2e11
 """Operations of an expert's first GEMM beyond which one launch for all experts gains little."""
 _PIPELINE = "drop --*pipeline* --overlap-param-gather-with-optimizer-step"
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
-_BY_TORCH = f"add {_GEMM} torch"
-"""In BF16 alone."""
+_BY_TORCH, _BY_CUBLAS = f"add {_GEMM} torch", f"add {_GEMM} cublas"
+"""The first is for BF16 alone."""
 _SELECTIVE = (
     "drop --recompute-method --recompute-num-layers; add --recompute-granularity selective; "
     f"add {_RECOMPUTE} layernorm"
@@ -228,7 +228,7 @@ class _Editor:
             for violation in settings.broken:
                 fixes = _FIXES.get(violation.rule, "")
                 if settings.run.has_low_precision and fixes == _BY_TORCH:
-                    fixes = ""
+                    fixes = _BY_CUBLAS
                 if violation.rule == "megatron" and self.line == before:
                     reason = violation.reason
                     fixes = next((_MEGATRONS[p] for p in _MEGATRONS if re.search(p, reason)), "")
@@ -286,9 +286,8 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
         yield {_MODULES: (*base, "moe")}, _WHY
     elif "moe" in here and not (against := _against_whole(args, gpus)):
         why = "with many small experts, whole MoE layers in graphs save most launches"
-        flags = {_MODULES: (*base, "moe")}
-        if not run.has_low_precision:
-            flags[_GEMM] = ("torch",)
+        gemm = "cublas" if run.has_low_precision else "torch"
+        flags = {_MODULES: (*base, "moe"), _GEMM: (gemm,)}
         if args.expert_model_parallel_size > 1:
             flags[_EXCHANGE] = ("peer",)
         yield flags, why

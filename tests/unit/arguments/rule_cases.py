@@ -62,7 +62,12 @@ TORCH: dict[str, Any] = {
     "add_bias_linear": False,
 }
 DROPLESS: dict[str, Any] = {**TORCH, **EXPERTS}
-BY_TE: dict[str, Any] = {**EXPERTS, **TORCH, "cg_grouped_gemm": "te", "lacks_device_counts": ""}
+CUBLAS: dict[str, Any] = {
+    **EXPERTS,
+    **TORCH,
+    "cg_grouped_gemm": "cublas",
+    "lacks_device_counts": "",
+}
 PADDED: dict[str, Any] = {**DROP_AND_PAD, **EXPERTS, "moe_grouped_gemm": True}
 SHARED: dict[str, Any] = {**DROPLESS, "expert_model_parallel_size": 2}
 ROWS: dict[str, Any] = {"cg_moe_rows": 1.25}
@@ -160,20 +165,19 @@ ALL = (
     case("moe-without-drop-and-pad", EXPERTS, moe_expert_capacity_factor=1.0),
     case("moe-without-drop-and-pad", WHOLE),
     case("moe-without-drop-and-pad", WHOLE, cg_layers=("layer:0,2-",), moe_layer_freq=(0, 1, 1, 1)),
-    case("moe-without-drop-and-pad", EXPERTS, lacks_device_counts="cuBLASLt is 13.1.0, before"),
-    case("moe-without-drop-and-pad", EXPERTS, lacks_device_counts="cuBLASLt is 12.9.1, before"),
-    case("moe-without-drop-and-pad", EXPERTS, lacks_device_counts="cuBLASLt is 13.1", fp8="e4m3"),
-    case("experts-counts", BY_TE, moe_grouped_gemm=False),
-    case("experts-counts", BY_TE, bf16=False),
-    case("experts-counts", BY_TE, fp8="hybrid"),
-    case("experts-counts", BY_TE, fp4="e2m1"),
-    case("experts-counts", BY_TE, add_bias_linear=True),
-    case("experts-counts", BY_TE, NVTE_USE_CUTLASS_GROUPED_GEMM="1"),
-    case("experts-counts", BY_TE, num_experts=256, expert_model_parallel_size=2),
-    case("experts-dispatcher", BY_TE, moe_token_dispatcher_type="flex"),
+    case("grouped-gemm", CUBLAS, lacks_device_counts="cuBLASLt is 13.1.0, before"),
+    case("grouped-gemm", CUBLAS, lacks_device_counts="cuBLASLt is 12.9.1, before"),
+    case("grouped-gemm", CUBLAS, moe_grouped_gemm=False),
+    case("grouped-gemm", CUBLAS, bf16=False),
+    case("grouped-gemm", CUBLAS, fp8="hybrid"),
+    case("grouped-gemm", CUBLAS, fp4="e2m1"),
+    case("grouped-gemm", CUBLAS, add_bias_linear=True),
+    case("grouped-gemm", CUBLAS, NVTE_USE_CUTLASS_GROUPED_GEMM="1"),
+    case("grouped-gemm", CUBLAS, num_experts=256, expert_model_parallel_size=2),
+    case("experts-dispatcher", CUBLAS, moe_token_dispatcher_type="flex"),
     case(
         "experts-grouped-tensor",
-        BY_TE,
+        CUBLAS,
         fp8="e4m3",
         fp8_recipe="blockwise",
         moe_router_padding_for_quantization=True,

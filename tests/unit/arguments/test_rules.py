@@ -20,7 +20,7 @@ from megatron_cg.errors import Violation
 from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, GOOD_RUN, megatron_parser
 from tests.unit.arguments.rule_cases import (
     ALL,
-    BY_TE,
+    CUBLAS,
     DELAYED,
     DENSE,
     DROP_AND_PAD,
@@ -131,14 +131,14 @@ def test_torchs_grouped_gemm_lets_graphs_hold_experts(change: dict[str, Any]) ->
         {"fp8": "e4m3", "fp8_recipe": "blockwise", "expert_model_parallel_size": 2, **PEER},
         {"num_experts": 64},
         {**WHOLE, "expert_model_parallel_size": 2, "cg_moe_rows": 1.0},
-        {"cuda_graph_modules": RAN, "add_bias_linear": True, "num_experts": 256, "fp8": "hybrid"},
+        {"cuda_graph_modules": RAN},
     ],
     ids=str,
 )
-def test_transformer_engines_does_so_where_it_reads_counts_on_the_device(
+def test_cublasses_does_so_too(
     change: dict[str, Any],
 ) -> None:
-    assert broken_by(case("", BY_TE, change)) == ()
+    assert broken_by(case("", CUBLAS, change)) == ()
 
 
 def test_torchs_grouped_gemm_is_checked_without_graphs_too() -> None:

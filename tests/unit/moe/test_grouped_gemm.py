@@ -13,7 +13,7 @@ import torch
 
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.moe import grouped_gemm
-from megatron_cg.moe.grouped_gemm import GroupedGemm, ends_of, refuse_other
+from megatron_cg.moe.grouped_gemm import GroupedGemm, on_device, refuse_other
 from megatron_cg.moe.install import _LAYER_OF_TE
 from tests.unit.grouped_linear import SETTINGS, _GroupedLinear
 from tests.unit.te_sources import fingerprint_in, source_of_te
@@ -169,5 +169,5 @@ def test_a_gradient_of_one_row_may_have_any_strides() -> None:
 
 def test_equal_counts_on_the_host_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", None)
-    assert ends_of(torch.tensor([3, 3, 3]), torch.device("meta")).shape == (3,)
-    assert ends_of(torch.tensor([3, 3, 3]), torch.device("cpu")).tolist() == [3, 6, 9]
+    assert on_device(torch.tensor([3, 3, 3]), torch.device("meta")).shape == (3,)
+    assert on_device(torch.tensor([3, 3, 3]), torch.device("cpu")).tolist() == [3, 3, 3]

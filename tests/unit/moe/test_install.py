@@ -13,7 +13,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_cg
-from megatron_cg.arguments import schema
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron import patches
@@ -23,7 +22,6 @@ from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.install import use_device_counts
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.upstream import device_counts
 from megatron_cg.upstream.patch import put_over
 from tests.unit import grouped_linear
 
@@ -116,37 +114,37 @@ def test_without_it_megatron_refuses_them() -> None:
         config()
 
 
-def test_transformer_engines_gemm_gets_counts_only_in_captures(
+def test_cublases_kernel_computes_every_pass_and_in_captures_rows_are_padded_already(
     model_parallel: None, in_place_of_te: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_counts, "lacks_device_counts", lambda: "cuBLASLt is 13.1.0")
-    undo = patches._build_models_for(GraphArguments(), full_recompute=False)
-    with pytest.raises(AssertionError, match="drop-padding"):
-        config()
-    undo()
-    undo, settings = use_device_counts(RowBound(1.25), gemm="te"), list[Any]()
-    assert (dispatcher().gemm, dispatcher().multiple) == ("te", 1)
+    undo, passed = use_device_counts(RowBound(1.25), gemm="cublas"), list[Any]()
+    assert (dispatcher().gemm, dispatcher().multiple) == ("cublas", 1)
     assert not hasattr(dispatcher(**DROP_AND_PAD), "gemm")
     quantized, others = config(), config(cuda_graph_modules=["attn"])
     quantized.fp8, quantized.fp8_recipe, others.fp8 = "hybrid", "tensorwise", "hybrid"
     assert dispatcher(quantized).multiple == 16
     assert not experts.skip_routed_expert_padding(quantized)
-    monkeypatch.setattr(install, "is_capturing", lambda: True)
-    assert experts.skip_routed_expert_padding(quantized)
-    assert not experts.skip_routed_expert_padding(others)
+    with monkeypatch.context() as capturing:
+        capturing.setattr(install, "is_capturing", lambda: True)
+        assert experts.skip_routed_expert_padding(quantized)
+        assert not experts.skip_routed_expert_padding(others)
 
-    layer = SimpleNamespace(use_grouped_tensor=False)
-    forward = install._with_device_counts(
-        lambda self, *_given, **_named: settings.append(getattr(self, "use_grouped_tensor", None))
+    def forward(self: Any, _inp: Any, splits: Any, **_named: Any) -> None:
+        passed.append((self.use_grouped_tensor, splits))
+
+    blockwise, of_layer = (
+        SimpleNamespace(fp8="e4m3", fp8_recipe="blockwise"),
+        install._by_one_kernel,
     )
     on_gpu = SimpleNamespace(is_cuda=True)
-    for splits in ([1, 2], torch.tensor([1, 2]), on_gpu):
-        forward(layer, torch.ones(3, 1), splits, is_first_microbatch=None)
-    assert (settings, layer.use_grouped_tensor) == ([False, False, True], False)
-    monkeypatch.setattr(install, "is_capturing", lambda: False)
-    for any_layer in (layer, SimpleNamespace()):  # The second is of TE 2.18.
-        forward(any_layer, torch.ones(3, 1), on_gpu)
-    assert settings[3:] == [False, None]
+    monkeypatch.setattr(torch, "as_tensor", lambda splits, **_: splits)
+    monkeypatch.setattr(install, "on_device", lambda splits, _: splits)
+    for given in ({}, {"config": quantized}, {"config": blockwise}):
+        layer = SimpleNamespace(use_grouped_tensor=False, **given)
+        for splits in ([1, 2], on_gpu):
+            of_layer(forward)(layer, torch.ones(3, 1), splits, is_first_microbatch=None)
+        assert layer.use_grouped_tensor is False
+    assert [used for used, _ in passed] == [True, True, True, True, False, True]
     undo()
     with pytest.raises(AssertionError, match="drop-padding"):
         config()
@@ -154,12 +152,12 @@ def test_transformer_engines_gemm_gets_counts_only_in_captures(
 
 def test_a_function_that_is_wrapped_here_already_is_a_known_one() -> None:
     symbol = DISPATCHING[-1]
-    undo = put_over(*symbol.place(), install._with_device_counts(symbol.find()))
+    undo = put_over(*symbol.place(), install._by_one_kernel(symbol.find()))
     symbol.require_known_body()
     undo()
 
 
-@pytest.mark.parametrize("gemm", ["te", "torch"])
+@pytest.mark.parametrize("gemm", ["cublas", "torch"])
 def test_the_undo_puts_everything_back(in_place_of_te: None, gemm: Any) -> None:
     def found() -> list[Any]:
         return [
@@ -167,7 +165,7 @@ def test_the_undo_puts_everything_back(in_place_of_te: None, gemm: Any) -> None:
             TransformerConfig.__post_init__,
             *(
                 (grouped_linear.GroupedLinear.forward, experts.skip_routed_expert_padding)
-                if gemm == "te"
+                if gemm == "cublas"
                 else (grouped_linear._GroupedLinear,)
             ),
         ]
@@ -177,7 +175,7 @@ def test_the_undo_puts_everything_back(in_place_of_te: None, gemm: Any) -> None:
     during = found()
     assert all(a is not b for a, b in zip(before, during, strict=True))
     use_device_counts(gemm=gemm)()
-    assert found() == during and (gemm == "te" or during[2] is GroupedGemm)
+    assert found() == during and (gemm == "cublas" or during[2] is GroupedGemm)
     first()
     assert found() == before
 
@@ -234,7 +232,6 @@ def of_two_ranks(self: Any, *args: Any, **named: Any) -> None:
 def test_a_wrong_bound_or_exchange_is_refused_before_anything_changes(
     given: dict[str, Any], remedy: str
 ) -> None:
-    from megatron_cg.integrations.megatron import patches
 
     with pytest.raises(ArgumentError, match=remedy):
         megatron_cg.enable(**given)
@@ -270,7 +267,6 @@ def test_a_model_without_the_dispatcher_is_refused_for_what_may_be_the_cause(
     undo = install.allow_dropless_experts()
     trainer = Trainer(TrainingPlan(shape))
     undo()
-    monkeypatch.setattr(schema, "lacks_device_counts", lambda: "")
-    cause = r"was built before megatron_cg.enable\(\), or with another dispatcher than alltoall"
+    cause = r"call megatron_cg.enable\(grouped_gemm='torch'\).* before the model is built"
     with pytest.raises(ConfigurationError, match=cause):
         check_model(trainer.model, None, GraphArguments(), "tape", "GraphedLayers")

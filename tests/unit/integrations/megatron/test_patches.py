@@ -56,22 +56,18 @@ def test_a_run_without_graphs_keeps_megatrons_helper(monkeypatch: pytest.MonkeyP
     megatron_cg.disable()
 
 
-@pytest.mark.parametrize("lacks", ["", "cuBLASLt is 13.1.0, before 13.8.1"])
-def test_experts_stay_as_they_are_where_counts_cannot_be_on_the_device(
-    lacks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_stay_as_they_are_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
-    monkeypatch.setattr("megatron_cg.upstream.device_counts.lacks_device_counts", lambda: lacks)
 
     def use(*_: Any, gemm: str, **_named: Any) -> Any:
         used.append(gemm)
         return lambda: None
 
     monkeypatch.setattr("megatron_cg.moe.install.use_device_counts", use)
-    for gemm in ("te", "torch"):
+    for gemm in ("te", "cublas", "torch"):
         given = GraphArguments(cg_grouped_gemm=gemm)
         patches._build_models_for(given, full_recompute=False)()
-    assert used == (["torch"] if lacks else ["te", "torch"])
+    assert used == ["cublas", "torch"]
 
 
 GRAPHS = (

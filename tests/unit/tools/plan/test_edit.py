@@ -87,16 +87,16 @@ def test_scopes_are_chosen_unless_the_line_has_some_that_work(
     assert (found.best.settings.graph.cg_moe_exchange == "peer") is peer
 
 
-def test_quantized_experts_stay_in_graphs_where_counts_are_read_on_the_gpu(
+def test_quantized_experts_are_in_graphs_by_cublas(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = preset("qwen3-moe", "--fp8-format hybrid --fp8-recipe tensorwise")
-    assert "on a Hopper GPU with cuBLASLt 13.8.1 or newer it does not" in said(plan(line))
-    monkeypatch.setattr(schema, "lacks_device_counts", lambda: "")
     for stated in ("", " --cuda-graph-modules attn moe"):
         best = plan(line + stated).best.settings
         assert best.run.cuda_graph_modules == ("attn", "moe")
-        assert best.graph.cg_grouped_gemm == "te"
+        assert best.graph.cg_grouped_gemm == "cublas"
+        assert "needs a Hopper GPU, and cuBLASLt 13.8.1 or newer" in " ".join(best.notes)
+    monkeypatch.setattr(schema, "lacks_device_counts", lambda: "")
 
 
 @pytest.mark.parametrize(
