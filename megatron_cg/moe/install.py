@@ -123,11 +123,13 @@ def _by_one_kernel(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def by_one_kernel(self: Any, inp: Any, m_splits: Any, *rest: Any, **named: Any) -> Any:
-        config = getattr(self, "config", None)  # of Megatron's layers
-        on_host = not getattr(m_splits, "is_cuda", False)
-        if on_host and config is not None and config.fp8 and config.fp8_recipe == "blockwise":
-            return forward(self, inp, m_splits, *rest, **named)
-        counts = on_device(torch.as_tensor(m_splits, dtype=torch.int64), inp.device)
+        counts = m_splits
+        if not getattr(counts, "is_cuda", False):
+            config = getattr(self, "config", None)  # of Megatron's layers
+            if config is not None and config.fp8 and config.fp8_recipe == "blockwise":
+                return forward(self, inp, m_splits, *rest, **named)
+            counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
+            counts = on_device(counts, inp.device)
         before, self.use_grouped_tensor = self.use_grouped_tensor, True
         try:
             return forward(self, inp, counts, *rest, **named)

@@ -94,6 +94,11 @@ def verify(
         if any(needs) and len(needs) == len(made):
             _backward(unit, list(compress(made, needs)))
             results += _gradients(unit.layer, inputs, keywords)
+            # A module may keep what an eager pass gave it (megatron-core 0.19.2: the token
+            # dispatcher), and through autograd these leaves.
+            for leaf in tree_flatten((inputs, keywords))[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+                    leaf.grad = None
         return results
 
     with kept():

@@ -137,8 +137,6 @@ def test_cublases_kernel_computes_every_pass_and_in_captures_rows_are_padded_alr
         install._by_one_kernel,
     )
     on_gpu = SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(torch, "as_tensor", lambda splits, **_: splits)
-    monkeypatch.setattr(install, "on_device", lambda splits, _: splits)
     for given in ({}, {"config": quantized}, {"config": blockwise}):
         layer = SimpleNamespace(use_grouped_tensor=False, **given)
         for splits in ([1, 2], on_gpu):
