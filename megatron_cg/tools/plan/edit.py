@@ -35,8 +35,6 @@ _CHOSEN = {
 _ORDER = ("mamba", "attn", "mlp")
 _ROUNDS = 30
 """Each mends at least one error, or is the last."""
-_LARGE_GEMM = 2e11
-"""Operations of an expert's first GEMM beyond which one launch for all experts gains little."""
 _PIPELINE = "drop --*pipeline* --overlap-param-gather-with-optimizer-step"
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 _BY_TORCH, _BY_CUBLAS = f"add {_GEMM} torch", f"add {_GEMM} cublas"
@@ -284,8 +282,8 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     base = tuple(scope for scope in every if scope not in eager)
     if "moe" in here and run.drops_and_pads:
         yield {_MODULES: (*base, "moe")}, _WHY
-    elif "moe" in here and not (against := _against_whole(args, gpus)):
-        why = "with many small experts, whole MoE layers in graphs save most launches"
+    elif "moe" in here and not (against := _on_several_hosts(args, gpus)):
+        why = "whole MoE layers in graphs save most launches"
         gemm = "cublas" if run.has_low_precision else "torch"
         flags = {_MODULES: (*base, "moe"), _GEMM: (gemm,)}
         if args.expert_model_parallel_size > 1:
@@ -304,13 +302,8 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
             yield {_MODULES: scopes}, _WHY
 
 
-def _against_whole(args: Any, gpus: Gpus) -> str:
+def _on_several_hosts(args: Any, gpus: Gpus) -> str:
     """Why whole MoE layers are not tried, beside rules that refuse them; empty if they are."""
     ranks = args.expert_model_parallel_size
-    if ranks > 1 and gpus.per_node % ranks:
-        return f"{ranks} expert-parallel ranks are on several hosts"
-    tokens = (args.micro_batch_size or 1) * (args.seq_length or 0) * ranks * args.moe_router_topk
-    wide = 2 * (args.moe_ffn_hidden_size or args.ffn_hidden_size or 0)
-    if 2.0 * tokens / args.num_experts * args.hidden_size * wide > _LARGE_GEMM:
-        return "their GEMMs are large, and whole MoE layers do not pay"
-    return ""
+    apart = ranks > 1 and gpus.per_node % ranks
+    return f"{ranks} expert-parallel ranks are on several hosts" if apart else ""
