@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
+from megatron_cg.arguments.schema import RunArguments
 
 DROP_AND_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _GEMM = "--cg-grouped-gemm"
@@ -12,61 +14,78 @@ _CUBLAS = "type pip install 'nvidia-cublas>=13.8.1' (torch pins an older one, an
 _ROUTER = "type --cuda-graph-modules attn moe_router"
 ROW_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
 """By ``--fp8-recipe``: each expert's rows are a multiple of it in a graph. Others are refused."""
+WITHOUT_FIXED_SHAPES = "moe-without-drop-and-pad"
 _CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 _MOST_EXPERTS = 64
 """Of a rank: what Transformer Engine's grouped GEMM takes (TE 2.20.2, ``kMaxGroups``)."""
-_ONE_KERNEL = {
-    "torch": "torch's kernel for all experts computes in BF16 and adds no bias",
-    "cublas": "cuBLASLt's kernel for all experts computes on Hopper GPUs, in BF16 and, with "
-    "--fp8-recipe tensorwise or blockwise, in FP8, for 64 experts of a rank at most, and adds no "
-    "bias",
-}
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 def _against_one_kernel(given: Configuration) -> list[Facts]:
-    run, gemm, lacks = given.run, given.graph.cg_grouped_gemm, given.environment.lacks_device_counts
+    run, gemm = given.run, given.graph.cg_grouped_gemm
     if gemm == "te":
         return []
-    experts = (run.num_experts or 0) // run.expert_model_parallel_size
     found = [
         (
             not (run.is_moe and run.moe_grouped_gemm),
             "in a model without grouped experts",
+            "it computes those alone",
             "add --moe-grouped-gemm in a MoE model",
         ),
-        (not run.bf16, "without --bf16", "add --bf16"),
-        (run.add_bias_linear, "with biases of linear layers", "add --disable-bias-linear"),
+        (not run.bf16, "without --bf16", "it computes no other weights", "add --bf16"),
+        (
+            run.add_bias_linear,
+            "with biases of linear layers",
+            "it adds none",
+            "add --disable-bias-linear",
+        ),
         (
             run.use_transformer_engine_op_fuser,
             "with --use-transformer-engine-op-fuser",
+            "the fuser computes experts itself",
             "drop --use-transformer-engine-op-fuser",
         ),
+        *(_against_torchs(run) if gemm == "torch" else _against_cublass(given)),
     ]
-    if gemm == "torch":
-        drop = "drop --fp8-format and --fp4-format"
-        found += [
-            (run.has_low_precision, "with FP8 or FP4", f"type {_GEMM} cublas (FP8), or {drop}")
-        ]
-    else:
-        cutlass = given.environment.variables.get(_CUTLASS) == "1"
-        recipe = run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES
-        torch = f"type {_GEMM} torch (BF16)"
-        # nvidia-cublas is CUDA 13's.
-        upgrade = f"{_CUBLAS}, or " if lacks.startswith("cuBLASLt is 13.") else ""
-        found += [
-            (run.fp4 is not None, "with FP4", "drop --fp4-format"),
-            (recipe, f"with --fp8-recipe {run.fp8_recipe}", "type --fp8-recipe tensorwise"),
-            (cutlass, f"with {_CUTLASS}=1", f"type unset {_CUTLASS}"),
-            (
-                experts > _MOST_EXPERTS,
-                f"with {experts} experts of a rank, more than {_MOST_EXPERTS}",
-                f"raise --expert-model-parallel-size, or {torch}",
-            ),
-            (bool(lacks), f"here, where {lacks}", upgrade + torch),
-        ]
-    why = _ONE_KERNEL[gemm]
-    return [{"what": w, "instead": i, "why": why} for broken, w, i in found if broken]
+    eager = f" and {_ROUTER}" if given.captures_dropless_experts else ""
+    return [
+        {"what": what, "why": why, "instead": instead, "eager": eager}
+        for broken, what, why, instead in found
+        if broken
+    ]
+
+
+_Found = Iterator[tuple[bool, str, str, str]]
+
+
+def _against_torchs(run: RunArguments) -> _Found:
+    remedy = f"type {_GEMM} cublas (FP8), or drop --fp8-format and --fp4-format"
+    yield run.has_low_precision, "with FP8 or FP4", "torch's kernel computes in BF16 alone", remedy
+
+
+def _against_cublass(given: Configuration) -> _Found:
+    run, torch = given.run, f"type {_GEMM} torch (BF16)"
+    yield run.fp4 is not None, "with FP4", "cuBLASLt's has BF16 and FP8", "drop --fp4-format"
+    yield (
+        run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES,
+        f"with --fp8-recipe {run.fp8_recipe}",
+        f"Transformer Engine has it for {' and '.join(ROW_MULTIPLES)} on Hopper GPUs",
+        "type --fp8-recipe tensorwise",
+    )
+    cutlass = given.environment.variables.get(_CUTLASS) == "1"
+    why = "the variable asks for CUTLASS's kernels"
+    yield cutlass, f"with {_CUTLASS}=1", why, f"type unset {_CUTLASS}"
+    experts = (run.num_experts or 0) // run.expert_model_parallel_size
+    yield (
+        experts > _MOST_EXPERTS,
+        f"with {experts} experts of a rank",
+        f"Transformer Engine's takes {_MOST_EXPERTS} at most",
+        f"raise --expert-model-parallel-size, or {torch}",
+    )
+    lacks = given.environment.lacks_device_counts
+    # nvidia-cublas is CUDA 13's.
+    upgrade = f"{_CUBLAS}, or " if lacks.startswith("cuBLASLt is 13.") else ""
+    yield bool(lacks), "on this machine", lacks, upgrade + torch
 
 
 def _without_fixed_shapes(given: Configuration) -> bool:
@@ -128,31 +147,31 @@ RULES = (
         _against_one_kernel,
         "--cg-grouped-gemm {graph.cg_grouped_gemm} {what}",
         "{why}",
-        "{instead}, or drop --cg-grouped-gemm",
+        "{instead}, or drop --cg-grouped-gemm{eager}",
     ),
     _rule(
         "experts-delayed-gradients",
         lambda c: (
             c.run.overlap_dispatch_backward_with_experts_wgrad
-            and (c.counts_on_device or (c.run.wants_graphs and c.captures_experts))
+            and (c.graph.cg_grouped_gemm == "torch" or (c.run.wants_graphs and c.captures_experts))
         ),
         "--overlap-dispatch-backward-with-experts-wgrad with experts in a graph, or with "
-        "--cg-grouped-gemm torch or cublas",
+        "--cg-grouped-gemm torch",
         "torch's grouped GEMM computes weight gradients at once, and Python code that reduces "
         "delayed ones does not run in a replay",
         "drop --overlap-dispatch-backward-with-experts-wgrad",
     ),
     # A graph can hold experts if it has fixed shapes: by drop and pad, or by counts on the GPU.
     Rule(
-        "moe-without-drop-and-pad",
+        WITHOUT_FIXED_SHAPES,
         _without_fixed_shapes,
         "MoE layers in graphs with their experts (--cuda-graph-modules moe, or none), without drop "
         "and pad",
         "how many tokens each expert gets then differs from step to step, and Transformer "
         "Engine's grouped GEMM reads it on the CPU, which a capture does not allow",
-        f"add {_GEMM} torch (BF16) or {_GEMM} cublas (also FP8; in a loop of your own, before the "
-        f"model is built), or add {DROP_AND_PAD}, or {_ROUTER}; or, without --cuda-graph-modules, "
-        "name the dense layers, as with --cg-layers layer:0",
+        f"add {_GEMM} torch (BF16) or {_GEMM} cublas (also FP8), or add {DROP_AND_PAD}, or "
+        f"{_ROUTER}; or, without --cuda-graph-modules, name the dense layers, as with "
+        "--cg-layers layer:0",
     ),
     Rule(
         "experts-grouped-tensor",

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.cuda_cleanup import random_states_kept, stream_kept
-from megatron_cg.backends.te.te_if_loaded import fp8_recipe
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.upstream.te_if_loaded import fp8_recipe
 
 
 class Backend:

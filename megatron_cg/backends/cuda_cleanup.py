@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.backends.te.te_if_loaded import rng_states
 from megatron_cg.upstream.symbols import Symbol
+from megatron_cg.upstream.te_if_loaded import rng_states
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _TRACKER = Symbol(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the RNG tracker; None before it is made")

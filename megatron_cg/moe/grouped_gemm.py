@@ -93,7 +93,7 @@ def refuse_other(settings: Any, weight: torch.Tensor) -> None:
 
     ``settings`` are its ``non_tensor_args``, ``weight`` is the first one, ``[out, in]``.
     """
-    remedy = "use Transformer Engine's: --cg-grouped-gemm te, or enable() without grouped_gemm"
+    remedy = "use --cg-grouped-gemm te (FP8: or cublas), or enable() without grouped_gemm"
     broken = [
         Violation("grouped-gemm", found, why, remedy) for found, why in _others(settings, weight)
     ]

@@ -24,13 +24,16 @@ from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_mod
 from torch import nn
 
 from megatron_cg.arguments.rules_experts import ROW_MULTIPLES
+from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm, on_device
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
+from megatron_cg.upstream.device_counts import lacks_device_counts
 from megatron_cg.upstream.megatron import is_capturing, relax_rules
 from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version
+from megatron_cg.upstream.te_if_loaded import fp8_recipe
 
 _TE = "transformer_engine.pytorch.module.grouped_linear"
 _GEMM = Symbol(
@@ -54,6 +57,13 @@ _PADS = Symbol(
     "megatron.core.transformer.moe.experts:skip_routed_expert_padding",
     "whether experts leave the padding of their rows to others",
     parameters=("config",),
+)
+_TORCHS_FIRST = Violation(
+    "grouped-gemm",
+    "--cg-grouped-gemm cublas",
+    "torch's kernel is in place in this process, by an earlier --cg-grouped-gemm torch or "
+    'enable(grouped_gemm="torch")',
+    "call megatron_cg.disable() before",
 )
 KernelName = Literal["cublas", "torch"]
 """The values of ``--cg-grouped-gemm`` that are one kernel for all experts."""
@@ -81,13 +91,17 @@ def use_device_counts(
         The undo.
 
     Raises:
+        ConfigurationError: torch's kernel is in place already, and the other is asked for.
         UpstreamChangedError: Megatron or Transformer Engine lacks what this replaces, or a function
-            that this replaces has another body. Then nothing is changed.
+            that this replaces has another body.
+
+    If it raises, nothing is changed.
     """
     theirs, forward = _DISPATCHER.find(), _LAYER_OF_TE.find()
-    _GEMM.find()
+    if _GEMM.find() is GroupedGemm.forward and gemm != "torch":
+        raise ConfigurationError([_TORCHS_FIRST])
     # Where Transformer Engine is not installed, there are no settings to pass.
-    passes = gemm == "torch" and installed_version(_LAYER_OF_TE.distribution)
+    passes = installed_version(_LAYER_OF_TE.distribution)
     for symbol in (*((_LAYER_OF_TE,) if passes else ()), *dispatcher.DISPATCHING):
         symbol.require_known_body()
     # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
@@ -123,10 +137,11 @@ def _by_one_kernel(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def by_one_kernel(self: Any, inp: Any, m_splits: Any, *rest: Any, **named: Any) -> Any:
-        counts = m_splits
+        recipe, counts = fp8_recipe(), m_splits
+        if inp.is_cuda:
+            _refuse_other(recipe)
         if not getattr(counts, "is_cuda", False):
-            config = getattr(self, "config", None)  # of Megatron's layers
-            if config is not None and config.fp8 and config.fp8_recipe == "blockwise":
+            if recipe is not None and recipe.float8_block_scaling():
                 return forward(self, inp, m_splits, *rest, **named)
             counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
             counts = on_device(counts, inp.device)
@@ -137,6 +152,23 @@ def _by_one_kernel(forward: Callable[..., Any]) -> Callable[..., Any]:
             self.use_grouped_tensor = before
 
     return by_one_kernel
+
+
+def _refuse_other(recipe: Any) -> None:
+    """Raise ConfigurationError where Transformer Engine would compute otherwise without a word."""
+    lacks = _lacking()
+    if recipe is not None and not (
+        recipe.float8_current_scaling() or recipe.float8_block_scaling()
+    ):
+        lacks = f"it computes in FP8 by --fp8-recipe {' and '.join(ROW_MULTIPLES)}"
+    if lacks:
+        remedy = "use --cg-grouped-gemm torch (BF16) or te, or enable() without grouped_gemm"
+        raise ConfigurationError(
+            [Violation("grouped-gemm", "--cg-grouped-gemm cublas", lacks, remedy)]
+        )
+
+
+_lacking = cache(lacks_device_counts)
 
 
 def _unpadded_in_captures(skips: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -17,7 +17,7 @@ RELIES_ON = (_LAYER, _VERSION)
 _LEAST = 130801
 """13.8.1: what cuBLASLt itself asks for. Up to 13.7 a graph's second replay is wrong."""
 _HOPPER = 9
-"""Major compute capability, of the GPUs on which it was compared with the GEMM of eager passes."""
+"""Major compute capability, of the GPUs on which it was tried."""
 NOT_LOADED = "Transformer Engine is not loaded"
 
 

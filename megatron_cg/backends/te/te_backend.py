@@ -24,12 +24,12 @@ from torch import nn
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.cuda_cleanup import leave_pool, stream_kept, waited_for
-from megatron_cg.backends.te.te_if_loaded import END_CAPTURING, FP8, GRAPH, IS_CAPTURING
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import cells_of, set_attribute, set_cell, undone_after
 from megatron_cg.upstream.symbols import Symbol, changed
+from megatron_cg.upstream.te_if_loaded import END_CAPTURING, FP8, GRAPH, IS_CAPTURING
 
 _MAKE = Symbol(
     f"{GRAPH}:make_graphed_callables",

@@ -23,6 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.megatron import run_of
+from megatron_cg.arguments.rules_experts import WITHOUT_FIXED_SHAPES
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.arguments.words import ENABLE, said
@@ -275,14 +276,19 @@ def check_model(
         )
     environment = Environment.read(backend)
     # What counts is what the model was built with.
-    if (gemm := grouped_gemm_of(fsdp)) is not None:
+    gemm, cause = grouped_gemm_of(fsdp), ""
+    if gemm is not None:
         bound = bound_of(fsdp)
         rows = bound.factor if bound is not None else None
         exchange: Any = "nccl" if peer_memory_of(fsdp) is None else "peer"
         given = replace(given, cg_grouped_gemm=gemm, cg_moe_rows=rows, cg_moe_exchange=exchange)
-    else:
+    elif given.cg_grouped_gemm != "te":
+        cause = f"; the model was built before {ENABLE}(), or with another dispatcher than alltoall"
         given = replace(given, cg_grouped_gemm="te")
-    broken = violations(run, given, environment)
+    broken = [
+        replace(one, reason=one.reason + cause) if one.rule == WITHOUT_FIXED_SHAPES else one
+        for one in violations(run, given, environment)
+    ]
     if broken:
         named = [(type(config).__name__, config) for config in configs]
         raise ConfigurationError(said(broken, call, named))

@@ -84,7 +84,6 @@ def _check_version(fsdp_version: int) -> None:
 def _on_gpus(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
     """Runs of a Megatron script. Raises LaunchError if they cannot be made here."""
     both, of_graphs = by_run(extra)
-    gemm = () if args.cg_grouped_gemm == "te" else ("--cg-grouped-gemm", args.cg_grouped_gemm)
     backend = ("--cg-backend", NATIVE) if args.backend == NATIVE else ()
     plan = Plan(
         script=(args.script or example_script()).resolve(),
@@ -94,7 +93,7 @@ def _on_gpus(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
         scopes=preset.scopes if args.scopes is None else tuple(args.scopes),
         warmup_steps=args.warmup_steps,
         fsdp_version=args.megatron_fsdp_version,
-        graph_extra=(*gemm, *backend, *of_graphs),
+        graph_extra=(*backend, *of_graphs),
         extra=both,
     )
     check_gpus(plan)
@@ -104,7 +103,6 @@ def _on_gpus(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
 def _on_tape(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
     """Runs on the CPU. Raises LaunchError if it cannot make them."""
     given = ["--script", str(args.script)] if args.script else []
-    given += ["--cg-grouped-gemm", args.cg_grouped_gemm] if args.cg_grouped_gemm != "te" else []
     if given or extra:
         raise LaunchError(
             f"the tape has a training loop of its own and cannot take {' '.join([*given, *extra])}"

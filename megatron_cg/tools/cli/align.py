@@ -33,13 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what to capture, of {', '.join(SCOPES)}; none: whole layers",
     )
     add(
-        "--cg-grouped-gemm",
-        choices=("te", "cublas", "torch"),
-        default="te",
-        help="of experts in the run with graphs; without drop and pad the scope moe needs torch or "
-        "cublas",
-    )
-    add(
         "--megatron-fsdp-version",
         type=int,
         choices=(1, 2),

@@ -35,8 +35,8 @@ from megatron_cg.upstream.patch import set_attribute
 TE_VERSION = "2.20.2"
 """The release whose rules apply where Transformer Engine is not installed."""
 _NEEDS = (
-    "--cg-grouped-gemm cublas needs a Hopper GPU, and cuBLASLt 13.8.1 or newer: pip install "
-    "'nvidia-cublas>=13.8.1'"
+    "--cg-grouped-gemm cublas needs a Hopper GPU, and cuBLASLt 13.8.1 or newer (pip install "
+    "'nvidia-cublas>=13.8.1'); megatron-cg doctor says what a machine has"
 )
 VOCABULARY = 131_072
 """If only the tokenizer knows it."""
@@ -105,7 +105,7 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
     broken = violations(run, graph, where)
     notes = [*notices(run, where), *_limits(args)]
     if graph.cg_grouped_gemm == "cublas" and here.lacks_device_counts:
-        notes.append(f"{_NEEDS}; here {here.lacks_device_counts}")
+        notes.append(_NEEDS)
     if unknown:
         notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
     dropless = Configuration(run, graph, where).counts_on_device

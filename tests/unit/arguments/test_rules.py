@@ -135,7 +135,7 @@ def test_torchs_grouped_gemm_lets_graphs_hold_experts(change: dict[str, Any]) ->
     ],
     ids=str,
 )
-def test_cublasses_does_so_too(
+def test_that_of_cublas_does_so_too(
     change: dict[str, Any],
 ) -> None:
     assert broken_by(case("", CUBLAS, change)) == ()

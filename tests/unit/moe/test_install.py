@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +115,7 @@ def test_without_it_megatron_refuses_them() -> None:
         config()
 
 
-def test_cublases_kernel_computes_every_pass_and_in_captures_rows_are_padded_already(
+def test_one_kernel_computes_every_pass_and_in_captures_rows_are_padded_already(
     model_parallel: None, in_place_of_te: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undo, passed = use_device_counts(RowBound(1.25), gemm="cublas"), list[Any]()
@@ -132,17 +133,14 @@ def test_cublases_kernel_computes_every_pass_and_in_captures_rows_are_padded_alr
     def forward(self: Any, _inp: Any, splits: Any, **_named: Any) -> None:
         passed.append((self.use_grouped_tensor, splits))
 
-    blockwise, of_layer = (
-        SimpleNamespace(fp8="e4m3", fp8_recipe="blockwise"),
-        install._by_one_kernel,
-    )
-    on_gpu = SimpleNamespace(is_cuda=True)
-    for given in ({}, {"config": quantized}, {"config": blockwise}):
-        layer = SimpleNamespace(use_grouped_tensor=False, **given)
+    layer, on_gpu = SimpleNamespace(use_grouped_tensor=False), SimpleNamespace(is_cuda=True)
+    for recipe in (None, *(SimpleNamespace(float8_block_scaling=lambda v=v: v) for v in (0, 1))):
+        monkeypatch.setattr(install, "fp8_recipe", lambda recipe=recipe: recipe)
         for splits in ([1, 2], on_gpu):
-            of_layer(forward)(layer, torch.ones(3, 1), splits, is_first_microbatch=None)
-        assert layer.use_grouped_tensor is False
+            install._by_one_kernel(forward)(layer, torch.ones(3, 1), splits)
+    assert layer.use_grouped_tensor is False
     assert [used for used, _ in passed] == [True, True, True, True, False, True]
+    assert passed[0][1].tolist() == [1, 2] == passed[4][1]
     undo()
     with pytest.raises(AssertionError, match="drop-padding"):
         config()
@@ -230,7 +228,6 @@ def of_two_ranks(self: Any, *args: Any, **named: Any) -> None:
 def test_a_wrong_bound_or_exchange_is_refused_before_anything_changes(
     given: dict[str, Any], remedy: str
 ) -> None:
-
     with pytest.raises(ArgumentError, match=remedy):
         megatron_cg.enable(**given)
     assert patches._active is None
@@ -254,7 +251,7 @@ def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: N
 
 
 def test_a_model_without_the_dispatcher_is_refused_for_what_may_be_the_cause(
-    one_rank: None, in_place_of_te: None, monkeypatch: pytest.MonkeyPatch
+    one_rank: None, in_place_of_te: None
 ) -> None:
     from megatron_cg.integrations.megatron.helper import check_model
     from megatron_cg.tools.cpu.train import Trainer
@@ -265,6 +262,42 @@ def test_a_model_without_the_dispatcher_is_refused_for_what_may_be_the_cause(
     undo = install.allow_dropless_experts()
     trainer = Trainer(TrainingPlan(shape))
     undo()
-    cause = r"call megatron_cg.enable\(grouped_gemm='torch'\).* before the model is built"
-    with pytest.raises(ConfigurationError, match=cause):
+    cause = r"was built before megatron_cg.enable\(\), or with another dispatcher than alltoall"
+    with pytest.raises(ConfigurationError) as default:
         check_model(trainer.model, None, GraphArguments(), "tape", "GraphedLayers")
+    assert re.search(cause, str(default.value)) is None
+    with pytest.raises(ConfigurationError, match=cause):
+        given = GraphArguments(cg_grouped_gemm="torch")
+        check_model(trainer.model, None, given, "tape", "GraphedLayers")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "recipe", "words"),
+    [
+        ("cuBLASLt is 13.1.0", None, "13.1.0"),
+        ("", False, "by --fp8-recipe tensorwise"),
+        ("", True, ""),
+    ],
+)
+def test_a_gpu_or_a_recipe_without_the_kernel_is_refused_in_the_first_pass(
+    lacks: str, recipe: bool | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = SimpleNamespace(
+        float8_block_scaling=lambda: False, float8_current_scaling=lambda: recipe
+    )
+    monkeypatch.setattr(install, "fp8_recipe", lambda: None if recipe is None else quantized)
+    monkeypatch.setattr(install, "_lacking", lambda: lacks)
+    forward = install._by_one_kernel(lambda self, _inp, _splits: self.use_grouped_tensor)
+    layer, on_gpu = SimpleNamespace(use_grouped_tensor=False), SimpleNamespace(is_cuda=True)
+    if words:
+        with pytest.raises(ConfigurationError, match=words):
+            forward(layer, on_gpu, on_gpu)
+    else:
+        assert forward(layer, on_gpu, on_gpu)
+
+
+def test_a_second_kernel_is_refused_and_changes_nothing(used: None) -> None:
+    before = moe_layer.MoEAlltoAllTokenDispatcher, grouped_linear.GroupedLinear.forward
+    with pytest.raises(ConfigurationError, match=r"call megatron_cg.disable\(\) before"):
+        use_device_counts(gemm="cublas")
+    assert before == (moe_layer.MoEAlltoAllTokenDispatcher, grouped_linear.GroupedLinear.forward)

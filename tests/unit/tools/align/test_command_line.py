@@ -87,16 +87,15 @@ def test_a_kept_folder_makes_a_page(
 def test_arguments_reach_the_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "")))
     line = "align --preset mixtral-tiny --backend native --steps 14 --warmup-steps 2 --nproc 4 "
-    line += "--scopes moe_router --cg-grouped-gemm torch "
-    line += "-- --seed 7 --cg-moe-rows 1.5 --preset --"
+    line += "--scopes moe_router -- --cg-grouped-gemm torch --seed 7 --cg-moe-rows 1.5 --preset --"
     assert main(line.split()) == 0
     for words in asked.values():
         assert "--nproc-per-node 4" in words and "--train-iters 14" in words
         assert "pretrain_gpt.py" in words and "--num-experts" in words
-        assert "--seed 7 --preset -- --cg-record" in words
+        assert "--cg-grouped-gemm torch --seed 7 --preset -- --cg-record" in words
     graphs = "--cuda-graph-modules moe_router --cuda-graph-warmup-steps 2"
     assert graphs in asked["graphs"] and "--cuda-graph-impl none" in asked["eager"]
-    flags = "--cg-grouped-gemm torch --cg-backend native --cg-moe-rows 1.5"
+    flags = "--cg-backend native --cg-moe-rows 1.5"
     assert flags in asked["graphs"] and flags not in asked["eager"]
 
 
@@ -152,7 +151,6 @@ def test_scopes_are_the_presets_unless_given(
         ("--backend tape --preset mamba-hybrid-tiny", "cannot be built on a CPU"),
         ("--backend tape --script x.py", "cannot take --script x.py"),
         ("--backend tape -- --seed 1", "cannot take --seed 1"),
-        ("--backend tape --cg-grouped-gemm torch", "cannot take --cg-grouped-gemm torch"),
         ("--backend tape --scopes moe_router", "llama-tiny has no moe_router to capture"),
         ("--backend tape --preset mixtral --scopes mamba moe", "has no mamba and moe to capture"),
     ],

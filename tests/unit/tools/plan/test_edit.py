@@ -97,12 +97,17 @@ def test_quantized_experts_are_in_graphs_by_cublas(
         assert best.graph.cg_grouped_gemm == "cublas"
         assert "needs a Hopper GPU, and cuBLASLt 13.8.1 or newer" in " ".join(best.notes)
     monkeypatch.setattr(schema, "lacks_device_counts", lambda: "")
+    assert "cuBLASLt" not in " ".join(plan(line).best.settings.notes)
 
 
 @pytest.mark.parametrize(
     ("name", "first"),
     [
         ("qwen3-moe", "Qwen3-MoE, 64 experts of 768, EP 2, attn moe, two H100s: 836 -> 195 ms"),
+        (
+            "mixtral",
+            "Mixtral, 8 experts of 14,336, EP 2, attn moe_router moe_preprocess, two H100s",
+        ),
         ("llama", "Llama, 8 layers, hidden 2,048, attn mlp, two H200s: 131 -> 85 ms; GPU busy 83"),
     ],
 )
@@ -112,6 +117,11 @@ def test_the_nearest_measured_runs_are_shown(name: str, first: str, plan: Plan) 
     assert 1 < len(shown) <= 3 and shown[0].startswith(first)
     # A row has the work of its own preset.
     assert "here has 1 times its work" in shown[0] and shown[0] in said(found)
+    # Whole layers do not pay there without fused permutation.
+    assert ("GEMMs are large" in said(found)) is (name == "mixtral")
+    if name == "mixtral":
+        fused = plan(preset(name, "--moe-permute-fusion"))
+        assert fused.best.settings.run.cuda_graph_modules == ("attn", "moe")
 
 
 REFUSED = {
