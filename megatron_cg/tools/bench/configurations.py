@@ -18,7 +18,7 @@ from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.launch_line import LaunchLine, joined, read_flags, read_line
 from megatron_cg.upstream.symbols import installed_version
 
-_MODULES = "--cuda-graph-modules"
+_MODULES, _GEMM = "--cuda-graph-modules", "--cg-grouped-gemm"
 _NO_MASK = "--no-create-attention-mask-in-dataloader"
 _OF_FSDP = (
     *("--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy", "--ckpt-format"),
@@ -53,14 +53,14 @@ class Configuration(NamedTuple):
     """Whether it needs this package's launcher."""
 
 
-GRAPHS, _TORCH = "graphs", "eager-torch"
+GRAPHS, _SAME_GEMM = "graphs", "eager-gemm"
 _DEFAULT = ("eager", "ddp", GRAPHS)
 CONFIGURATIONS = {
     "eager": Configuration("Megatron-FSDP, eager", graphs=False, launched=False),
     "ddp": Configuration("DDP, Megatron's graphs", fsdp=False, launched=False),
     GRAPHS: Configuration("Megatron-FSDP, graphs"),
     # As in graphs of whole MoE layers.
-    _TORCH: Configuration("Megatron-FSDP, eager, torch's GEMM", graphs=False),
+    _SAME_GEMM: Configuration("Megatron-FSDP, eager, the graphs' GEMM", graphs=False),
 }
 """By the names that ``--only`` takes; the last is for models with experts."""
 
@@ -110,7 +110,7 @@ def chosen(only: str | None, line: LaunchLine) -> list[str]:
     for name in names:
         if name not in CONFIGURATIONS:
             raise BenchError(f"--only {name}: there are {', '.join(CONFIGURATIONS)}.")
-        if name == _TORCH and not line.has("--num-experts"):
+        if name == _SAME_GEMM and not line.has("--num-experts"):
             raise BenchError(f"--only {name}: the model has no --num-experts. Leave it out.")
     return list(dict.fromkeys(names))
 
@@ -139,7 +139,7 @@ def _graph_flags(line: LaunchLine, name: str) -> tuple[str, ...]:
     the README's line captures. The other configurations ignore those of the line.
     """
     if not CONFIGURATIONS[name].graphs:
-        return ("--cg-grouped-gemm", "torch") if name == _TORCH else ()
+        return (_GEMM, *(line.values(_GEMM) or ("torch",))) if name == _SAME_GEMM else ()
     flags: tuple[str, ...] = ("--cuda-graph-impl", "transformer_engine", _NO_MASK)
     if name != GRAPHS:
         return (*flags, _MODULES, *_partial_modules(line))
@@ -168,7 +168,7 @@ def _whole_layers(line: LaunchLine) -> tuple[str, ...]:
         return (_MODULES, *_partial_modules(line))
     shared = line.values("--expert-model-parallel-size") not in (None, ("1",))
     exchange = ("--cg-moe-exchange", "peer") if shared else ()
-    return ("--cg-grouped-gemm", "torch", _MODULES, "attn", "moe", *exchange)
+    return (_GEMM, "torch", _MODULES, "attn", "moe", *exchange)
 
 
 def captured(line: LaunchLine) -> str:

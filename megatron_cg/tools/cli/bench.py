@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         metavar="NAMES",
         help="runs, separated by commas (default: eager,ddp,graphs). For a model with experts also "
-        "eager-torch: with torch's grouped GEMM, as graphs of whole MoE layers have it",
+        "eager-gemm: with the --cg-grouped-gemm of the line, or torch's",
     )
     add("--steps", type=positive, default=20, help="steps that are measured (default 20)")
     add(

@@ -117,7 +117,7 @@ def test_the_profiler_tells_busy_time_exposed_nccl_and_kernels(
         (["--", "bash", "train.sh"], "ends with .py"),
         (["--", "torchrun", "pretrain_gpt.py"], "no --use-megatron-fsdp"),
         (["--only", "graps", *LINE], "--only graps: there are"),
-        (["--only", "eager-torch", *LINE], "no --num-experts"),
+        (["--only", "eager-gemm", *LINE], "no --num-experts"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(

@@ -77,8 +77,13 @@ OURS = (
         ),
         (
             f"{FSDP} --num-experts 8",
-            "eager-torch",
+            "eager-gemm",
             f"{FSDP} --num-experts 8 --cg-grouped-gemm torch",
+        ),
+        (
+            f"{FSDP} --num-experts 8 --cg-grouped-gemm cublas --cg-moe-exchange peer",
+            "eager-gemm",
+            f"{FSDP} --num-experts 8 --cg-grouped-gemm cublas",
         ),
     ],
 )
@@ -114,7 +119,7 @@ def test_megatron_and_our_rules_accept_every_line_of_a_preset(
     from megatron.training.argument_utils import core_transformer_config_from_args
 
     line = preset_line(load_preset(preset), Path("data/text"), nproc=2, microbatches=2, steps=50)
-    if preset == "llama" and name == "eager-torch":
+    if preset == "llama" and name == "eager-gemm":
         with pytest.raises(BenchError, match="no --num-experts"):
             chosen(name, line)
         return
