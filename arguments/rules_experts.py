@@ -29,14 +29,19 @@ def _against_one_kernel(given: Configuration) -> list[Facts]:
         (
             not (run.is_moe and run.moe_grouped_gemm),
             "in a model without grouped experts",
-            "it computes those alone",
+            "one kernel for all experts computes those alone",
             "add --moe-grouped-gemm in a MoE model",
         ),
-        (not run.bf16, "without --bf16", "it computes no other weights", "add --bf16"),
+        (
+            not run.bf16,
+            "without --bf16",
+            "one kernel for all experts has weights in BF16",
+            "add --bf16",
+        ),
         (
             run.add_bias_linear,
             "with biases of linear layers",
-            "it adds none",
+            "one kernel for all experts adds none",
             "add --disable-bias-linear",
         ),
         (
@@ -47,9 +52,11 @@ def _against_one_kernel(given: Configuration) -> list[Facts]:
         ),
         *(_against_torchs(run) if gemm == "torch" else _against_cublass(given)),
     ]
-    eager = f" and {_ROUTER}" if given.captures_dropless_experts else ""
+    instead_of_all = f"drop {' '.join([_GEMM, *_of_exchange(given)])}"
+    if given.captures_dropless_experts:
+        instead_of_all += f" and {_ROUTER}"
     return [
-        {"what": what, "why": why, "instead": instead, "eager": eager}
+        {"what": what, "why": why, "instead": f"{instead}, or {instead_of_all}"}
         for broken, what, why, instead in found
         if broken
     ]
@@ -59,17 +66,20 @@ _Found = Iterator[tuple[bool, str, str, str]]
 
 
 def _against_torchs(run: RunArguments) -> _Found:
-    remedy = f"type {_GEMM} cublas (FP8), or drop --fp8-format and --fp4-format"
-    yield run.has_low_precision, "with FP8 or FP4", "torch's kernel computes in BF16 alone", remedy
+    why, remedy = "torch's kernel computes in BF16", f"type {_kernel_for(run)}"
+    yield run.fp8 is not None, "with FP8", why, f"{remedy}, or drop --fp8-format"
+    yield run.fp4 is not None, "with FP4", why, "drop --fp4-format"
 
 
 def _against_cublass(given: Configuration) -> _Found:
-    run, torch = given.run, f"type {_GEMM} torch (BF16)"
-    yield run.fp4 is not None, "with FP4", "cuBLASLt's has BF16 and FP8", "drop --fp4-format"
+    run = given.run
+    torch = f", or type {_GEMM} torch" if not run.has_low_precision else ""
+    why = "cuBLASLt's kernel computes in BF16 and FP8"
+    yield run.fp4 is not None, "with FP4", why, "drop --fp4-format"
     yield (
         run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES,
         f"with --fp8-recipe {run.fp8_recipe}",
-        f"Transformer Engine has it for {' and '.join(ROW_MULTIPLES)} on Hopper GPUs",
+        f"Transformer Engine has this kernel for {' and '.join(ROW_MULTIPLES)} on Hopper GPUs",
         "type --fp8-recipe tensorwise",
     )
     cutlass = given.environment.variables.get(_CUTLASS) == "1"
@@ -79,17 +89,34 @@ def _against_cublass(given: Configuration) -> _Found:
     yield (
         experts > _MOST_EXPERTS,
         f"with {experts} experts of a rank",
-        f"Transformer Engine's takes {_MOST_EXPERTS} at most",
-        f"raise --expert-model-parallel-size, or {torch}",
+        f"Transformer Engine's kernel takes {_MOST_EXPERTS} at most",
+        f"raise --expert-model-parallel-size{torch}",
     )
     lacks = given.environment.lacks_device_counts
     # nvidia-cublas is CUDA 13's.
-    upgrade = f"{_CUBLAS}, or " if lacks.startswith("cuBLASLt is 13.") else ""
+    upgrade = _CUBLAS if lacks.startswith("cuBLASLt is 13.") else "type megatron-cg doctor"
     yield bool(lacks), "on this machine", lacks, upgrade + torch
 
 
-def _without_fixed_shapes(given: Configuration) -> bool:
-    return given.captures_experts and not (given.run.drops_and_pads or given.counts_on_device)
+def _kernel_for(run: RunArguments) -> str:
+    """The flags by which one kernel computes the experts of a run in BF16 or FP8."""
+    if run.fp8 is None:
+        return f"{_GEMM} torch"
+    recipe = "" if run.fp8_recipe in ROW_MULTIPLES else " --fp8-recipe tensorwise"
+    return f"{_GEMM} cublas{recipe}"
+
+
+def _without_fixed_shapes(given: Configuration) -> list[Facts]:
+    run = given.run
+    if not given.captures_experts or run.drops_and_pads or given.counts_on_device:
+        return []
+    return [{"kernel": f"add {_kernel_for(run)}, or " if run.fp4 is None else ""}]
+
+
+def _drops_unpadded(given: Configuration) -> bool:
+    run, factor = given.run, given.run.moe_expert_capacity_factor
+    drops = factor is not None and factor >= 0
+    return given.captures_dropless_experts and drops and not run.moe_pad_expert_input_to_capacity
 
 
 def _unknown_balancing(given: Configuration) -> list[Facts]:
@@ -119,15 +146,21 @@ def _pads_rows(given: Configuration) -> list[Facts]:
 
 def _exchanges_nothing(given: Configuration) -> list[Facts]:
     """Flags about the exchange of rows in a run whose graphs hold none."""
-    graph, run = given.graph, given.run
+    run = given.run
     if given.captures_dropless_experts and run.expert_model_parallel_size > 1:
         return []
-    flags: list[Facts] = []
-    if graph.cg_moe_rows is not None:
-        flags.append({"name": "--cg-moe-rows", "value": f"{graph.cg_moe_rows:g}"})
-    if graph.cg_moe_exchange == "peer":
-        flags.append({"name": "--cg-moe-exchange", "value": "peer"})
-    return flags if run.wants_graphs else []
+    ranks = " --expert-model-parallel-size 2" * (run.expert_model_parallel_size == 1)
+    by = f"add {_kernel_for(run)} --cuda-graph-modules attn moe{ranks}, without drop and pad; or "
+    how = by if run.fp4 is None else ""
+    flags = _of_exchange(given) if run.wants_graphs else {}
+    return [{"name": name, "value": value, "how": how} for name, value in flags.items()]
+
+
+def _of_exchange(given: Configuration) -> dict[str, str]:
+    """The flags about the exchange of rows that are set."""
+    rows = given.graph.cg_moe_rows
+    found = {} if rows is None else {"--cg-moe-rows": f"{rows:g}"}
+    return found | ({"--cg-moe-exchange": "peer"} if given.graph.cg_moe_exchange == "peer" else {})
 
 
 _rule = partial(Rule, without_graphs=True)
@@ -147,7 +180,7 @@ RULES = (
         _against_one_kernel,
         "--cg-grouped-gemm {graph.cg_grouped_gemm} {what}",
         "{why}",
-        "{instead}, or drop --cg-grouped-gemm{eager}",
+        "{instead}",
     ),
     _rule(
         "experts-delayed-gradients",
@@ -157,8 +190,8 @@ RULES = (
         ),
         "--overlap-dispatch-backward-with-experts-wgrad with experts in a graph, or with "
         "--cg-grouped-gemm torch",
-        "torch's grouped GEMM computes weight gradients at once, and Python code that reduces "
-        "delayed ones does not run in a replay",
+        "Python code that reduces delayed weight gradients does not run in a replay, and torch's "
+        "grouped GEMM computes them at once",
         "drop --overlap-dispatch-backward-with-experts-wgrad",
     ),
     # A graph can hold experts if it has fixed shapes: by drop and pad, or by counts on the GPU.
@@ -169,9 +202,16 @@ RULES = (
         "and pad",
         "how many tokens each expert gets then differs from step to step, and Transformer "
         "Engine's grouped GEMM reads it on the CPU, which a capture does not allow",
-        f"add {_GEMM} torch (BF16) or {_GEMM} cublas (also FP8), or add {DROP_AND_PAD}, or "
-        f"{_ROUTER}; or, without --cuda-graph-modules, name the dense layers, as with "
-        "--cg-layers layer:0",
+        f"{{kernel}}add {DROP_AND_PAD}, or {_ROUTER}; or, without --cuda-graph-modules, name the "
+        "dense layers, as with --cg-layers layer:0",
+    ),
+    Rule(
+        "experts-capacity",
+        _drops_unpadded,
+        "--moe-expert-capacity-factor {run.moe_expert_capacity_factor:g} without padding, and "
+        "experts in a graph",
+        "Megatron captures experts that drop tokens only if each of them gets the same number",
+        "drop --moe-expert-capacity-factor, or add --moe-pad-expert-input-to-capacity",
     ),
     Rule(
         "experts-grouped-tensor",
@@ -211,7 +251,6 @@ RULES = (
         _exchanges_nothing,
         "{name} {value} in a run whose graphs hold no dropless experts of several ranks",
         "it is about the rows that such graphs exchange between expert-parallel ranks",
-        "add --cg-grouped-gemm torch --cuda-graph-modules attn moe and "
-        "--expert-model-parallel-size 2, without drop and pad; or drop {name}",
+        "{how}drop {name}",
     ),
 )

@@ -129,8 +129,8 @@ RULES = (
         "the recompute of the whole layer would be around this graph, and recompute around a graph "
         "saves no memory",
         "capture whole layers: drop --cuda-graph-modules, or type --cuda-graph-modules attn mlp "
-        "(dense) or --cuda-graph-modules attn moe (experts, with --cg-grouped-gemm torch or drop "
-        "and pad); or "
+        "(dense) or --cuda-graph-modules attn moe (experts, with --cg-grouped-gemm or drop and "
+        "pad); or "
         f"{_SELECTIVE}",
     ),
     Rule(

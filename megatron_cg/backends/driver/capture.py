@@ -81,8 +81,6 @@ def capture_modules(
     sample_kwargs: Sequence[Mapping[str, Any]] | None = None,
     num_warmup_iters: int = 3,
     retain_graph_in_backward: bool = False,
-    pre_warmup_hook: Callable[[], None] | None = None,
-    post_warmup_hook: Callable[[], None] | None = None,
     _order: Sequence[int] | None = None,
     _num_layers_per_chunk: Sequence[int] | None = None,
     _reuse_graph_input_output_buffers: bool = False,
@@ -115,12 +113,8 @@ def capture_modules(
     recorder = make_recorder()
     try:
         with recorder.warming_up():
-            if pre_warmup_hook is not None:
-                pre_warmup_hook()
             for iteration in range(num_warmup_iters):
                 run.warm_up(iteration)
-            if post_warmup_hook is not None:
-                post_warmup_hook()
         run.record(recorder)
     except BaseException:
         recorder.abandon()
