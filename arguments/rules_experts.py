@@ -7,10 +7,10 @@ from functools import partial
 
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
 from megatron_cg.arguments.schema import RunArguments
+from megatron_cg.upstream.device_counts import UPGRADE
 
 DROP_AND_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _GEMM = "--cg-grouped-gemm"
-_CUBLAS = "type pip install 'nvidia-cublas>=13.8.1' (torch pins an older one, and pip warns)"
 _ROUTER = "type --cuda-graph-modules attn moe_router"
 ROW_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
 """By ``--fp8-recipe``: each expert's rows are a multiple of it in a graph. Others are refused."""
@@ -93,9 +93,9 @@ def _against_cublass(given: Configuration) -> _Found:
         f"raise --expert-model-parallel-size{torch}",
     )
     lacks = given.environment.lacks_device_counts
-    # nvidia-cublas is CUDA 13's.
-    upgrade = _CUBLAS if lacks.startswith("cuBLASLt is 13.") else "type megatron-cg doctor"
-    yield bool(lacks), "on this machine", lacks, upgrade + torch
+    upgrade = f"{UPGRADE} (torch pins an older one, and pip warns)"
+    remedy = upgrade if lacks.startswith("cuBLASLt is 13.") else "megatron-cg doctor"
+    yield bool(lacks), "on this machine", lacks, f"type {remedy}{torch}"
 
 
 def _kernel_for(run: RunArguments) -> str:

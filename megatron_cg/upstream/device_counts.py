@@ -16,6 +16,8 @@ _VERSION = Symbol(f"{_MODULE}:tex.get_cublasLt_version", "the version of cuBLASL
 RELIES_ON = (_LAYER, _VERSION)
 _LEAST = 130801
 """13.8.1: what cuBLASLt itself asks for. Up to 13.7 a graph's second replay is wrong."""
+UPGRADE = "pip install 'nvidia-cublas>=13.8.1'"
+"""Of CUDA 13. Torch 2.11 pins an older one, and pip warns."""
 _HOPPER = 9
 """Major compute capability, of the GPUs on which it was tried."""
 NOT_LOADED = "Transformer Engine is not loaded"

@@ -112,6 +112,8 @@ def chosen(only: str | None, line: LaunchLine) -> list[str]:
             raise BenchError(f"--only {name}: there are {', '.join(CONFIGURATIONS)}.")
         if name == _SAME_GEMM and not line.has("--num-experts"):
             raise BenchError(f"--only {name}: the model has no --num-experts. Leave it out.")
+        if name == _SAME_GEMM and line.has("--fp8-format") and not line.has(_GEMM):
+            raise BenchError(f"--only {name}: in FP8 say {_GEMM} cublas, or leave it out.")
     return list(dict.fromkeys(names))
 
 
@@ -162,13 +164,15 @@ def _partial_modules(line: LaunchLine) -> tuple[str, ...]:
 
 
 def _whole_layers(line: LaunchLine) -> tuple[str, ...]:
-    """The README's flags for whole layers; experts in FP8 or FP4 stay outside of graphs."""
-    outside = any(map(line.has, ("--fp8-format", "--fp4-format", "--hybrid-layer-pattern")))
+    """The README's flags for whole layers; without a kernel for all experts these stay outside."""
+    quantized = line.has("--fp8-format") or line.has("--fp4-format")
+    outside = line.has("--hybrid-layer-pattern") or (quantized and not line.has(_GEMM))
     if outside or not line.has("--num-experts"):
         return (_MODULES, *_partial_modules(line))
     shared = line.values("--expert-model-parallel-size") not in (None, ("1",))
     exchange = ("--cg-moe-exchange", "peer") if shared else ()
-    return (_GEMM, "torch", _MODULES, "attn", "moe", *exchange)
+    gemm = () if line.has(_GEMM) else (_GEMM, "torch")
+    return (*gemm, _MODULES, "attn", "moe", *exchange)
 
 
 def captured(line: LaunchLine) -> str:

@@ -34,6 +34,7 @@ from megatron_cg.arguments.schema import (
 )
 from megatron_cg.errors import Violation
 from megatron_cg.tools.doctor.system import Finding, Level, System, error, ok, warning
+from megatron_cg.upstream.device_counts import UPGRADE
 
 _TE = "transformer-engine"
 INSTALL = {
@@ -115,8 +116,11 @@ def libraries(system: System) -> Iterator[Finding]:
             INSTALL[_TE] + " --force-reinstall --no-deps",
         )
     elif (lacks := with_te.get("experts_lack")) is not None:
-        gemm = f"torch alone ({lacks})" if lacks else "cublas (BF16, FP8) or torch (BF16)"
-        yield ok(f"dropless experts in graphs by --cg-grouped-gemm {gemm}")
+        able = f"--cg-grouped-gemm torch (BF16); for cublas (BF16, FP8) {UPGRADE}: {lacks}"
+        if not lacks.startswith("cuBLASLt"):
+            able = lacks and f"none: {lacks}"
+        able = able or "--cg-grouped-gemm cublas (BF16, FP8) or torch (BF16)"
+        yield ok(f"dropless experts in graphs: {able}")
     for name, files in torch["loaded"].items():
         own = {Path(file).parent: file for file in files}
         for folder, mine in list(own.items())[:1]:

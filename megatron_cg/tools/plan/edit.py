@@ -35,9 +35,9 @@ _CHOSEN = {
 _ORDER = ("mamba", "attn", "mlp")
 _ROUNDS = 30
 """Each mends at least one error, or is the last."""
-_LARGE_GEMM = 2e11
-"""Operations of an expert's first GEMM beyond which whole layers pay only with fused permutation.
-Mixtral's widths have 4.8e11: 329 ms beside 288 with partial graphs, and with it 265 beside 299."""
+_LARGE = 4_096
+"""Width of an expert beyond which whole layers pay only with fused permutation. Mixtral's 14,336:
+329 ms beside 288 with partial graphs, and with it 265 beside 299, in BF16."""
 _PIPELINE = "drop --*pipeline* --overlap-param-gather-with-optimizer-step"
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 _BY_TORCH, _BY_CUBLAS = f"add {_GEMM} torch", f"add {_GEMM} cublas"
@@ -105,7 +105,7 @@ class Tried:
         if self.memory is not None:
             return f"{choice} would need {gib(self.memory.total)} of {gib(room)}"
         first = self.settings.broken[0]
-        return f"{choice} is refused. {first.found}: {first.reason}"
+        return f"{choice} is refused. {first.found}: {first.reason}. Instead: {first.remedy}"
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     """
     settings, known = settings_of(given, megatron=False), gpus_of(given, gpus)
     editor = _Editor(known.count, given)
-    for fix, why in _needs(settings, given):
+    for fix, why in _needs(settings, given, known):
         editor.change(fix, why)
     tried: list[Tried] = []
-    for choice, why in _choices(settings, known, given):
+    for choice, why in _choices(settings, known, editor.line):
         tried.append(editor.attempt(choice, why))
         starts = [trial for trial in tried if trial.memory is not None]
         if starts and starts[0].fits(room):
@@ -148,7 +148,7 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
         default=(starts or tried)[0],
     )
     eager, reasons = None, dict(best.reasons)
-    for name in (_MODULES, _LAYERS):
+    for name in _CHOSEN:
         if best.line.values(name) != tried[0].line.values(name):
             reasons[name] = tried[0].against(room)
     if best.memory is not None:
@@ -179,8 +179,10 @@ def gib(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB"
 
 
-def _needs(settings: Settings, given: LaunchLine) -> Iterator[tuple[str, str]]:
+def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[str, str]]:
     run, args = settings.run, settings.args
+    if apart := _on_several_hosts(args, gpus):
+        yield f"drop {_EXCHANGE}", f"{apart}, and peer memory is of one"
     if not given.starts_graphs:
         yield "launch", "Megatron alone captures no layers under Megatron-FSDP"
     if not run.use_megatron_fsdp:
@@ -287,13 +289,14 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
         yield {_MODULES: (*base, "moe")}, _WHY
     elif "moe" in here and not (against := _against_whole(args, gpus)):
         why = "whole MoE layers in graphs save most launches"
-        gemm = "cublas" if run.has_low_precision else "torch"
-        flags = {_MODULES: (*base, "moe"), _GEMM: (gemm,)}
-        if args.expert_model_parallel_size > 1:
-            flags[_EXCHANGE] = ("peer",)
-        yield flags, why
-        for rows in ("2", "1.5", "1.25") if args.expert_model_parallel_size > 1 else ():
-            yield {**flags, _ROWS: (rows,)}, why
+        shared = args.expert_model_parallel_size > 1
+        of_run = "cublas" if run.has_low_precision else "torch"
+        for gemm in dict.fromkeys((*stated.get(_GEMM, ()), of_run)):
+            flags = {_MODULES: (*base, "moe"), _GEMM: (gemm,)}
+            flags |= {_EXCHANGE: ("peer",)} if shared else {}
+            yield flags, why
+            for rows in ("2", "1.5", "1.25") if shared else ():
+                yield {**flags, _ROWS: (rows,)}, why
     if "moe" in here:
         yield (
             {_MODULES: (*base, "moe_router")},
@@ -307,12 +310,13 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
 
 def _against_whole(args: Any, gpus: Gpus) -> str:
     """Why whole MoE layers are not tried, beside rules that refuse them; empty if they are."""
+    wide = args.moe_ffn_hidden_size or args.ffn_hidden_size or 0
+    if wide > _LARGE and not args.moe_permute_fusion:
+        return "their GEMMs are large, and whole MoE layers pay only with --moe-permute-fusion"
+    return _on_several_hosts(args, gpus)
+
+
+def _on_several_hosts(args: Any, gpus: Gpus) -> str:
     ranks = args.expert_model_parallel_size
-    if ranks > 1 and gpus.per_node % ranks:
-        return f"{ranks} expert-parallel ranks are on several hosts"
-    tokens = (args.micro_batch_size or 1) * (args.seq_length or 0) * ranks * args.moe_router_topk
-    wide = 2 * (args.moe_ffn_hidden_size or args.ffn_hidden_size or 0)
-    large = 2.0 * tokens / args.num_experts * args.hidden_size * wide > _LARGE_GEMM
-    if large and not args.moe_permute_fusion:
-        return "their GEMMs are large, and without --moe-permute-fusion whole MoE layers do not pay"
-    return ""
+    apart = ranks > 1 and gpus.per_node % ranks
+    return f"{ranks} expert-parallel ranks are on several hosts" if apart else ""

@@ -30,14 +30,12 @@ from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.schema import BACKENDS
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import LaunchLine, LaunchLineError
+from megatron_cg.upstream.device_counts import UPGRADE
 from megatron_cg.upstream.patch import set_attribute
 
 TE_VERSION = "2.20.2"
 """The release whose rules apply where Transformer Engine is not installed."""
-_NEEDS = (
-    "--cg-grouped-gemm cublas needs a Hopper GPU, and cuBLASLt 13.8.1 or newer (pip install "
-    "'nvidia-cublas>=13.8.1'); megatron-cg doctor says what a machine has"
-)
+_NEEDS = f"--cg-grouped-gemm cublas needs a Hopper GPU and a newer cuBLASLt on each host: {UPGRADE}"
 VOCABULARY = 131_072
 """If only the tokenizer knows it."""
 _HOPPER = (9, 0)

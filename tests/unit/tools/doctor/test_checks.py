@@ -88,7 +88,14 @@ def test_what_is_wrong_is_found_once(found: dict[str, Any], level: Level, said: 
     assert examine(here)[0].level is level  # The worst is first.
 
 
-@pytest.mark.parametrize(("lacks", "said"), [("", "cublas (BF16"), ("cuBLASLt is 13.1", "13.1)")])
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ("", "cublas (BF16, FP8) or torch"),
+        ("cuBLASLt is 13.1", "torch (BF16); for cublas (BF16, FP8) pip install"),
+        ("no GPU is visible", "none: no GPU is visible"),
+    ],
+)
 def test_what_can_compute_experts_in_graphs_is_said(lacks: str, said: str) -> None:
     found = examine(system(with_te(experts_lack=lacks)))
     (one,) = (finding for finding in found if "experts" in finding.found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_quantized_experts_are_in_graphs_by_cublas(
         best = plan(line + stated).best.settings
         assert best.run.cuda_graph_modules == ("attn", "moe")
         assert best.graph.cg_grouped_gemm == "cublas"
-        assert "needs a Hopper GPU, and cuBLASLt 13.8.1 or newer" in " ".join(best.notes)
+        assert "needs a Hopper GPU and a newer cuBLASLt" in " ".join(best.notes)
     monkeypatch.setattr(schema, "lacks_device_counts", lambda: "")
     assert "cuBLASLt" not in " ".join(plan(line).best.settings.notes)
 
@@ -197,3 +198,21 @@ def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None
     for words, why in ((["torchrun"], "whole command"), (line, "give --gpus N")):
         assert main(["plan", "--", *words]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_stated_kernel_and_its_exchange_are_kept_where_they_can_be(plan: Plan) -> None:
+    graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe"
+    stated = (
+        f"--cg-moe-exchange peer --cg-grouped-gemm cublas --expert-model-parallel-size 2 {graphs}"
+    )
+    kept = plan(preset("qwen3-moe", stated)).best
+    assert not {"--cg-grouped-gemm", "--cg-moe-exchange"}.intersection(kept.reasons)
+    assert plan(preset("qwen3-moe", "--cg-grouped-gemm cublas")).best.settings.graph == replace(
+        plan(preset("qwen3-moe")).best.settings.graph, cg_grouped_gemm="cublas"
+    )
+    many = plan(preset("qwen3-moe", f"{stated} --num-experts 256"))
+    assert "takes 64 at most" in said(many)
+    assert many.best.settings.graph.cg_grouped_gemm == "torch"
+    apart = plan(preset("qwen3-moe", stated, "torchrun --nnodes 2 --nproc-per-node 1"))
+    assert "peer memory is of one" in said(apart)
+    assert apart.best.settings.graph.cg_moe_exchange == "nccl"
