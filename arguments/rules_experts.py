@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
 from megatron_cg.arguments.schema import RunArguments
@@ -21,48 +22,34 @@ _MOST_EXPERTS = 64
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
+_Found = Iterator[tuple[bool, str, str, str]]
+"""Whether something is wrong, what, why, and what to type instead."""
+
+
 def _against_one_kernel(given: Configuration) -> list[Facts]:
-    run, gemm = given.run, given.graph.cg_grouped_gemm
+    gemm, instead_of_all = given.graph.cg_grouped_gemm, [_GEMM, *_of_exchange(given)]
     if gemm == "te":
         return []
-    found = [
-        (
-            not (run.is_moe and run.moe_grouped_gemm),
-            "in a model without grouped experts",
-            "one kernel for all experts computes those alone",
-            "add --moe-grouped-gemm in a MoE model",
-        ),
-        (
-            not run.bf16,
-            "without --bf16",
-            "one kernel for all experts has weights in BF16",
-            "add --bf16",
-        ),
-        (
-            run.add_bias_linear,
-            "with biases of linear layers",
-            "one kernel for all experts adds none",
-            "add --disable-bias-linear",
-        ),
-        (
-            run.use_transformer_engine_op_fuser,
-            "with --use-transformer-engine-op-fuser",
-            "the fuser computes experts itself",
-            "drop --use-transformer-engine-op-fuser",
-        ),
-        *(_against_torchs(run) if gemm == "torch" else _against_cublass(given)),
-    ]
-    instead_of_all = f"drop {' '.join([_GEMM, *_of_exchange(given)])}"
+    by_kernel = _against_torchs(given.run) if gemm == "torch" else _against_cublass(given)
+    last = f", or drop {' '.join(instead_of_all)}"
     if given.captures_dropless_experts:
-        instead_of_all += f" and {_ROUTER}"
+        last += f" and {_ROUTER}"
     return [
-        {"what": what, "why": why, "instead": f"{instead}, or {instead_of_all}"}
-        for broken, what, why, instead in found
+        {"what": what, "why": why, "instead": instead + last}
+        for broken, what, why, instead in chain(_against_any(given.run), by_kernel)
         if broken
     ]
 
 
-_Found = Iterator[tuple[bool, str, str, str]]
+def _against_any(run: RunArguments) -> _Found:
+    kernel, fuser = "one kernel for all experts", "--use-transformer-engine-op-fuser"
+    grouped = run.is_moe and run.moe_grouped_gemm
+    why, remedy = f"{kernel} computes those alone", "add --moe-grouped-gemm in a MoE model"
+    yield not grouped, "in a model without grouped experts", why, remedy
+    yield not run.bf16, "without --bf16", f"{kernel} has weights in BF16", "add --bf16"
+    yield run.add_bias_linear, "with biases", f"{kernel} adds none", "add --disable-bias-linear"
+    why = "the fuser computes experts itself"
+    yield run.use_transformer_engine_op_fuser, f"with {fuser}", why, f"drop {fuser}"
 
 
 def _against_torchs(run: RunArguments) -> _Found:

@@ -34,8 +34,9 @@ nodes=${NODES:-1}
 gpus=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l || true)}
 ((gpus > 0)) || fail "nvidia-smi finds no GPU: set GPUS_PER_NODE to how many this node has"
 iterations=${TRAIN_ITERS:-1000}
-# Whole MoE layers in graphs pay if a model has many small experts. They need Hopper GPUs and BF16,
-# and memory for any routing: with two expert-parallel ranks twice the average, with more ranks more.
+# Whole MoE layers in graphs pay if a model has many small experts. They need Hopper GPUs, in FP8 a
+# newer cuBLASLt (docs/experts.md), and memory for any routing: with two expert-parallel ranks twice
+# the average, with more ranks more.
 whole=${EXPERTS_IN_GRAPHS:-0}
 if [[ -z ${EXPERTS_IN_GRAPHS:-} && $preset =~ ^(qwen3-moe|deepseek-v3)(-tiny)?$ &&
     ${EXPERT_PARALLEL:-1} -le 2 && " $*" != *" --fp"[48]-* ]]; then
@@ -100,7 +101,9 @@ if [[ " ${model[*]} " == *" --num-experts "* ]]; then
     if [[ $whole == 1 ]]; then
         mapfile -t scopes < <(printf '%s\n' "${scopes[@]}" moe | grep -v '^moe_')
         # One grouped GEMM for all experts, in a run with GRAPHS=0 too, so that its bits are equal.
-        experts=(--cg-grouped-gemm torch --expert-tensor-parallel-size 1)
+        kernel=torch
+        if [[ " $*" == *" --fp8-"* ]]; then kernel=cublas; fi
+        experts=(--cg-grouped-gemm "$kernel" --expert-tensor-parallel-size 1)
         # Ranks of a group are consecutive.
         peer=$((${EXPERT_PARALLEL:-1} > 1 && gpus % ${EXPERT_PARALLEL:-1} == 0))
     fi

@@ -2,9 +2,9 @@
 
 The same model, data and seed; loss and gradient norm of every step and, at the end, every
 parameter shard. Exit code 0: identical; 1: different; 3: a run failed; 2: cannot be run or compared
-as asked. Arguments after a bare -- are for the script: Megatron's flags for both runs, and flags of
-this package about graphs, such as --cg-layers, for the run with graphs. Without --data-path there,
-the data are Python's own sources, as bytes.
+as asked. Arguments after a bare -- are for the script: Megatron's flags and --cg-grouped-gemm for
+both runs, and flags of this package about graphs, such as --cg-layers, for the run with graphs.
+Without --data-path there, the data are Python's own sources, as bytes.
 """
 
 from __future__ import annotations
