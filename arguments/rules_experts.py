@@ -60,7 +60,9 @@ def _against_torchs(run: RunArguments) -> _Found:
 
 def _against_cublass(given: Configuration) -> _Found:
     run = given.run
-    torch = f", or type {_GEMM} torch" if not run.has_low_precision else ""
+    lacks = given.environment.lacks_device_counts
+    upgradable = not lacks or lacks.startswith("cuBLASLt")  # The GPU is one that torch's takes too.
+    torch = f", or type {_GEMM} torch" if upgradable and not run.has_low_precision else ""
     why = "cuBLASLt's kernel computes in BF16 and FP8"
     yield run.fp4 is not None, "with FP4", why, "drop --fp4-format"
     yield (
@@ -79,7 +81,6 @@ def _against_cublass(given: Configuration) -> _Found:
         f"Transformer Engine's kernel takes {_MOST_EXPERTS} at most",
         f"raise --expert-model-parallel-size{torch}",
     )
-    lacks = given.environment.lacks_device_counts
     upgrade = f"{UPGRADE} (torch pins an older one, and pip warns)"
     remedy = upgrade if lacks.startswith("cuBLASLt is 13.") else "megatron-cg doctor"
     yield bool(lacks), "on this machine", lacks, f"type {remedy}{torch}"
@@ -134,13 +135,9 @@ def _pads_rows(given: Configuration) -> list[Facts]:
 def _exchanges_nothing(given: Configuration) -> list[Facts]:
     """Flags about the exchange of rows in a run whose graphs hold none."""
     run = given.run
-    if given.captures_dropless_experts and run.expert_model_parallel_size > 1:
-        return []
-    ranks = " --expert-model-parallel-size 2" * (run.expert_model_parallel_size == 1)
-    by = f"add {_kernel_for(run)} --cuda-graph-modules attn moe{ranks}, without drop and pad; or "
-    how = by if run.fp4 is None else ""
-    flags = _of_exchange(given) if run.wants_graphs else {}
-    return [{"name": name, "value": value, "how": how} for name, value in flags.items()]
+    exchanges = given.captures_dropless_experts and run.expert_model_parallel_size > 1
+    flags = {} if exchanges or not run.wants_graphs else _of_exchange(given)
+    return [{"name": name, "value": value} for name, value in flags.items()]
 
 
 def _of_exchange(given: Configuration) -> dict[str, str]:
@@ -238,6 +235,6 @@ RULES = (
         _exchanges_nothing,
         "{name} {value} in a run whose graphs hold no dropless experts of several ranks",
         "it is about the rows that such graphs exchange between expert-parallel ranks",
-        "{how}drop {name}",
+        "drop {name}, or let graphs hold such experts: docs/experts.md",
     ),
 )

@@ -113,8 +113,8 @@ class GraphArguments:
         "te",
         "What computes the experts in all passes: te, Transformer Engine's GEMM for each expert "
         "(default), or one kernel for all: torch's (BF16) or cuBLASLt's (cublas; BF16 and FP8, "
-        "cuBLASLt 13.8.1 or newer). With one kernel, --cuda-graph-modules moe captures whole MoE "
-        "layers without drop and pad.",
+        "cuBLASLt 13.8.1 or newer; in eager passes of blockwise FP8 te). With one kernel, "
+        "--cuda-graph-modules moe captures whole MoE layers without drop and pad.",
         choices=("te", "cublas", "torch"),
     )
     cg_moe_rows: float | None = _flag(

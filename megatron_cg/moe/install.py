@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -49,6 +49,11 @@ _LAYER_OF_TE = Symbol(
     "what passes settings to the grouped GEMM",
     fingerprints=("2fdb193f2bdd91b2",),
 )
+_SUPPORTED = Symbol(
+    f"{_TE}:is_module_grouped_tensor_path_supported",
+    "whether one kernel computes all experts",
+    parameters=("recipe", "dtype"),
+)
 _DISPATCHER = Symbol(
     "megatron.core.transformer.moe.moe_layer:MoEAlltoAllTokenDispatcher",
     "the dispatcher that a layer makes",
@@ -58,16 +63,12 @@ _PADS = Symbol(
     "whether experts leave the padding of their rows to others",
     parameters=("config",),
 )
-_TORCHS_FIRST = Violation(
-    "grouped-gemm",
-    "--cg-grouped-gemm cublas",
-    "torch's kernel is in place in this process, by an earlier --cg-grouped-gemm torch or "
-    'enable(grouped_gemm="torch")',
-    "call megatron_cg.disable() before",
-)
+_FLAG = "--cg-grouped-gemm"
 KernelName = Literal["cublas", "torch"]
 """The values of ``--cg-grouped-gemm`` that are one kernel for all experts."""
-RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER, _PADS)
+RELIES_ON = (_GEMM, _LAYER_OF_TE, _SUPPORTED, _DISPATCHER, _PADS)
+_in_place: list[KernelName] = []
+_lacking = cache(lacks_device_counts)
 
 
 def use_device_counts(
@@ -91,15 +92,17 @@ def use_device_counts(
         The undo.
 
     Raises:
-        ConfigurationError: torch's kernel is in place already, and the other is asked for.
+        ConfigurationError: another kernel is in place already.
         UpstreamChangedError: Megatron or Transformer Engine lacks what this replaces, or a function
             that this replaces has another body.
 
     If it raises, nothing is changed.
     """
     theirs, forward = _DISPATCHER.find(), _LAYER_OF_TE.find()
-    if _GEMM.find() is GroupedGemm.forward and gemm != "torch":
-        raise ConfigurationError([_TORCHS_FIRST])
+    _GEMM.find()
+    for other in {*_in_place} - {gemm}:
+        why = f"{other} is in place in this process already"
+        raise _refusal(gemm, why, "call megatron_cg.disable() before")
     # Where Transformer Engine is not installed, there are no settings to pass.
     passes = installed_version(_LAYER_OF_TE.distribution)
     for symbol in (*((_LAYER_OF_TE,) if passes else ()), *dispatcher.DISPATCHING):
@@ -127,6 +130,8 @@ def use_device_counts(
         else:
             undo.callback(put_over(*_LAYER_OF_TE.place(), _by_one_kernel(forward)))
             undo.callback(put_over(*_PADS.place(), _unpadded_in_captures(_PADS.find())))
+        _in_place.append(gemm)
+        undo.callback(partial(_in_place.remove, gemm))
         undo.callback(put_over(*_DISPATCHER.place(), make_dispatcher))
         undo.callback(allow_dropless_experts())
         return undo.pop_all().close
@@ -139,7 +144,7 @@ def _by_one_kernel(forward: Callable[..., Any]) -> Callable[..., Any]:
     def by_one_kernel(self: Any, inp: Any, m_splits: Any, *rest: Any, **named: Any) -> Any:
         recipe, counts = fp8_recipe(), m_splits
         if inp.is_cuda:
-            _refuse_other(recipe)
+            _refuse_other(recipe, inp.dtype)
         if not getattr(counts, "is_cuda", False):
             if recipe is not None and recipe.float8_block_scaling():
                 return forward(self, inp, m_splits, *rest, **named)
@@ -154,21 +159,19 @@ def _by_one_kernel(forward: Callable[..., Any]) -> Callable[..., Any]:
     return by_one_kernel
 
 
-def _refuse_other(recipe: Any) -> None:
+def _refuse_other(recipe: Any, dtype: torch.dtype) -> None:
     """Raise ConfigurationError where Transformer Engine would compute otherwise without a word."""
     lacks = _lacking()
-    if recipe is not None and not (
-        recipe.float8_current_scaling() or recipe.float8_block_scaling()
-    ):
-        lacks = f"it computes in FP8 by --fp8-recipe {' and '.join(ROW_MULTIPLES)}"
+    if not lacks and not _SUPPORTED.find()(recipe, dtype):
+        kind = "" if recipe is None else f" and {type(recipe).__name__}"
+        lacks = f"Transformer Engine has no such kernel for {dtype}{kind}"
     if lacks:
-        remedy = "use --cg-grouped-gemm torch (BF16) or te, or enable() without grouped_gemm"
-        raise ConfigurationError(
-            [Violation("grouped-gemm", "--cg-grouped-gemm cublas", lacks, remedy)]
-        )
+        remedy = f"use {_FLAG} torch (BF16) or te, or enable() without grouped_gemm"
+        raise _refusal("cublas", lacks, remedy)
 
 
-_lacking = cache(lacks_device_counts)
+def _refusal(gemm: str, why: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError([Violation("grouped-gemm", f"{_FLAG} {gemm}", why, remedy)])
 
 
 def _unpadded_in_captures(skips: Callable[[Any], bool]) -> Callable[[Any], bool]:

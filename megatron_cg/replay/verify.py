@@ -96,9 +96,8 @@ def verify(
             results += _gradients(unit.layer, inputs, keywords)
             # A module may keep what an eager pass gave it (megatron-core 0.19.2: the token
             # dispatcher), and through autograd these leaves.
-            for leaf in tree_flatten((inputs, keywords))[0]:
-                if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
-                    leaf.grad = None
+            for leaf in filter(torch.is_tensor, tree_flatten((inputs, keywords))[0]):
+                leaf.grad = None
         return results
 
     with kept():

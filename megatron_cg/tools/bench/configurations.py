@@ -112,8 +112,8 @@ def chosen(only: str | None, line: LaunchLine) -> list[str]:
             raise BenchError(f"--only {name}: there are {', '.join(CONFIGURATIONS)}.")
         if name == _SAME_GEMM and not line.has("--num-experts"):
             raise BenchError(f"--only {name}: the model has no --num-experts. Leave it out.")
-        if name == _SAME_GEMM and line.has("--fp8-format") and not line.has(_GEMM):
-            raise BenchError(f"--only {name}: in FP8 say {_GEMM} cublas, or leave it out.")
+        if name == _SAME_GEMM and _is_quantized(line) and not line.has(_GEMM):
+            raise BenchError(f"--only {name}: torch's is for BF16. Say {_GEMM}, or leave it out.")
     return list(dict.fromkeys(names))
 
 
@@ -165,14 +165,18 @@ def _partial_modules(line: LaunchLine) -> tuple[str, ...]:
 
 def _whole_layers(line: LaunchLine) -> tuple[str, ...]:
     """The README's flags for whole layers; without a kernel for all experts these stay outside."""
-    quantized = line.has("--fp8-format") or line.has("--fp4-format")
-    outside = line.has("--hybrid-layer-pattern") or (quantized and not line.has(_GEMM))
+    gemm = line.values(_GEMM) or ("te" if _is_quantized(line) else "torch",)
+    outside = line.has("--hybrid-layer-pattern") or gemm == ("te",)
     if outside or not line.has("--num-experts"):
         return (_MODULES, *_partial_modules(line))
     shared = line.values("--expert-model-parallel-size") not in (None, ("1",))
     exchange = ("--cg-moe-exchange", "peer") if shared else ()
-    gemm = () if line.has(_GEMM) else (_GEMM, "torch")
-    return (*gemm, _MODULES, "attn", "moe", *exchange)
+    stated = () if line.has(_GEMM) else (_GEMM, *gemm)
+    return (*stated, _MODULES, "attn", "moe", *exchange)
+
+
+def _is_quantized(line: LaunchLine) -> bool:
+    return line.has("--fp8-format") or line.has("--fp4-format")
 
 
 def captured(line: LaunchLine) -> str:

@@ -105,7 +105,8 @@ class Tried:
         if self.memory is not None:
             return f"{choice} would need {gib(self.memory.total)} of {gib(room)}"
         first = self.settings.broken[0]
-        return f"{choice} is refused. {first.found}: {first.reason}. Instead: {first.remedy}"
+        remedy = first.remedy.partition(", or ")[0]
+        return f"{choice} is refused. {first.found}: {first.reason}. Instead: {remedy}"
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ def gib(size: int) -> str:
 
 def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[str, str]]:
     run, args = settings.run, settings.args
-    if apart := _on_several_hosts(args, gpus):
+    apart = _on_several_hosts(args, gpus)
+    if apart and given.values(_EXCHANGE) == ("peer",):
         yield f"drop {_EXCHANGE}", f"{apart}, and peer memory is of one"
     if not given.starts_graphs:
         yield "launch", "Megatron alone captures no layers under Megatron-FSDP"
@@ -216,7 +218,7 @@ class _Editor:
             if name in choice:
                 trial.change(" ".join(["add", name, *choice[name]]), reason)
             else:
-                trial.change(f"drop {name}", "the captured scopes are others, without it")
+                trial.change(f"drop {name}", "it is not about what is captured now")
         settings = trial.fixed()
         tried = Tried(trial.line, settings, trial.reasons)
         if settings.broken:
@@ -274,6 +276,7 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     """Ways to capture, the best first, and why. What the line says comes first."""
     run, args, against = settings.run, settings.args, ""
     stated = {name: v for name in _CHOSEN if (v := given.values(name)) is not None}
+    kept = {name: stated[name] for name in (_GEMM, _LAYERS) if name in stated}
     if scopes := given.values("--cuda-graph-scope"):
         stated = {_MODULES: scopes, **stated}
     whole = run.cuda_graph_impl == "transformer_engine" and run.wants_graphs
@@ -286,30 +289,30 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     eager |= {"attn"} if run.qk_clip or run.log_max_attention_logit else set()
     base = tuple(scope for scope in every if scope not in eager)
     if "moe" in here and run.drops_and_pads:
-        yield {_MODULES: (*base, "moe")}, _WHY
-    elif "moe" in here and not (against := _against_whole(args, gpus)):
+        yield {**kept, _MODULES: (*base, "moe")}, _WHY
+    elif "moe" in here and not (against := _against_whole(args, gpus, stated)):
         why = "whole MoE layers in graphs save most launches"
         shared = args.expert_model_parallel_size > 1
         of_run = "cublas" if run.has_low_precision else "torch"
         for gemm in dict.fromkeys((*stated.get(_GEMM, ()), of_run)):
-            flags = {_MODULES: (*base, "moe"), _GEMM: (gemm,)}
-            flags |= {_EXCHANGE: ("peer",)} if shared else {}
+            flags = {_EXCHANGE: ("peer",), **stated} if shared else dict(kept)
+            flags |= {_MODULES: (*base, "moe"), _GEMM: (gemm,)}
             yield flags, why
             for rows in ("2", "1.5", "1.25") if shared else ():
                 yield {**flags, _ROWS: (rows,)}, why
     if "moe" in here:
-        yield (
-            {_MODULES: (*base, "moe_router")},
-            f"experts stay eager: {against or 'they do not fit'}",
-        )
+        why = f"experts stay eager: {against or 'they do not fit'}"
+        yield {**kept, _MODULES: (*base, "moe_router")}, why
     alone = (*base, "moe_router") if "moe" in here else base
     for scopes in dict.fromkeys([base, *((scope,) for scope in alone), every]):
         if scopes:
-            yield {_MODULES: scopes}, _WHY
+            yield {**kept, _MODULES: scopes}, _WHY
 
 
-def _against_whole(args: Any, gpus: Gpus) -> str:
+def _against_whole(args: Any, gpus: Gpus, stated: _Choice) -> str:
     """Why whole MoE layers are not tried, beside rules that refuse them; empty if they are."""
+    if stated.get(_GEMM) == ("te",):
+        return f"{_GEMM} te reads counts on the CPU"
     wide = args.moe_ffn_hidden_size or args.ffn_hidden_size or 0
     if wide > _LARGE and not args.moe_permute_fusion:
         return "their GEMMs are large, and whole MoE layers pay only with --moe-permute-fusion"

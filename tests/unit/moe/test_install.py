@@ -24,6 +24,7 @@ from megatron_cg.moe.install import use_device_counts
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import Symbol
 from tests.unit import grouped_linear
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
@@ -272,23 +273,22 @@ def test_a_model_without_the_dispatcher_is_refused_for_what_may_be_the_cause(
 
 
 @pytest.mark.parametrize(
-    ("lacks", "recipe", "words"),
+    ("lacks", "supported", "words"),
     [
-        ("cuBLASLt is 13.1.0", None, "13.1.0"),
-        ("", False, "by --fp8-recipe tensorwise"),
+        ("cuBLASLt is 13.1.0", True, "13.1.0"),
+        ("", False, "no such kernel for torch.f"),
         ("", True, ""),
     ],
 )
 def test_a_gpu_or_a_recipe_without_the_kernel_is_refused_in_the_first_pass(
-    lacks: str, recipe: bool | None, words: str, monkeypatch: pytest.MonkeyPatch
+    lacks: str, supported: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantized = SimpleNamespace(
-        float8_block_scaling=lambda: False, float8_current_scaling=lambda: recipe
-    )
-    monkeypatch.setattr(install, "fp8_recipe", lambda: None if recipe is None else quantized)
+    monkeypatch.setattr(install, "fp8_recipe", lambda: None)
     monkeypatch.setattr(install, "_lacking", lambda: lacks)
+    monkeypatch.setattr(Symbol, "find", lambda _: lambda _recipe, _dtype: supported)
     forward = install._by_one_kernel(lambda self, _inp, _splits: self.use_grouped_tensor)
-    layer, on_gpu = SimpleNamespace(use_grouped_tensor=False), SimpleNamespace(is_cuda=True)
+    layer = SimpleNamespace(use_grouped_tensor=False)
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
     if words:
         with pytest.raises(ConfigurationError, match=words):
             forward(layer, on_gpu, on_gpu)
@@ -296,8 +296,16 @@ def test_a_gpu_or_a_recipe_without_the_kernel_is_refused_in_the_first_pass(
         assert forward(layer, on_gpu, on_gpu)
 
 
-def test_a_second_kernel_is_refused_and_changes_nothing(used: None) -> None:
-    before = moe_layer.MoEAlltoAllTokenDispatcher, grouped_linear.GroupedLinear.forward
+@pytest.mark.parametrize("first", ["cublas", "torch"])
+def test_a_second_kernel_is_refused_and_changes_nothing(in_place_of_te: None, first: Any) -> None:
+    def found() -> tuple[Any, ...]:
+        replaced = grouped_linear.GroupedLinear.forward, grouped_linear._GroupedLinear
+        return (moe_layer.MoEAlltoAllTokenDispatcher, *replaced)
+
+    undo = use_device_counts(gemm=first)
+    before, second = found(), "torch" if first == "cublas" else "cublas"
     with pytest.raises(ConfigurationError, match=r"call megatron_cg.disable\(\) before"):
-        use_device_counts(gemm="cublas")
-    assert before == (moe_layer.MoEAlltoAllTokenDispatcher, grouped_linear.GroupedLinear.forward)
+        use_device_counts(gemm=second)  # type: ignore[arg-type]
+    assert before == found()
+    undo()
+    use_device_counts(gemm=second)()  # type: ignore[arg-type]

@@ -85,6 +85,18 @@ OURS = (
             "eager-gemm",
             f"{FSDP} --num-experts 8 --cg-grouped-gemm cublas",
         ),
+        (
+            f"{FSDP} --num-experts 8 --cg-grouped-gemm te",
+            "graphs",
+            f"{FSDP} --num-experts 8 {OURS} --cuda-graph-modules attn moe_router moe_preprocess "
+            "--cg-grouped-gemm te",
+        ),
+        (
+            f"{FSDP} --num-experts 8 --fp8-format hybrid --cg-grouped-gemm cublas",
+            "graphs",
+            f"{FSDP} --num-experts 8 --fp8-format hybrid {OURS} --cuda-graph-modules attn moe "
+            "--cg-grouped-gemm cublas",
+        ),
     ],
 )
 def test_flags_are_edited_for_each_configuration(flags: str, name: str, expected: str) -> None:

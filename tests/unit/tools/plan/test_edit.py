@@ -216,3 +216,13 @@ def test_a_stated_kernel_and_its_exchange_are_kept_where_they_can_be(plan: Plan)
     apart = plan(preset("qwen3-moe", stated, "torchrun --nnodes 2 --nproc-per-node 1"))
     assert "peer memory is of one" in said(apart)
     assert apart.best.settings.graph.cg_moe_exchange == "nccl"
+    rows = "--cg-moe-rows 1.5 --cg-moe-exchange nccl --cg-layers attn:0-3 moe:0-3"
+    graph = plan(preset("qwen3-moe", f"{rows} --expert-model-parallel-size 2")).best.settings.graph
+    assert (graph.cg_moe_rows, graph.cg_moe_exchange, graph.cg_layers) == (
+        1.5,
+        "nccl",
+        ("attn:0-3", "moe:0-3"),
+    )
+    te = plan(preset("qwen3-moe", "--cg-grouped-gemm te")).best
+    assert te.settings.run.cuda_graph_modules == ("attn", "moe_router")
+    assert te.line.has("--cg-grouped-gemm")
