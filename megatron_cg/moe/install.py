@@ -94,9 +94,7 @@ def use_device_counts(
     Raises:
         ConfigurationError: another kernel is in place already.
         UpstreamChangedError: Megatron or Transformer Engine lacks what this replaces, or a function
-            that this replaces has another body.
-
-    If it raises, nothing is changed.
+            that this replaces has another body. Nothing is changed by then.
     """
     theirs, forward = _DISPATCHER.find(), _LAYER_OF_TE.find()
     _GEMM.find()

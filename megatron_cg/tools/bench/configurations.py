@@ -59,7 +59,6 @@ CONFIGURATIONS = {
     "eager": Configuration("Megatron-FSDP, eager", graphs=False, launched=False),
     "ddp": Configuration("DDP, Megatron's graphs", fsdp=False, launched=False),
     GRAPHS: Configuration("Megatron-FSDP, graphs"),
-    # As in graphs of whole MoE layers.
     _SAME_GEMM: Configuration("Megatron-FSDP, eager, the graphs' GEMM", graphs=False),
 }
 """By the names that ``--only`` takes; the last is for models with experts."""
