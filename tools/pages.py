@@ -13,7 +13,7 @@ import dataclasses
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -26,11 +26,13 @@ from megatron_cg.arguments.schema import GraphArguments, flag_of
 from megatron_cg.arguments.validation import RULES
 
 _FLAG = re.compile(r"(?<![\w`-])(--[a-z][a-z0-9-]*)")
-_FACT = re.compile(r"\{[^}]+\}")
+_SAID = re.compile(r"^    \[([\w-]+)\] (.+)$", re.MULTILINE)
 _MARKER = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
 _PAGE_NAMED = re.compile(r"`docs/([a-z_-]+)\.md`")
 _NAMES = re.compile(r"\b(fsdp|gpu|nccl)\b")
 _ROOT = Path(__file__).resolve().parents[1]
+_MESSAGES = _ROOT / "tests/unit/arguments/rule_messages.txt"
+"""What each rule says of runs that break it."""
 
 
 def our_flags() -> str:
@@ -60,14 +62,20 @@ def _default(value: object) -> str:
 
 def rules() -> str:
     """Every rule: what it refuses, and what to type instead. The error itself gives the reason."""
-    return "\n".join(map(_rule, RULES))
+    said: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, message in _SAID.findall(_MESSAGES.read_text(encoding="utf-8")):
+        found, _, remedy = message.rpartition(" Remedy: ")
+        said[name].setdefault(found.partition(": ")[0], remedy.removesuffix("."))
+    return "\n".join(_rule(rule, said[rule.name]) for rule in RULES)
 
 
-def _rule(rule: Rule) -> str:
-    found, remedy = (_in_code(_FACT.sub("…", text)) for text in (rule.found, rule.remedy))
-    # The whole remedy may depend on the run.
-    instead = f".<br>Instead: {remedy}" if remedy != "…" else ""
-    return f"- **{rule.name}**: {found}{instead}."
+def _rule(rule: Rule, said: Mapping[str, str]) -> str:
+    """By its own texts; where they depend on the run, by the messages of tests."""
+    cases = said if "{" in rule.found + rule.remedy else {rule.found: rule.remedy}
+    shown = [f"{_in_code(found)}.<br>Instead: {_in_code(cases[found])}." for found in cases]
+    if len(shown) == 1:
+        return f"- **{rule.name}**: {shown[0]}"
+    return "\n".join([f"- **{rule.name}**:", *(f"    - {case}" for case in shown)])
 
 
 def _in_code(text: str) -> str:
