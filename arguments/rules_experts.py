@@ -27,11 +27,11 @@ _Found = Iterator[tuple[bool, str, str, str]]
 
 
 def _against_one_kernel(given: Configuration) -> list[Facts]:
-    gemm, instead_of_all = given.graph.cg_grouped_gemm, [_GEMM, *_of_exchange(given)]
+    gemm = given.graph.cg_grouped_gemm
     if gemm == "te":
         return []
     by_kernel = _against_torchs(given.run) if gemm == "torch" else _against_cublass(given)
-    last = f", or drop {' '.join(instead_of_all)}"
+    last = f", or drop {' '.join([_GEMM, *_of_exchange(given)])}"
     if given.captures_dropless_experts:
         last += f" and {_ROUTER}"
     return [
@@ -86,12 +86,15 @@ def _against_cublass(given: Configuration) -> _Found:
     yield bool(lacks), "on this machine", lacks, f"type {remedy}{torch}"
 
 
+def kernel_of(run: RunArguments) -> str:
+    """The ``--cg-grouped-gemm`` that is one kernel for all experts and needs the least."""
+    return "cublas" if run.has_low_precision else "torch"
+
+
 def _kernel_for(run: RunArguments) -> str:
     """The flags by which one kernel computes the experts of a run in BF16 or FP8."""
-    if run.fp8 is None:
-        return f"{_GEMM} torch"
-    recipe = "" if run.fp8_recipe in ROW_MULTIPLES else " --fp8-recipe tensorwise"
-    return f"{_GEMM} cublas{recipe}"
+    other = run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES
+    return f"{_GEMM} {kernel_of(run)}" + " --fp8-recipe tensorwise" * other
 
 
 def _without_fixed_shapes(given: Configuration) -> list[Facts]:

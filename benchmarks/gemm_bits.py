@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import grouped_mm
+
+from megatron_cg.moe.grouped_gemm import GroupedGemm
 
 SIZES = (
     *((2048, 768), (4096, 14336), (2048, 1408), (4096, 1536), (7168, 2048), (2880, 2880)),
@@ -29,6 +30,9 @@ MULTIPLES = {"bf16": 1, "tensorwise": 16, "blockwise": 128}
 ROOMS = (1, 2, 8)
 SEEDS = 4
 _LARGE, _ROWS = 40_000_000, 40_000
+_SETTINGS = (None,) * 24
+"""Those of Transformer Engine's layer, none of them used."""
+_Kernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _Results = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]
 
 
@@ -75,37 +79,32 @@ def compared(size: tuple[int, int], layer: str, mode: str) -> Iterator[dict[str,
     )
     weights = list(made.parameters())
 
-    def by_te(x: torch.Tensor, dy: torch.Tensor, counts: list[int], *, kernel: bool) -> _Results:
-        made.use_grouped_tensor = kernel
-        splits = torch.tensor(counts, device="cuda") if kernel else counts
-        rows = x.clone().requires_grad_()
+    def by_te(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        made.use_grouped_tensor = counts.is_cuda
         with te.autocast(enabled=True, recipe=quantized) if quantized else nullcontext():
-            y = made(rows, splits)
+            return made(rows, counts)  # type: ignore[no-any-return]
+
+    def by_torch(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        apply: Any = GroupedGemm.apply
+        return apply(rows, counts, _SETTINGS, None, None, *weights)[0]  # type: ignore[no-any-return]
+
+    def results(run: _Kernel, x: torch.Tensor, dy: torch.Tensor, counts: torch.Tensor) -> _Results:
+        rows = x.clone().requires_grad_()
+        y = run(rows, counts)
         dx, *dw = torch.autograd.grad(y, [rows, *weights], dy)
         return y.detach(), dx, dw
 
-    def by_torch(x: torch.Tensor, dy: torch.Tensor, counts: list[int]) -> _Results:
-        stacked = torch.stack([weight.detach() for weight in weights])
-        ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
-        y = grouped_mm(x, stacked.transpose(1, 2), offs=ends)
-        dw = grouped_mm(dy.t(), x, offs=ends)
-        return y, grouped_mm(dy, stacked, offs=ends), list(dw)
-
-    kernels: dict[str, Callable[..., _Results]] = {
-        "cublas": lambda *given: by_te(*given, kernel=True)
-    }
-    if mode == "bf16":
-        kernels["torch"] = by_torch
+    kernels = {"cublas": by_te} | ({"torch": by_torch} if mode == "bf16" else {})
     found: dict[tuple[str, int], dict[str, list[int]]] = {}
     for seed in range(SEEDS):
         counts = rows_of(experts, seed, MULTIPLES[mode])
-        total = sum(counts)
+        total, on_host = sum(counts), torch.tensor(counts)
         x = torch.randn(total * max(ROOMS), into, device="cuda", dtype=torch.bfloat16)
         dy = torch.randn(total * max(ROOMS), out, device="cuda", dtype=torch.bfloat16)
-        default = by_te(x[:total], dy[:total], counts, kernel=False)
+        default = results(by_te, x[:total], dy[:total], on_host)
         for name, run in kernels.items():
             for room in ROOMS:
-                other = run(x[: total * room], dy[: total * room], counts)
+                other = results(run, x[: total * room], dy[: total * room], on_host.cuda())
                 for result, rows in differing(default, other, counts).items():
                     found.setdefault((name, room), {}).setdefault(result, []).extend(rows)
     for (name, room), by_result in found.items():

@@ -50,6 +50,8 @@ DISPATCHING = tuple(
     )
 )
 RELIES_ON = (_SHARED, *DISPATCHING)
+KernelName = Literal["cublas", "torch"]
+"""The values of ``--cg-grouped-gemm`` that are one kernel for all experts."""
 _ROWS = 128
 """Quantized rows are a multiple of it in all, the empty ones at their end included."""
 
@@ -89,7 +91,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Bounds what a slot has room for; None is room for any routing."""
     transport: Transport | None = None
     """The way to other ranks; None is a :class:`Collective`."""
-    gemm: Literal["cublas", "torch"] = "torch"
+    gemm: KernelName = "torch"
     """What computes the experts."""
     multiple: int = 1
     """Each expert's rows begin at a multiple of it, and rows of zeros fill the gaps."""

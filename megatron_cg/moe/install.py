@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache, partial, wraps
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
@@ -26,6 +26,7 @@ from torch import nn
 from megatron_cg.arguments.rules_experts import ROW_MULTIPLES
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.moe import dispatcher
+from megatron_cg.moe.dispatcher import KernelName
 from megatron_cg.moe.grouped_gemm import GroupedGemm, on_device
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
@@ -64,8 +65,6 @@ _PADS = Symbol(
     parameters=("config",),
 )
 _FLAG = "--cg-grouped-gemm"
-KernelName = Literal["cublas", "torch"]
-"""The values of ``--cg-grouped-gemm`` that are one kernel for all experts."""
 RELIES_ON = (_GEMM, _LAYER_OF_TE, _SUPPORTED, _DISPATCHER, _PADS)
 _in_place: list[KernelName] = []
 _lacking = cache(lacks_device_counts)

@@ -116,10 +116,11 @@ def libraries(system: System) -> Iterator[Finding]:
             INSTALL[_TE] + " --force-reinstall --no-deps",
         )
     elif (lacks := with_te.get("experts_lack")) is not None:
-        able = f"--cg-grouped-gemm torch (BF16); for cublas (BF16, FP8) {UPGRADE}: {lacks}"
-        if not lacks.startswith("cuBLASLt"):
-            able = lacks and f"none: {lacks}"
-        able = able or "--cg-grouped-gemm cublas (BF16, FP8) or torch (BF16)"
+        able = f"none: {lacks}"
+        if not lacks:
+            able = "--cg-grouped-gemm cublas (BF16, FP8) or torch (BF16)"
+        elif lacks.startswith("cuBLASLt"):
+            able = f"--cg-grouped-gemm torch (BF16); for cublas (BF16, FP8) {UPGRADE}: {lacks}"
         yield ok(f"dropless experts in graphs: {able}")
     for name, files in torch["loaded"].items():
         own = {Path(file).parent: file for file in files}

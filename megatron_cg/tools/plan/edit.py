@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_cg.arguments.layers import available_scopes
+from megatron_cg.arguments.rules_experts import kernel_of
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.layers import Layer, layers_of
 from megatron_cg.tools.plan.memory import Memory, memory_of
@@ -40,8 +41,6 @@ _LARGE = 4_096
 329 ms beside 288 with partial graphs, and with it 265 beside 299, in BF16."""
 _PIPELINE = "drop --*pipeline* --overlap-param-gather-with-optimizer-step"
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
-_BY_TORCH, _BY_CUBLAS = f"add {_GEMM} torch", f"add {_GEMM} cublas"
-"""The first is for BF16 alone."""
 _SELECTIVE = (
     "drop --recompute-method --recompute-num-layers; add --recompute-granularity selective; "
     f"add {_RECOMPUTE} layernorm"
@@ -58,7 +57,7 @@ _FIXES = {
     "expandable-segments": "set NCCL_GRAPH_REGISTER 0",
     "fp8-primary-weights": "add --keep-fp8-transpose-cache",
     "fp8-primary-weights-recipe": "drop --fp8-param-gather --keep-fp8-transpose-cache",
-    "moe-without-drop-and-pad": _BY_TORCH,
+    "moe-without-drop-and-pad": f"add {_GEMM} {{kernel}}",
     "experts-tensor-parallel": "add --expert-tensor-parallel-size 1",
     "cg-layers": f"drop {_LAYERS}",
     "full-recompute-of-parts": _SELECTIVE,
@@ -231,9 +230,7 @@ class _Editor:
         for _ in range(_ROUNDS):
             before, settings = self.line, settings_of(self.line, self.gpus)
             for violation in settings.broken:
-                fixes = _FIXES.get(violation.rule, "")
-                if settings.run.has_low_precision and fixes == _BY_TORCH:
-                    fixes = _BY_CUBLAS
+                fixes = _FIXES.get(violation.rule, "").format(kernel=kernel_of(settings.run))
                 if violation.rule == "megatron" and self.line == before:
                     reason = violation.reason
                     fixes = next((_MEGATRONS[p] for p in _MEGATRONS if re.search(p, reason)), "")
@@ -293,8 +290,7 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     elif "moe" in here and not (against := _against_whole(args, gpus, stated)):
         why = "whole MoE layers in graphs save most launches"
         shared = args.expert_model_parallel_size > 1
-        of_run = "cublas" if run.has_low_precision else "torch"
-        for gemm in dict.fromkeys((*stated.get(_GEMM, ()), of_run)):
+        for gemm in dict.fromkeys((*stated.get(_GEMM, ()), kernel_of(run))):
             flags = {_EXCHANGE: ("peer",), **stated} if shared else dict(kept)
             flags |= {_MODULES: (*base, "moe"), _GEMM: (gemm,)}
             yield flags, why
