@@ -15,6 +15,7 @@ from tests.functional.cases import (
     HSDP,
     MOE,
     ONE_EACH,
+    PEER_MEMORY,
     TENSOR_PARALLEL,
     TORCH_GEMM,
     Case,
@@ -27,6 +28,10 @@ FULLY = (*HSDP, "--outer-dp-sharding-strategy", "optim")
 """The optimizer's state is sharded over all ranks, weights over half of them."""
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ep4": (4, (*batch(16), EP, "4")),
+    "tp2-fsdp2": (4, (*batch(8), *TENSOR_PARALLEL, *ONE_EACH)),
+    "cp2-fsdp2": (4, (*batch(16), "--context-parallel-size", "2")),
+    "hsdp-four": (4, (*batch(16), *HSDP)),
+    "hfsdp-four": (4, (*batch(16), *FULLY)),
     "ep8": (8, (*batch(32), EP, "8")),
     "tp2-ep4": (8, (*batch(16), *TENSOR_PARALLEL, EP, "4", *ONE_EACH)),
     "tp2-fsdp4": (8, (*batch(16), *TENSOR_PARALLEL, *ONE_EACH)),
@@ -38,6 +43,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 SAME_GEMM = ("ep4", "ep8")
 """Where eager runs with Transformer Engine's grouped GEMM and with torch's differed, before any
 capture. Both runs have torch's there."""
+FOUR = (*LAYOUTS["ep4"][1], *TORCH_GEMM)
 
 
 def _cases() -> list[Case]:
@@ -49,6 +55,8 @@ def _cases() -> list[Case]:
             found.append(Case(f"{name}-dense", DENSE, ("attn", "mlp"), dense, gpus))
         both = (*flags, *TORCH_GEMM) if name in SAME_GEMM else flags
         found.append(Case(f"{name}-experts", MOE, EXPERTS, both, gpus, graph_flags=TORCH_GEMM))
+    for name, more in {"peers": (), "peers-rows": ("--cg-moe-rows", "1")}.items():
+        found.append(Case(f"ep4-{name}", MOE, EXPERTS, FOUR, 4, graph_flags=(*PEER_MEMORY, *more)))
     split = (*TENSOR_PARALLEL, EP, "2", "--expert-tensor-parallel-size", "2")
     return [*found, Case("ep2-etp2-capacity", MOE, EXPERTS, (*batch(4), *split, *CAPACITY), 4)]
 
