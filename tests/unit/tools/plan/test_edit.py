@@ -104,7 +104,7 @@ def test_quantized_experts_are_in_graphs_by_cublas(
 @pytest.mark.parametrize(
     ("name", "first"),
     [
-        ("qwen3-moe", "Qwen3-MoE, 64 experts of 768, EP 2, attn moe, two H100s: 836 -> 195 ms"),
+        ("qwen3-moe", "Qwen3-MoE, 64 experts of 768, EP 2, attn moe, fused RoPE and permutation"),
         (
             "mixtral",
             "Mixtral, 8 experts of 14,336, EP 2, attn moe_router moe_preprocess, two H100s",
