@@ -298,7 +298,10 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
                 yield {**flags, _ROWS: (rows,)}, why
     if "moe" in here:
         why = f"experts stay eager: {against or 'they do not fit'}"
-        yield {**kept, _MODULES: (*base, "moe_router")}, why
+        routing = ["moe_router", "moe_preprocess"]
+        if args.moe_token_dispatcher_type == "alltoall" and not run.has_low_precision:
+            yield {**kept, _MODULES: (*base, *routing)}, why
+        yield {**kept, _MODULES: (*base, routing[0])}, why
     alone = (*base, "moe_router") if "moe" in here else base
     for scopes in dict.fromkeys([base, *((scope,) for scope in alone), every]):
         if scopes:

@@ -72,7 +72,7 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
         ("--log-max-attention-logit", "moe"),
         # Megatron's rules see the scopes as they are.
         (f"{SELECTIVE} core_attn --attention-dropout 0.1 --cuda-graph-modules moe", "moe"),
-        (f"{SELECTIVE} moe --hidden-dropout 0.1", "attn moe_router"),
+        (f"{SELECTIVE} moe --hidden-dropout 0.1", "attn moe_router moe_preprocess"),
         (f"{SELECTIVE} core_attn --attention-dropout 0.1 --fp8-format hybrid", "moe_router"),
     ],
 )
@@ -224,5 +224,5 @@ def test_a_stated_kernel_and_its_exchange_are_kept_where_they_can_be(plan: Plan)
         ("attn:0-3", "moe:0-3"),
     )
     te = plan(preset("qwen3-moe", "--cg-grouped-gemm te")).best
-    assert te.settings.run.cuda_graph_modules == ("attn", "moe_router")
+    assert te.settings.run.cuda_graph_modules == ("attn", "moe_router", "moe_preprocess")
     assert te.line.has("--cg-grouped-gemm")

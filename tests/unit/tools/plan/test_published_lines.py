@@ -50,7 +50,7 @@ EXPECTED = {
     ),
     "DeepSeek-V3, FSDP, HybridEP": Expected(1024, 682.6, "attn mlp moe_router", 62, memory=139),
     "GPT-OSS 20B, FP8": Expected(8, 20.9, "attn moe_router", 24),
-    "GPT-OSS 120B, BF16": Expected(64, 116.8, "attn moe_router", 36, "", PIPELINE),
+    "GPT-OSS 120B, BF16": Expected(64, 116.8, "attn moe_router moe_preprocess", 36, "", PIPELINE),
     "Nemotron hybrid, FSDP": Expected(
         64, 31.6, "mamba attn moe_router", 52, "", "--check-weight-hash-across-dp-replicas-interval"
     ),
