@@ -208,13 +208,16 @@ class PythonState:
         yield from self._globals.values()
         functions = [holder.get(name) for holder, name, _ in self._globals.values()]
         functions += self._functions
-        for kind in {kind: None for m in self._modules.values() for kind in type(m).__mro__}:
+        pairs = ((type(m), kind) for m in self._modules.values() for kind in type(m).__mro__)
+        for top, kind in dict.fromkeys(pairs):
             if is_known(kind, _LIBRARIES):
                 continue
             for name, value in [*vars(kind).items()]:
                 functions.append(value)
                 if self._is_read(name) and not callable(value) and not hasattr(value, "__get__"):
-                    yield _Attributes(kind), name, f"attribute {kind.__name__}.{name}"
+                    # A class may get one of its own, which hides that of the class below it.
+                    for owner in dict.fromkeys((kind, top)):
+                        yield _Attributes(owner), name, f"attribute {kind.__name__}.{name}"
         for module in self._modules.values():
             if not is_known(module, _LIBRARIES):
                 functions += vars(module).values()
