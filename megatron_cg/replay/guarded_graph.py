@@ -119,6 +119,7 @@ class GuardedGraph:
         # Only a replay gets aliases of leaves. Autocast casts a leaf once in a step and adds up
         # the gradients of its uses before it casts them back, so an eager pass must get the leaf.
         is_replay = self._in_flight.has
+        args, kwargs = self._unit.gradients.given(args, kwargs)
         inputs = [own_gradient(value, is_replay) for value in args]
         named = {name: own_gradient(value, is_replay) for name, value in kwargs.items()}
         return self.graph(*inputs, **named)
@@ -163,13 +164,15 @@ class GuardedGraph:
                 on_any_rank=on_any_rank if self.eager_passes.collectives else bool,
             )
 
-    def _before_backward(self) -> None:
-        """Check addresses before the backward replay, after FSDP has unsharded.
+    def _before_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Check addresses and incoming gradients before the backward replay.
+
+        And after FSDP has unsharded.
 
         FSDP's unsharding hook is on the layer's outputs. A node's own hooks run after the hooks on
         the gradients that it receives (torch 2.11, ``engine.cpp``, ``call_function``).
         """
-        mismatch = self._guard.broken_in_backward()
+        mismatch = self._guard.broken_in_backward() or self._unit.gradients.broken(gradients)
         if mismatch is not None:
             self._mismatches.mismatched_in_backward(mismatch, self._unit.name)
         self._mismatches.counters.backwards += 1

@@ -97,14 +97,14 @@ class InFlight:
         return any(replay.node() is node for replay in reversed(self._waiting.values()))
 
     def begin(
-        self, index: int, unit: Unit, outputs: Any, before_backward: Callable[[], None]
+        self, index: int, unit: Unit, outputs: Any, before_backward: Callable[[Any], None]
     ) -> bool:
         """Record a forward replay of ``unit``, the unit ``index``, that returned ``outputs``.
 
         Returns whether a backward can follow: an output needs a gradient.
 
-        ``before_backward`` is called when its backward begins. That backward raises
-        ReplayMismatchError if it runs out of order or a second time.
+        ``before_backward`` is called with the outputs' gradients when its backward begins. That
+        backward raises ReplayMismatchError if it runs out of order or a second time.
         """
         self._waiting.pop(index, None)
         tensors = [t for t in tree_flatten(outputs)[0] if isinstance(t, torch.Tensor)]
@@ -119,8 +119,8 @@ class InFlight:
         self,
         index: int,
         this: _Replay,
-        before_backward: Callable[[], None],
-        _gradients: Sequence[torch.Tensor | None],
+        before_backward: Callable[[Any], None],
+        gradients: Sequence[torch.Tensor | None],
     ) -> None:
         if self._waiting.get(index) is not this:
             _refuse(
@@ -147,7 +147,7 @@ class InFlight:
                 "create_graph out if nothing differentiates the gradients.",
             )
         self._over[index] = self._waiting.pop(index)
-        before_backward()
+        before_backward(gradients)
 
 
 def _refuse(unit: Unit, what_backward_does: str) -> NoReturn:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.depends_on import Entry
+from megatron_cg.replay.strides import Gradients
 
 ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 """A function that is called before each replay, and its arguments."""
@@ -54,6 +55,8 @@ class Unit:
     attach: Callable[..., Callable[[], None]] | None = None
     """``attach(unit, before_replay, mismatches)`` installs the replay and returns the undo. It
     takes hooks that run before each replay, and the session's mismatch policy."""
+    gradients: Gradients = field(default_factory=Gradients)
+    """How gradients lie in memory at the border of its graph."""
     leave_out: Callable[[nn.Module | None], str] = _leave_out_unit
     """Returns a sentence that says what to type to keep a module below the layer out of graphs. The
     module is None if it is unknown."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_cg.integrations.standalone.sums import Autocast
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ManualHook, Unit
-from megatron_cg.upstream.patch import put_over, undone_after
+from megatron_cg.upstream.patch import all_of, put_over
 
 
 class Attachment:
@@ -34,7 +34,7 @@ class Attachment:
     def __init__(self, name: str, module: nn.Module, seen: Seen, backward: Autocast) -> None:
         self._form = seen.form
         self._eager: Callable[..., Any] = module.forward
-        self._seen = seen.layouts
+        self._seen = seen
         self._results: Results | None = None
         """The form of the passes of the capture."""
         self._without_gradient: set[str] | None = None
@@ -53,17 +53,21 @@ class Attachment:
         )
         """Its graph covers the whole module."""
 
-    def taking_tensors(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def taking_tensors(self, samples: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
         """Inside the block the module takes and returns only tensors, as capture calls it.
 
-        Capture calls it under the autocast of backward passes.
+        Capture calls it with these samples, under the autocast of backward passes.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self.unit.in_forward():
                 return self._run(self.unit.layer, args, kwargs)
 
-        return undone_after(put_over(self.unit.layer, "forward", forward))
+        with ExitStack() as stack:
+            stack.callback(all_of(self.unit.gradients.note_arguments(samples, named)))
+            stack.callback(put_over(self.unit.layer, "forward", forward))
+            yield
 
     def _run(self, _layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One pass, as its graph returns it: see ``results.py``."""
@@ -83,13 +87,22 @@ class Attachment:
         arguments = self._form.by_name(args, kwargs)
         if self._without_gradient is None:
             self._without_gradient = {n for n, t in arguments.items() if not t.requires_grad}
-        known = {name: arguments[name] for name in arguments.keys() & self._without_gradient}
-        results, tensors = Results.of(value, attributes, known, self._seen)
+        results, tensors = Results.of(
+            value,
+            attributes,
+            arguments,
+            without_gradient=arguments.keys() & self._without_gradient,
+            seen=self._seen.layouts,
+            laid_out=self._laid_out,
+        )
         problem = results.problem(self._results)
         if problem is not None:
             raise self.unit.refused(problem, "Return tensors, None, numbers and strings alone.")
         self._results = results
         return tuple(tensors)
+
+    def _laid_out(self, number: int, output: torch.Tensor, key: Any) -> torch.Tensor:
+        return self.unit.gradients.result(number, output, self._seen.gradients.get(key))
 
     def _run_eagerly(
         self, _layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -215,8 +215,8 @@ class GraphedUnits:
         samples = [call.samples() for call in seen.values()]
         with session.capturing(), ExitStack() as stack:
             stack.enter_context(torch.autocast(**backward))
-            for attachment in attachments:
-                stack.enter_context(attachment.taking_tensors())
+            for attachment, (args, kwargs) in zip(attachments, samples, strict=True):
+                stack.enter_context(attachment.taking_tensors(args, kwargs))
             graphs = session.capture(
                 [self._units[name] for name in seen],
                 [args for args, _ in samples],

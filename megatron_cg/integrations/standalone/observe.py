@@ -27,10 +27,11 @@ from megatron_cg.capture.static_inputs import StaticInputs, version_of
 from megatron_cg.fsdp.find_sharding import Unsharded
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.call import CallForm
-from megatron_cg.integrations.standalone.results import attributes_of, distributed_of, tensors_of
+from megatron_cg.integrations.standalone.results import attributes_of, results_of, tensors_of
 from megatron_cg.integrations.standalone.sums import Autocast, Sums, autocast_now
-from megatron_cg.replay.dtensors import Layout
+from megatron_cg.replay.dtensors import Layout, spec_of
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.strides import Noted
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import look
 from megatron_cg.upstream.symbols import Symbol
@@ -55,6 +56,8 @@ class Seen:
     """Where a call of the step was made, if activation checkpointing may have made it."""
     layouts: dict[Any, Layout]
     """Of the DTensors that it returned and set, with the gradients that they got."""
+    gradients: dict[Any, Noted]
+    """The strides of the gradients of all that it returned and set."""
 
     def samples(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Memory for the inputs of its graph."""
@@ -152,6 +155,7 @@ class Observer:
             autocast_now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
             before.layouts if before else {},
+            before.gradients if before else {},
         )
         self.sums.begun(name, form.by_name(tensors, by_name))
 
@@ -161,9 +165,14 @@ class Observer:
         returned = tensors_of(outputs)
         held = attributes_of(module.modules())
         self.sums.ended(name, list(filter(_has_node, (*returned, *held.values()))))
-        for key, tensor in distributed_of(outputs, held):
-            if tensor.requires_grad and not tensor.is_leaf:
-                layout = self._now[name].layouts.setdefault(key, Layout(tensor, f"result {key}"))
+        for key, tensor in results_of(outputs, held):
+            if not tensor.requires_grad or tensor.is_leaf:
+                continue
+            label = f"result {key if isinstance(key, int) else key[1]}"
+            noted = self._now[name].gradients.setdefault(key, Noted(label))
+            tensor.register_hook(noted.note)
+            if spec_of(tensor) is not None:
+                layout = self._now[name].layouts.setdefault(key, Layout(tensor, label))
                 layout.refuse = lambda _varies: None  # At capture.
                 tensor.register_hook(layout.note)
         self._views += [

@@ -55,31 +55,41 @@ class Results:
         value: Any,
         attributes: Mapping[Place, Any],
         arguments: Mapping[str, torch.Tensor],
+        *,
+        without_gradient: Iterable[str],
         seen: Mapping[Any, Layout],
+        laid_out: Callable[[int, torch.Tensor, Any], torch.Tensor],
     ) -> tuple[Results, list[torch.Tensor]]:
         """The form of a pass, and the tensors that its graph returns.
 
         Args:
             value: what the pass returned.
             attributes: the tensors that it set.
-            arguments: the tensors without a gradient that it was given, by name.
-            seen: the layouts of DTensors in the steps before; see :func:`distributed_of`.
+            arguments: the tensors that it was given, by name.
+            without_gradient: which of them are there for each replay, and need no gradient.
+            seen: the layouts of DTensors in the steps before; see :func:`results_of`.
+            laid_out: gets an output's number, the output, and its key in the steps before, and
+                returns what the graph returns. No argument is passed: others may use it too.
         """
         tensors: list[torch.Tensor] = []
         layouts: dict[int, Layout] = {}
-        distributed = {id(t): seen.get(key) for key, t in distributed_of(value, attributes)}
-        marks = {id(given): _Tensor(name) for name, given in arguments.items()}
+        keys = {id(tensor): key for key, tensor in results_of(value, attributes)}
+        marks = {id(arguments[name]): _Tensor(name) for name in without_gradient}
+        own = set(map(id, arguments.values()))
 
         def marked(leaf: Any) -> Any:
             is_tensor = type(leaf) in (torch.Tensor, nn.Parameter) or is_awaited(leaf)
-            if not is_tensor and id(leaf) not in distributed:
+            is_distributed = spec_of(leaf) is not None
+            if not is_tensor and not is_distributed:
                 return leaf
             if id(leaf) not in marks:
                 number = len(tensors)
                 marks[id(leaf)] = _Tensor(number)
-                if id(leaf) in distributed:
-                    layouts[number] = Layout.of_result(leaf, number, distributed[id(leaf)])
-                tensors.append(layouts[number].opened(leaf) if number in layouts else there(leaf))
+                key = keys.get(id(leaf))
+                if is_distributed:
+                    layouts[number] = Layout.of_result(leaf, number, seen.get(key))
+                made = layouts[number].opened(leaf) if is_distributed else there(leaf)
+                tensors.append(made if id(leaf) in own else laid_out(number, made, key))
             return marks[id(leaf)]
 
         leaves, spec = tree_flatten(value, is_plain)
@@ -127,12 +137,11 @@ class Results:
         return "returns, or sets as attributes, something else in each pass"
 
 
-def distributed_of(
+def results_of(
     value: Any, attributes: Mapping[Place, torch.Tensor]
 ) -> list[tuple[Any, torch.Tensor]]:
-    """The DTensors that a pass returns, by number, and that it sets, by place."""
-    found = [*enumerate(tensors_of(value)), *attributes.items()]
-    return [(key, tensor) for key, tensor in found if spec_of(tensor) is not None]
+    """The tensors that a pass returns, by number, and that it sets, by place."""
+    return [*enumerate(tensors_of(value)), *attributes.items()]
 
 
 def _same(leaf: Any, other: Any) -> bool:

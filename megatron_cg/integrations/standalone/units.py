@@ -137,13 +137,14 @@ def _wrong_calls(name: str, call: Seen, observer: Observer) -> Iterator[Violatio
             "pass plain tensors, of a sparse one its indices and values, or take the unit out of "
             "units",
         )
-    for varies in filter(None, (layout.varies for layout in call.layouts.values())):
+    noted: Any = (*call.layouts.values(), *call.gradients.values())
+    for varies in filter(None, (one.varies for one in noted)):
         yield Violation(
             "unit-layouts",
             f"unit {name}: {varies.subject} is {varies.expected} or {varies.actual}",
             "a graph takes gradients in one layout, of parts as large as those of the result",
-            "redistribute what the unit returns as the code behind it needs it, or take the unit "
-            "out of units",
+            "use what the unit returns in one way, redistributed if that needs it, or take the "
+            "unit out of units",
         )
     if call.recompute is not None:
         yield Violation(

@@ -78,7 +78,7 @@ def test_only_later_units_replay_until_the_backward_has_run_or_cannot() -> None:
     def replay(index: int, x: torch.Tensor | None = None) -> torch.Tensor:
         x = torch.ones(2, requires_grad=True) if x is None else x
         output: torch.Tensor = Replay.apply(x)  # type: ignore[no-untyped-call]
-        in_flight.begin(index, units[index], (output, None), lambda: began.append(index))
+        in_flight.begin(index, units[index], (output, None), lambda _: began.append(index))
         return output
 
     def allowed() -> list[int]:

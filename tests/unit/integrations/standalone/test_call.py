@@ -140,6 +140,14 @@ def test_what_no_graph_can_take_is_named(made: Call, named: list[str]) -> None:
 
 
 def test_a_shape_is_returned_whole_and_an_attribute_that_no_graph_can_set_is_named() -> None:
-    results, _ = Results.of((X, X.shape), {(torch.nn.Identity(), "loss"): KIND}, {}, {})
+    attributes: Any = {(torch.nn.Identity(), "loss"): KIND}
+    results, _ = Results.of(
+        (X, X.shape),
+        attributes,
+        {},
+        without_gradient=(),
+        seen={},
+        laid_out=lambda _number, output, _key: output,
+    )
     assert results.leaves[1] == X.shape
     assert results.problem(None) == "returns, or sets as an attribute, a Kind"
