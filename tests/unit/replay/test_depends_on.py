@@ -53,11 +53,16 @@ class Unit(nn.Module):
         return out + shift.to(x.dtype)
 
 
+class Derived(Unit):
+    """As ``fully_shard`` makes a class for each module."""
+
+
 CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     "state: attribute": (lambda unit: setattr(unit, "skips", True), 1, "attribute skips"),
     "state: object": (lambda unit: setattr(unit.settings, "power", 0.5), 1, "settings.power"),
     "state: list": (lambda unit: unit.factors.__setitem__(1, 0.5), 1, "attribute factors"),
     "state: class": (lambda _: setattr(Unit, "common", 0.5), 2, "attribute Unit.common"),
+    "state: derived class": (lambda unit: setattr(type(unit), "common", 0.5), 1, "Unit.common"),
     "state: global": (lambda _: SCALES.update(now=0.5), 2, f"global SCALES of {__name__}"),
     "frozen": (
         lambda unit: unit.late.weight.requires_grad_(True),
@@ -109,7 +114,8 @@ def restored() -> Iterator[None]:
     try:
         yield
     finally:
-        SCALES["now"], Unit.common = 1.0, 1.0
+        SCALES["now"], Unit.common, Derived.common = 1.0, 1.0, 1.0
+        del Derived.common
         while HANDLES:
             HANDLES.pop().remove()
         torch.use_deterministic_algorithms(False)
@@ -120,7 +126,7 @@ def restored() -> Iterator[None]:
 def train(change: Callable[[Any], object], graphed: bool) -> tuple[list[torch.Tensor], Any]:
     """Losses, weights, counters; step ``CHANGED`` begins with a change of the first unit."""
     torch.manual_seed(0)
-    network: Any = nn.Sequential(Unit(), Unit())
+    network: Any = nn.Sequential(Derived(), Unit())
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     found = []
     made = graph_units(network, "*", backend="tape", warmup_steps=WARMUP) if graphed else None
