@@ -258,7 +258,7 @@ class GuardedCapture:
                 objects=[*entries_of(layer, graphed), *observer.entries, *more],
                 key_sets=observer.key_sets(),
                 hooks=self._hooks[index],
-                frozen=frozen_of(layer, graphed),
+                frozen=frozen_of(layer, graphed, asked=observer.asks_for_gradients),
                 captured_numerics=self._backend.captured_numerics(index, options),
                 numerics=self._backend.numerics,
                 device_type=device_type,

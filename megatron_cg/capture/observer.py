@@ -32,14 +32,9 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from megatron_cg.capture.operations import Operations, Use, bytes_in, holder_of, key_of, overlap
-from megatron_cg.capture.python_state import (
-    KNOWN,
-    Change,
-    PythonState,
-    is_known,
-    tensor_hooks_observed,
-)
+from megatron_cg.capture.python_state import Change, PythonState, tensor_hooks_observed
 from megatron_cg.capture.random_draws import recomputed_draws_refused, seeds_refused
+from megatron_cg.capture.reached import KNOWN, is_known
 from megatron_cg.capture.static_inputs import version_of
 from megatron_cg.capture.transaction import frozen_kept, values_kept
 from megatron_cg.consensus.collectives import collectives_so_far
@@ -86,6 +81,7 @@ class Observer:
         self._before = 0
         self._changes: list[Change] = []
         self._of_hooks: list[Change] = []
+        self._of_backward: list[Change] = []
         self._state: PythonState | None = None
         self._operations = Operations(unit.layer)
         self.addresses = Addresses()
@@ -194,7 +190,7 @@ class Observer:
                 self._operations.forget()
                 stack.enter_context(seeds_refused(self._unit, self._device_type))
                 self._of_hooks.clear()
-                stack.enter_context(tensor_hooks_observed(self._of_hooks.append))
+                stack.enter_context(tensor_hooks_observed(state, self._of_hooks.append))
             self._operations.notes_reads = forward
             stack.enter_context(self._operations)
             state.begin()
@@ -204,8 +200,11 @@ class Observer:
                 state.end()
                 if is_first:
                     self._undo.callback(state.restorer())
+        changes = [*state.changes()]
         if forward:
-            self._changes = list(state.changes())
+            self._changes, self._of_backward = changes, []
+        else:
+            self._of_backward = [c for c in changes if not isinstance(c.after, torch.Tensor)]
 
     def _conclude(self, state: PythonState) -> None:
         """The warmup is over: refuse what has no row, and make the rows."""
@@ -267,6 +266,12 @@ class Observer:
                 f"registers a hook on a tensor in its forward pass that changes "
                 f"{self._of_hooks[0].what}",
                 "A replay does not call it. Let hooks on tensors compute gradients and no more.",
+            )
+        if self._of_backward:
+            raise self._error(
+                f"changes {self._of_backward[0].what} in its backward pass",
+                "A replay runs no Python, so it would stay as it was at capture. Count outside of "
+                "the unit.",
             )
         owners = {id(vars(module)) for module in self._unit.graphed}
         for change in self._changes:

@@ -10,7 +10,7 @@ modes          grad mode, autocast, determinism, default dtype, the backend's nu
 objects        modules, parameters, buffers, tensors and plain values that the unit's code reads
                anywhere, and whether its modules train: (holder, key, object), the same objects
 key sets       how many modules, parameters, buffers, attributes and hooks there are
-frozen         parameters that needed no gradient still need none
+frozen         parameters that needed no gradient still need none; all, if code asks for that
 memory         addresses and strides of all that the graph reads in place (``guard/addresses.py``)
 =============  ==============================================================================
 
@@ -57,8 +57,8 @@ _CAUSES = {
     "whole model with model.train() and model.eval().",
     "state": "Python code of the unit reads it, and a replay runs no Python. Set it before "
     "training begins, or keep it in a tensor that is written in place.",
-    "frozen": "It was unfrozen after capture, and the graph computes no gradient for it. Set "
-    "requires_grad before training begins, or delete the graphs and capture again.",
+    "frozen": "The graph computes no gradient for a weight that was frozen at capture, and code of "
+    "the unit may ask. Set requires_grad before training begins, or capture again.",
     "grad mode": "The layer runs in training under torch.no_grad() (activation recompute of whole "
     "layers does so): a replay would overwrite activations that a backward still needs.",
     "autocast": "The graph computes in the precision of capture. Keep one torch.autocast around "
@@ -179,7 +179,7 @@ class DependsOn:
         self._sizes = [len(keys) for keys in self._keys]
         self._known = [frozenset(keys) for keys in self._keys]
         self._hooks = hooks
-        self._frozen = list(frozen)
+        self._frozen = [(one, name, one.requires_grad) for one, name in frozen]
         self._device_type, self._autocast = device_type, autocast
         self._numerics = numerics
         self._modes = (*self._read_modes()[:-1], captured_numerics)
@@ -219,9 +219,10 @@ class DependsOn:
                 return self._changed(number, value, "with other contents")
         if list(map(len, self._keys)) != self._sizes and (other := self._other_keys()) is not None:
             return other
-        for parameter, name in self._frozen:
-            if parameter.requires_grad:
-                return _mismatch("frozen", name, "without requires_grad", "with it")
+        for parameter, name, needs in self._frozen:
+            if parameter.requires_grad is not needs:
+                before, now = ("with", "without") if needs else ("without", "with")
+                return _mismatch("frozen", name, f"{before} requires_grad", f"{now} it")
         return self._hooks.broken()
 
     def _other_mode(self, now: tuple[Any, ...]) -> Mismatch | None:
@@ -313,17 +314,20 @@ def key_sets_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[KeySet]:
     ]
 
 
-def frozen_of(layer: nn.Module, graphed: Iterable[nn.Module]) -> list[tuple[nn.Parameter, str]]:
-    """The parameters inside the graph that need no gradient, by name.
+def frozen_of(
+    layer: nn.Module, graphed: Iterable[nn.Module], *, asked: bool
+) -> list[tuple[nn.Parameter, str]]:
+    """The parameters inside the graph that must go on to need no gradient, by name.
 
-    The reverse is allowed: a gradient that the graph computes and nobody needs is discarded.
+    The reverse is allowed: a gradient that the graph computes and nobody needs is discarded. But
+    all must stay as they are if code is ``asked`` to do something else then.
     """
     names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
     return [
         (parameter, f"parameter {names.get(id(module), '')}{name}")
         for module in graphed
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-        if not parameter.requires_grad
+        if asked or not parameter.requires_grad
     ]
 
 
