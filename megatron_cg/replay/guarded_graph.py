@@ -103,15 +103,15 @@ class GuardedGraph:
         See Note [Outputs that outlive their pass] in ``in_flight.py``.
         """
         mismatch = self._in_flight.broken(self._index)
-        if mismatch is None and self._in_flight.is_kept(self._index) and not self._gives_copies:
+        if mismatch is None and self._in_flight.is_kept(self._index):
             self._gives_copies = True
             return Mismatch(
                 "order",
                 "the outputs of earlier passes",
                 "released after their backward",
                 "still in use",
-                "A replay would overwrite them. From the next pass on the unit gives copies, which "
-                "takes time: drop the outputs before the next pass, or copy what you keep.",
+                "A replay would overwrite them. The unit runs eagerly until they are dropped, and "
+                "gives copies from then on, which takes time: copy what you keep.",
             )
         return mismatch
 
