@@ -109,6 +109,7 @@ AFTER: dict[str, dict[str, Callable[..., Any]]] = {
     "list attribute read": {"entry": lambda run, u: u.tensors.__setitem__(0, torch.ones(W))},
     "dict attribute read": {"value": lambda run, u: u.named.update(scale=torch.ones(W))},
     "object read": {"object replaced": lambda run, u: set_(u.box, "inner", u.box.inner * 0.5)},
+    "hook with state": {"hook's state": lambda run, u: set_(u, "tilt", 0.5)},
     "class attribute read": {"class changed": lambda run, u: set_(type(u), "common", u.common / 2)},
     **dict.fromkeys(HOOKS, _NO_HOOKS),
 }

@@ -88,6 +88,20 @@ class Doubled(torch.autograd.Function):
         return grads[0] * ctx.factor + ctx.saved_tensors[0] * 0.01, None
 
 
+class Counting(torch.autograd.Function):
+    """Counts its backward passes, where its owner has them."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, owner: Any) -> Tensor:
+        ctx.owner = owner
+        return y * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.owner.passes += 1
+        return grads[0], None
+
+
 class Clamped(torch.autograd.Function):
     """Writes into what it is given, and passes gradients straight through."""
 
@@ -99,6 +113,16 @@ class Clamped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
+
+
+_counting: Any = Counting.apply
+
+
+def tilted(u: Any, y: Tensor) -> Tensor:
+    """``y``, whose gradient gets a factor from ``u``."""
+    if y.grad_fn is not None:
+        y.register_hook(lambda gradient: gradient * u.tilt)
+    return y
 
 
 def set_(owner: Any, name: str, value: Any) -> Any:
@@ -220,8 +244,8 @@ COMPUTE = {
     "made inside": do(lambda u, y, v: y * torch.arange(0.0, W, device=y.device) + y.new_ones(W)),
     "from a list": do(lambda u, y, v: y + torch.tensor([0.25] * W)),
     "cached by shape": do(lambda u, y, v: _cached(u, y), cached=lambda: None),
-    "function": do(lambda u, y, v: Doubled.apply(y, 1.5)),  # type: ignore[no-untyped-call]
-    "function in place": do(lambda u, y, v: Clamped.apply(y * 2)),  # type: ignore[no-untyped-call]
+    "function": do(lambda u, y, v: Doubled.apply(y, 1.5)),
+    "function in place": do(lambda u, y, v: Clamped.apply(y * 2)),
     "functional call": do(
         lambda u, y, v: torch.func.functional_call(u.b, {"weight": u.b.weight / 2}, y),
         b=linear,
@@ -321,6 +345,8 @@ STATE = {
     ),
     "closure read": Feature(lambda u, y, v: u.closed(y), build=_closure),
     "counter": do(lambda u, y, v: y * (1 + set_(u, "count", u.count + 1) % 2), count=lambda: 0),
+    "counter in backward": do(lambda u, y, v: _counting(y, u), passes=lambda: 0),
+    "hook with state": do(lambda u, y, v: tilted(u, y * 1.0), tilt=lambda: 1.0),
     "call count": do(lambda u, y, v: first(y, set_(u, "n", u.n + 1)), n=lambda: 0),
     "temperature": Feature(
         lambda u, y, v: y / u.warmth,

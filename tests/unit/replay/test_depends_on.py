@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,6 +33,24 @@ class Settings:
     power: float = 1.0
 
 
+@dataclass(slots=True)
+class Slots:
+    """Has no dictionary."""
+
+    power: float = 1.0
+
+
+class Config:
+    """A class that is read itself, and whose objects have its value until they get their own."""
+
+    power = 1.0
+
+
+SHARED: Any = ModuleType("shared")
+"""As a module of settings that somebody imports."""
+SHARED.power = 1.0
+
+
 class Unit(nn.Module):
     """Reads plain values from everywhere."""
 
@@ -44,10 +64,14 @@ class Unit(nn.Module):
         self.table: torch.Tensor = nn.Buffer(torch.ones(WIDTH))
         self.settings, self.skips, self.factors = Settings(), False, [1.0, 1.0]
         self.gain = torch.ones(WIDTH)
+        self.options, self.slots = argparse.Namespace(power=1.0), Slots()
+        self.config, self.several = Config(), [Settings()]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = x if self.skips else self.late(self.act(self.linear(x)) * self.gain)
         factor = self.settings.power * self.factors[1] * self.common * SCALES["now"]
+        factor *= self.options.power * self.slots.power * self.config.power
+        factor *= self.several[0].power * Config.power * SHARED.power
         shift = torch.full((WIDTH,), 0.1, device=x.device) * 3  # of the default dtype
         out: torch.Tensor = self.drop(torch.tanh(made * factor * self.table))
         return out + shift.to(x.dtype)
@@ -60,6 +84,12 @@ class Derived(Unit):
 CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     "state: attribute": (lambda unit: setattr(unit, "skips", True), 1, "attribute skips"),
     "state: object": (lambda unit: setattr(unit.settings, "power", 0.5), 1, "settings.power"),
+    "state: namespace": (lambda unit: setattr(unit.options, "power", 0.5), 1, "options.power"),
+    "state: slot": (lambda unit: setattr(unit.slots, "power", 0.5), 1, "slots.power"),
+    "state: default": (lambda unit: setattr(unit.config, "power", 0.5), 1, "config.power"),
+    "state: in a list": (lambda unit: setattr(unit.several[0], "power", 0.5), 1, "[0].power"),
+    "state: class alone": (lambda _: setattr(Config, "power", 0.5), 2, "config.power"),
+    "state: user's module": (lambda _: setattr(SHARED, "power", 0.5), 2, "SHARED.power"),
     "state: list": (lambda unit: unit.factors.__setitem__(1, 0.5), 1, "attribute factors"),
     "state: class": (lambda _: setattr(Unit, "common", 0.5), 2, "attribute Unit.common"),
     "state: derived class": (lambda unit: setattr(type(unit), "common", 0.5), 1, "Unit.common"),
@@ -116,6 +146,7 @@ def restored() -> Iterator[None]:
     finally:
         SCALES["now"], Unit.common, Derived.common = 1.0, 1.0, 1.0
         del Derived.common
+        Config.power = SHARED.power = 1.0
         while HANDLES:
             HANDLES.pop().remove()
         torch.use_deterministic_algorithms(False)
