@@ -244,8 +244,8 @@ COMPUTE = {
     "made inside": do(lambda u, y, v: y * torch.arange(0.0, W, device=y.device) + y.new_ones(W)),
     "from a list": do(lambda u, y, v: y + torch.tensor([0.25] * W)),
     "cached by shape": do(lambda u, y, v: _cached(u, y), cached=lambda: None),
-    "function": do(lambda u, y, v: Doubled.apply(y, 1.5)),
-    "function in place": do(lambda u, y, v: Clamped.apply(y * 2)),
+    "function": do(lambda u, y, v: Doubled.apply(y, 1.5)),  # type: ignore[no-untyped-call]
+    "function in place": do(lambda u, y, v: Clamped.apply(y * 2)),  # type: ignore[no-untyped-call]
     "functional call": do(
         lambda u, y, v: torch.func.functional_call(u.b, {"weight": u.b.weight / 2}, y),
         b=linear,
