@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,7 +41,14 @@ from megatron_cg.integrations.megatron.step_state import StepState
 from megatron_cg.integrations.megatron.steps import Steps
 from megatron_cg.moe.install import bound_of
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.upstream.patch import Undo, all_of, put_over, run_around
+from megatron_cg.upstream.patch import (
+    Undo,
+    all_of,
+    put_over,
+    run_around,
+    set_attribute,
+    undone_after,
+)
 from megatron_cg.upstream.symbols import Symbol
 
 _FORWARD, _DATA, _MODEL = "forward_step_func", "data_iterator", "model"
@@ -159,7 +165,7 @@ class _Repeater:
         session = self._controller.session
         if session is None:
             return passes(**options)
-        with _set(self, "running", True):
+        with undone_after(set_attribute(self, "running", True)):
             return self._run(session, passes, options)
 
     def _run(self, session: Session, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -175,20 +181,20 @@ class _Repeater:
         batches = options[_DATA] = None if data is None else _Batches(data)
         state.save()
         self._bound.begin_step()
+        mismatches, bound = session.mismatches, self._bound
         with (
-            _set(session.mismatches, "numbers_hold", self._bound.holds),
-            _set(session.mismatches, "numbers_hold_here", self._bound.holds_here),
+            undone_after(set_attribute(mismatches, "numbers_hold", bound.holds)),
+            undone_after(set_attribute(mismatches, "numbers_hold_here", bound.holds_here)),
         ):
             result = passes(**options | {_FORWARD: self._sharing(options)})
         self._seen[session] = session.counters.replayed
         if batches is not None and not batches.was_read:
             raise ConfigurationError([_ELSEWHERE])
-        rows = self._bound.exceeded()
+        rows = bound.exceeded()
         if not rows:
             return result
         del result
-        enough = self._bound.enough(rows)
-        emit(StepRepeated(self._steps.number, rows, self._bound.bound, enough))
+        emit(StepRepeated(self._steps.number, rows, bound.bound, bound.enough(rows)))
         state.restore()
         if batches is not None:
             batches.rewind()
@@ -198,7 +204,7 @@ class _Repeater:
             optimizer.zero_grad()
         self._ran = True
         session.counters.repeated += 1
-        with _set(session.mismatches, "repeats", True):
+        with undone_after(set_attribute(mismatches, "repeats", True)):
             return passes(**options)
 
     def _sharing(self, options: dict[str, Any]) -> Callable[..., Any]:
@@ -215,16 +221,6 @@ class _Repeater:
             return result
 
         return forward_step
-
-
-@contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 class _Batches:
