@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_cg.capture.transaction import values_kept
 from megatron_cg.integrations.megatron.scopes import leave_out
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
@@ -201,18 +202,11 @@ def _metrics_tracker() -> Any:
     return getattr(sys.modules.get(_METRICS), _TRACKER, None)
 
 
-@contextmanager
-def _metrics_kept() -> Iterator[None]:
+def _metrics_kept() -> AbstractContextManager[None]:
     """Restore the sums of MoE metrics on exit, in place."""
     tracker = _metrics_tracker()
-    entries = list(tracker.metrics.values()) if tracker is not None else []
-    saved = [(entry.values, entry.values.clone()) for entry in entries]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for values, old in saved:
-                values.copy_(old)
+    entries = tracker.metrics.values() if tracker is not None else ()
+    return values_kept([entry.values for entry in entries])
 
 
 def _entries() -> list[Entry]:
