@@ -221,16 +221,6 @@ def captures_experts(config: Any) -> bool:
 
 def allow_dropless_experts() -> Undo:
     """Let configs that are made from now on capture whole MoE layers; returns the undo."""
-    return relax_rules(_check)
-
-
-def _check(config: Any, rules: Callable[[Any], None]) -> None:
-    """Megatron's rules of a model, without the one that whole MoE layers need drop and pad."""
-    if not captures_experts(config):
-        rules(config)
-        return
-    config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 1.0, True
-    try:
-        rules(config)
-    finally:
-        config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = None, False
+    # One rule demands drop and pad of whole MoE layers.
+    factor, pads = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
+    return relax_rules(captures_experts, {factor: 1.0, pads: True}, {factor: None, pads: False})

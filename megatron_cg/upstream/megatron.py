@@ -14,7 +14,7 @@ Note [One config]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,16 +72,25 @@ def is_capturing() -> bool:
     return is_running_region() and _eager_regions == 0
 
 
-def relax_rules(check: Callable[[Any, Callable[[Any], None]], None]) -> Undo:
-    """Let ``check`` apply Megatron's rules to configs that are made from now on.
+def relax_rules(
+    applies: Callable[[Any], bool], meanwhile: Mapping[str, Any], after: Mapping[str, Any]
+) -> Undo:
+    """Let Megatron's rules see other fields in some of the configs that are made from now on.
 
-    ``check`` takes a config and the rules; it calls ``rules(config)``, on a config that it may
-    change before. Returns the undo. Raises UpstreamChangedError if Megatron has no such rules.
+    A config of which ``applies`` is true has the fields ``meanwhile`` while its rules run, and then
+    those of ``after``. Returns the undo. Raises UpstreamChangedError if Megatron has no such rules.
     """
     rules = _RULES.find()
 
     def __post_init__(self: Any) -> None:
-        check(self, rules)
+        if not applies(self):
+            rules(self)
+            return
+        vars(self).update(meanwhile)
+        try:
+            rules(self)
+        finally:
+            vars(self).update(after)
 
     return put_over(*_RULES.place(), __post_init__)
 

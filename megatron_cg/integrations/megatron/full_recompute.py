@@ -86,19 +86,8 @@ def allow_full_recompute() -> Callable[[], None]:
     """
     for symbol in RELIES_ON:
         symbol.require_known_body()
-    return relax_rules(_check)
-
-
-def _check(config: Any, rules: Callable[[Any], None]) -> None:
-    """Megatron's rules of a model, without the one against graphs with full recompute."""
-    if not _goes_into_layers(config):
-        rules(config)
-        return
-    config.recompute_granularity = None
-    try:
-        rules(config)
-    finally:
-        config.recompute_granularity = "full"
+    field = "recompute_granularity"
+    return relax_rules(_goes_into_layers, {field: None}, {field: "full"})
 
 
 def _goes_into_layers(config: Any) -> bool:
