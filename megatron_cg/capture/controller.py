@@ -24,12 +24,8 @@ logger = logging.getLogger(__name__)
 class GraphController:
     """Captures and deletes one model's graphs; all ranks do so together.
 
-    Args:
-        agreement: the votes of all ranks.
-        capture: captures and returns the session, or raises.
-        goes_on: whether training continues eagerly after a failed capture.
-        option: what a user types for that.
-        clean_up: called after such a failure.
+    ``goes_on`` says whether training continues eagerly after a failed capture, ``option`` is what a
+    user types for that, and ``clean_up`` is called then.
     """
 
     def __init__(

@@ -61,8 +61,6 @@ class GuardedCapture:
         self._hooks = tuple(Hooks(u.layer, u.graphed, sharding.moves) for u in self._units)
         self._observers: tuple[Observer, ...] = ()
         self._leaves: OtherLeaves | None = None
-        self.eager_passes: tuple[EagerPasses, ...] = ()
-        """One for each unit, once its graphs are captured."""
 
     def run(
         self,
@@ -112,16 +110,6 @@ class GuardedCapture:
         finally:
             if self._leaves is None:
                 forget_accumulators(graphed)
-        self.eager_passes = tuple(
-            EagerPasses(
-                unit.name,
-                self._mismatches,
-                collectives=observer.collectives,
-                one_node=self._sharding.counts_gradients
-                and sum(self._backend.replay_function(graph).needs) > 1,
-            )
-            for unit, observer, graph in zip(self._units, self._observers, graphs, strict=True)
-        )
         return self._guarded_graphs(graphs, args, kwargs, borrowed, options)
 
     def _capture(
@@ -223,10 +211,11 @@ class GuardedCapture:
     ) -> tuple[GuardedGraph, ...]:
         in_flight, made = InFlight(), list[GuardedGraph]()
         for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
-            asks = self._observers[index].asks_for_gradients
+            observer, replay = self._observers[index], self._backend.replay_function(graph)
+            asks = observer.asks_for_gradients
             inputs = Inputs(args[index], kwargs[index], borrowed, unit.inputs, same_gradients=asks)
             device_type = args[index][0].device.type
-            replay = self._backend.replay_function(graph)
+            one_node = self._sharding.counts_gradients and sum(replay.needs) > 1
             made.append(
                 GuardedGraph(
                     graph,
@@ -235,9 +224,14 @@ class GuardedCapture:
                     self._mismatches,
                     index=index,
                     in_flight=in_flight,
-                    eager_passes=self.eager_passes[index],
+                    eager_passes=EagerPasses(
+                        unit.name,
+                        self._mismatches,
+                        collectives=observer.collectives,
+                        one_node=one_node,
+                    ),
                     replay=replay,
-                    kept=partial(self._kept, unit, self._observers[index], replay),
+                    kept=partial(self._kept, unit, observer, replay),
                 )
             )
         return tuple(made)

@@ -96,7 +96,8 @@ class Observer:
             for name, value in vars(owner).items()
             if isinstance(value, torch.Tensor) and is_known(owner) and owner in unit.graphed
         ]
-        if is_strange(unit):
+        known = KNOWN if unit.sets_attributes else KNOWN | {"torch"}
+        if any(not is_known(module, known) for module in unit.graphed):
             graphed = {self._paths.get(module, "?"): module for module in unit.graphed}
             self._state = PythonState(graphed)
 
@@ -358,12 +359,6 @@ class Observer:
                     f"(torch's {name}) would not be called",
                     "Register it on the modules that need it, or remove it before the capture.",
                 )
-
-
-def is_strange(unit: Unit) -> bool:
-    """Whether code runs inside the graph that this package does not know."""
-    packages = KNOWN if unit.sets_attributes else KNOWN | {"torch"}
-    return any(not is_known(module, packages) for module in unit.graphed)
 
 
 def _holds(value: Any, *, key: int | None) -> bool:

@@ -58,19 +58,11 @@ class Phase(Enum):
 
 
 class Session:
-    """The graphs of one model.
+    """The graphs of one model, whose ``units`` are in the order of their forward passes.
 
-    Args:
-        sharding: how the model is sharded.
-        units: the layers to be captured, in the order of their forward passes.
-        backend: captures the graphs.
-        agreement: the votes of all ranks, for a model that several ranks train.
-        joins: whether a capture that fails on this rank still runs the hooks that other ranks wait
-            for; see ``hook_order.py``.
-        policy: what to do when a graph must not be replayed.
-        static_inputs: which inputs of the units never change.
-        fast_path: see ``megatron_cg/fastpath``; equal on all ranks.
-        optimizers: the optimizers of the model's parameters, for the fast path.
+    ``joins`` says whether a capture that fails on this rank still runs the hooks that other ranks
+    wait for; see ``hook_order.py``. ``fast_path`` is equal on all ranks; ``optimizers`` are those
+    of the model's parameters, for it.
     """
 
     def __init__(
@@ -156,7 +148,7 @@ class Session:
         self._rest = finalize(self, self._backend.synchronize)
         self._rest.atexit = False
         _SESSIONS.append(ref(self, _SESSIONS.remove))
-        self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
+        self.counters.captured += len(self._graphs())
         self.phase = Phase.REPLAYING
         with ExitStack() as failed:
             failed.callback(self.close)
@@ -199,8 +191,7 @@ class Session:
 
     def _agree_on_collectives(self, agreement: Agreement) -> None:
         """End the capture's votes: a unit whose graphs hold collectives on one rank does on all."""
-        assert self._capture is not None
-        units = self._capture.eager_passes
+        units = [graph.eager_passes for graph in self._graphs()]
         with_collectives = agreement.confirm(unit.name for unit in units if unit.collectives)
         for unit in units:
             unit.collectives = unit.name in with_collectives
@@ -219,11 +210,7 @@ class Session:
                 self._backend.scratch(),
                 self._optimizers,
                 {module for unit in units for top in unit.graphed for module in top.modules()},
-                [
-                    self._backend.replay_function(graph.graph)
-                    for unit in units
-                    for graph in _graphs(unit.layer)
-                ],
+                [self._backend.replay_function(graph.graph) for graph in self._graphs()],
             )
         self._undo.callback(self.fast_path.close)
         self.mismatches.issue_held = self.fast_path.deferred.issue
@@ -268,11 +255,13 @@ class Session:
         _SESSIONS.remove(ref(self))
         self._rest.detach()
         with self._undo, ExitStack() as release:
-            for unit in self._units:
-                for graph in _graphs(unit.layer):
-                    release.callback(graph.reset)
+            for graph in self._graphs():
+                release.callback(graph.reset)
             # Last in, first out: the wait runs first. If it raises, graphs are still released.
             release.callback(self._backend.synchronize)
+
+    def _graphs(self) -> list[Any]:
+        return [graph for unit in self._units for graph in getattr(unit.layer, "cuda_graphs", ())]
 
     def _require(self, phase: Phase) -> None:
         if self.phase is not phase:
@@ -282,7 +271,7 @@ class Session:
             )
 
     def _require_no_other_graphs(self) -> None:
-        taken = [unit.name for unit in self._units if _graphs(unit.layer)]
+        taken = [unit.name for unit in self._units if getattr(unit.layer, "cuda_graphs", ())]
         if taken:
             raise PhaseError(
                 f"{', '.join(taken)} has graphs of another session. Delete those first, or capture "
@@ -311,8 +300,3 @@ def close_all_sessions() -> None:
         for session in [reference() for reference in _SESSIONS]:
             if session is not None:
                 stack.callback(session.close)
-
-
-def _graphs(layer: nn.Module) -> Sequence[Any]:
-    graphs: Sequence[Any] = getattr(layer, "cuda_graphs", ())
-    return graphs
