@@ -154,11 +154,9 @@ class GradientBucketing:
     ) -> None:
         """Take gradients of detached weights, on the stream on which they are computed.
 
-        Args:
-            together: what ``detach`` returned for the weights.
-            gradients: one per weight, in the same order and dtype.
-            used: for each weight, whether this backward pass also reaches its own hook.
-            borrowed: whether gradients are in a graph's own memory, where none may wait.
+        ``together`` is what :meth:`detach` returned for the weights. Gradients are in their order
+        and dtype. ``used`` says for each weight whether this backward pass also reaches its own
+        hook, ``borrowed`` whether gradients are in a graph's own memory, where none may wait.
         """
         expected = self._fsdp._params_require_handle_grad
         if (
@@ -268,21 +266,21 @@ class GradientBucketing:
         buffer = group.hfsdp_helper_gbuf or group.main_grad_buffer
         if group.fsdp_unit_id is None or not group.requires_grad or buffer is None:
             return
-        if not stays(buffer) or any(map(_is_handled_otherwise, group.params)):
+        if not stays(buffer):
+            return
+        # Gradients that are shared, or computed after the backward pass of their unit.
+        others = ("_is_shared", "skip_backward_post_hook")
+        if any(getattr(parameter, name, False) for parameter in group.params for name in others):
             return
         bucket = Bucket(number, buffer, BucketViews(buffer), len(group.params))
         self._buckets.append(bucket)
         for parameter in group.params:
             self._of_parameter[id(parameter)] = bucket
 
-    def _is_special(self, parameter: nn.Parameter) -> bool:
+    def _is_special(self, parameter: Any) -> bool:
         """Whether Megatron-FSDP does anything but copy the gradient."""
-        target: Any = parameter
-        return bool(
-            target.grad_added_to_main_grad
-            # A user's hook after ours would find no gradient to change.
-            or len(hooks_of_gradient(parameter)) > 1
-        )
+        # A user's hook after ours would find no gradient to change.
+        return parameter.grad_added_to_main_grad or len(hooks_of_gradient(parameter)) > 1
 
     def _begin(self, bucket: Bucket) -> None:
         """In a new backward pass: the root hook has handled what was left in the bucket."""
@@ -352,7 +350,7 @@ class GradientBucketing:
         ]
         return ready
 
-    def _tell(self, bucket: Bucket, others: Collection[nn.Parameter], last: nn.Parameter) -> None:
+    def _tell(self, bucket: Bucket, others: Collection[nn.Parameter], last: Any) -> None:
         """Tell Megatron-FSDP that these gradients are in their bucket."""
         bucket.handed_over += len(others) + 1
         ready = self._ready(bucket)
@@ -363,15 +361,8 @@ class GradientBucketing:
             ready.add(last)
             self._fsdp._params_require_handle_grad.discard(last)
             return
-        target: Any = last
-        target.grad_added_to_main_grad = True
+        last.grad_added_to_main_grad = True
         self._original([last])
-
-
-def _is_handled_otherwise(parameter: Any) -> bool:
-    """Whether its gradient is shared, or computed after the backward pass of its unit."""
-    names = ("_is_shared", "skip_backward_post_hook")
-    return any(getattr(parameter, name, False) for name in names)
 
 
 def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]:

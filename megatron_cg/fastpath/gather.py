@@ -156,10 +156,7 @@ class _Plan:
 class Gathers:
     """Replaces ``all_gather_params`` of an ``AllGatherPipeline``.
 
-    Args:
-        pipeline: the ``AllGatherPipeline``.
-        deferred: holds gathers until a graph is launched.
-        replays: whether graphs are replayed in this pass.
+    ``replays`` says whether graphs are replayed in this pass.
     """
 
     def __init__(

@@ -149,20 +149,13 @@ def install(
     graphed: Collection[nn.Module] = (),
     replays: Sequence[ReplayFunction] = (),
 ) -> FastPath:
-    """Install every part that is applicable to ``fsdp``, between two steps.
+    """Install every part that is applicable to a ``MegatronFSDP``, between two steps.
 
-    Args:
-        fsdp: the ``MegatronFSDP``.
-        scratch: memory for tensors that live only between two steps; None: ordinary memory.
-        optimizers: the optimizers of its parameters, Megatron's or torch's.
-        graphed: modules inside graphs, whose Python code no longer runs.
-        replays: how autograd sees each of their graphs.
+    ``scratch`` is memory for tensors that live only between two steps; None: ordinary memory.
+    ``optimizers`` are Megatron's or torch's. ``graphed`` are the modules inside graphs, and
+    ``replays`` how autograd sees each graph. ``close`` of what is returned removes the parts.
 
-    Returns:
-        The installed parts; ``close`` removes them.
-
-    Raises:
-        UpstreamChangedError: a symbol that a part relies on is gone; nothing stays changed.
+    Raises UpstreamChangedError if a symbol that a part relies on is gone; nothing stays changed.
     """
     path = FastPath(fsdp)
     add, weights, local = path._add, main_weights, local_tensors

@@ -56,11 +56,7 @@ class Run(NamedTuple):
 def factor_of(store: Any, number: int, buffer: Any, dtype: torch.dtype) -> float | None:
     """The factor by which Megatron-FSDP multiplies a bucket; None if only it can.
 
-    Args:
-        store: the model's ``ParamAndGradBuffer``.
-        number: the bucket's.
-        buffer: its buffer of gradients.
-        dtype: of its gradients.
+    ``store`` is the model's ``ParamAndGradBuffer``, ``buffer`` has the gradients of this bucket.
     """
     config, comm_dtype = buffer.ddp_config, store.mp_policy.grad_comm_dtype
     in_nccl = config.average_in_collective or (

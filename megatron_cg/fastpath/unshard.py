@@ -51,9 +51,9 @@ class CachedParameters(list[nn.Parameter]):
     ) -> None:
         super().__init__(parameters)
         seen: set[int] = set()
-        self.shown: list[nn.Parameter] = []
+        self.shown: list[Any] = []
         """See Note [Shown one parameter a bucket]."""
-        self.others: list[nn.Parameter] = []
+        self.others: list[Any] = []
         self.marked = False
         """Whether ``others`` have Megatron-FSDP's marks of unsharded parameters."""
         for parameter in parameters:
@@ -72,14 +72,11 @@ def install_unshard(
 ) -> Callable[[], None]:
     """Replace the walks over parameters before and after a unit's passes; returns the undo.
 
-    Args:
-        fsdp: the ``MegatronFSDP``.
-        after_backward: called with a unit after its backward pass, before its buckets are freed.
-        deferred: may hold gathers; they are issued at the latest when a unit is released.
+    ``after_backward`` is called with a unit after its backward pass, before its buckets are freed.
+    Gathers that ``deferred`` holds are issued at the latest when a unit is released.
 
-    Raises:
-        NotApplicableError: weights are not sharded, so nothing is unsharded.
-        UpstreamChangedError: a symbol is gone; nothing is changed then.
+    Raises NotApplicableError if weights are not sharded, and UpstreamChangedError if a symbol is
+    gone; nothing is changed then.
     """
     if fsdp.data_parallel_sharding_strategy == "no_shard":
         raise NotApplicableError("the sharding strategy is no_shard, in which nothing is unsharded")
@@ -123,11 +120,9 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
             # These marks stay, except the first; every backward pass begins by clearing it.
             params.marked = True
             for parameter in params.others:
-                target: Any = parameter
-                first: Any = params.shown[0]
-                target.grad_added_to_main_grad = False
-                target.__fsdp_param__ = True
-                target.overwrite_main_grad = first.overwrite_main_grad
+                parameter.grad_added_to_main_grad = False
+                parameter.__fsdp_param__ = True
+                parameter.overwrite_main_grad = params.shown[0].overwrite_main_grad
 
     return all_gather_and_wait_parameters_ready
 
