@@ -87,8 +87,7 @@ def use_device_counts(
             Transformer Engine; see Note [Grouped GEMMs]. The latter is for where
             ``lacks_device_counts`` finds nothing missing.
 
-    Returns:
-        The undo.
+    Returns the undo.
 
     Raises:
         ConfigurationError: another kernel is in place already.

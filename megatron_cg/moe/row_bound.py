@@ -35,8 +35,7 @@ def clipped(counts: torch.Tensor, slot: int) -> torch.Tensor:
 class RowBound:
     """The bound of all models that are built with it, and whether a step exceeded it.
 
-    Args:
-        factor: how many times the rows that a rank sends to each on average; at least 1.
+    ``factor`` is how many times the rows that a rank sends to each on average; at least 1.
     """
 
     def __init__(self, factor: float) -> None:
@@ -62,11 +61,7 @@ class RowBound:
         return self.bound
 
     def watch(self, counts: torch.Tensor) -> None:
-        """Notice rows beyond the bound, on the device.
-
-        Args:
-            counts: int64 ``[ranks]``: rows that this rank sends to each.
-        """
+        """Notice rows beyond the bound, on the device, of int64 ``[ranks]`` that are sent."""
         most = counts.amax()
         exceeded = torch.where(most > self.bound, most, 0).to(self._most.dtype)
         self._most.copy_(torch.maximum(self._most, exceeded))

@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.consensus import exchange as agreement
@@ -100,7 +99,7 @@ class EagerPasses:
 
 
 def replay_instead(
-    layer: nn.Module,
+    layer: Any,
     prepare: Callable[[Sequence[Any], Mapping[str, Any]], Prepared],
     mismatches: MismatchPolicy,
 ) -> Callable[[], None]:
@@ -108,15 +107,14 @@ def replay_instead(
 
     ``prepare`` takes the arguments of a call in training.
     """
-    target: Any = layer
-    eager = target.forward
-    passes: EagerPasses = target.cuda_graphs[0].eager_passes
+    eager = layer.forward
+    passes: EagerPasses = layer.cuda_graphs[0].eager_passes
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not target.training:
+        if not layer.training:
             passes.for_no_replay("it is in evaluation mode")
             return eager(*args, **kwargs)
-        if not target.cuda_graphs:
+        if not layer.cuda_graphs:
             passes.for_no_replay("its graphs were deleted")
             return passes.run(eager, *args, **kwargs)
         prepared = prepare(args, kwargs)
@@ -132,7 +130,7 @@ def replay_instead(
             mismatches.issue_held()
             raise
 
-    return put_over(target, "forward", forward)
+    return put_over(layer, "forward", forward)
 
 
 class _Tie(torch.autograd.Function):

@@ -46,11 +46,9 @@ a backward pass of their own, which may end at a leaf."""
 
 
 def own_gradient(value: Any, is_replay: Callable[[Any], bool]) -> Any:
-    """``value`` on the same memory, whose gradient nobody else overwrites.
+    """An input of a graph, on the same memory, whose gradient nobody else overwrites.
 
-    Args:
-        value: an input of a graph.
-        is_replay: whether a node of autograd is a replay that waits for its backward.
+    ``is_replay`` says whether a node of autograd is a replay that waits for its backward.
     """
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value

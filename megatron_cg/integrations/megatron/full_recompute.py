@@ -109,11 +109,7 @@ def recompute_in_layers(
     """Move the checkpoints of full recompute into the layers of ``model``; returns the undo.
 
     Does nothing to a model that does not recompute whole layers. Call it before a capture, between
-    two steps, and undo it after the graphs are deleted.
-
-    Args:
-        model: the whole model.
-        inputs: what its layers were called with in the steps before.
+    two steps, and undo it after the graphs are deleted. ``inputs`` are those of the steps before.
 
     Raises ConfigurationError where eager training loses gradients; see Note [Lost gradients].
     """

@@ -80,13 +80,8 @@ for _symbol in RELIES_ON:
 class FsdpHelper:
     """Captures one model's layers, and replaces methods of Megatron's helper until it is closed.
 
-    All ranks create it together.
-
-    Args:
-        made: makes Megatron's helper, such as ``partial(TECudaGraphHelper, [model], ...)``.
-        backend: captures the graphs.
-        given: this package's settings.
-        source: announces the steps; None if the caller runs :attr:`steps` itself.
+    All ranks create it together. ``made`` makes Megatron's helper. ``source`` announces the steps;
+    None if the caller runs :attr:`steps` itself.
     """
 
     def __init__(
@@ -247,12 +242,8 @@ def check_model(
 ) -> None:
     """Raise for a model that cannot be graphed, with every reason, in the names of its configs.
 
-    Args:
-        model: megatron-core's ``FullyShardedDataParallel`` around one model.
-        optimizer: its ``config`` is read, if it has one.
-        given: this package's own settings.
-        backend: the name of the capture backend.
-        call: the function that these settings were given to.
+    ``model`` is megatron-core's ``FullyShardedDataParallel`` around one model, ``backend`` the name
+    of the capture backend, and ``call`` the function that our settings were given to.
 
     Raises:
         ConfigurationError: a rule is broken.
@@ -265,9 +256,8 @@ def check_model(
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel first."
         )
     fsdp: Any = sharding.wrapped
-    whole: Any = model
-    ddp_config = getattr(fsdp, "ddp_config", None) or whole.ddp_config  # v2's wrapper has it
-    configs = (getattr(optimizer, "config", None), ddp_config, whole.config)
+    ddp_config = getattr(fsdp, "ddp_config", None) or model.ddp_config  # v2's wrapper has it
+    configs = (getattr(optimizer, "config", None), ddp_config, model.config)
     run = run_of(_with_decoder(model), *reversed(configs))
     if run.cuda_graph_impl == "none":
         raise HookError(
@@ -342,12 +332,9 @@ def _capture_without_te() -> Undo:
     arguments, as many layers as each chunk has, shared buffers. Every backend here takes all that.
     """
 
-    def takes_all(*_release: Any, **_options: Any) -> bool:
-        return True
-
     def changes() -> Iterator[Undo]:
         yield set_attribute(cuda_graphs, "HAVE_TE_GRAPHS", True)
         for module in (cuda_graphs, transformer_layer):
-            yield put_over(module, "is_te_min_version", takes_all)
+            yield put_over(module, "is_te_min_version", lambda *_release, **_options: True)
 
     return (lambda: None) if cuda_graphs.HAVE_TE_GRAPHS else all_of(changes())

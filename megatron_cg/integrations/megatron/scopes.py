@@ -22,11 +22,9 @@ RELIES_ON = (
 
 
 class LayerScopes:
-    """The captured scopes of each layer, and the layers that are captured.
+    """The captured scopes of each layer.
 
-    Args:
-        helper: Megatron's capture helper; layers without a captured scope are taken off its lists.
-        selection: the values of ``--cg-layers``.
+    Layers without one are taken off the lists of Megatron's ``helper``.
     """
 
     def __init__(self, helper: Any, selection: LayerSelection) -> None:

@@ -28,9 +28,7 @@ RELIES_ON = (_STEP,)
 class Steps:
     """What a model's graphs need before and after each of its training steps.
 
-    Args:
-        controller: controls the graphs.
-        inputs: observes the steps before capture.
+    ``inputs`` observes those before the capture.
     """
 
     def __init__(self, controller: GraphController, inputs: StaticInputs) -> None:

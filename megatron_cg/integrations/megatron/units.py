@@ -103,30 +103,23 @@ def _is_direct(layer: Any) -> bool:
     return not before or CudaGraphModule.attn in scopes
 
 
-def run_region(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run_region(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what the graph of ``layer`` would return for these arguments, with autograd as usual.
 
     FSDP's hooks on modules inside the region run as in an eager pass, and so do experts: see
     :func:`is_capturing`.
     """
-    target: Any = layer
     inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
     with capturing_flag(), not_capturing():
-        return target._te_cuda_graph_capture(*args, **inputs)
+        return layer._te_cuda_graph_capture(*args, **inputs)
 
 
 def attach_replay(
     unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy, *, direct: bool
 ) -> Callable[[], None]:
-    """Make ``unit`` replay its graphs in training and run eagerly in evaluation; returns the undo.
+    """See ``attach`` of :class:`megatron_cg.replay.unit.Unit`; ``cuda_graphs`` are set.
 
-    Args:
-        unit: a ``GraphableMegatronModule`` whose ``cuda_graphs`` are set.
-        before_replay: (fn, arguments) run before each replay; see
-            :attr:`megatron_cg.fsdp.transform.UnitHooks.before_replay`.
-        mismatches: the mismatch policy of the unit's session.
-        direct: whether the graph takes the layer's arguments. If not, code of the layer runs before
-            it.
+    ``direct``: the graph takes the layer's arguments. If not, code of the layer runs before it.
     """
     target: Any = unit.layer
     notes, noted = _noted_in(target)

@@ -22,14 +22,7 @@ from megatron_cg.upstream.patch import all_of, put_over
 
 
 class Attachment:
-    """One module's forward, eager or replayed.
-
-    Args:
-        name: the unit's name.
-        module: the unit.
-        seen: its calls.
-        backward: the autocast around its backward passes.
-    """
+    """One module's forward, eager or replayed; ``backward`` is around its backward passes."""
 
     def __init__(self, name: str, module: nn.Module, seen: Seen, backward: Autocast) -> None:
         self._form = seen.form

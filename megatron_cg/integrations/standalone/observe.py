@@ -66,12 +66,7 @@ class Seen:
 
 
 class Observer:
-    """Observes the units' calls in whole training steps.
-
-    Args:
-        units: the name and module of each unit.
-        sharding: how their model is sharded; it observes the steps too.
-    """
+    """Observes the units' calls in whole training steps; their ``sharding`` observes too."""
 
     def __init__(self, units: Mapping[str, nn.Module], sharding: Sharding) -> None:
         self._units, self._sharding = dict(units), sharding

@@ -60,16 +60,13 @@ class Results:
         seen: Mapping[Any, Layout],
         laid_out: Callable[[int, torch.Tensor, Any], torch.Tensor],
     ) -> tuple[Results, list[torch.Tensor]]:
-        """The form of a pass, and the tensors that its graph returns.
+        """The form of a pass that returned ``value``, and the tensors that its graph returns.
 
-        Args:
-            value: what the pass returned.
-            attributes: the tensors that it set.
-            arguments: the tensors that it was given, by name.
-            without_gradient: which of them are there for each replay, and need no gradient.
-            seen: the layouts of DTensors in the steps before; see :func:`results_of`.
-            laid_out: gets an output's number, the output, and its key in the steps before, and
-                returns what the graph returns. No argument is passed: others may use it too.
+        ``attributes`` are the tensors that it set, ``arguments`` those that it was given;
+        ``without_gradient`` names those that are there for each replay and need no gradient.
+        ``seen`` are the layouts in the steps before by the keys of :func:`results_of`. ``laid_out``
+        gets an output's number, the output and that key, and returns what the graph returns. No
+        argument is passed to it: others may use it too.
         """
         tensors: list[torch.Tensor] = []
         layouts: dict[int, Layout] = {}

@@ -140,16 +140,13 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -
         # it reads besides, the capture refuses.
         returned = edge in call.outputs
         what = names.get(edge) or _leaf_name(edge[0])
-        if what is None and _is_cast(edge[0]) and not (returned and edge[0] in inside):
+        is_cast = what is None and edge[0].name().startswith("ToCopyBackward")
+        if is_cast and not (returned and edge[0] in inside):
             return _CAST
         later = sum(node._sequence_nr() >= call.last for node in others)
         if what is not None and count + returned > 1 and later > returned:
             return f"{what}, used {count} times inside and {later} times later outside"
     return None
-
-
-def _is_cast(node: Any) -> bool:
-    return str(node.name()).startswith("ToCopyBackward")
 
 
 def _is_new(node: Any, call: _Call) -> bool:
