@@ -83,12 +83,11 @@ class GuardedCapture:
             layers, capture_time, options, begun=self._pass_begun, ended=self._pass_ended
         )
         borrowed = self._borrow(kwargs)
+        watched = self._sharding.watched_memory
         self._observers = tuple(
-            Observer(unit, own, named, borrowed)
+            Observer(unit, own, named, borrowed, watched(unit.layer, unit.graphed))
             for unit, own, named in zip(self._units, args, kwargs, strict=True)
         )
-        for observer in self._observers:
-            observer.prepare(self._sharding)
         graphed = [module for unit in self._units for module in unit.graphed]
         if self._sharding.may_renew_accumulators(layers):
             forget_accumulators(graphed)

@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 from megatron_cg.capture.operations import Operations, Use, bytes_in, holder_of, key_of, overlap
@@ -39,8 +40,8 @@ from megatron_cg.capture.static_inputs import version_of
 from megatron_cg.capture.transaction import frozen_kept, values_kept
 from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.errors import CaptureError
-from megatron_cg.fsdp.sharding import REPLACED, Sharding
-from megatron_cg.replay.depends_on import GLOBAL_HOOKS, Entry, KeySet, key_sets_of
+from megatron_cg.fsdp.sharding import REPLACED
+from megatron_cg.replay.depends_on import GLOBAL_HOOKS, Entry, KeySet
 from megatron_cg.replay.dtensors import ranks_of_meshes
 from megatron_cg.replay.guard.addresses import Addresses, Watched
 from megatron_cg.replay.unit import Unit
@@ -52,7 +53,8 @@ class Observer:
     """Observes the passes of one unit in a capture.
 
     ``args`` and ``kwargs`` are its samples. ``borrowed`` are those that are the model's own
-    tensors, which a graph writes itself.
+    tensors, which a graph writes itself. ``watched`` is other memory that the graph addresses: of
+    unsharded parameters, since the sharded ones of the time between steps are in no graph.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Observer:
         args: Sequence[torch.Tensor],
         kwargs: Mapping[str, torch.Tensor],
         borrowed: Iterable[torch.Tensor],
+        watched: Iterable[Watched] = (),
     ) -> None:
         self._unit, self._error = unit, unit.refused
         self._device_type = args[0].device.type
@@ -84,7 +87,7 @@ class Observer:
         self._of_backward: list[Change] = []
         self._state: PythonState | None = None
         self._operations = Operations(unit.layer)
-        self.addresses = Addresses()
+        self.addresses = Addresses(watched)
         self.collectives = unit.collectives
         """Whether the unit's graph contains collectives; final once it is captured."""
         self.entries: list[Entry] = []
@@ -100,15 +103,6 @@ class Observer:
         if any(not is_known(module, known) for module in unit.graphed):
             graphed = {self._paths.get(module, "?"): module for module in unit.graphed}
             self._state = PythonState(graphed)
-
-    def prepare(self, sharding: Sharding) -> None:
-        """Find the memory that the graph will address directly; called before the first pass.
-
-        The modules must already hold their unsharded parameters: the sharded parameters that they
-        hold between steps are in no graph.
-        """
-        self.addresses.add(sharding.watched_memory(self._unit.layer, self._unit.graphed))
-        if self._state is not None:
             self._refuse_global_hooks()
 
     @property
@@ -120,13 +114,15 @@ class Observer:
         """What strange modules may not get later; known code reads nothing that somebody adds."""
         if self._state is None:
             return []
-        names = self._state.own_names
+        names, kinds = self._state.own_names, ("module", "parameter", "buffer")
         strange = [m for m in self._unit.graphed if m in self._paths and not is_known(m)]
-        attributes = [
-            KeySet(vars(m), "attribute", f"attribute {_dotted(self._paths[m])}", names)
-            for m in strange
+        found: list[tuple[nn.Module, str, Any, Any]]
+        found = [(m, kind, getattr(m, f"_{kind}s"), None) for m in strange for kind in kinds]
+        found += [(m, "attribute", vars(m), names) for m in strange]
+        return [
+            KeySet(keys, kind, f"{kind} {_dotted(self._paths[m])}", reads)
+            for m, kind, keys, reads in found
         ]
-        return [*key_sets_of(self._unit.layer, strange), *attributes]
 
     def begun(self, *, forward: bool, warmup: bool) -> None:
         """A pass begins, after the hooks that come before it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -106,15 +106,10 @@ class PythonState:
         self._profile = sys.getprofile()
         sys.setprofile(self._called)
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> AbstractContextManager[None]:
         """Restore on exit what passes in the block change."""
         self._copy_all()
-        restore = self.restorer()
-        try:
-            yield
-        finally:
-            restore()
+        return undone_after(self.restorer())
 
     def _copy_all(self) -> None:
         self._copies.clear()

@@ -54,7 +54,8 @@ class StaticInputs:
             tensor = reference[0]() if reference is not None else None
             if self._steps < 2 or tensor is None or (layer, name) in self._changed:
                 continue
-            if _alike(tensor, sample):
+            kinds = [(t.shape, t.dtype, t.stride(), t.device) for t in (tensor, sample)]
+            if kinds[0] == kinds[1] and not sample.requires_grad:
                 inputs[name] = tensor
         return inputs
 
@@ -97,8 +98,3 @@ def positional_names(
     return [
         f"number {n}" if name is None or name in taken else name for n, name in enumerate(names)
     ]
-
-
-def _alike(tensor: torch.Tensor, sample: torch.Tensor) -> bool:
-    kinds = [(t.shape, t.dtype, t.stride(), t.device) for t in (tensor, sample)]
-    return kinds[0] == kinds[1] and not sample.requires_grad

@@ -2,9 +2,6 @@
 
 A graph holds addresses, and the operations that Python code led to when it was captured. An eager
 pass follows whatever has changed since; a replay does not. The rows are what the capture observed
-(``capture/observer.py``), the cheap ones first:
-
-=============  ==============================================================================
 inputs         structure, shape, strides, dtype, device, requires_grad (``guard/inputs.py``)
 modes          grad mode, autocast, determinism, default dtype, the backend's numerics
 objects        modules, parameters, buffers, tensors and plain values that the unit's code reads
@@ -13,6 +10,9 @@ key sets       how many modules, parameters, buffers, attributes and hooks there
 frozen         parameters that needed no gradient still need none; all, if code asks for that
 memory         addresses and strides of all that the graph reads in place (``guard/addresses.py``)
 =============  ==============================================================================
+=======
+(``capture/observer.py``), the cheap ones first: inputs (``guard/inputs.py``), modes, objects, key
+sets, frozen parameters and memory (``guard/addresses.py``). ``docs/how-it-works.md`` lists them.
 
 Note [The same object, or the same value]
     A row is compared by identity first, at about 40 ns. A plain value that was set again to the
@@ -298,20 +298,6 @@ def entries_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
             entries.append(Entry(vars(owner), "forward", "forward", f"forward of {path}"))
     # A compiled module has its mode, as all else, in the module below it.
     return [e for e in entries if e.clause != "training" or "training" in e.holder]
-
-
-def key_sets_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[KeySet]:
-    """The modules, parameters and buffers to which none may be added."""
-    names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
-    return [
-        KeySet(keys, clause, f"{clause} {names[id(owner)]}")
-        for owner in graphed
-        for clause, keys in (
-            ("module", owner._modules),
-            ("parameter", owner._parameters),
-            ("buffer", owner._buffers),
-        )
-    ]
 
 
 def frozen_of(

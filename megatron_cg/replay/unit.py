@@ -17,10 +17,6 @@ ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 """A function that is called before each replay, and its arguments."""
 
 
-def _leave_out_unit(_module: nn.Module | None) -> str:
-    return "Leave the unit out of graph_units."
-
-
 def _call(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return layer(*args, **kwargs)
 
@@ -57,7 +53,7 @@ class Unit:
     takes hooks that run before each replay, and the session's mismatch policy."""
     gradients: Gradients = field(default_factory=Gradients)
     """How gradients lie in memory at the border of its graph."""
-    leave_out: Callable[[nn.Module | None], str] = _leave_out_unit
+    leave_out: Callable[[nn.Module | None], str] = lambda _: "Leave the unit out of graph_units."
     """Returns a sentence that says what to type to keep a module below the layer out of graphs. The
     module is None if it is unknown."""
 
