@@ -99,11 +99,6 @@ class PeerMemory:
         """Those of the graphs of each model."""
         self._kept = False
 
-    @property
-    def bytes(self) -> int:
-        """What this rank holds for all exchanges."""
-        return sum(slots.rows.nbytes for slots in self._slots.values())
-
     def hold(self) -> Callable[[], None]:
         """Keep what was used since the last call for graphs, and free what no graphs need.
 

@@ -208,7 +208,7 @@ def test_dispatchers_of_a_group_share_peer_memory(
     assert dispatcher().transport is None  # One rank exchanges nothing.
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "__init__", of_two_ranks)
     one, other = dispatcher().transport, dispatcher().transport
-    assert isinstance(one, PeerMemory) and one is other and one.bytes == 0
+    assert isinstance(one, PeerMemory) and one is other
     undo()
     assert dispatcher().transport is None
 
