@@ -101,12 +101,7 @@ RELIES_ON = (
 
 
 class GradientBucketing:
-    """Replaces Megatron-FSDP's gradient function for one model.
-
-    Args:
-        fsdp: the ``MegatronFSDP``; its strategy is ``optim_grads_params``.
-        original: its own function, taking a list of parameters.
-    """
+    """Replaces ``original``, Megatron-FSDP's gradient function, under ``optim_grads_params``."""
 
     def __init__(self, fsdp: Any, original: Callable[[list[nn.Parameter]], None]) -> None:
         self._fsdp, self._original = fsdp, original

@@ -49,10 +49,6 @@ class GraphedLayers:
             (``init_num_microbatches_calculator``).
         layers: such as ``("attn:0-23", "moe_router:4-")``.
         backend: ``"te"``, ``"native"``, ``"tape"`` or a backend.
-        on_failure: ``"error"`` or ``"eager"``.
-        on_mismatch: ``"eager"`` or ``"error"``.
-        verify_interval: steps between two verifications; 0 is never.
-        fast_path: False is ``--cg-no-fsdp-fast-path``.
 
     Raises:
         ArgumentError: with every argument that is wrong.

@@ -124,7 +124,10 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -
     ahead = [edge[0] for edge in call.outputs if edge in users]
     while ahead:
         node = ahead.pop()
-        if node is not None and node not in inside and _is_new(node, call):
+        # Leaves belong to no call.
+        if node is None or node in inside or hasattr(node, "variable"):
+            continue
+        if node._sequence_nr() >= call.first:
             inside.add(node)
             ahead += [following for following, _ in node.next_functions]
     names = {edge: name for name, edge in call.inputs.items()}
@@ -147,11 +150,6 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -
         if what is not None and count + returned > 1 and later > returned:
             return f"{what}, used {count} times inside and {later} times later outside"
     return None
-
-
-def _is_new(node: Any, call: _Call) -> bool:
-    """Whether a node was made in the call; leaves belong to no call."""
-    return not hasattr(node, "variable") and node._sequence_nr() >= call.first
 
 
 def _leaf_name(node: Any) -> str | None:
