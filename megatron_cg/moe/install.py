@@ -221,5 +221,8 @@ def captures_experts(config: Any) -> bool:
 def allow_dropless_experts() -> Undo:
     """Let configs that are made from now on capture whole MoE layers; returns the undo."""
     # One rule demands drop and pad of whole MoE layers.
-    factor, pads = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
-    return relax_rules(captures_experts, {factor: 1.0, pads: True}, {factor: None, pads: False})
+    return relax_rules(
+        captures_experts,
+        moe_expert_capacity_factor=(1.0, None),
+        moe_pad_expert_input_to_capacity=(True, False),
+    )

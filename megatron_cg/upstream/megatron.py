@@ -14,8 +14,8 @@ Note [One config]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron_cg.upstream.patch import Undo, put_over
@@ -72,25 +72,20 @@ def is_capturing() -> bool:
     return is_running_region() and _eager_regions == 0
 
 
-def relax_rules(
-    applies: Callable[[Any], bool], meanwhile: Mapping[str, Any], after: Mapping[str, Any]
-) -> Undo:
-    """Let Megatron's rules see other fields in some of the configs that are made from now on.
+def relax_rules(applies: Callable[[Any], bool], **fields: tuple[Any, Any]) -> Undo:
+    """Let Megatron's rules see other values in some of the configs that are made from now on.
 
-    A config of which ``applies`` is true has the fields ``meanwhile`` while its rules run, and then
-    those of ``after``. Returns the undo. Raises UpstreamChangedError if Megatron has no such rules.
+    A config of which ``applies`` is true has the first value of each field while its rules run, and
+    then the second. Returns the undo. Raises UpstreamChangedError if Megatron has no such rules.
     """
     rules = _RULES.find()
 
     def __post_init__(self: Any) -> None:
-        if not applies(self):
+        with ExitStack() as then:
+            for name, (meanwhile, after) in fields.items() if applies(self) else ():
+                setattr(self, name, meanwhile)
+                then.callback(setattr, self, name, after)
             rules(self)
-            return
-        vars(self).update(meanwhile)
-        try:
-            rules(self)
-        finally:
-            vars(self).update(after)
 
     return put_over(*_RULES.place(), __post_init__)
 

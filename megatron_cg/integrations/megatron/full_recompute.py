@@ -86,8 +86,7 @@ def allow_full_recompute() -> Callable[[], None]:
     """
     for symbol in RELIES_ON:
         symbol.require_known_body()
-    field = "recompute_granularity"
-    return relax_rules(_goes_into_layers, {field: None}, {field: "full"})
+    return relax_rules(_goes_into_layers, recompute_granularity=(None, "full"))
 
 
 def _goes_into_layers(config: Any) -> bool:
