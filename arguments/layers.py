@@ -73,11 +73,8 @@ class LayerSelection:
 
         Megatron captures ``moe_preprocess`` only as the continuation of the router's graph, so it
         is captured only on layers with ``moe_router``.
-
-        Args:
-            layer_index: index of the layer in the decoder, from 0.
-            scopes: names from ``--cuda-graph-modules``. An empty list and the name ``layer`` both
-                mean the whole layer; then the name ``layer`` is returned.
+        Layers of the decoder count from 0. No scope, and the name ``layer``, both mean the whole
+        layer; then the name ``layer`` is returned.
         """
         ranges = dict(self.ranges)
         chosen = [
@@ -92,9 +89,7 @@ class LayerSelection:
     def violations(self, scopes: Sequence[str], num_layers: int | None) -> Iterator[Violation]:
         """Every mismatch between this selection and a run's scopes and layers.
 
-        Args:
-            scopes: as for :meth:`scopes`.
-            num_layers: number of layers in the decoder; None skips the checks that need it.
+        ``num_layers`` is that of the decoder; None skips the checks that need it.
         """
         run_scopes = tuple(scopes) or (WHOLE_LAYER,)
         captured = (

@@ -137,10 +137,8 @@ def validate(
 ) -> None:
     """Check a run before Megatron's ``validate_args``; notices go to the log of rank 0.
 
-    Args:
-        namespace: the return value of Megatron's ``parse_args``.
-        environment: versions, variables and backend; those of this process if None.
-        defaults: of our flags; a run without graphs may have them.
+    ``namespace`` is what Megatron's ``parse_args`` returns. ``environment`` is that of this process
+    if None. ``defaults`` are those of our flags, which a run without graphs may have.
 
     Raises ConfigurationError with every violation at once. Raises nothing for a run that neither
     asks for layerwise graphs under Megatron-FSDP nor uses our flags about them. Raises
@@ -243,13 +241,8 @@ def _recompute_settings(namespace: argparse.Namespace) -> dict[str, Any]:
 def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = None) -> RunArguments:
     """The settings of a model under Megatron-FSDP that was built in Python.
 
-    Args:
-        model: megatron-core's model without its wrappers; it has ``decoder``.
-        config: its ``TransformerConfig``.
-        ddp_config: Megatron-FSDP's ``DistributedDataParallelConfig``.
-        optimizer_config: the optimizer's ``OptimizerConfig``, if it has one.
-
-    Raises UpstreamChangedError when a field of the configs is missing.
+    ``model`` is megatron-core's, without its wrappers; it has ``decoder``. Raises
+    UpstreamChangedError when a field of the configs is missing.
     """
     run = run_of_configs(optimizer_config, ddp_config, config)
     return dataclasses.replace(run, **_layers(model), use_megatron_fsdp=True)

@@ -248,11 +248,7 @@ class RunArguments:
 
 
 def recomputes_layers(settings: Any) -> bool:
-    """Whether Megatron recomputes whole layers.
-
-    Args:
-        settings: RunArguments, Megatron's ``TransformerConfig``, or its parsed arguments.
-    """
+    """Whether Megatron recomputes whole layers, by RunArguments, its config, or its arguments."""
     return bool(settings.recompute_granularity == "full")
 
 
@@ -261,9 +257,6 @@ def mtp_is_repeated(settings: Any) -> bool:
 
     It has no graph: that would keep the activations of one run alone; see Note [Order of replays]
     in ``replay/in_flight.py``.
-
-    Args:
-        settings: as of :func:`recomputes_layers`.
     """
     return bool(settings.mtp_use_repeated_layer and (settings.mtp_num_layers or 0) > 1)
 

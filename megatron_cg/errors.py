@@ -77,11 +77,7 @@ _READ = (
 
 
 class HostSyncError(CaptureError):
-    """The captured code makes the host wait for the device, which a CUDA graph cannot contain.
-
-    Args:
-        where: the operation, its module, file and line, and the capture.
-    """
+    """The captured code makes the host wait for the device (``where``), which no graph can contain."""
 
     def __init__(self, where: str) -> None:
         super().__init__(f"{where} {_READ}.")

@@ -78,14 +78,10 @@ def refuse_globals(code: CodeType) -> None:
 
 
 def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) -> None:
-    """Replace the names of process groups by roles.
+    """Replace the names of process groups by roles, in place.
 
-    Args:
-        graph_module: the graph; changed in place.
-        roles: the prefix and the role, by the name of the group on this rank.
-
-    Raises:
-        PrecompileError: a collective runs on a group that has no role.
+    ``roles`` are the prefix and the role, by the name of the group on this rank. Raises
+    PrecompileError if a collective runs on a group that has no role.
     """
     for node in filter(is_collective, graph_module.graph.nodes):
         names = [argument.name for argument in node.target._schema.arguments]

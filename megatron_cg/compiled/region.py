@@ -107,12 +107,7 @@ def megatron_groups() -> dict[str, dist.ProcessGroup]:
 
 
 def fingerprint(region: Region, capability: Capability) -> dict[str, str]:
-    """The fingerprint of a region, as it is in this process.
-
-    Args:
-        region: the region, on the meta device or on a rank.
-        capability: of the GPUs that the code is for, or None for the CPU.
-    """
+    """The fingerprint of a region in this process, for GPUs of ``capability``, or None for CPUs."""
     device, kind = "cpu" if capability is None else "cuda", type(region.module)
     entries = {
         "version.python": ".".join(platform.python_version_tuple()[:2]),

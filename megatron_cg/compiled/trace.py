@@ -71,16 +71,9 @@ class Trace:
 
 
 def trace(region: Region, rank: int, capability: Capability) -> Trace:
-    """Trace the region of a rank.
+    """Trace the region of a rank, on the meta device.
 
-    Args:
-        region: on the meta device.
-        rank: for messages.
-        capability: see :func:`~megatron_cg.compiled.region.fingerprint`.
-
-    Raises:
-        PrecompileError: the region cannot be traced, or its graph must not be saved; names the
-            module.
+    Raises PrecompileError if it cannot be traced, or its graph must not be saved; names the module.
     """
     if region.device().type != "meta":
         raise PrecompileError(

@@ -62,13 +62,9 @@ class Agreement:
     :meth:`confirm` at its end; a rank that fails in between calls :meth:`report_failure`.
     :meth:`begin_capture` opens the next capture.
 
-    Args:
-        timeout: how long this call and a vote wait for a rank that does not arrive.
-        group: whose ranks vote; the default group if None.
-        remedy: what a user does if only some ranks make this call, in a sentence.
-
-    Raises:
-        AgreementError: not all ranks make this call.
+    ``timeout`` is how long this call and a vote wait for a rank that does not arrive. The ranks of
+    ``group`` vote; None is the default group. ``remedy`` says what a user does if only some ranks
+    make this call. Then it raises AgreementError.
     """
 
     def __init__(
@@ -93,12 +89,8 @@ class Agreement:
     ) -> Decision:
         """Vote and wait for all ranks.
 
-        Args:
-            kind: what the vote is about.
-            vote: this rank's vote.
-            serial: a count of the caller, such as the training step. Ranks with different counts
-                are at different votes.
-            timeout: replaces the agreement's own.
+        ``kind`` is what the vote is about, ``serial`` a count of the caller, such as the training
+        step: ranks with different counts are at different votes. ``timeout`` replaces the own one.
 
         Raises:
             AgreementError: a rank is gone, late or at another vote. No vote can follow, since
@@ -310,10 +302,11 @@ def _gloo_group(
         absent: list[int] = []
         with suppress(RuntimeError):  # The rank that has the store may be gone.
             absent = [rank for rank, key in here.items() if not store.check([key])]
+        late = f"did not come here within {timeout.total_seconds():g} seconds of"
+        gone = f"another rank has ended (gloo: {error}), and did not wait for"
         raise AgreementError(
-            f"{ranks_text(absent) if absent else 'another rank'} did not come here within "
-            f"{timeout.total_seconds():g} seconds of rank {dist.get_rank()}: each rank of the "
-            f"group votes, so all of them make this call, together. {remedy}"
+            f"{f'{ranks_text(absent)} {late}' if absent else gone} rank {dist.get_rank()}: each "
+            f"rank of the group votes, so all of them make this call, together. {remedy}"
         ) from error
     return made
 

@@ -170,10 +170,7 @@ def take(blocks: list[int], nbytes: int) -> int | None:
     As in torch 2.11's allocator, a piece is rounded up to 512 bytes and takes the smallest block
     that fits; the rest of it is a block again if it has more than a MiB. Pieces of a MiB or less
     come from blocks of another kind and never fit.
-
-    Args:
-        blocks: sizes in bytes, ascending.
-        nbytes: size of the piece.
+    ``blocks`` are sizes in bytes, ascending.
     """
     wanted = -(-nbytes // _ROUND) * _ROUND
     place = bisect_left(blocks, wanted)

@@ -78,14 +78,9 @@ def use_device_counts(
     A model whose config captures whole MoE layers (``moe`` in ``cuda_graph_modules``) without drop
     and pad gets :class:`DeviceDispatcher`, and Megatron's rule against it does not apply.
 
-    Args:
-        bound: bounds the rows that these layers exchange. Whoever passes one has the steps repeated
-            that exceed it.
-        by_peers: exchange tokens by peer memory, which the layers of an expert-parallel group
-            share.
-        gemm: what computes the experts of any model, :class:`GroupedGemm` or cuBLASLt's kernel by
-            Transformer Engine; see Note [Grouped GEMMs]. The latter is for where
-            ``lacks_device_counts`` finds nothing missing.
+    ``bound`` is of the rows that these layers exchange; whoever passes one has the steps repeated
+    that exceed it. ``by_peers`` exchanges tokens by peer memory, which the layers of a group share.
+    ``gemm`` computes the experts of any model; see Note [Grouped GEMMs].
 
     Returns the undo.
 

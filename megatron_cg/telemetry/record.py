@@ -122,12 +122,8 @@ def install_recorder(
 class Recorder(logging.Handler):
     """The record of one rank; its file grows step by step, from the begin of training.
 
-    As a handler of logging it records warnings and errors.
-
-    Args:
-        directory: where ``rank<N>.jsonl`` is written.
-        digests: whether to read every parameter shard at the end; comparisons need this.
-        interval: steps between two rows of counters and memory.
+    As a handler of logging it records warnings and errors. ``digests`` says whether to read every
+    parameter shard at the end, as comparisons need. ``interval`` is that of rows about memory.
     """
 
     def __init__(self, directory: Path, *, digests: bool = True, interval: int = 1) -> None:

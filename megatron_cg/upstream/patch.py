@@ -87,12 +87,8 @@ def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) ->
     The undo deletes an attribute that was only inherited before, so that nothing of ours remains.
     A module cannot be copied until then, see Note [No copies]. For functions see :func:`put_over`.
 
-    Args:
-        owner: a module, class or object.
-        name: of the attribute.
-        value: the new value.
-        shared: whether other code also sets it in normal operation. The undo then restores the
-            old value, whatever the current value is.
+    ``owner`` is a module, class or object. If it is ``shared``, other code also sets it in normal
+    operation, and the undo restores the old value, whatever the current value is.
     """
     undo = _change(_attribute(owner, name), value, shared)
     return all_of((_forbid_copies(owner), undo)) if isinstance(owner, nn.Module) else undo
@@ -273,11 +269,7 @@ def run_around(
 
 
 def all_of(undos: Iterable[Undo]) -> Undo:
-    """One undo of several changes, in reverse order.
-
-    Args:
-        undos: makes the changes one by one. If making one raises, those before it are undone.
-    """
+    """One undo of several changes, in reverse order; if one raises, those before it are undone."""
     with ExitStack() as stack:
         for undo in undos:
             stack.callback(undo)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 from megatron_cg.tools.launch_line import LaunchLine
-from megatron_cg.tools.plan.edit import LAUNCHER, Edited, Tried, gib
-from megatron_cg.tools.plan.layers import Layer, Part, Shape
+from megatron_cg.tools.plan.edit import LAUNCHER, Edited, gib
+from megatron_cg.tools.plan.layers import Layer, Part
 from megatron_cg.tools.plan.memory import Memory
 
 WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
-_ROWS = Path(__file__).with_name("measured_rows.json")
-_SHOWN = 3
 _SMALLER = (
     "It does not fit without graphs either: use more GPUs, a larger --expert-model-parallel-size "
     "or --tensor-model-parallel-size, a shorter --seq-length or a smaller --micro-batch-size, or "
@@ -86,9 +81,6 @@ def _lines(plan: Edited) -> Iterator[str]:
     yield from _verdict(plan, best.memory)
     for text in best.settings.notes:
         yield from _wrapped(f"- {text}", "  ")
-    yield "\nMeasured runs most like it, eager -> with graphs:"
-    for text in similar_runs(best):
-        yield from _wrapped(f"- {text}", "  ")
 
 
 def _alike(layers: Sequence[Layer]) -> Iterator[tuple[str, Layer]]:
@@ -126,33 +118,6 @@ def _verdict(plan: Edited, memory: Memory) -> Iterator[str]:
     yield from _wrapped(f"{fits}: {sizes}. {text}the graphs where there is room.", "")
     if not plan.accepted:
         yield from _wrapped(_SMALLER if eager > plan.room else _FEWER, "  ")
-
-
-def similar_runs(best: Tried) -> list[str]:
-    """The measured runs that are nearest, in words.
-
-    Graphs remove the host's time to launch kernels, which hardly depends on sizes; the GPU's work
-    does. So runs are compared by the work of one layer: tokens of a microbatch on one GPU, times
-    the parameters on it that one token uses.
-    """
-    args, shape = best.settings.args, Shape(best.settings)
-    chosen = args.moe_router_topk / (args.num_experts or 1)
-    used = sum(
-        part.split / shape.tensor + part.whole + part.experts * chosen
-        for layer in best.layers
-        for part in layer.parts
-    )
-    work = shape.tokens * used / len(best.layers)
-    whole = any(layer.holds("experts") for layer in best.layers)
-    rows = json.loads(_ROWS.read_text(encoding="utf-8"))
-    alike = [row for row in rows if row["moe"] == best.settings.run.is_moe]
-    alike.sort(key=lambda row: (row["whole"] != whole, abs(math.log(work / row["work"]))))
-    return [
-        f"{row['what']}, {row['gpus']}: {row['ms'][0]:,} -> {row['ms'][1]:,} ms; GPU busy "
-        + (f"{row['busy_ms'][0]} -> {row['busy_ms'][1]} ms" if row["busy_ms"] else "not measured")
-        + f"; a layer here has {work / row['work']:.2g} times its work ({row['results']})"
-        for row in alike[:_SHOWN]
-    ]
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

@@ -177,12 +177,9 @@ def memory(story: Story) -> Quantity:
 def read_story(directory: Path, against: Path | None = None) -> Story:
     """The runs in ``directory``, as written by ``align`` or ``--cg-report``.
 
-    Args:
-        directory: contains one run's ``rank0.jsonl``, or a ``record`` with it, or ``eager`` and
-            ``graphs``, each with a run, as align leaves them.
-        against: another folder of one run, the reference.
-
-    Raises RecordError if there is no record.
+    It contains one run's ``rank0.jsonl``, or a ``record`` with it, or ``eager`` and ``graphs``, as
+    align leaves them. ``against`` is another folder of one run, the reference. Raises RecordError
+    if there is no record.
     """
     title = _title(directory)
     if against is not None:

@@ -11,7 +11,7 @@ from megatron_cg.arguments import schema
 from megatron_cg.tools.align.presets import load_preset, preset_names
 from megatron_cg.tools.cli.main import main
 from megatron_cg.tools.launch_line import LaunchLineError
-from megatron_cg.tools.plan.report import changes, similar_runs
+from megatron_cg.tools.plan.report import changes
 from tests.unit.tools.plan.conftest import Plan, said
 
 TRAINED = "--bf16 --lr 1e-4 --train-iters 9 --mock-data --tokenizer-type NullTokenizer"
@@ -101,28 +101,11 @@ def test_quantized_experts_are_in_graphs_by_cublas(
     assert "cuBLASLt" not in " ".join(plan(line).best.settings.notes)
 
 
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [
-        ("qwen3-moe", "Qwen3-MoE, 64 experts of 768, EP 2, attn moe, fused RoPE and permutation"),
-        (
-            "mixtral",
-            "Mixtral, 8 experts of 14,336, EP 2, attn moe_router moe_preprocess, two H100s",
-        ),
-        ("llama", "Llama, 8 layers, hidden 2,048, attn mlp, two H200s: 131 -> 85 ms; GPU busy 83"),
-    ],
-)
-def test_the_nearest_measured_runs_are_shown(name: str, first: str, plan: Plan) -> None:
-    found = plan(preset(name))
-    shown = similar_runs(found.best)
-    assert 1 < len(shown) <= 3 and shown[0].startswith(first)
-    # A row has the work of its own preset.
-    assert "here has 1 times its work" in shown[0] and shown[0] in said(found)
-    # Whole layers do not pay there without fused permutation.
-    assert ("GEMMs are large" in said(found)) is (name == "mixtral")
-    if name == "mixtral":
-        fused = plan(preset(name, "--moe-permute-fusion"))
-        assert fused.best.settings.run.cuda_graph_modules == ("attn", "moe")
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "llama"])
+def test_whole_layers_of_large_experts_need_fused_permutation(name: str, plan: Plan) -> None:
+    assert ("GEMMs are large" in said(plan(preset(name)))) is (name == "mixtral")
+    fused = plan(preset(name, "--moe-permute-fusion")) if name == "mixtral" else None
+    assert fused is None or fused.best.settings.run.cuda_graph_modules == ("attn", "moe")
 
 
 REFUSED = {
