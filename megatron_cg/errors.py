@@ -77,7 +77,7 @@ _READ = (
 
 
 class HostSyncError(CaptureError):
-    """The captured code makes the host wait for the device (``where``), which no graph can contain."""
+    """Captured code makes the host wait for the device, at ``where``; no graph can contain that."""
 
     def __init__(self, where: str) -> None:
         super().__init__(f"{where} {_READ}.")
