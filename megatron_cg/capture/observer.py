@@ -185,7 +185,7 @@ class Observer:
             stack.callback(self._operations.restore_parameters)
             if forward:
                 self._operations.forget()
-                stack.enter_context(seeds_refused(self._unit, self._device_type))
+                stack.enter_context(seeds_refused(self._unit, self._device_type, state.values()))
                 self._of_hooks.clear()
                 stack.enter_context(tensor_hooks_observed(state, self._of_hooks.append))
             self._operations.notes_reads = forward
@@ -208,6 +208,12 @@ class Observer:
         self._refuse_changes()
         self._refuse_leftovers()
         self.entries = list(state.entries())
+        for row in self.entries:
+            if hasattr(type(row.holder.get(row.key)), "__next__"):
+                raise self._error(
+                    f"reads {row.what}, an iterator",
+                    "A replay runs no Python, so it would not go on. Pass its values as arguments.",
+                )
         replaced = {(id(change.holder), change.key) for change in self._changes}
         self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
         layer = self._unit.layer

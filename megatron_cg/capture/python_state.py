@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from megatron_cg.capture.reached import (
     ways,
 )
 from megatron_cg.replay.depends_on import Entry
-from megatron_cg.replay.plain import same_value
+from megatron_cg.replay.plain import is_array, same_value
 from megatron_cg.upstream.patch import put_over, undone_after
 
 _INTERNAL = frozenset(vars(nn.Module())) | {
@@ -168,6 +168,14 @@ class PythonState:
             yield Entry(holder, key, clause, what)
             yield from self._inside(value, what, seen)
 
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """What objects and containers of the modules hold, by name, and what else code has read."""
+        for path, module in self._modules.items():
+            for name in vars(module).keys() - _INTERNAL if not is_known(module) else ():
+                for row in held_by(vars(module)[name], attribute(path, name)):
+                    yield row.what, row.holder.get(row.key)
+        yield from ((what, holder.get(key)) for holder, key, what in self._elsewhere())
+
     def ways(self, matches: Callable[[torch.Tensor], bool]) -> Iterator[Way]:
         """The ways by which the code reaches tensors; each is a list of rows."""
         for holder, key, what in self._roots():
@@ -231,6 +239,7 @@ class PythonState:
 
     def _inside(self, value: Any, what: str, seen: set[int]) -> Iterator[Entry]:
         """The attributes of plain objects, such as a configuration, also in containers."""
+        value = value.__self__ if isinstance(value, MethodType) else value
         named = is_object(value)
         if not (named or isinstance(value, list | tuple | dict)):
             return
@@ -251,7 +260,7 @@ class PythonState:
         held = getattr(value, "__dict__", None) if has_names else value
         if not depth or id(held) in self._copies:
             return
-        if isinstance(held, list | dict | set):
+        if isinstance(held, list | dict | set) or is_array(held):
             self._copies[id(held)] = held, copy.copy(held), what, has_names
         for row in held_by(value, what):
             self._copy(row.holder.get(row.key), row.what, depth - 1)

@@ -17,7 +17,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -38,15 +38,19 @@ _SETTERS = (
 
 
 @contextmanager
-def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
+def seeds_refused(
+    unit: Unit, device_type: str, reached: Iterable[tuple[str, Any]] = ()
+) -> Iterator[None]:
     """Observe one forward pass of ``unit``; the caller restores torch's generators.
+
+    ``reached`` are values besides attributes of its modules, by name.
 
     Raises CaptureError, from the pass or after it: it sets a seed, or Python draws.
     """
     generators = _generators(unit, device_type)
     for generator in generators:
         generator.manual_seed(_MARK)
-    python = _python_generators(unit)
+    python = _python_generators(unit, reached)
     states = [read() for _, read, _ in python]
     with ExitStack() as undo:
         for owner, name in _SETTERS:
@@ -125,7 +129,9 @@ def _sets_a_seed(unit: Unit, name: str) -> CaptureError:
     )
 
 
-def _python_generators(unit: Unit) -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+def _python_generators(
+    unit: Unit, reached: Iterable[tuple[str, Any]]
+) -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
     """Name, reader and writer of the states of Python's and NumPy's generators."""
     generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
         ("Python's random", random.getstate, random.setstate)
@@ -133,13 +139,19 @@ def _python_generators(unit: Unit) -> list[tuple[str, Callable[[], Any], Callabl
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
-    for path, module in unit.layer.named_modules():
-        for name, value in vars(module).items():
-            label = f"{path}.{name}" if path else name
-            if isinstance(value, random.Random):
-                generators.append((label, value.getstate, value.setstate))
-            elif numpy is not None and isinstance(value, numpy.random.Generator):
-                bits = value.bit_generator
-                write = partial(setattr, bits, "state")
-                generators.append((label, partial(getattr, bits, "state"), write))
+    own = [
+        (f"{path}.{name}" if path else name, value)
+        for path, module in unit.layer.named_modules()
+        for name, value in vars(module).items()
+        if not isinstance(value, torch.Generator)
+    ]
+    for label, value in (*own, *reached):
+        if isinstance(value, random.Random):
+            generators.append((label, value.getstate, value.setstate))
+        elif isinstance(value, torch.Generator) or type(value).__name__ == "RandomState":
+            generators.append((label, value.get_state, value.set_state))
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            write = partial(setattr, bits, "state")
+            generators.append((label, partial(getattr, bits, "state"), write))
     return generators

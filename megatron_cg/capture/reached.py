@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_cg.replay.depends_on import Entry
-from megatron_cg.replay.plain import is_plain, same_value
+from megatron_cg.replay.plain import is_array, is_plain, same_value
 
 KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
 LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
@@ -152,6 +152,8 @@ def restored_to(holder: Any, before: Any) -> None:
     elif isinstance(holder, list):
         if not same_value([*map(id, holder)], [*map(id, before)]):
             holder[:] = before
+    elif is_array(holder):
+        holder[...] = before
     elif holder != before:
         holder.clear()
         holder.update(before)

@@ -135,12 +135,9 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> Precompiled:
     """Load an artifact on all ranks, or on none. All ranks call this together.
 
-    Args:
-        directory: where ``save`` wrote to; see Note [What is trusted] in ``artifact.py``.
-        name: of the artifact.
-        region: the module on this rank's device, with real weights, real arguments of the shapes
-            to come, and the process groups of the rank by role.
-        votes: of all ranks of the default process group.
+    ``directory`` is where ``save`` wrote to; see Note [What is trusted] in ``artifact.py``.
+    ``region`` has the module on this rank's device, with real weights, arguments of the shapes to
+    come, and the process groups of the rank by role. ``votes`` are those of all ranks.
 
     Raises:
         ArtifactRefusedError: on all ranks, if any refused. They may go on eagerly.

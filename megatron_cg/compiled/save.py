@@ -56,19 +56,13 @@ def save(
     no GPU, no weights and no other process. Whether algorithms must be deterministic
     (``torch.use_deterministic_algorithms``) becomes part of the fingerprint.
 
-    Args:
-        build: builds the region of the rank that the default process group says, on the meta
-            device.
-        directory: where to write ``NAME.artifact``.
-        name: of the artifact.
-        world_size: ranks of the default process group while tracing. The artifact serves a run of
-            any size whose groups have the sizes of the region's.
-        capability: compute capability of the GPUs that will load it; None for CPUs.
+    ``build`` builds the region of the rank that the default process group says, on the meta device.
+    ``directory`` gets ``NAME.artifact``. ``world_size`` is that of the default process group while
+    tracing; the artifact serves a run of any size whose groups have the sizes of the region's.
+    ``capability`` is that of the GPUs that will load it; None for CPUs.
 
-    Raises:
-        PrecompileError: the region cannot be traced, or is not the same on all ranks. Nothing has
-            been written.
-        OSError: the folder cannot be written.
+    Raises PrecompileError if the region cannot be traced, or is not the same on all ranks, and
+    OSError if the folder cannot be written. Nothing has been written then.
     """
     path = artifact.path_of(Path(directory), name)
     first, peers = _trace_as(build, 0, world_size, capability)

@@ -173,8 +173,7 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[None]:
     All ranks enter it together, before the first call of a compiled region, and call the same
     regions in the same order. See ``docs/standalone.md``.
 
-    Args:
-        timeout: how long a rank waits for another at a vote; longer than a compilation takes.
+    ``timeout`` is how long a rank waits for another at a vote; longer than a compilation takes.
 
     Raises:
         PhaseError: no process groups, another guard-complete hook is installed, or Dynamo

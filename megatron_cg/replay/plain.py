@@ -18,6 +18,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, Enum)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _SEQUENCES = (tuple, list)
 _SETS = (set, frozenset)
+_LARGE = 4096
+"""Bytes of an array beyond which it counts by identity."""
 _DEPTH = 4
 """How deep containers inside of containers are looked at."""
 
@@ -42,9 +44,14 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, (*_PLAIN, *_OF_TORCH))
 
 
+def is_array(value: Any) -> bool:
+    """Whether it is an array or a number of NumPy that is small enough to be compared."""
+    return type(value).__module__ == "numpy" and getattr(value, "nbytes", _LARGE) < _LARGE
+
+
 def is_container(value: Any) -> bool:
     """Whether :func:`contents` looks into ``value``."""
-    return isinstance(value, (*_SEQUENCES, *_SETS, dict))
+    return isinstance(value, (*_SEQUENCES, *_SETS, dict)) or is_array(value)
 
 
 def same_value(value: Any, other: Any) -> bool:
@@ -62,10 +69,8 @@ def contents(value: Any, depth: int = _DEPTH) -> Any:
     Objects that are neither plain nor containers count by identity, parameters not at all: the
     modules that own them are compared by themselves.
     """
-    if isinstance(value, float | complex):
-        return type(value), repr(value)
     if is_plain(value):
-        return type(value), value
+        return type(value), repr(value) if isinstance(value, float | complex) else value
     if depth and isinstance(value, _SEQUENCES):
         return type(value), tuple([contents(inner, depth - 1) for inner in value])
     if depth and isinstance(value, Mapping):
@@ -73,6 +78,8 @@ def contents(value: Any, depth: int = _DEPTH) -> Any:
         return type(value), tuple(pairs)
     if depth and isinstance(value, _SETS):
         return type(value), frozenset([contents(inner, depth - 1) for inner in value])
+    if is_array(value):
+        return type(value), str(value.dtype), value.shape, value.tobytes()
     return nn.Parameter if isinstance(value, nn.Parameter) else _Identity(value)
 
 
@@ -116,6 +123,8 @@ class Contents:
 def _changeable(value: Any, depth: int) -> Iterator[Any]:
     """The containers that :func:`contents` looks into and that can change, ``value`` included."""
     mapping = isinstance(value, Mapping)
+    if is_array(value) and value.shape:
+        yield value.reshape(-1)
     if not depth or not (mapping or isinstance(value, (*_SEQUENCES, *_SETS))):
         return
     if not isinstance(value, tuple | frozenset):

@@ -5,6 +5,7 @@ A feature knows nothing of graphs. ``calls.py`` has those of arguments, results 
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -346,6 +347,11 @@ STATE = {
     "closure read": Feature(lambda u, y, v: u.closed(y), build=_closure),
     "counter": do(lambda u, y, v: y * (1 + set_(u, "count", u.count + 1) % 2), count=lambda: 0),
     "counter in backward": do(lambda u, y, v: _counting(y, u), passes=lambda: 0),
+    "iterator": do(lambda u, y, v: y * next(u.turns), turns=lambda: itertools.repeat(0.5)),
+    "drawn by an object": do(
+        lambda u, y, v: y * (1 + (u.dice.random.random() < 0.5)),
+        dice=lambda: SimpleNamespace(random=random.Random(3)),
+    ),
     "hook with state": do(lambda u, y, v: tilted(u, y * 1.0), tilt=lambda: 1.0),
     "call count": do(lambda u, y, v: first(y, set_(u, "n", u.n + 1)), n=lambda: 0),
     "temperature": Feature(

@@ -34,6 +34,8 @@ REFUSED = {
     "default read": "that is no argument, parameter or buffer",
     "default filled": "keeps a tensor of its forward pass in",
     "counter": "changes count in its forward pass",
+    "iterator": "reads attribute turns, an iterator",
+    "drawn by an object": "draws from dice#random in its forward pass",
     "counter in backward": "changes passes in its backward pass",
     "list filled": "changes a list or dict that it is given",
     "dict filled": "changes a list or dict that it is given",

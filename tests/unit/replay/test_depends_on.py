@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -46,6 +47,17 @@ class Config:
     power = 1.0
 
 
+class Power:
+    """An object with a method."""
+
+    def __init__(self) -> None:
+        self.inner = 1.0
+
+    def of(self) -> float:
+        """Its number."""
+        return self.inner
+
+
 SHARED: Any = ModuleType("shared")
 """As a module of settings that somebody imports."""
 SHARED.power = 1.0
@@ -66,12 +78,14 @@ class Unit(nn.Module):
         self.gain = torch.ones(WIDTH)
         self.options, self.slots = argparse.Namespace(power=1.0), Slots()
         self.config, self.several = Config(), [Settings()]
+        self.array, self.power = np.ones(2), Power().of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = x if self.skips else self.late(self.act(self.linear(x)) * self.gain)
         factor = self.settings.power * self.factors[1] * self.common * SCALES["now"]
         factor *= self.options.power * self.slots.power * self.config.power
         factor *= self.several[0].power * Config.power * SHARED.power
+        factor *= float(self.array[1]) * self.power()
         shift = torch.full((WIDTH,), 0.1, device=x.device) * 3  # of the default dtype
         out: torch.Tensor = self.drop(torch.tanh(made * factor * self.table))
         return out + shift.to(x.dtype)
@@ -87,6 +101,8 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     "state: namespace": (lambda unit: setattr(unit.options, "power", 0.5), 1, "options.power"),
     "state: slot": (lambda unit: setattr(unit.slots, "power", 0.5), 1, "slots.power"),
     "state: default": (lambda unit: setattr(unit.config, "power", 0.5), 1, "config.power"),
+    "state: array": (lambda unit: unit.array.__setitem__(1, 0.5), 1, "attribute array"),
+    "state: method's object": (lambda u: setattr(u.power.__self__, "inner", 0.5), 1, "inner"),
     "state: in a list": (lambda unit: setattr(unit.several[0], "power", 0.5), 1, "[0].power"),
     "state: class alone": (lambda _: setattr(Config, "power", 0.5), 2, "config.power"),
     "state: user's module": (lambda _: setattr(SHARED, "power", 0.5), 2, "SHARED.power"),
