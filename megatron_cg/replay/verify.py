@@ -139,10 +139,13 @@ def _states() -> _Named:
     return [(f"state of {whose} random generator", one.get_state()) for whose, one in generators]
 
 
-def _backward(unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
+def _backward(unit: Unit, needing: Sequence[torch.Tensor]) -> None:
+    # A replay's outputs need no gradient if nothing outside of the graph gets one.
+    outputs = [output for output in needing if output.requires_grad]
     # Synthetic gradients may reach what training masks.
     with unit.in_backward(), torch.autograd.set_detect_anomaly(False):
-        torch.autograd.backward(outputs, [synthetic_gradient(output) for output in outputs])
+        if outputs:
+            torch.autograd.backward(outputs, [synthetic_gradient(output) for output in outputs])
 
 
 def _gradients(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Named:

@@ -65,8 +65,8 @@ class Results:
         ``attributes`` are the tensors that it set, ``arguments`` those that it was given;
         ``without_gradient`` names those that are there for each replay and need no gradient.
         ``seen`` are the layouts in the steps before by the keys of :func:`results_of`. ``laid_out``
-        gets an output's number, the output and that key, and returns what the graph returns. No
-        argument is passed to it: others may use it too.
+        gets an output's number, the output and that key, and returns what the graph returns. The
+        key of an argument is None: the gradient that was seen is also that of other uses.
         """
         tensors: list[torch.Tensor] = []
         layouts: dict[int, Layout] = {}
@@ -86,7 +86,7 @@ class Results:
                 if is_distributed:
                     layouts[number] = Layout.of_result(leaf, number, seen.get(key))
                 made = layouts[number].opened(leaf) if is_distributed else there(leaf)
-                tensors.append(made if id(leaf) in own else laid_out(number, made, key))
+                tensors.append(laid_out(number, made, None if id(leaf) in own else key))
             return marks[id(leaf)]
 
         leaves, spec = tree_flatten(value, is_plain)
