@@ -241,19 +241,19 @@ class PythonState:
         """The attributes of plain objects, such as a configuration, also in containers."""
         value = value.__self__ if isinstance(value, MethodType) else value
         named = is_object(value)
-        if not (named or isinstance(value, list | tuple | dict)):
-            return
-        if id(value) in seen or len(seen) > 99:
+        is_looked_at = named or isinstance(value, list | tuple | dict)
+        if not is_looked_at or id(value) in seen or len(seen) > 99:
             return
         seen.add(id(value))
         kinds = (k for k in type(value).__mro__ if k.__name__.lower() == "pretrainedconfig")
         of_transformers = any(is_known(k, _TRANSFORMERS) for k in kinds)
         written = _OF_CHECKPOINTS if of_transformers else ()
         for row in held_by(value, what):
-            if not named or (self._is_read(row.key) and row.key not in written):
-                if named:
-                    yield row
-                yield from self._inside(row.holder.get(row.key), row.what, seen)
+            if named and (row.key in written or not self._is_read(row.key)):
+                continue
+            if named:
+                yield row
+            yield from self._inside(row.holder.get(row.key), row.what, seen)
 
     def _copy(self, value: Any, what: str, depth: int = DEPTH) -> None:
         has_names = is_object(value)

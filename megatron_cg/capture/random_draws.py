@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from megatron_cg.backends.cuda_cleanup import device_generator, generators_of
+from megatron_cg.capture.reached import attribute
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
@@ -137,10 +138,12 @@ def _python_generators(
         ("Python's random", random.getstate, random.setstate)
     ]
     numpy: Any = sys.modules.get("numpy")
+    kinds: Any = (torch.Generator,)
     if numpy is not None:
+        kinds += (numpy.random.RandomState,)
         generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
     own = [
-        (f"{path}.{name}" if path else name, value)
+        (attribute(path, name), value)
         for path, module in unit.layer.named_modules()
         for name, value in vars(module).items()
         if not isinstance(value, torch.Generator)
@@ -148,7 +151,7 @@ def _python_generators(
     for label, value in (*own, *reached):
         if isinstance(value, random.Random):
             generators.append((label, value.getstate, value.setstate))
-        elif isinstance(value, torch.Generator) or type(value).__name__ == "RandomState":
+        elif isinstance(value, kinds):
             generators.append((label, value.get_state, value.set_state))
         elif numpy is not None and isinstance(value, numpy.random.Generator):
             bits = value.bit_generator

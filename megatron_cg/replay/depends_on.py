@@ -2,15 +2,6 @@
 
 A graph holds addresses, and the operations that Python code led to when it was captured. An eager
 pass follows whatever has changed since; a replay does not. The rows are what the capture observed
-inputs         structure, shape, strides, dtype, device, requires_grad (``guard/inputs.py``)
-modes          grad mode, autocast, determinism, default dtype, the backend's numerics
-objects        modules, parameters, buffers, tensors and plain values that the unit's code reads
-               anywhere, and whether its modules train: (holder, key, object), the same objects
-key sets       how many modules, parameters, buffers, attributes and hooks there are
-frozen         parameters that needed no gradient still need none; all, if code asks for that
-memory         addresses and strides of all that the graph reads in place (``guard/addresses.py``)
-=============  ==============================================================================
-=======
 (``capture/observer.py``), the cheap ones first: inputs (``guard/inputs.py``), modes, objects, key
 sets, frozen parameters and memory (``guard/addresses.py``). ``docs/how-it-works.md`` lists them.
 

@@ -16,8 +16,8 @@ Note [Outputs that outlive their pass]
     detached. They lie in the memory of a graph as well, so that unit still waits until they are let
     go. torch counts who uses a storage; nothing else tells, since a detached tensor is another
     object on the same memory. After the backward pass the next replay of the same unit overwrites
-    outputs that are still in use, such as activations that a loop keeps for a log. Then passes run
-    eagerly until those are let go, and from there on the unit gives its caller copies.
+    outputs that are still in use, such as activations that a loop keeps for a log. So its passes
+    run eagerly until those outputs are dropped. From then on the unit gives its caller copies.
 
 Relied on: torch 2.11, the node of a ``torch.autograd.Function`` is its own Python object and lives
 exactly as long as the node is in the autograd graph; ``Node.register_prehook``; the count of a

@@ -38,7 +38,7 @@ def strides_of(tensor: torch.Tensor) -> Strides:
     return tuple(stride if size > 1 else 0 for stride, size in pairs)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_compact(tensor: torch.Tensor) -> bool:
     """Whether its elements fill their memory, so that a new tensor like it has its strides."""
     step = 1
     for stride, size in sorted(zip(strides_of(tensor), tensor.shape, strict=True)):
@@ -84,7 +84,7 @@ class Gradients:
 
     def result(self, number: int, tensor: torch.Tensor, seen: Noted | None) -> torch.Tensor:
         """An output of the graph, whose gradient is laid out as ``seen``."""
-        own = strides_of(tensor) if _is_dense(tensor) else None
+        own = strides_of(tensor) if _is_compact(tensor) else None
         strides = (seen and seen.of(tensor)) or own
         if strides is None or not tensor.requires_grad:
             return tensor
@@ -100,7 +100,7 @@ class Gradients:
 
     def _note(self, key: int | str, sample: torch.Tensor, gradient: torch.Tensor | None) -> None:
         self._arguments.pop(key, None)
-        own = strides_of(sample) if _is_dense(sample) else None
+        own = strides_of(sample) if _is_compact(sample) else None
         if gradient is not None and (now := strides_of(gradient)) != own:
             self._arguments[key] = now
 

@@ -285,6 +285,7 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     eager = {"attn", "mamba"} if run.packs_sequences else set()
     eager |= {"attn"} if run.qk_clip or run.log_max_attention_logit else set()
     base = tuple(scope for scope in every if scope not in eager)
+    alone = (*base, "moe_router") if "moe" in here else base
     if "moe" in here and run.drops_and_pads:
         yield {**kept, _MODULES: (*base, "moe")}, _WHY
     elif "moe" in here and not (against := _against_whole(args, gpus, stated)):
@@ -298,11 +299,10 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
                 yield {**flags, _ROWS: (rows,)}, why
     if "moe" in here:
         why = f"experts stay eager: {against or 'they do not fit'}"
-        routing = ["moe_router", "moe_preprocess"]
+        # What was compared with eager training.
         if args.moe_token_dispatcher_type == "alltoall" and not run.has_low_precision:
-            yield {**kept, _MODULES: (*base, *routing)}, why
-        yield {**kept, _MODULES: (*base, routing[0])}, why
-    alone = (*base, "moe_router") if "moe" in here else base
+            yield {**kept, _MODULES: (*alone, "moe_preprocess")}, why
+        yield {**kept, _MODULES: alone}, why
     for scopes in dict.fromkeys([base, *((scope,) for scope in alone), every]):
         if scopes:
             yield {**kept, _MODULES: scopes}, _WHY

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg import graph_units
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from tests.unit.integrations.standalone.plain import REPLAYED, WARMUP, Training, assert_as_eager
 
-STEPS, WARMUP, ROWS, WIDTH = 9, 3, 99, 40
+ROWS, WIDTH = 99, 40
+"""Of a batch on which sums in another order have other bits."""
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -25,41 +26,26 @@ class Split(nn.Linear):
 
 
 class Network(nn.Module):
-    """Units behind a sum whose bits depend on the order of its terms."""
+    """Two units, behind a product whose gradient is a sum over the rows of a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.units = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Split(WIDTH, WIDTH)])
-        self.units.append(nn.Linear(ROWS, WIDTH))
+        self.inner, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(ROWS, 1))
+        self.units = nn.ModuleList([Split(WIDTH, WIDTH), nn.Linear(ROWS, WIDTH)])
 
     def forward(self, x: torch.Tensor) -> Any:
-        scale = x.mean(1, keepdim=True).requires_grad_()
-        y = self.units[1](torch.cat(self.units[0](self.inner(x) * scale), 1))
-        return y, scale
+        return self.units[1](torch.cat(self.units[0](self.inner(x) * self.scale), 1))
 
 
-def train(losses: Callable[[int], Loss], graphed: bool) -> tuple[list[Any], Any]:
-    """What each step computed, and the counters of graphs."""
-    torch.manual_seed(0)
-    network, seen = Network(), list[Any]()
-    optimizer = torch.optim.SGD(network.parameters(), lr=1e-4)
+def train(choose: Callable[[int], Loss], counts: dict[str, int]) -> None:
+    """Train with the loss of each step, and compare with eager training."""
 
-    def train_step(loss: Loss) -> None:
-        y, scale = network(torch.randn(ROWS, WIDTH))
-        loss(y).backward()
-        seen.extend([scale.grad, *(weight.grad for weight in network.parameters())])
-        optimizer.step()
-        optimizer.zero_grad()
+    def microbatch(run: Training, _x: torch.Tensor) -> torch.Tensor:
+        loss = choose(run.step)(run.model(torch.randn(ROWS, WIDTH)))
+        loss.backward()
+        return loss
 
-    if not graphed:
-        for step in range(STEPS):
-            train_step(losses(step))
-        return seen, None
-    with graph_units(network, "units.*", backend="tape", warmup_steps=WARMUP) as graphs:
-        for step in range(STEPS):
-            with graphs.step():
-                train_step(losses(step))
-    return seen, graphs.counters
+    assert_as_eager(counts, Network, microbatch, units="units.*")
 
 
 LOSSES: dict[str, Loss] = {
@@ -74,16 +60,13 @@ LOSSES: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_sums_over_gradients_have_the_bits_of_eager_training(name: str) -> None:
-    eager, _ = train(lambda _: LOSSES[name], graphed=False)
-    graphed, counters = train(lambda _: LOSSES[name], graphed=True)
-    assert all(torch.equal(one, two) for one, two in zip(eager, graphed, strict=True))
-    assert counters.replayed == 2 * (STEPS - WARMUP)
+    train(lambda _: LOSSES[name], {"replayed": REPLAYED})
 
 
 def test_a_gradient_with_other_strides_than_at_capture_ends_the_run() -> None:
     names = ("as the result", "one number")
     with pytest.raises(ReplayMismatchError, match=r"gradient of result 0 was strides \(40, 1\)"):
-        train(lambda step: LOSSES[names[step > WARMUP]], graphed=True)
+        train(lambda step: LOSSES[names[step > WARMUP]], {})
 
 
 def test_gradients_with_various_strides_are_refused() -> None:
@@ -92,4 +75,4 @@ def test_gradients_with_various_strides_are_refused() -> None:
         return y.square().mean()
 
     with pytest.raises(ConfigurationError, match=r"result 0 is strides \(0, 0\) or strides"):
-        train(lambda _: loss, graphed=True)
+        train(lambda _: loss, {})
