@@ -36,7 +36,6 @@ class Configuration:
 
     @property
     def captures_experts(self) -> bool:
-        """Whether a graph holds the experts of a MoE layer."""
         whole = any("moe" in has and WHOLE_LAYER in captured for has, captured in self.layers or ())
         return self.run.is_moe and (whole or "moe" in self.run.cuda_graph_modules)
 

@@ -55,12 +55,10 @@ def _setting(default: Any, text: str) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field of GraphArguments."""
     return "--" + name.replace("_", "-")
 
 
 def argument_of(name: str) -> str:
-    """The argument of the Python API for a field of GraphArguments."""
     return "fast_path" if name == "cg_no_fsdp_fast_path" else name.removeprefix("cg_")
 
 
@@ -215,7 +213,6 @@ class RunArguments:
 
     @property
     def is_moe(self) -> bool:
-        """Whether Megatron's config treats this as a MoE model."""
         return self.num_experts is not None and self.num_experts > 1
 
     @property
@@ -230,7 +227,6 @@ class RunArguments:
 
     @property
     def drops_and_pads(self) -> bool:
-        """Whether each expert gets a fixed number of tokens."""
         return self.moe_expert_capacity_factor is not None and self.moe_pad_expert_input_to_capacity
 
     @property
@@ -239,11 +235,9 @@ class RunArguments:
         return self.fp8 is not None or self.fp4 is not None
 
     def captures(self, scope: str) -> bool:
-        """Whether a graph holds ``scope``, where it exists."""
         return self.is_whole_layer or scope in self.cuda_graph_modules
 
     def recomputes(self, module: str) -> bool:
-        """Whether Megatron recomputes ``module`` selectively."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
 

@@ -126,12 +126,10 @@ class HookSnapshot(_Registries):
         self._is_full_backward_hook = module._is_full_backward_hook
 
     def clear(self) -> None:
-        """Remove all hooks from the module; :meth:`restore` installs them again."""
         super().clear()
         self.module._is_full_backward_hook = None
 
     def restore(self) -> None:
-        """Restore the same hooks in the same order, with their flags. Safe to run twice."""
         super().restore()
         self.module._is_full_backward_hook = self._is_full_backward_hook
 

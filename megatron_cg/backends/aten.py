@@ -24,14 +24,12 @@ def leaves(value: Any) -> list[Any]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def written(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[torch.Tensor]:
-    """The tensor arguments that the operation writes."""
     given = (args[at] if at < len(args) else kwargs.get(name) for at, name in _places(func))
     return [tensor for value in given for tensor in tensors_in(value)]
 

@@ -126,7 +126,6 @@ class _OnParameters:
         self.forward, self.backward = self._function.forward, self._function.backward
 
     def apply(self, *args: Any) -> Any:
-        """Do what the function's own ``apply`` does."""
         weights = self._leaves.weights(args[self._first :])
         return self._function.apply(*args[: self._first], *weights)
 

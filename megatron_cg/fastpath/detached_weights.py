@@ -139,7 +139,6 @@ class _Replacement:
         self._ended = True
 
     def apply(self, *args: Any) -> Any:
-        """Do what the function's own ``apply`` does."""
         tail, detached = args[self._first :], self._detached()
         if self._ended or detached is None or not torch.is_grad_enabled():
             return self._function.apply(*args)
@@ -162,7 +161,6 @@ class _GraphReplacement(_Replacement):
         self._replay, self._launched = replay, launched
 
     def apply(self, *args: Any) -> Any:
-        """Do what the function's own ``apply`` does."""
         outputs = super().apply(*args)
         if not self._ended:
             self._launched()
@@ -230,7 +228,6 @@ class DetachedWeights:
         return weights if weights is not None and weights.may_be_detached() else None
 
     def close(self) -> None:
-        """Attach all weights to autograd again."""
         for weights in self._of.values():
             weights.close()
         self._of.clear()
@@ -292,7 +289,6 @@ class Weights:
         )
 
     def close(self) -> None:
-        """Attach them to autograd again."""
         self._bucketing.attach(self._together)
 
     def is_used_by(self, node: Any) -> None:

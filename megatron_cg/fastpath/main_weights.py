@@ -102,7 +102,6 @@ class _GradientTable:
         self.borrowed = self._scratch is not None and self._scratch.borrows()
 
     def relocate(self) -> None:
-        """Relocate copies that are still referenced to ordinary memory."""
         self.borrowed = False
         for gradients in self._kinds.values():
             gradients.relocate()
@@ -158,7 +157,6 @@ class _GradientsOfKind:
         """Parameters of which this rank's shard is empty."""
 
     def add(self, parameter: Any, gradient: Any, piece: torch.Tensor) -> None:
-        """One parameter of the optimizer."""
         if not piece.numel():
             self._empty.append(parameter)
             return
@@ -191,7 +189,6 @@ class _GradientsOfKind:
         return copies
 
     def relocate(self) -> None:
-        """See :meth:`_GradientTable.relocate`."""
         for gradient in self._gradients if self._kind is not None else ():
             copy = gradient._local_tensor
             if copy is not None:

@@ -107,7 +107,6 @@ class FullyShard(PerModule):
         return any(param.is_dtensor for group in groups_of(module) for param in group.fsdp_params)
 
     def is_unit(self, module: nn.Module) -> bool:
-        """Whether ``fully_shard`` was called on it."""
         return isinstance(module, FSDPModule)
 
     def made(self, hook: Callable[..., Any]) -> bool:
@@ -153,7 +152,6 @@ class FullyShard(PerModule):
             yield from _in_buffer(group, buffers[owner])
 
     def fill(self, layer: Any) -> None:
-        """See :class:`PerModule`."""
         for module in sharded_in(layer):
             module.unshard()
         for group in groups_of(layer):
@@ -161,7 +159,6 @@ class FullyShard(PerModule):
         self.hold(layer, sharded=False)
 
     def hold(self, layer: nn.Module, *, sharded: bool) -> None:
-        """See :class:`PerModule`."""
         for param in (param for group in groups_of(layer) for param in group.fsdp_params):
             param._setattr_on_modules(param.sharded_param if sharded else param._unsharded_param)
             if self.varies_sums:  # See Note [Gradients of another dtype].

@@ -111,16 +111,13 @@ class MegatronFsdp(Sharding):
         return isinstance(module, tuple(self.megatron_fsdp.fsdp_unit_modules))
 
     def unit_hooks(self, unit: Unit) -> UnitHooks:
-        """See :func:`unit_hooks`."""
         return unit_hooks(unit)
 
     def made(self, hook: Callable[..., Any]) -> bool:
-        """Whether Megatron-FSDP made this hook."""
         return fsdp_package_of(hook) is not None
 
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """See :func:`raw_parameters` and :func:`gather_alone`."""
         with ExitStack() as stack:
             stack.enter_context(training_states(self.wrapped.modules()))
             stack.enter_context(raw_parameters(self.megatron_fsdp))
@@ -153,7 +150,6 @@ class MegatronFsdp(Sharding):
         return watched_tensors(layer, graphed, described)
 
     def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """See :func:`training_states`."""
         return training_states(modules)
 
 

@@ -84,7 +84,6 @@ RELIES_ON = (
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether v2's ``fully_shard`` was called on ``module``."""
     kinds: tuple[Any, ...] = type(module).__mro__
     return any(
         kind.__name__ == "FsdpModule" and fsdp_package_of(kind.__init__) is not None
@@ -93,8 +92,6 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 class MegatronFsdpV2(PerModule):
-    """See :class:`megatron_cg.fsdp.sharding.PerModule`."""
-
     name = "Megatron-FSDP v2"
     counts_gradients = True
     moved = (
@@ -123,11 +120,9 @@ class MegatronFsdpV2(PerModule):
             )
 
     def is_unit(self, module: nn.Module) -> bool:
-        """Whether ``fully_shard`` was called on it."""
         return is_sharded(module)
 
     def made(self, hook: Callable[..., Any]) -> bool:
-        """Whether Megatron-FSDP made this hook."""
         return fsdp_package_of(hook) is not None
 
     moves = made
@@ -166,13 +161,11 @@ class MegatronFsdpV2(PerModule):
             yield from _in_buffer(group, buffers[owner])
 
     def fill(self, layer: nn.Module) -> None:
-        """See :class:`PerModule`."""
         for group in self._groups_of(layer):
             group.unshard_parameters()
             group.release_unsharded_storage()
 
     def hold(self, layer: nn.Module, *, sharded: bool) -> None:
-        """See :class:`PerModule`."""
         for group in self._groups_of(layer):
             if sharded:
                 group._switch_to_sharded_parameters()

@@ -75,7 +75,6 @@ def refuse(broken: Sequence[Violation]) -> None:
 
 
 def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Violation]:
-    """Check an argument that is one of some words."""
     if value not in known:
         words = ", ".join(map(repr, known))
         yield Violation(
@@ -84,7 +83,6 @@ def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Violation
 
 
 def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
-    """Check an argument that is an integer and at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         reason = f"it is a whole number from {least} on"
         yield Violation("argument", f"{name}={value!r}", reason, f"{name}={least}")

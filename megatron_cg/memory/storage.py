@@ -40,7 +40,6 @@ class StorageReference:
         return found
 
     def expired(self) -> bool:
-        """Whether the storage no longer has an owner."""
         return bool(self._weak.expired())
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:

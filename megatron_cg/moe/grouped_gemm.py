@@ -41,7 +41,6 @@ them."""
 
 
 def on_device(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``counts``, of any device, on this one."""
     if counts.device == device:
         return counts
     if bool((counts == counts[0]).all()):

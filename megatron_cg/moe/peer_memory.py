@@ -154,7 +154,6 @@ class PeerMemory:
         return received.view(len(received), *rows.shape[1:])
 
     def _of(self, places: int, size: int) -> _Slots:
-        """Slots of ``places`` rows in all, of ``size`` bytes each."""
         key = (places, size)
         if key not in self._slots:
             if torch.cuda.is_current_stream_capturing():

@@ -38,12 +38,10 @@ class Counters(Mapping[str, int]):
         self.gradients_unstable += gradients
 
     def add(self, other: Counters) -> None:
-        """Add the counts of another session."""
         for name, value in other.as_dict().items():
             setattr(self, name, getattr(self, name) + value)
 
     def as_dict(self) -> dict[str, int]:
-        """The counts by name."""
         return asdict(self)
 
     copy = as_dict

@@ -64,7 +64,6 @@ class _Replay:
 
     @property
     def is_used(self) -> bool:
-        """Whether an output is in use."""
         return any(_USERS.cached(s._cdata) > unused for s, unused in self._storages.items())
 
 

@@ -39,8 +39,6 @@ class LaunchLineError(MegatronCGError):
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag and its values, as given."""
-
     name: str
     values: tuple[str, ...] = ()
 
@@ -60,7 +58,6 @@ class LaunchLine:
 
     @property
     def words(self) -> list[str]:
-        """The script's arguments."""
         words = [word for flag in self.flags for word in (flag.name, *flag.values)]
         return words[1:] if words[:1] == [""] else words
 
@@ -72,7 +69,6 @@ class LaunchLine:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables that the line sets before its script."""
         assignments = _VARIABLE.findall(f"{self.outer[0]} {self.before}")
         return {name: value.strip("'\"") for name, value in assignments}
 
@@ -89,7 +85,6 @@ class LaunchLine:
         return next((flag.values for flag in reversed(self.flags) if flag.name == name), None)
 
     def has(self, name: str) -> bool:
-        """Whether the flag is given."""
         return self.values(name) is not None
 
     def kept(self, wanted: Callable[[str], bool]) -> LaunchLine:
@@ -128,12 +123,10 @@ class LaunchLine:
         return replace(self, before=before)
 
     def with_launcher(self) -> LaunchLine:
-        """The line that starts this package, which then runs the script."""
         python = "" if _PYTHON.search(self.before) else "python "
         return replace(self, before=f"{self.before}{python}-m megatron_cg ")
 
     def without_launcher(self) -> LaunchLine:
-        """The line that starts the script without this package."""
         return replace(self, before=_LAUNCHER.sub("", self.before))
 
     def __str__(self) -> str:

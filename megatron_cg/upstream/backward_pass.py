@@ -11,6 +11,5 @@ RELIES_ON = (CURRENT_PASS,)
 
 
 def in_backward_pass() -> bool:
-    """Whether the caller runs in a backward pass."""
     running: int = CURRENT_PASS.cached()
     return running != NO_PASS

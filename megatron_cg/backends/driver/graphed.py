@@ -189,7 +189,6 @@ class GraphedModule:
         return tree_unflatten(outputs, recorded.output_spec)
 
     def replay_function(self) -> ReplayFunction:
-        """See :meth:`megatron_cg.backends.base.Backend.replay_function`."""
         recorded = self._recorded
         return ReplayFunction(
             self._function,

@@ -34,18 +34,14 @@ from megatron_cg.memory.storage import without_owners
 
 
 class CudaRecording(Recording):
-    """One captured pass."""
-
     def __init__(self, recorder: CudaRecorder) -> None:
         self._recorder = recorder
         self.graph = torch.cuda.CUDAGraph()
 
     def replay(self) -> None:
-        """Launch the graph on the current stream."""
         self.graph.replay()
 
     def reset(self) -> None:
-        """See :class:`megatron_cg.backends.driver.graphed.Recording`."""
         self._recorder.reset(self)
 
 
@@ -72,7 +68,6 @@ class CudaRecorder(Recorder):
 
     @contextmanager
     def recording(self, module: nn.Module, label: str) -> Iterator[CudaRecording]:
-        """Capture what runs in the block."""
         made = CudaRecording(self)
         self._open.append(made)
         for generator in self._generators:
@@ -94,7 +89,6 @@ class CudaRecorder(Recorder):
         return without_owners(results, is_in_pool)
 
     def abandon(self) -> None:
-        """See :class:`megatron_cg.backends.driver.capture.Recorder`."""
         leave_pool(self._pool)
         for graph in [*(recording.graph for recording in self._open), self._keeper]:
             # After an error of the device every call of CUDA raises that error again.

@@ -58,7 +58,6 @@ class NativeBackend(Backend):
 
     @property
     def device(self) -> torch.device:
-        """Where captured modules and their inputs are."""
         return torch.device("cuda", torch.cuda.current_device())
 
     def capture(

@@ -26,8 +26,6 @@ from megatron_cg.memory.storage import without_owners
 
 
 class TapeBackend(Backend):
-    """Records layers on tapes; the module's docstring says what they reproduce."""
-
     name = "tape"
     device_type = "cpu"
 
@@ -37,7 +35,6 @@ class TapeBackend(Backend):
         sample_args: Sequence[tuple[Any, ...]],
         **options: Any,
     ) -> tuple[GraphedModule, ...]:
-        """See :class:`megatron_cg.backends.base.Backend`; raises as ``capture_modules``."""
         return capture_modules(self.name, TapeRecorder, callables, sample_args, **options)
 
     def synchronize(self) -> None:
@@ -55,7 +52,6 @@ class TapeRecorder(Recorder):
 
     @contextmanager
     def recording(self, module: nn.Module, label: str) -> Iterator[Tape]:
-        """See :class:`megatron_cg.backends.driver.capture.Recorder`."""
         with recording(self._pool, module, label) as tape:
             yield tape
         self._tapes.append(tape)

@@ -69,7 +69,6 @@ class Pool:
         """Storages to poison when the next tape of this pool runs, which may use the memory."""
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether the storage was made by a tape of this pool."""
         return storage._cdata in self._own
 
     def adopt(self, tensor: torch.Tensor) -> int:

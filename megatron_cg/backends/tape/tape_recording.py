@@ -87,7 +87,6 @@ class Tape(Recording):
         self.pool.lent |= self.dead_after & lent
 
     def reset(self) -> None:
-        """Nothing to release but the operations."""
         self.entries.clear()
 
     def _run(self, operation: _Operation) -> None:
@@ -105,7 +104,6 @@ class Tape(Recording):
 
 
 def storage_keys(tensors: Tensors) -> frozenset[int]:
-    """The keys of the storages of these tensors."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None)
 
 

@@ -73,7 +73,6 @@ class TransformerEngineBackend(Backend):
         capture_time_hooks: Sequence[CaptureTimeHooks],
         **options: Any,
     ) -> tuple[Callable[..., Any], ...]:
-        """See :class:`megatron_cg.backends.base.Backend`."""
         pool = options.setdefault("pool", torch.cuda.graph_pool_handle())
         # Here too, since a failed rank runs other hooks before its state is restored.
         with stream_kept(), waited_for():
@@ -88,7 +87,6 @@ class TransformerEngineBackend(Backend):
         return graphs
 
     def replay_function(self, graph: Any) -> ReplayFunction:
-        """See :class:`megatron_cg.backends.base.Backend`."""
         return replay_function(graph)
 
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:

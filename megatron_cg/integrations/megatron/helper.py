@@ -137,7 +137,6 @@ class FsdpHelper:
         self.controller.capture()
 
     def delete(self) -> None:
-        """Delete the graphs, if there are any; see :meth:`GraphController.delete`."""
         self.controller.delete()
 
     def close(self) -> None:

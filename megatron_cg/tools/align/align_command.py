@@ -49,7 +49,6 @@ MakeRun = Callable[[Path, Path, str], Run]
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Run the alignment; print the table, return the exit code."""
     preset = load_preset(args.preset)
     _check_version(args.megatron_fsdp_version)
     backend = args.backend

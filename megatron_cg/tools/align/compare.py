@@ -29,7 +29,6 @@ class Value:
 
     @property
     def same(self) -> bool:
-        """Whether every bit agrees."""
         return self.eager == self.graphed
 
     @property

@@ -37,7 +37,6 @@ class Preset:
     """Fields of ``CpuModelConfig``; None for a model that cannot be built on a CPU."""
 
     def arguments(self) -> list[str]:
-        """The flags as a command line."""
         words: list[str] = []
         for name, value in self.flags.items():
             values = value if isinstance(value, list) else [] if value is True else [value]
@@ -46,7 +45,6 @@ class Preset:
 
 
 def preset_names() -> list[str]:
-    """Every preset's name, sorted."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 

@@ -48,12 +48,10 @@ class Run:
 
     @property
     def record(self) -> Path:
-        """The directory of the ranks' records."""
         return self.directory / "record"
 
     @property
     def log(self) -> Path:
-        """The file with the run's output, both streams."""
         return self.directory / "log.txt"
 
     def make(self, timeout: float) -> str:
@@ -90,7 +88,6 @@ class Run:
             )
 
     def text(self) -> str:
-        """The log so far."""
         return self.log.read_text(errors="replace")
 
 

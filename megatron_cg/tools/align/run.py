@@ -87,7 +87,6 @@ class Plan:
 
 
 def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) -> list[str]:
-    """The whole command line of one run."""
     words = [sys.executable, "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", str(plan.nproc)]
     base = [flag for flag in BASE_FLAGS if plan.bf16 or flag != "--bf16"]
@@ -176,7 +175,6 @@ def make_run(plan: Plan, data: Path, directory: Path, name: str) -> Run:
 
 
 def gpu_count() -> int:
-    """The number of GPUs visible to this process."""
     import torch
 
     return torch.cuda.device_count()

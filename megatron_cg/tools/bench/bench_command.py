@@ -41,12 +41,10 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
         return f"{self.configuration}.{'profile' if self.profile else self.round}"
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Measure, print and write; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="megatron-cg-bench-") as temporary:
         folder = (args.work_dir or Path(temporary)).resolve()
         line = _line(args, extra, folder)

@@ -78,7 +78,6 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def print_results(results: dict[str, Any]) -> None:
-    """Print the machine, the table, and what the profiler saw."""
     here = results["machine"]
     gpus = here["gpus"]
     kinds = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))

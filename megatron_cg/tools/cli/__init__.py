@@ -11,5 +11,4 @@ def whole(text: str, least: int = 0) -> int:
 
 
 def positive(text: str) -> int:
-    """A whole number of 1 or more."""
     return whole(text, 1)

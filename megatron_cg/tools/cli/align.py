@@ -19,7 +19,6 @@ from megatron_cg.tools.cli import positive, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
     names = ", ".join(preset_names())
     add = parser.add_argument
     add("--preset", default="llama-tiny", metavar="NAME", help=f"model shape: {names}")
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Run the alignment; print the table, return the exit code."""
     from megatron_cg.tools.align.align_command import invoke
 
     return invoke(args, extra)

@@ -18,7 +18,6 @@ from megatron_cg.tools.cli import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
     add = parser.add_argument
     add("--preset", metavar="NAME", help=f"a model: {', '.join(preset_names())}")
     add("--nproc", type=positive, help="GPUs of a preset's run (default: the preset's)")
@@ -64,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Measure and print; returns the exit code."""
     from megatron_cg.tools.bench.bench_command import invoke
 
     return invoke(args, extra)

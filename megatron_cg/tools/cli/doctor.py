@@ -15,7 +15,6 @@ from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
     parser.add_argument(
         "--verbose",
         action="store_true",
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Run the checks and report; returns the exit code."""
     from rich.console import Console
 
     from megatron_cg.tools.doctor.checks import can_run, examine, print_report

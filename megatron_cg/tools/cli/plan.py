@@ -18,14 +18,12 @@ _USABLE = 0.99
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
     add = parser.add_argument
     add("--gpus", type=positive, help="GPUs of the whole run (default: what the launcher says)")
     add("--gpu-memory", type=positive, default=80, help="GB of one GPU (default: 80)")
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Make the plan, print it, return the exit code."""
     from megatron_cg.tools.launch_line import read_line
 
     line = read_line(extra)

@@ -19,7 +19,6 @@ from megatron_cg.tools.cli import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
     add = parser.add_argument
     add("build", metavar="FILE.py:FUNCTION", help="what builds the layer")
     add("--out", type=Path, metavar="DIR", required=True, help="where to write the artifact")
@@ -53,7 +52,6 @@ def capability(text: str) -> tuple[int, int] | None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Trace, write and report; returns the exit code."""
     build = builder(args.build)
     import torch
 

@@ -15,7 +15,6 @@ from megatron_cg.errors import MegatronCGError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="records of a run, or of align's two")
     add("--against", type=Path, metavar="DIR2", help="another run, the eager one, as the reference")
@@ -23,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Write the page, and print its place."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MegatronCGError("the plots need matplotlib: pip install 'megatron-cg[report]'.")
     from megatron_cg.files import whole_file

@@ -27,7 +27,6 @@ _OUTER = "num_distributed_optimizer_instances"
 
 
 def transformer_config(model: CpuModelConfig) -> TransformerConfig:
-    """Return Megatron's own configuration for ``model``."""
     moe: dict[str, object] = {}
     if model.experts:
         moe = {

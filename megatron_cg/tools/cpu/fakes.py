@@ -60,7 +60,6 @@ class FakeEvent:
         host_waits("synchronize of a stream or an event")
 
     def query(self) -> bool:
-        """Return True: no work is pending."""
         return True
 
     def record(self, _stream: object = None) -> None:

@@ -213,7 +213,6 @@ def examine(system: System) -> list[Finding]:
 
 
 def can_run(findings: Iterable[Finding]) -> bool:
-    """Whether no finding prevents the run."""
     return all(finding.level is not Level.ERROR for finding in findings)
 
 

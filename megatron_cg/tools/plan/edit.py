@@ -95,11 +95,9 @@ class Tried:
     memory: Memory | None = None
 
     def fits(self, room: int) -> bool:
-        """Whether the run has room."""
         return self.memory is not None and self.memory.total <= room
 
     def against(self, room: int) -> str:
-        """Why the choice is not taken."""
         choice = " ".join(str(flag) for flag in self.line.flags if flag.name in _CHOSEN)
         if self.memory is not None:
             return f"{choice} would need {gib(self.memory.total)} of {gib(room)}"
@@ -175,7 +173,6 @@ def _on_fewer_layers(
 
 
 def gib(size: int) -> str:
-    """A size in words."""
     return f"{size / 2**30:,.1f} GiB"
 
 

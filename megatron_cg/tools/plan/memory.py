@@ -139,7 +139,6 @@ class _Rank:
         return dense + experts
 
     def state(self, parts: Sequence[Part]) -> dict[str, int]:
-        """Bytes of parameters, gradients and the optimizer's state."""
         args, width = self.shape.args, self.shape.width
         moments = 8 if args.optimizer == "adam" else 4
         if args.use_precision_aware_optimizer:

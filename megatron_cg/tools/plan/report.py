@@ -31,7 +31,6 @@ class Change(NamedTuple):
 
 
 def changes(plan: Edited) -> list[Change]:
-    """What differs from the given line."""
     reasons, found = plan.best.reasons, []
     old, new = _pieces(plan.given), _pieces(plan.best.line)
     if LAUNCHER in reasons:
@@ -50,7 +49,6 @@ def _pieces(line: LaunchLine) -> dict[str, str]:
 
 
 def text_of(plan: Edited) -> str:
-    """The whole plan."""
     return "\n".join(_lines(plan)).rstrip() + "\n"
 
 

@@ -35,7 +35,6 @@ def plotted(story: Story, quantity: Quantity, top: float | None = None) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file."""
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=160, metadata={"Software": None})
     return written.getvalue()

@@ -36,12 +36,10 @@ class Story:
 
     @property
     def name(self) -> str:
-        """The name of the page's run."""
         return list(self.runs)[-1]
 
     @property
     def run(self) -> Run:
-        """The page's run."""
         return self.runs[self.name]
 
     @cached_property
@@ -69,7 +67,6 @@ class Story:
 
     @property
     def captured_after(self) -> int | None:
-        """The number of steps before the first capture that produced graphs."""
         return captured_after(self.rank)
 
     @property
@@ -103,7 +100,6 @@ class Quantity:
 
 
 def width(difference: float) -> float:
-    """How wide a difference is."""
     return math.inf if math.isnan(difference) else difference
 
 
@@ -133,7 +129,6 @@ def _curves(record: Mapping[str, Any]) -> dict[str, Curve]:
 
 
 def step_times(story: Story) -> Quantity:
-    """Milliseconds of each step."""
     curves = {
         name: {number: float(s["milliseconds"]) for number, s in enumerate(record["steps"], 1)}
         for name, record in story.records.items()
