@@ -54,7 +54,6 @@ def recipe_of_experts() -> Any:
 
 
 def configure(run: dict[str, Any]) -> Any:
-    """Bridge's configuration of a run, with what two runs need to compute the same bits."""
     cfg = recipe_of_experts() if run["experts"] else example.recipe()
     example.prepare(cfg)
     cfg.model.deterministic_mode = True
@@ -100,7 +99,6 @@ def raising(at: int) -> Any:
 
 
 def train(run: dict[str, Any], folder: Path) -> None:
-    """Train a run and write what it comes to."""
     recipes = {name: str(value) for name, value in of_recipes.COMMON_RECIPE_ENV_VARS.items()}
     assert run["environment"] in ({}, recipes) and run["environment"].items() <= os.environ.items()
     if not run["early"]:

@@ -72,7 +72,6 @@ class Case:
 
 
 def batch(size: int) -> tuple[str, ...]:
-    """``--global-batch-size``; the presets' micro batch is 2."""
     return ("--global-batch-size", str(size))
 
 

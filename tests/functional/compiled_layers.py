@@ -19,7 +19,6 @@ from tests.unit.compiled.regions import REPLAYS, captured, llama
 
 
 def main(folder: str) -> None:
-    """Train in the processes of torchrun."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     rank = int(os.environ["LOCAL_RANK"])

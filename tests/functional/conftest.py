@@ -42,7 +42,6 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def skip_without(gpus: int) -> None:
-    """Skip the calling test where there are fewer GPUs or no Transformer Engine."""
     found = torch.cuda.device_count()
     if found < gpus:
         pytest.skip(f"needs {gpus} GPUs, and {found} can be seen")
@@ -87,7 +86,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def data(shared: Path) -> Path:
-    """Python's own library, one token a byte."""
     folder = shared / "data"
     folder.mkdir(exist_ok=True)
     with FileLock(folder / "lock"):
@@ -136,7 +134,6 @@ def align(data: Path, shared: Path, tmp_path: Path) -> Callable[..., Outcome]:
 
 
 def time_limit(gpus: int) -> float:
-    """Seconds for a run of so many ranks."""
     return TIMEOUT * max(1, gpus // 2)
 
 

@@ -72,15 +72,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Run:
-    """One training."""
-
     dtype: str
     scopes: tuple[str, ...] = ()
     driver: str = EAGER
 
     @property
     def name(self) -> str:
-        """Unique within a group."""
         return "-".join((self.dtype, self.driver, *self.scopes))
 
 

@@ -26,7 +26,6 @@ class Recomputed(example.Block):
     reentrant = False
 
     def forward(self, x: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
-        """See :class:`example.Block`."""
         run = partial(super().forward, causal=causal)
         again: Any = partial(checkpoint, use_reentrant=self.reentrant, preserve_rng_state=True)
         recomputed: torch.Tensor = again(run, x)
@@ -54,10 +53,7 @@ class Compiled(example.Block):
 
 
 class Activation(nn.Module):
-    """Calls the compiled function."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of any shape."""
         activated: torch.Tensor = activation(x)
         return activated
 

@@ -79,7 +79,6 @@ MOE: dict[str, Any] = {
 
 
 def make_config(group: Group, run: Run) -> TransformerConfig:
-    """Megatron's config of the model that a run trains."""
     shape = dict(MOE)
     latent = group.config.get("multi_latent_attention")
     kind = MLATransformerConfig if latent else TransformerConfig
@@ -111,7 +110,6 @@ def make_config(group: Group, run: Run) -> TransformerConfig:
 
 
 def make_model(group: Group, config: TransformerConfig) -> torch.nn.Module:
-    """The model without wrappers, from megatron-core's own specs."""
     by_te = GPU and not group.local
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=by_te)
     if config.moe_grouped_gemm and not GPU:
@@ -134,7 +132,6 @@ def make_model(group: Group, config: TransformerConfig) -> torch.nn.Module:
 
 
 def build(group: Group, run: Run) -> tuple[Any, Any]:
-    """The model under Megatron-FSDP, and its optimizer."""
     config = make_config(group, run)
     model = make_model(group, config).to(config.params_dtype).cuda()
     is_v1 = group.fsdp_version == 1
@@ -207,7 +204,6 @@ def local_norm(optimizer: Any) -> float:
 
 
 def tokens() -> Iterator[torch.Tensor]:
-    """Random tokens, the same for ranks that hold parts of one model's activations."""
     generator = torch.Generator().manual_seed(SEED + parallel_state.get_data_parallel_rank())
     while True:
         yield torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).cuda()
@@ -256,7 +252,6 @@ def with_api(
 
 
 def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
-    """One run, which starts and leaves the process clean."""
     with ExitStack() as undo:
         if group.fsdp_version == 2:  # before the model is built
             megatron_cg.enable()
@@ -329,7 +324,6 @@ def tapes() -> Iterator[None]:
 
 
 def clean_up() -> None:
-    """Release what a run leaves in Megatron's globals, and its memory."""
     microbatches.unset_num_microbatches_calculator()
     destroy_moe_metrics_tracker()
     MTPLossLoggingHelper.tracker.clear()  # has a place for each depth of this run's model

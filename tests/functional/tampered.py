@@ -44,7 +44,6 @@ ACTIONS: dict[str, Callable[[str], None]] = {
 
 
 def main() -> None:
-    """Tamper, then run the example."""
     names = []
     is_eager = "--cuda-graph-impl none" in " ".join(sys.argv)
     for variable in (SCENARIO,) if is_eager else (MUTATION, SCENARIO):

@@ -46,7 +46,6 @@ class Run:
 
     @property
     def eager(self) -> Run:
-        """The same, without what is for graphs alone."""
         return replace(self, scopes=None, enable={}, early=False, environment={})
 
 

@@ -51,7 +51,6 @@ def results(shared: Path) -> Callable[[Group], list[Results]]:
 
 
 def start(group: Group, directory: Path) -> None:
-    """Train the group's runs in processes of their own, which may end too early."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words += ["--nproc-per-node", str(GPUS), "-m", "tests.functional.own_loop"]
     env = environment(os.environ, root=ROOT, cudnn=torch_cudnn())

@@ -51,7 +51,6 @@ def with_names_of_newer_torch() -> None:
 
 @cache
 def prepare(device: str) -> None:
-    """Whatever torchtitan needs here."""
     import torchtitan.tools.utils
 
     torchtitan.tools.utils.device_type = device

@@ -55,7 +55,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Collect garbage once; afterwards pytest does so five times."""
     gc.collect()
     gc.freeze()
 
@@ -138,7 +137,6 @@ def hopper_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def hopper(hopper_machine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The same, and this package enabled."""
     import megatron_cg
 
     # Megatron and we read which TE is installed; a run on GPUs has it, this environment need not.
@@ -190,7 +188,6 @@ def replays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dense_model(one_rank: None) -> Any:
-    """A real GPTModel under megatron-core's FSDP, with attention and MLP as graph scopes."""
     from megatron_cg.tools.cpu.cpu_model import build
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 

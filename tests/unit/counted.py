@@ -6,6 +6,5 @@ from megatron_cg.replay.counters import Counters
 
 
 def expect(counters: Counters, **counts: int) -> None:
-    """Assert that the named counts are as given."""
     found = counters.as_dict()
     assert found | counts == found

@@ -8,7 +8,6 @@ import sys
 
 
 def last_line_of(code: str) -> str:
-    """What ``code`` prints last."""
     ended = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"TRITON_INTERPRET": "1"},

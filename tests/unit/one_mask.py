@@ -16,8 +16,6 @@ class OneMask(TapeBackend):
 
 
 class OneMaskOnCuda(OnCpu):
-    """The same for the native backend."""
-
     def capture(self, callables: Any, sample_args: Any, **options: Any) -> Any:
         return super().capture(callables, sample_args, **_with_one_mask(options))
 

@@ -31,8 +31,6 @@ _KEPT: list[Any] = []
 
 
 def note_state_around_capture() -> None:
-    """Note whether hooks and flags after a failed capture are those of before it."""
-
     def wrapped(old: Callable[[Any], None]) -> Callable[[Any], None]:
         def create(self: Any) -> None:
             before = (fingerprint(self.helper.model[0]), flags())
@@ -195,7 +193,6 @@ def untransformed(unit: Any) -> UnitHooks:
 
 
 def hooks_without_phase_two() -> None:
-    """Hand TE the hooks as Megatron-FSDP made them."""
     from megatron_cg.fsdp import megatron_fsdp
 
     wrap(megatron_fsdp, "unit_hooks", lambda _old: untransformed)

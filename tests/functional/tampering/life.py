@@ -36,8 +36,6 @@ def sessions_open(when: str) -> None:
 
 
 def at_step(number: int, action: Callable[[], None], *, only: int | None = None) -> None:
-    """Run ``action`` before that training step, on one rank or on all."""
-
     def act(step: int) -> None:
         if step == number and only in (None, rank()):
             sessions_open(f"before step {step}")
@@ -57,7 +55,6 @@ def raise_at(step: int) -> None:
 
 
 def exit_at(step: int) -> None:
-    """Let all ranks leave training with exit code 0, as a script may."""
     at_step(step, lambda: sys.exit(0))
 
 

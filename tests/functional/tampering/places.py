@@ -81,7 +81,6 @@ def fingerprint(model: Any) -> list[tuple[Any, ...]]:
 
 
 def flags() -> dict[str, Any]:
-    """What a failed capture of TE or Megatron leaves set."""
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from transformer_engine.pytorch import graph

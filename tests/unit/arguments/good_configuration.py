@@ -49,5 +49,4 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    """What Megatron's ``parse_args`` returns before ``validate_args``, for these arguments."""
     return megatron_parser().parse_args(argv)

@@ -26,7 +26,6 @@ class Case:
         return f"{self.rule}: {' '.join(f'{name}={value}' for name, value in self.change.items())}"
 
     def configured(self) -> tuple[RunArguments, GraphArguments, Environment]:
-        """The good run with this change."""
         ours = {name: v for name, v in self.change.items() if name.startswith("cg_")}
         versions = {name: v for name, v in self.change.items() if name in GOOD_ENVIRONMENT.versions}
         variables = {name: v for name, v in self.change.items() if name.isupper()}

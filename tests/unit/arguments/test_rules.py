@@ -51,7 +51,6 @@ def test_a_good_run_keeps_every_rule() -> None:
 
 
 def messages() -> str:
-    """What each case says of its rule."""
     said = ((case, *(v for v in broken_by(case) if v.rule == case.rule)) for case in ALL)
     return "".join(f"{case}\n    {found}\n" for case, found in said)
 

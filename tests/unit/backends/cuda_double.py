@@ -34,8 +34,6 @@ def seeing_a_gpu() -> AbstractContextManager[None]:
 
 
 class OnCpu(NativeBackend):
-    """The native backend, whose device is the double's."""
-
     device_type = "cpu"
 
     def __init__(self) -> None:
@@ -239,8 +237,6 @@ def capture(*modules: nn.Module, **options: Any) -> Any:
 
 
 class Calling(nn.Linear):
-    """Calls a function in its ``number``-th forward pass."""
-
     def __init__(self, call: Callable[[], None], number: int) -> None:
         super().__init__(4, 4)
         self.call, self.passes, self.number = call, 0, number

@@ -17,8 +17,6 @@ from tests.unit.counted import expect
 
 
 class Stack(nn.Module):
-    """Three blocks with dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -105,8 +105,6 @@ class Plain(nn.Linear):
 
 
 class Own(nn.Linear):
-    """A class with one."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
 

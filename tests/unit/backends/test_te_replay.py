@@ -165,7 +165,6 @@ def test_what_replaces_it_is_called_until_the_undo(code: dict[str, Any]) -> None
 
 
 def backward_of(captured: Captured, function: Any) -> list[Any]:
-    """What its ``backward`` returns."""
     context = SimpleNamespace()
     with torch.no_grad():
         inputs = [*captured.arguments(), torch.ones(WIDTH)]

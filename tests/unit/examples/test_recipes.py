@@ -54,7 +54,6 @@ def shell(tmp_path: Path) -> Any:
 
 
 def recorded(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
-    """The words of the program that was started, and its environment."""
     words = (tmp_path / "record").read_text().splitlines()
     lines = (tmp_path / "record.env").read_text().splitlines()
     return words, dict(line.split("=", 1) for line in lines if "=" in line)

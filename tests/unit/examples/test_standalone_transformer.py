@@ -48,7 +48,6 @@ AS_A_USER = "fsdp2"
 
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where Megatron's packages cannot be imported."""
     (folder / "sitecustomize.py").write_text(BLOCKER)
     path = os.pathsep.join([str(folder), str(ROOT)])
     return subprocess.run(

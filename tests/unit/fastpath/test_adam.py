@@ -150,7 +150,6 @@ def test_weights_moments_and_steps_are_those_of_te(
 
 
 def chained(adam: Any) -> Any:
-    """As Megatron has it."""
     return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
 
 

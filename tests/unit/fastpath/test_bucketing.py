@@ -130,7 +130,6 @@ class Case:
         )
 
     def take(self, used: Sequence[int] = ()) -> None:
-        """The operation's own backward function is done."""
         also = [place in used for place in range(len(self.weights))]
         self.bucketing.take_detached(self.together, self.gradients[: len(self.weights)], also)
 

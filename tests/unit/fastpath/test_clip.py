@@ -40,7 +40,6 @@ class Applier:
 
 
 def norm_kernel(chunk: int, flag: Any, lists: Any, each: bool) -> tuple[torch.Tensor, None]:
-    """Something that depends on order, chunk and numbers."""
     assert flag.tolist() == [0] and not each
     total = torch.zeros(1)
     for tensor in lists[0]:

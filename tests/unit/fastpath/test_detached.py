@@ -74,7 +74,6 @@ class Grouped(nn.Module):
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tests may change what the function computes, and leave it in its place."""
     own = _Grouped
     for name in ("dtype", "spread", "without"):
         monkeypatch.setattr(Grouped, name, getattr(Grouped, name))
@@ -136,7 +135,6 @@ class Case:
     def call(
         self, rows: torch.Tensor, order: list[Any] | None = None, *, eagerly: bool = False
     ) -> torch.Tensor:
-        """Run the next graph if there is one, or the layer itself."""
         operation = self.layer
         if self.called < len(self.graphs) and not eagerly:
             operation, self.called = self.graphs[self.called], self.called + 1
@@ -169,8 +167,6 @@ def given(number: int = 0) -> torch.Tensor:
 
 
 class Program:
-    """Backward passes over sums of random terms."""
-
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
         self.graphs, self.sharded = draw.random() < 0.5, draw.random() < 0.7
@@ -208,7 +204,6 @@ class Program:
         return output
 
     def reordered(self, case: Case) -> torch.Tensor:
-        """The same first weight, and others in another order."""
         first, *others = case.weights
         return case.call(given(), [first, *reversed(others)])
 

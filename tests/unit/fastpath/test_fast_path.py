@@ -147,7 +147,6 @@ EDGES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
 
 
 def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]:
-    """Numbers and shards of a run, and what the fast path did."""
     from megatron_cg.fastpath import bucketing as gradients
     from megatron_cg.telemetry.record_contents import parameter_digests
 
@@ -223,8 +222,6 @@ class BorrowingTape(TapeBackend):
 
 
 class Overwriting:
-    """A graph of such a tape."""
-
     def __init__(self, graph: Any, borrowing: BorrowingTape) -> None:
         self._graph, self._borrowing = graph, borrowing
 

@@ -82,7 +82,6 @@ def evaluated(trainer: Any) -> float:
 
 
 def changed(trainer: Any) -> float:
-    """As :func:`evaluated`, with other weights."""
     for group in trainer.model.module.param_and_grad_buffer.parameter_groups:
         for buffer in (group.model_weight_buffer, group.main_weight_buffer):
             if buffer is not None:
@@ -155,8 +154,6 @@ UNITS = 3
 
 
 class Stream(fakes.FakeStream):
-    """Notes what it is told to wait for."""
-
     def __init__(self, events: list[Any]) -> None:
         super().__init__()
         self.events = events
@@ -231,7 +228,6 @@ class Pipeline:
         self.own.bucket_status[bucket, False] = self.status("EMPTY")
 
     def ask(self, *buckets: int, backward: bool = False, **options: Any) -> list[Any]:
-        """As the hook before a unit's pass; returns what happened."""
         orders = self.upstream.PrefetchOrder
         usual = {
             "prefetch": True,

@@ -73,8 +73,6 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
 
 
 class Scratch:
-    """Counts the pieces that it gives."""
-
     def __init__(self) -> None:
         self.pieces = 0
 

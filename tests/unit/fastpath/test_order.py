@@ -87,7 +87,6 @@ def started(layers: int = LAYERS) -> Any:
 
 
 def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
-    """Units as they are gathered, their forward passes, and when a backward pass begins."""
     events: list[Any] = []
     own = dist.all_gather_into_tensor
     units = {
@@ -115,7 +114,6 @@ def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def with_experts(trainer: Any, patch: pytest.MonkeyPatch) -> list[str]:
-    """What :func:`noted` notes, and a collective of the eager rest of each layer."""
     events = noted(trainer.model.module, patch)
     experts = dist.new_group(backend="gloo")
     for number, layer in enumerate(layers_of(trainer)):

@@ -192,12 +192,10 @@ def test_a_fingerprint_is_that_of_the_released_transformer_engine(symbol: Symbol
 
 @pytest.fixture(scope="module")
 def usual() -> dict[str, Any]:
-    """Runs in which upstream's functions are known."""
     return {}
 
 
 def train(*, graphs: bool) -> tuple[list[Any], list[str]]:
-    """Losses, norms and weights, and the parts of the fast path."""
     from megatron_cg.telemetry.record_contents import parameter_digests
 
     parts: list[str] = []

@@ -50,7 +50,6 @@ def test_the_kernel_has_the_bits_of_a_copy_or_an_addition_and_a_multiplication()
 
 
 def pieces(*sizes: int, dtype: torch.dtype = torch.bfloat16, gap: int = 0) -> list[torch.Tensor]:
-    """Tensors in one storage, ``gap`` elements apart."""
     storage = torch.arange(sum(sizes) + gap * len(sizes)).to(dtype)
     made, begin = [], 0
     for size in sizes:

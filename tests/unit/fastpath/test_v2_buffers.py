@@ -24,7 +24,6 @@ PROGRAMS, LENGTH = 60, 40
 
 @pytest.fixture
 def groups(one_rank: None) -> Any:
-    """The groups of a small network, one for each unit and one for the rest."""
     network: Any = under_v2(mesh=(1,))(Network((16, 24)))
     found = [group for each in (*network.layers, network) for group in each._parameter_groups]
     for group in found:
@@ -33,7 +32,6 @@ def groups(one_rank: None) -> Any:
 
 
 def place(tensor: Any) -> tuple[Any, ...]:
-    """All that tells a view, or a DTensor, from another one."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     storage = local.untyped_storage()._cdata
     spec = tensor.placements if isinstance(tensor, DTensor) else None

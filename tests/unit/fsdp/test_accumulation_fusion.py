@@ -23,7 +23,6 @@ FUSED_WEIGHTS = ("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight")
 
 
 def train(way: str) -> dict[str, Any]:
-    """Losses and norms, to the last bit, and whose gradients are not zero."""
     from megatron.core.tensor_parallel import layers as linear
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend

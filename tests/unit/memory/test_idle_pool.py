@@ -63,7 +63,6 @@ class Allocator:
         return [segment((0, 0), 1, [1 << 40]), segment(POOL, CAPTURE_STREAM, shown)]
 
     def place(self, nbytes: int) -> Place:
-        """Where a piece goes; the pool grows for one that has no block."""
         nbytes = -(-nbytes // 512) * 512
         found = next((at for size, at in self.free() if size >= nbytes), None)
         if found is None and self.out_of_memory:

@@ -96,7 +96,6 @@ class MegatronTrainer(Trainer):
         return int(batches.iterable._next)
 
     def evaluate(self) -> float:
-        """The loss of the next batch, without training."""
         self.model.eval()
         with torch.no_grad():
             output, _ = self._forward_step(self._batches, self.model)
@@ -120,7 +119,6 @@ class _Graphs:
 
 
 def repeats(trainer: MegatronTrainer) -> Callable[[], None]:
-    """Repeat steps of ``trainer``; returns the undo."""
     from megatron_cg.integrations.megatron.repeat import repeat_if_bounded
 
     graphs: Any = _Graphs(trainer)

@@ -66,7 +66,6 @@ def make_config(ranks: int, experts: int) -> Any:
 
 
 def passed(kind: Any, gemm: Any, chosen: torch.Tensor, config: Any) -> list[torch.Tensor]:
-    """A pass through a dispatcher and a grouped GEMM: output, and gradients of all inputs."""
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher

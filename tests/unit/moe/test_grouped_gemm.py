@@ -31,7 +31,6 @@ def weights_in_one_bucket(experts: int, dtype: torch.dtype) -> list[torch.Tensor
 
 
 def results(function: Any, rows: torch.Tensor, counts: torch.Tensor, weights: Any) -> Any:
-    """Output of the counted rows, and gradients of these rows and of the weights."""
     used = int(counts.sum())
     rows = rows.detach().clone().requires_grad_()
     for weight in weights:

@@ -32,8 +32,6 @@ PERMUTE = "megatron.core.transformer.moe.token_dispatcher.permute"
 
 
 class Short:
-    """Batches, halved in one step."""
-
     def __init__(self, batches: Any) -> None:
         self.batches, self.halved = batches, False
 
@@ -82,7 +80,6 @@ def captured(trainer: Any, **options: Any) -> Any:
 
 
 def failed(trainer: Any) -> str:
-    """The error of a capture that fails after the first stage of a shared expert."""
     with patch(PERMUTE, side_effect=RuntimeError("no permutation")):
         try:
             captured(trainer)
@@ -92,7 +89,6 @@ def failed(trainer: Any) -> str:
 
 
 def live(options: dict[str, Any], *, ours: bool) -> dict[str, Any]:
-    """Losses and norms, to the last bit, and what the graphs did in each step."""
     from megatron_cg.replay.mismatch_policy import ReplayPolicy
 
     steps: list[list[str]] = []

@@ -67,8 +67,6 @@ def test_each_row_comes_to_its_place_and_to_no_other() -> None:
 
 
 class Stands:
-    """Stands for one of torch's functions."""
-
     path = "torch:function"
 
     def __init__(self, function: Any) -> None:
@@ -159,8 +157,6 @@ def test_no_slots_are_made_while_a_graph_records(
 
 @pytest.fixture
 def mapped(torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that one rank maps, on the CPU."""
-
     def rendezvous(rows: torch.Tensor, _group: Any) -> Any:
         return SimpleNamespace(buffer_ptrs=[rows.data_ptr()], rank=0)
 

@@ -24,8 +24,6 @@ WARMUP, LAYERS, MICROBATCHES, FACTOR = 1, 2, 2, 1.05
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of a layer."""
-
     rank: int
     microbatch: int
     layer: int
@@ -71,7 +69,6 @@ class Case:
 
     @property
     def repeated(self) -> list[int]:
-        """The steps that are to be repeated."""
         found = enumerate(self.exceeds, WARMUP)
         return [step for step, exceeds in found if self.real or exceeds is not never]
 
@@ -151,7 +148,6 @@ def forced_bound(steps: tuple[Exceeds, ...]) -> Any:
 
 
 def digest(tensors: Any) -> str:
-    """The bits of tensors, in order."""
     found = hashlib.sha256()
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor).detach().contiguous()
@@ -160,7 +156,6 @@ def digest(tensors: Any) -> str:
 
 
 def state_of(trainer: MegatronTrainer) -> dict[str, Any]:
-    """All that a step changes."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -188,7 +183,6 @@ def _moments(trainer: MegatronTrainer, parameter: Any) -> list[torch.Tensor]:
 
 
 def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
-    """Losses and norms to the last bit, the state after each step, and the repeated steps."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend

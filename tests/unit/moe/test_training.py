@@ -69,7 +69,6 @@ FAST = ("fast", "dense", "peer")
 
 
 def fit(model: Model, way: str) -> dict[str, Any]:
-    """Losses and norms, to the last bit, and what the graphs did."""
     from contextlib import ExitStack
 
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -121,7 +120,6 @@ def fit(model: Model, way: str) -> dict[str, Any]:
 
 
 def train_all(models: Mapping[str, Model]) -> dict[str, Any]:
-    """What this rank found of each model and way."""
     # What Megatron's router compiles takes longer than the steps; test_verify.py compiles it.
     torch.compiler.set_stance("force_eager")
     found = {

@@ -56,7 +56,6 @@ class _Clocks:
         self._launched: dict[Actor, dict[Actor, int]] = {}
 
     def tick(self, actor: Actor) -> int:
-        """``actor`` does an operation; returns its number."""
         clock = self.now(actor)
         clock[actor] = clock.get(actor, 0) + 1
         self._launched[actor] = dict(clock)
@@ -70,7 +69,6 @@ class _Clocks:
                 own[other] = number
 
     def now(self, actor: Actor) -> dict[Actor, int]:
-        """The clock of ``actor``."""
         return self._now[actor]
 
     def knows(self, actor: Actor, other: Actor, number: int) -> bool:
@@ -125,7 +123,6 @@ class Storage:
         return self._pieces[start : bisect_left(self._bounds, span.stop, start)]
 
     def last_uses(self) -> Iterator[Access]:
-        """All uses that a new owner of this memory has to wait for."""
         for piece in self._pieces:
             if piece.write is not None:
                 yield piece.write

@@ -123,7 +123,6 @@ class Operations(TorchDispatchMode):
 
     @contextmanager
     def replaying(self, label: str) -> Iterator[None]:
-        """Operations in the block are those of a graph."""
         before, self._replay = self._replay, f"the replay of the {label}: "
         try:
             with self._device.on_current_stream():

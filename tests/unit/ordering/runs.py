@@ -196,7 +196,6 @@ def traced(run: Run) -> Trace:
 
 
 def _name_memory(trace: Trace, trainer: Any) -> None:
-    """Say which storages are Megatron-FSDP's buffers."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as upstream
 
     for (name, _dtype), tensor in upstream.get_global_memory_buffer().buffer.items():

@@ -79,8 +79,6 @@ class Stream(FakeStream):
 
 
 class Event(FakeEvent):
-    """One event, known by its number."""
-
     _numbers = count()
 
     def __init__(self, trace: Trace, *_args: object, **_kwargs: object) -> None:
@@ -146,7 +144,6 @@ class Device:
         return tuple(span for span in spans if span is not None)
 
     def _call(self, method: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        """A method of a process group."""
         options = [given for given in (*args, *kwargs.values()) if hasattr(given, "asyncOp")]
         if not all(given.asyncOp for given in options):
             with self.on_current_stream():
@@ -226,7 +223,6 @@ class Device:
 
 
 def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors in the lists and tuples of an ATen call."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -39,7 +39,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def results(reports: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """What every rank found in a run."""
     found = [report["results"][name] for report in reports if name in report["results"]]
     assert len(found) == RANKS[name]
     return found

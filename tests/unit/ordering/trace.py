@@ -33,8 +33,6 @@ ORDERING = frozenset(
 
 
 class Site(NamedTuple):
-    """Where a call stands."""
-
     file: str
     line: int
     column: int = 0
@@ -184,7 +182,6 @@ class Trace:
     """By the address of torch's object, which another storage may get once it is gone."""
 
     def add(self, entry: Entry) -> None:
-        """Record the entry, if the trace is on."""
         if self.on:
             self.entries.append(entry)
 
@@ -198,7 +195,6 @@ class Trace:
             self.on = before
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage has a number."""
         return storage._cdata in self._known
 
     def number_of(self, storage: torch.UntypedStorage) -> int:

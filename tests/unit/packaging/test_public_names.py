@@ -39,7 +39,6 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Packages that a fresh interpreter has after ``statement``."""
     code = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(ended.stdout.split())

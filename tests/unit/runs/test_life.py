@@ -230,7 +230,6 @@ REPLAYED = {"resumed": 6, "all at once": 9, V2: 9}
 
 
 def train_all(root: Path) -> None:
-    """In one of the processes: every life, eagerly and with graphs."""
     for name in LIVES:
         for graphs in (False, True):
             live(name, root / name / ("graphs" if graphs else "eager"), graphs=graphs)

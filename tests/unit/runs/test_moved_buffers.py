@@ -68,7 +68,6 @@ def play() -> dict[str, Any]:
 
 
 def shape_changes(trainer: Any) -> None:
-    """From now on one sequence a microbatch."""
     from megatron_cg.tools.cpu.train import Batches
 
     shape = trainer.plan.model

@@ -144,7 +144,6 @@ def new_helper(trainer: Any, on_failure: Any = "eager") -> Any:
 
 
 def step(trainer: Any) -> list[Any]:
-    """Loss and gradient norm, every bit of them, and the digest of every parameter shard after."""
     from megatron_cg.telemetry.record_contents import parameter_digests
 
     loss, norm = trainer.step()

@@ -33,7 +33,6 @@ BALANCED = {
 
 
 def boundaries(starts: tuple[int, ...], **fields: Any) -> Any:
-    """Megatron's object of a pack."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ends = torch.tensor(starts, dtype=torch.int32)

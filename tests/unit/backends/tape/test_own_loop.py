@@ -53,7 +53,6 @@ CASES = [(group, run) for group, runs in RUNS.items() for run in runs]
 
 
 def train(directory: Path) -> None:
-    """All runs of this file, in one process of several."""
     from megatron.core.models import backends
 
     from megatron_cg.capture.guarded_capture import GuardedCapture

@@ -110,7 +110,6 @@ class ReadsTooEarly(nn.Module):
 
 
 def early_and_late(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The content of new memory, and that memory once it is written."""
     late = torch.empty_like(x)
     early = late.clone()
     late.copy_(x)

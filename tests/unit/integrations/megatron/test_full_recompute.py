@@ -107,7 +107,6 @@ SOME = (0, 2)
 
 @contextmanager
 def counted(done: list[str]) -> Iterator[None]:
-    """Note the gathers of weights."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("allgather_into_tensor_coalesced", "_allgather_base"):
             gather = getattr(dist.ProcessGroup, name)
@@ -121,7 +120,6 @@ def counted(done: list[str]) -> Iterator[None]:
 
 
 def live(way: str) -> list[dict[str, Any]]:
-    """For each step its numbers to the last bit, and what ran."""
     from megatron.core import parallel_state
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend

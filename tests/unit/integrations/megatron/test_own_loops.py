@@ -49,7 +49,6 @@ def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def helper_for(trainer: Any) -> Any:
-    """Megatron's helper."""
     return TECudaGraphHelper(
         model=[trainer.model],
         config=trainer.model.config,

@@ -42,5 +42,4 @@ def make_rank(
 
 
 def capture(after_step: int) -> Record:
-    """What a record says of a capture that made graphs, as far as a comparison reads it."""
     return {"after_step": after_step, "error": None}

@@ -116,7 +116,6 @@ def test_a_line_keeps_its_variables_and_its_launcher(launcher: str) -> None:
 
 @pytest.fixture
 def te_gemm() -> Iterator[None]:
-    """Transformer Engine's grouped GEMM, which a run on GPUs has."""
     with in_place_of_te():
         yield
 

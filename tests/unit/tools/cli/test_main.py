@@ -156,7 +156,6 @@ sys.exit(main.main(["align"]))
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there, and not merely waited for."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:

@@ -51,6 +51,5 @@ def of_level(findings: Iterable[Finding], level: Level) -> list[Finding]:
 
 
 def only(here: System, level: Level) -> Finding:
-    """The one finding of that level."""
     (found,) = of_level(examine(here), level)
     return found

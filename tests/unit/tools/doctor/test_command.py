@@ -26,7 +26,6 @@ def command(*words: str, **variables: str) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[tuple[int, str]]:
-    """The exit code and the text of both backends."""
     # The variable breaks a rule, so that graphs cannot run on any machine.
     # A third of the time that Megatron's import takes is that of torch's compiler.
     quick = {"TORCHDYNAMO_DISABLE": "1"}

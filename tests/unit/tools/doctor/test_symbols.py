@@ -103,7 +103,6 @@ def test_a_symbol_that_is_not_names_package_and_symbol(
 
 
 def ours() -> Iterator[tuple[str, str]]:
-    """Path below the package, and text, of each module."""
     for path in sorted(PACKAGE.rglob("*.py")):
         yield path.relative_to(PACKAGE).as_posix(), path.read_text()
 

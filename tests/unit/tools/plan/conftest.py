@@ -25,5 +25,4 @@ def plan() -> Plan:
 
 
 def said(plan: Edited) -> str:
-    """What the command prints, without its line breaks."""
     return " ".join(text_of(plan).split())

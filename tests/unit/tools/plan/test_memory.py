@@ -16,7 +16,6 @@ RESULTS = Path(__file__).parents[4] / "benchmarks/results"
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """A run of each kind under Megatron-FSDP, by name."""
     found = {}
     for file in sorted(RESULTS.glob("*/bench.json")):
         for run in json.loads(file.read_text(encoding="utf-8"))["runs"]:

@@ -13,8 +13,6 @@ from tests.unit.tools.plan.launch_lines import LINES
 
 @dataclass(frozen=True)
 class Expected:
-    """What a plan has to say."""
-
     gpus: int
     billions: float
     """Parameters of the whole model, as published."""

@@ -77,7 +77,6 @@ def _capture() -> dict[str, Any]:
 
 
 def write(directory: Path, *records: dict[str, Any]) -> Path:
-    """One file a record, by their order's rank."""
     directory.mkdir(parents=True, exist_ok=True)
     for rank, record in enumerate(records):
         whole = record | {"rank": rank, "world_size": len(records)}
