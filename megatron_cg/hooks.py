@@ -48,11 +48,7 @@ MODULE_REGISTRIES = (
 """The last three hold one flag per hook id."""
 
 RELIES_ON = (
-    Symbol(
-        "torch.nn:Module",
-        "the registries of a module's hooks",
-        attributes=MODULE_REGISTRIES,
-    ),
+    Symbol("torch.nn:Module", "the registries of a module's hooks", attributes=MODULE_REGISTRIES),
 )
 
 

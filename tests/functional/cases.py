@@ -294,11 +294,7 @@ CASES = [
         env=(EXPANDABLE, ("NCCL_GRAPH_REGISTER", "0")),
     ),
     Case(
-        "cutlass",
-        MOE,
-        PREPROCESS,
-        (*batch(8), *EP2),
-        env=(("NVTE_USE_CUTLASS_GROUPED_GEMM", "1"),),
+        "cutlass", MOE, PREPROCESS, (*batch(8), *EP2), env=(("NVTE_USE_CUTLASS_GROUPED_GEMM", "1"),)
     ),
     Case("mamba", "mamba-hybrid-tiny", ("mamba", "attn"), batch(8), needs="mamba_ssm"),
 ]

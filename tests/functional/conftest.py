@@ -101,12 +101,7 @@ def align(data: Path, shared: Path, tmp_path: Path) -> Callable[..., Outcome]:
     Cases whose eager runs are the same command in the same environment share one.
     """
 
-    def run(
-        case: Case,
-        *,
-        mutation: str | None = None,
-        timeout: float | None = None,
-    ) -> Outcome:
+    def run(case: Case, *, mutation: str | None = None, timeout: float | None = None) -> Outcome:
         skip_without(case.gpus)
         if case.fsdp_version == 2 and not HAS_V2:
             pytest.skip(WITHOUT_V2)

@@ -92,11 +92,7 @@ GROUPS = {
         Group("mtp-repeated", {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}),
         Group("native", drivers=(NATIVE,)),
         Group(
-            "native-local",
-            {"moe_grouped_gemm": False},
-            dtype="fp32",
-            drivers=(NATIVE,),
-            local=True,
+            "native-local", {"moe_grouped_gemm": False}, dtype="fp32", drivers=(NATIVE,), local=True
         ),
         Group("dropless-ep2", {**GROUPED, **EP2}, scopes=(EXPERTS,)),
         Group(
@@ -117,9 +113,6 @@ GROUPS = {
             moe_rows=1.0,
             fsdp_version=2,
         ),
-        Group(
-            "latent-attention",
-            {"multi_latent_attention": True, "rope_type": "rope", **LATENT},
-        ),
+        Group("latent-attention", {"multi_latent_attention": True, "rope_type": "rope", **LATENT}),
     )
 }

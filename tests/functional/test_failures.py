@@ -46,10 +46,7 @@ def test_a_broken_run_never_passes(mutation: str, status: str, words: str, align
 
 @pytest.mark.parametrize(
     ("stage", "make"),
-    [
-        *((stage, case) for stage in ("capture-forward", "upload")),
-        ("capture-backward", moe_case),
-    ],
+    [*((stage, case) for stage in ("capture-forward", "upload")), ("capture-backward", moe_case)],
 )
 def test_a_failed_capture_leaves_an_eager_run(
     stage: str, make: Callable[..., Case], align: Align

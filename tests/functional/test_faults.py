@@ -91,9 +91,7 @@ def test_what_cannot_go_on_ends_with_its_cause(
 
 @pytest.mark.kills
 @pytest.mark.parametrize(
-    ("scopes", "flags"),
-    [(PREPROCESS, ()), (EXPERTS, PEERS)],
-    ids=["preprocess", "peers"],
+    ("scopes", "flags"), [(PREPROCESS, ()), (EXPERTS, PEERS)], ids=["preprocess", "peers"]
 )
 def test_a_graph_with_collectives_is_not_left_by_one_rank_alone(
     scopes: tuple[str, ...], flags: tuple[str, ...], align: Align, log: Log

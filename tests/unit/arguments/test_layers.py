@@ -39,11 +39,7 @@ def test_a_scope_named_twice_has_both_ranges() -> None:
 @pytest.mark.parametrize("scopes", [(), ("layer",)], ids=["empty", "layer"])
 def test_whole_layers_go_by_the_name_layer(scopes: tuple[str, ...]) -> None:
     selection = LayerSelection.parse(["layer:0-1"])
-    assert [selection.scopes(index, scopes) for index in range(3)] == [
-        ("layer",),
-        ("layer",),
-        (),
-    ]
+    assert [selection.scopes(index, scopes) for index in range(3)] == [("layer",), ("layer",), ()]
     assert LayerSelection.parse([]).scopes(2, scopes) == ("layer",)
     assert not list(selection.violations(scopes, 3))
 

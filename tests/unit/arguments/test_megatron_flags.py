@@ -26,12 +26,7 @@ from megatron_cg.arguments.megatron import (
     wants_graphs,
 )
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
-from tests.unit.arguments.good_configuration import (
-    GOOD_ARGV,
-    GOOD_ENVIRONMENT,
-    GOOD_RUN,
-    parse,
-)
+from tests.unit.arguments.good_configuration import GOOD_ARGV, GOOD_ENVIRONMENT, GOOD_RUN, parse
 
 
 def test_help_texts_of_megatron_that_argparse_cannot_format_are_mended() -> None:

@@ -85,10 +85,7 @@ EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     ("graph", "environment"),
     [
         (GraphArguments(cg_backend="native"), {"versions": WITHOUT_TE, "backend": "native"}),
-        (
-            GraphArguments(),
-            {"versions": WITHOUT_TE, "variables": EXPANDABLE, "backend": "tape"},
-        ),
+        (GraphArguments(), {"versions": WITHOUT_TE, "variables": EXPANDABLE, "backend": "tape"}),
         (GraphArguments(), {"variables": {**EXPANDABLE, "NCCL_GRAPH_REGISTER": "0"}}),
         *(
             (GraphArguments(), {"versions": {**WITHOUT_TE, "transformer-engine": version}})
@@ -134,9 +131,7 @@ def test_torchs_grouped_gemm_lets_graphs_hold_experts(change: dict[str, Any]) ->
     ],
     ids=str,
 )
-def test_that_of_cublas_does_so_too(
-    change: dict[str, Any],
-) -> None:
+def test_that_of_cublas_does_so_too(change: dict[str, Any]) -> None:
     assert broken_by(case("", CUBLAS, change)) == ()
 
 

@@ -98,11 +98,7 @@ class CudaDouble:
 
     def snapshot(self, pool: tuple[int, int]) -> list[dict[str, Any]]:
         return [
-            {
-                "address": storage.data_ptr(),
-                "total_size": storage.nbytes(),
-                "segment_pool_id": pool,
-            }
+            {"address": storage.data_ptr(), "total_size": storage.nbytes(), "segment_pool_id": pool}
             for storage in self.memory[pool]._own.values()
         ]
 

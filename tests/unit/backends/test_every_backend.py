@@ -46,8 +46,7 @@ def test_a_buffer_that_requires_a_gradient_is_refused(backend: Backend) -> None:
 
 @pytest.mark.parametrize("retain", [True, False])
 def test_what_two_backward_passes_share_outlives_the_first_only_if_that_was_asked_for(
-    backend: Backend,
-    retain: bool,
+    backend: Backend, retain: bool
 ) -> None:
     shared = torch.ones(4, requires_grad=True).exp()  # saved for both of them
 

@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.backends.cuda_double import (
-    OnCpu,
-    cuda_double,
-)
+from tests.unit.backends.cuda_double import OnCpu, cuda_double
 from tests.unit.counted import expect
 
 

@@ -114,10 +114,7 @@ def test_what_a_failed_capture_leaves_is_put_back(monkeypatch: pytest.MonkeyPatc
     backend = transformer_engine.TransformerEngineBackend()
     layers = [Plain(1, 1), Own(1, 1)]
     own, rng = Own.__call__, torch.get_rng_state()
-    with (
-        pytest.raises(RuntimeError, match="in capture"),
-        backend.preserved(layers),
-    ):
+    with pytest.raises(RuntimeError, match="in capture"), backend.preserved(layers):
         te.capturing = True
         Plain.__call__ = Own.__call__ = lambda *_: None  # type: ignore[method-assign]
         torch.rand(3)

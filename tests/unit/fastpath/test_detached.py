@@ -22,11 +22,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.accumulators import forget_accumulators
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.bucketing import GradientBucketing
-from megatron_cg.fastpath.detached_weights import (
-    DetachedWeights,
-    detach_in,
-    detach_in_graphs,
-)
+from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in, detach_in_graphs
 from tests.unit.fastpath.test_bucketing import SIZE, Megatron
 
 PARTS, WIDTH = 6, 4

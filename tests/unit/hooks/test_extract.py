@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.hooks import (
-    MODULE_REGISTRIES,
-    HookSnapshot,
-    ParameterHookSnapshot,
-    describe,
-)
+from megatron_cg.hooks import MODULE_REGISTRIES, HookSnapshot, ParameterHookSnapshot, describe
 
 
 def plain(*_args: object) -> None:

@@ -220,9 +220,7 @@ def test_a_caller_of_whom_a_piece_is_held_gets_ordinary_memory(
         assert borrowed(allocator, found) == [True, True, False]
 
 
-def test_with_a_full_memory_only_free_blocks_are_borrowed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_a_full_memory_only_free_blocks_are_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(2 * SMALL)
     allocator.out_of_memory = True
     allocator.shows = [2 * SMALL, 4 * SMALL]

@@ -125,11 +125,7 @@ def torch_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_memory_that_is_not_mapped_as_it_should_be_is_refused(
-    one_rank: None,
-    torch_on_cpus: None,
-    reason: str,
-    remedy: str,
-    monkeypatch: pytest.MonkeyPatch,
+    one_rank: None, torch_on_cpus: None, reason: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rendezvous(*_: Any) -> Any:
         raise RuntimeError(f"{reason}\nwhere")

@@ -100,10 +100,7 @@ def _on_another_stream(name: str, trainer: Any, trace: Trace) -> Iterator[None]:
 
 
 DENSE = ("attn", "mlp")
-EXPERTS: dict[str, Any] = {
-    "graphs": ("attn", "moe_router"),
-    "shape": {"experts": 4, "topk": 2},
-}
+EXPERTS: dict[str, Any] = {"graphs": ("attn", "moe_router"), "shape": {"experts": 4, "topk": 2}}
 _UNPOOLED = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
 _SHORT = {"suggested_communication_unit_size": 1000}
 """Parameters; fewer than a layer has, so that reductions are waited for early."""

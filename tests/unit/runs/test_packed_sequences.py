@@ -98,11 +98,7 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("scopes", "model"),
-    [
-        (("mlp",), {}),
-        (("moe_router", "moe_preprocess"), MOE),
-    ],
+    ("scopes", "model"), [(("mlp",), {}), (("moe_router", "moe_preprocess"), MOE)]
 )
 def test_graphs_behind_attention_replay(
     one_rank: None, scopes: tuple[str, ...], model: dict[str, Any]

@@ -17,15 +17,7 @@ import torch
 
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.upstream.symbols import installed_version
-from tests.functional.loops import (
-    API,
-    DRIVERS,
-    ENABLED,
-    EXPERTS,
-    GROUPS,
-    PREPROCESS,
-    Run,
-)
+from tests.functional.loops import API, DRIVERS, ENABLED, EXPERTS, GROUPS, PREPROCESS, Run
 from tests.functional.test_own_loop import check
 
 STEPS, RANKS = 3, 2

@@ -74,10 +74,7 @@ FITS = {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": Tru
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_configuration_is_checked_before_bridge_does(
-    bridge: Path,
-    first: bool,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    bridge: Path, first: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     if first:
         importlib.import_module(CONFIG), importlib.import_module(INITIALIZE)

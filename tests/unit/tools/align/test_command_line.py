@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.align import align_command as command
-from megatron_cg.tools.align.compare import (
-    DIFFERENT,
-    FAILED,
-    IDENTICAL,
-    Comparison,
-    Outcome,
-    Value,
-)
+from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Comparison, Outcome, Value
 from megatron_cg.tools.align.processes import Run
 from megatron_cg.tools.cli.main import main
 

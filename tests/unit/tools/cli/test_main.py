@@ -13,14 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.cli.main import (
-    DEFECT,
-    ENDING,
-    INTERRUPTED,
-    NO_READER,
-    USAGE_ERROR,
-    main,
-)
+from megatron_cg.tools.cli.main import DEFECT, ENDING, INTERRUPTED, NO_READER, USAGE_ERROR, main
 
 
 def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:

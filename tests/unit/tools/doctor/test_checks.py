@@ -17,15 +17,7 @@ from megatron_cg.tools.doctor.checks import INSTALL, can_run, examine
 from megatron_cg.tools.doctor.probe import driver as driver_here
 from megatron_cg.tools.doctor.probe import loaded
 from megatron_cg.tools.doctor.system import Level, System, run_probe
-from tests.unit.tools.doctor.systems import (
-    CUDNN,
-    LOADED,
-    NCCL,
-    ROOT,
-    of_level,
-    only,
-    system,
-)
+from tests.unit.tools.doctor.systems import CUDNN, LOADED, NCCL, ROOT, of_level, only, system
 
 OTHER_CUDNN = "/opt/cudnn/lib/libcudnn.so.9.1.0"
 OTHER_NCCL = "/usr/lib/libnccl.so.2.18.5"

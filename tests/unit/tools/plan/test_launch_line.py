@@ -6,13 +6,7 @@ import shlex
 
 import pytest
 
-from megatron_cg.tools.launch_line import (
-    Flag,
-    LaunchLine,
-    LaunchLineError,
-    gpus_of,
-    read_line,
-)
+from megatron_cg.tools.launch_line import Flag, LaunchLine, LaunchLineError, gpus_of, read_line
 
 SPEC = "([0]*1+[1]*2)"
 FLAGS = f"--lr 1 --moe-layer-freq '{SPEC}' --bf16"

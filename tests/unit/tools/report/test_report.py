@@ -14,14 +14,7 @@ from megatron_cg.telemetry.read_record import RecordError
 from megatron_cg.tools.align.compare import graph_counts
 from megatron_cg.tools.cli.main import main
 from megatron_cg.tools.report import plots
-from megatron_cg.tools.report.report_page import (
-    difference,
-    faults,
-    page,
-    peaks,
-    speed,
-    verdict,
-)
+from megatron_cg.tools.report.report_page import difference, faults, page, peaks, speed, verdict
 from megatron_cg.tools.report.story import Story, counted_steps, losses, read_story
 from tests.unit.tools.report.made_up import MISMATCH, make_record, write
 
