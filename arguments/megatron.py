@@ -89,7 +89,6 @@ def wants_graphs(namespace: argparse.Namespace) -> bool:
 
 
 def read_graph(namespace: argparse.Namespace) -> GraphArguments:
-    """Our own flags; a flag that the parser does not know has its default."""
     given = {
         field.name: getattr(namespace, field.name)
         for field in dataclasses.fields(GraphArguments)

@@ -41,12 +41,10 @@ class Configuration:
 
     @property
     def counts_on_device(self) -> bool:
-        """Whether one kernel computes all experts, so that a graph can hold dropless ones."""
         return self.graph.cg_grouped_gemm != "te"
 
     @property
     def captures_dropless_experts(self) -> bool:
-        """Whether a graph holds experts that get any number of tokens."""
         captured = self.run.wants_graphs and self.captures_experts
         return captured and self.counts_on_device and not self.run.drops_and_pads
 
@@ -73,11 +71,9 @@ class Rule:
     def __call__(
         self, run: RunArguments, graph: GraphArguments, environment: Environment
     ) -> Iterator[Violation]:
-        """The violations of this rule in a run."""
         yield from self.check(Configuration(run, graph, environment))
 
     def check(self, given: Configuration) -> Iterator[Violation]:
-        """As a call, of a configuration."""
         broken = self.broken(given)
         for facts in [{}] if broken is True else broken or ():
             values = {"run": given.run, "graph": given.graph, **facts}

@@ -144,7 +144,6 @@ def _exchanges_nothing(given: Configuration) -> list[Facts]:
 
 
 def _of_exchange(given: Configuration) -> dict[str, str]:
-    """The flags about the exchange of rows that are set."""
     rows = given.graph.cg_moe_rows
     found = {} if rows is None else {"--cg-moe-rows": f"{rows:g}"}
     return found | ({"--cg-moe-exchange": "peer"} if given.graph.cg_moe_exchange == "peer" else {})

@@ -231,7 +231,6 @@ class RunArguments:
 
     @property
     def has_low_precision(self) -> bool:
-        """Whether layers compute in FP8 or FP4."""
         return self.fp8 is not None or self.fp4 is not None
 
     def captures(self, scope: str) -> bool:

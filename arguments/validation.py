@@ -61,7 +61,6 @@ def violations(
 
 
 def notices(run: RunArguments, environment: Environment) -> tuple[str, ...]:
-    """Facts that do not stop a run with graphs but belong in its log."""
     if not run.wants_graphs:
         return ()
     lines = list(rules_environment.unseen_versions(environment))

@@ -54,8 +54,6 @@ RELIES_ON = (
 
 @dataclass(frozen=True)
 class HookRecord:
-    """One hook as torch holds it."""
-
     kind: HookKind
     hook_id: int
     fn: Callable[..., Any]

@@ -56,7 +56,6 @@ class Backend:
         return IdlePool(self._pool) if self._pool is not None else None
 
     def numerics(self) -> Any:
-        """TE's recipe where FP8 is on, else None."""
         return fp8_recipe()
 
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:

@@ -36,7 +36,6 @@ RELIES_ON = (_TRACKER, _STATES, *_ENDS)
 
 
 def device_generator() -> list[torch.Generator]:
-    """The current device's own generator; none without a GPU."""
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.default_generators[torch.cuda.current_device()]]

@@ -49,7 +49,6 @@ class GraphController:
 
     @property
     def counters(self) -> Counters:
-        """The counts of all captures so far."""
         total = Counters()
         total.add(self._earlier)
         if self.session is not None:
@@ -58,7 +57,6 @@ class GraphController:
 
     @property
     def awaits_capture(self) -> bool:
-        """Whether the first capture is still to come."""
         return not self._captured and not self.gave_up and not self._closed
 
     def capture(self) -> None:
@@ -103,7 +101,6 @@ class GraphController:
             session.close()
 
     def begin_step(self) -> None:
-        """A training step begins."""
         goes_on()
         if self.session is not None:
             self.session.mismatches.begin_step()

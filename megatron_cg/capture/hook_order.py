@@ -82,7 +82,6 @@ class HookOrder:
 
     @property
     def finished(self) -> bool:
-        """Whether every hook has run."""
         return self._position == len(self._entries)
 
     @property

@@ -290,7 +290,6 @@ class Session:
 
 
 def open_sessions() -> int:
-    """How many models of this process have graphs."""
     return len(_SESSIONS)
 
 

@@ -36,7 +36,6 @@ class StaticInputs:
         self._steps = 0
 
     def observe_step(self) -> Callable[[], None]:
-        """Observe every call of the layers until the returned function is called."""
         self._steps += 1
         return all_of(look(layer, self._called) for layer in self._layers)
 

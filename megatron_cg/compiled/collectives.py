@@ -83,7 +83,6 @@ class _Finished:
     """The handle of a collective that is done."""
 
     def wait(self, _timeout: Any = None) -> bool:
-        """Return at once."""
         return True
 
 

@@ -110,7 +110,6 @@ def rename(node: torch.fx.Node, names: Mapping[Any, Any]) -> None:
 
 
 def is_collective(node: torch.fx.Node) -> bool:
-    """Whether a node is a functional collective."""
     return getattr(node.target, "namespace", None) in _WITH_GROUPS
 
 

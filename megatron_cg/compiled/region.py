@@ -79,7 +79,6 @@ class Region:
         return devices.pop()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters, buffers and tensors among the arguments, with their names."""
         for name, parameter in self.module.named_parameters():
             yield f"parameter.{name}", parameter
         for name, buffer in self.module.named_buffers():
@@ -142,7 +141,6 @@ def call_kinds(region: Region, device_type: str) -> dict[str, str]:
 
 
 def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The first entries that differ, in words; empty if the mappings are equal."""
     lines = [
         f"{name} was {saved.get(name, 'absent')} and is {now.get(name, 'absent')}"
         for name in sorted({*saved, *now})

@@ -122,7 +122,6 @@ class GradientBucketing:
             self._add(number, group)
 
     def knows(self, parameter: object) -> bool:
-        """Whether its gradient is bucketed here."""
         return id(parameter) in self._of_parameter
 
     def detach(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Together:

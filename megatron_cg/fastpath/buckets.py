@@ -67,7 +67,6 @@ def wait_for(stream: int, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def stays(buffer: Any) -> bool:
-    """Whether buckets of Megatron-FSDP's ``buffer`` are in memory that is not freed."""
     pooled = type(buffer.temporary_bucket_allocator).__name__ in (_POOL, _POOL_OF_LARGEST)
     # An unsharded buffer is its own bucket and is allocated once.
     return pooled or not buffer.is_data_distributed
@@ -86,7 +85,6 @@ class BucketViews:
         self._views: dict[int, torch.Tensor] = {}
 
     def of(self, bucket: Any, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """One view for each of ``parameters``, in the bucket's dtype."""
         place = (bucket.data.untyped_storage()._cdata, bucket.data.storage_offset())
         if place != self._place:
             self._place = place
@@ -169,7 +167,6 @@ class Bucket:
     """The stream of the last copy in this backward pass; all other copies come before it."""
 
     def complete_with(self, more: int) -> bool:
-        """Whether ``more`` gradients, which are not counted yet, complete the bucket."""
         return self.handed_over + len(self.waiting) + more == self.size
 
     def begin(self, backward: object) -> None:
@@ -214,7 +211,6 @@ class OfBucket:
         self._dtype = weights[0].dtype
 
     def are_plain(self, gradients: Sequence[Any]) -> bool:
-        """Whether the gradients only need to be copied."""
         if any(gradient is None for gradient in gradients):
             return False
         weights: Sequence[Any] = self.weights

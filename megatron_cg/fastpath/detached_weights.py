@@ -150,8 +150,6 @@ class _Replacement:
 
 
 class _GraphReplacement(_Replacement):
-    """Called instead of a graph's autograd function."""
-
     of_graph = True
 
     def __init__(
@@ -299,11 +297,9 @@ class Weights:
             self._before.clear()
 
     def are_used(self) -> bool:
-        """Whether there is a call whose backward pass may follow."""
         return any(call() is not None for call in self._calls)
 
     def is_still_to_come(self) -> bool:
-        """Whether this backward pass has yet to reach a call."""
         now = self._number_of_pass()
         if now == NO_PASS:
             return False

@@ -173,7 +173,6 @@ class Gathers:
     def all_gather_params(
         self, params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
     ) -> None:
-        """Gather the missing buckets of ``params``, as the pipeline's own method would."""
         self._deferred.issue()
         asked = (tuple(params), prefetch, *options.items())
         plan = self._plans.get(asked)

@@ -62,14 +62,12 @@ class HostReads:
         self._computed: Any = None
 
     def clipped(self, clip: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Clip, and remember the norm and when it is computed."""
         self._norm = clip(*args, **named)
         self._computed = torch.cuda.Event()
         self._computed.record()
         return self._norm
 
     def stepped(self, reduce: Callable[..., bool], made: bool, group: Any = None) -> bool:
-        """Whether the step was made on all ranks of ``group``."""
         if self._norm is None or group is None or dist.get_world_size(group) > 1:
             return reduce(made, group=group)
         return made is True
@@ -91,7 +89,6 @@ class HostReads:
         return None if rounded == -1.0 else rounded
 
     def requested(self, reduce: Callable[..., Any], machine: Any, value: Any) -> Any:
-        """Whether any rank asks for a repeated step."""
         with torch.cuda.stream(self.beside):
             return reduce(machine, value)
 

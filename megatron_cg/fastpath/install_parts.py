@@ -180,7 +180,6 @@ def install(
 
 
 def install_under_v2(groups: Sequence[Any]) -> FastPath:
-    """Install the parts for Megatron-FSDP v2's groups of parameters, as :func:`install`."""
     path = FastPath(groups[0])
     try:
         path._add("layouts", lambda: v2.keep_layouts(groups[0]), v2.REPLACES_LAYOUTS)

@@ -107,7 +107,6 @@ RELIES_ON = (
 
 
 def _are_plain(tensors: Sequence[Any]) -> bool:
-    """Whether all are float32 and of torch's own tensor classes."""
     return set(map(type, tensors)) <= _PLAIN and {t.dtype for t in tensors} <= {torch.float32}
 
 
@@ -126,7 +125,6 @@ def install_clip(optimizers: Iterable[Any]) -> Undo:
 
 
 def _why_not(optimizer: Any) -> str | None:
-    """Why gradients of ``optimizer`` are never clipped here; None if they may be."""
     megatrons = _OPTIMIZER.find()
     if not isinstance(optimizer, megatrons):
         return "the optimizer is not Megatron's"

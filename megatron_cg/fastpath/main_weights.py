@@ -165,7 +165,6 @@ class _GradientsOfKind:
         self._pieces.append(piece)
 
     def attach(self, attribute: str, scratch: IdlePool | None) -> None:
-        """Set every parameter's gradient: a DTensor on its piece of the buffer or on a copy."""
         pieces = self._pieces
         if self._kind is not None and pieces:
             pieces = self._copies(self._kind[-1], scratch)

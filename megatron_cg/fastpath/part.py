@@ -60,7 +60,6 @@ def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
 
 
 def float8_test(fsdp: Any) -> Callable[[nn.Parameter], bool]:
-    """Megatron-FSDP's own test for FP8 parameters."""
     module: Any = inspect.getmodule(type(fsdp.param_and_grad_buffer))
     test: Callable[[nn.Parameter], bool] = module.is_float8tensor
     return test

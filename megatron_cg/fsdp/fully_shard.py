@@ -218,7 +218,6 @@ def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
 
 
 def sharded_in(module: nn.Module) -> list[Any]:
-    """The modules in ``module`` that ``fully_shard`` was called on, itself first."""
     return [each for each in module.modules() if isinstance(each, FSDPModule)]
 
 
@@ -235,7 +234,6 @@ def own_groups(module: Any) -> list[Any]:
 
 
 def groups_of(layer: nn.Module) -> list[Any]:
-    """The groups of a unit: its own, and those of modules in it."""
     return [group for module in sharded_in(layer) for group in own_groups(module)]
 
 

@@ -154,7 +154,6 @@ class MegatronFsdp(Sharding):
 
 
 def _moved(config: Any, bucket: int, unit: int | None) -> str:
-    """Why the buffer of a bucket may have moved, and what to set."""
     names = [name for name, _ in _KEEP_ADDRESSES if not getattr(config, name, False)]
     off = [f"--{name.replace('_', '-')}" for name in names]
     moved = f"The FSDP buffer of unit {unit} (bucket {bucket}) moved"
@@ -223,7 +222,6 @@ def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], 
 
 @contextmanager
 def training_states(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore Megatron-FSDP's ``_training_state`` of every module on exit."""
     saved = [
         (module, module._training_state) for module in modules if hasattr(module, "_training_state")
     ]

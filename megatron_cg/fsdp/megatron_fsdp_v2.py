@@ -173,7 +173,6 @@ class MegatronFsdpV2(PerModule):
                 group._switch_to_unsharded_parameters()
 
     def _groups_of(self, layer: nn.Module) -> list[Any]:
-        """The groups of a unit: its own, and those of modules in its graph."""
         return [group for module in self._together[layer] for group in _groups(module)]
 
 

@@ -35,8 +35,6 @@ CAPTURE_TIME_KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks",
 
 @dataclass(frozen=True)
 class UnitHooks:
-    """The result of phase 2 for one unit."""
-
     capture_time: CaptureTimeHooks
     before_replay: tuple[ManualHook, ...] = ()
     """Unshard hooks of modules inside the graph, as (fn, its arguments). They run before each

@@ -32,7 +32,6 @@ def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> Iterator[Violation]:
-    """Mistakes in settings that were given to our function ``call``."""
     for name, value in given.items():
         choices = _FIELDS[name].metadata["argparse"].get("choices")
         if name == "backend" and (call == ENABLE or isinstance(value, str)):
@@ -61,7 +60,6 @@ def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> Iterator[Vio
 
 
 def with_settings(before: GraphArguments, given: Mapping[str, Any]) -> GraphArguments:
-    """The settings of ``before`` with those that were given."""
     read: dict[str, Callable[[Any], Any]]
     read = {"layers": several, "record": fspath, "report": fspath, "fast_path": operator.not_}
     made = {name: read[name](value) if name in read else value for name, value in given.items()}
@@ -69,7 +67,6 @@ def with_settings(before: GraphArguments, given: Mapping[str, Any]) -> GraphArgu
 
 
 def refuse(broken: Sequence[Violation]) -> None:
-    """Raise ArgumentError with every mistake, if there is any."""
     if broken:
         raise ArgumentError(broken)
 
@@ -98,7 +95,6 @@ def member_of(group: object) -> Iterator[Violation]:
 
 
 def several(value: Any) -> tuple[Any, ...]:
-    """The value as a tuple; a single value or a string becomes a tuple of one."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return (value,)
     return tuple(value)

@@ -81,7 +81,6 @@ class IdlePool:
         return sum(not piece.expired() for pieces in given.values() for piece in pieces)
 
     def stop_borrowing(self) -> None:
-        """Return ordinary memory from now on."""
         self._borrowed.clear()
         self._grew, self.borrowed_bytes = True, 0
 
@@ -133,7 +132,6 @@ class IdlePool:
         return places
 
     def _free_blocks(self) -> list[int]:
-        """Sizes of the blocks that the pool could give on its stream, in bytes, ascending."""
         stream = self._stream.cuda_stream if self._stream is not None else None
         return sorted(
             block["size"]

@@ -171,7 +171,6 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return exchange(rows, here, there, self.transport or Collective(self.ep_group))
 
     def _find_places(self, sent: int) -> None:
-        """Find the places of ``sent`` rows in slots, and of those that this rank receives."""
         slot = largest_slot(sent, self.config.moe_router_topk, self.num_local_experts)
         assert self.tokens_per_expert is not None
         received = self.tokens_per_expert.unsqueeze(0)

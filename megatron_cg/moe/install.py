@@ -176,7 +176,6 @@ def _unpadded_in_captures(skips: Callable[[Any], bool]) -> Callable[[Any], bool]
 
 
 def grouped_gemm_of(model: nn.Module) -> KernelName | None:
-    """What computes the model's experts by counts on the device; None if nothing does."""
     return next((made.gemm for made in _dispatchers(model)), None)
 
 

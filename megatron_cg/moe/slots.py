@@ -42,7 +42,6 @@ is among the rows that are used.
 
 
 def gaps_of(counts: torch.Tensor, multiple: int) -> torch.Tensor:
-    """What each of ``counts`` lacks to be a multiple."""
     return (-counts) % multiple
 
 

@@ -47,7 +47,6 @@ def local(tensor: Any) -> Any:
 
 
 def spec_of(tensor: Any) -> Any:
-    """How a DTensor is laid out; None for anything else."""
     return tensor._spec if isinstance(tensor, DTensor) else None
 
 

@@ -59,7 +59,6 @@ class _Replay:
 
     @property
     def is_over(self) -> bool:
-        """Whether no backward can follow, and no output is in use."""
         return self.node() is None and not self.is_used
 
     @property

@@ -88,7 +88,6 @@ class LaunchLine:
         return self.values(name) is not None
 
     def kept(self, wanted: Callable[[str], bool]) -> LaunchLine:
-        """The line with the flags alone whose name is wanted."""
         return replace(self, flags=tuple(flag for flag in self.flags if wanted(flag.name)))
 
     def without(self, *names: str) -> LaunchLine:
@@ -100,7 +99,6 @@ class LaunchLine:
         return replace(self, flags=(*self.flags, *read_flags(words)))
 
     def with_flag(self, name: str, *values: str) -> LaunchLine:
-        """The line with a flag in its place, or at the end if it was not there."""
         flag, names = Flag(name, values), [given.name for given in self.flags]
         if name not in names:
             return replace(self, flags=(*self.flags, flag))
@@ -200,8 +198,6 @@ def read_flags(words: Sequence[str]) -> tuple[Flag, ...]:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs of a run: of all hosts, and of one."""
-
     count: int
     per_node: int
 

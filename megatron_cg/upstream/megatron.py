@@ -63,7 +63,6 @@ def capturing_flag() -> Iterator[None]:
 
 
 def is_running_region() -> bool:
-    """Whether a region or a capture is running."""
     return bool(_IS_CAPTURING.cached())
 
 

@@ -109,7 +109,6 @@ def _attribute(owner: Any, name: str) -> _Location:
 
 
 def set_cell(cell: CellType, value: Any) -> Undo:
-    """Set a closure variable for all functions that share it; returns the undo."""
     return _change(
         _Location(
             "a closure variable of Megatron-FSDP's or Transformer Engine's functions",

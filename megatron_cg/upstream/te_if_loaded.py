@@ -31,7 +31,6 @@ def fp8_recipe() -> Any:
 
 
 def rng_states() -> dict[str, Any]:
-    """The states of TE's RNG tracker by name; none where TE is not loaded."""
     return dict(RNG_STATES.find()()) if _is_loaded(RNG_STATES) else {}
 
 

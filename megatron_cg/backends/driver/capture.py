@@ -123,8 +123,6 @@ def capture_modules(
 
 
 class _Capture:
-    """One run of warmup and recording. Passes are those of callables, by their index."""
-
     retain_graph = False
     share_buffers = False
 
@@ -178,7 +176,6 @@ class _Capture:
         return True
 
     def record(self, recorder: Recorder) -> None:
-        """Record every pass in order, and let the recorder settle the memory of all."""
         for index, item in enumerate(self.recorded):
             self._run_hooks(index, "forward_pre_hooks")
             with recorder.recording(item.module, f"forward of {item.label}") as item.forward:
@@ -274,7 +271,6 @@ class _Capture:
 
 
 def parts(item: Recorded) -> tuple[Any, Any]:
-    """Its gradients of inputs and of parameters."""
     return item.grad_inputs[: item.user_args], item.grad_inputs[item.user_args :]
 
 

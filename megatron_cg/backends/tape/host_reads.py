@@ -29,7 +29,6 @@ _METHODS = ("tolist", "numpy", "__array__", "cpu", "to")
 
 
 def waits(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a CUDA kernel for this call would make the host wait."""
     name, is_tagged = _name_and_tag(func)
     if name not in _SOMETIMES:
         return is_tagged

@@ -72,7 +72,6 @@ class Pool:
         return storage._cdata in self._own
 
     def adopt(self, tensor: torch.Tensor) -> int:
-        """Add the storage of a tensor that an op has just created to the pool; return its key."""
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         self._own.setdefault(key, storage)
@@ -118,7 +117,6 @@ class Pool:
         )
 
     def poison(self, keys: Iterable[int]) -> None:
-        """Overwrite every byte of the pool's storages among ``keys`` with :data:`POISON`."""
         for key in keys:
             storage = self._own.get(key)
             if storage is not None and storage.nbytes():

@@ -124,7 +124,6 @@ class FsdpHelper:
 
     @property
     def session(self) -> Session | None:
-        """The current graphs; None if there are none."""
         return self.controller.session
 
     def capture(self) -> None:

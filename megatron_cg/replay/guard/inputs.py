@@ -144,7 +144,6 @@ class Inputs:
 
 
 def described(value: Any) -> str:
-    """A short description of ``value``."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     # The values of an object's tensors would be read on the host.

@@ -81,7 +81,6 @@ def _check_version(fsdp_version: int) -> None:
 
 
 def _on_gpus(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
-    """Runs of a Megatron script. Raises LaunchError if they cannot be made here."""
     both, of_graphs = by_run(extra)
     backend = ("--cg-backend", NATIVE) if args.backend == NATIVE else ()
     plan = Plan(
@@ -100,7 +99,6 @@ def _on_gpus(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
 
 
 def _on_tape(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
-    """Runs on the CPU. Raises LaunchError if it cannot make them."""
     given = ["--script", str(args.script)] if args.script else []
     if given or extra:
         raise LaunchError(
@@ -120,7 +118,6 @@ def _on_tape(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
 
 
 def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
-    """Print the steps of rank 0, what else was compared, the result and ``notice``."""
     comparison = outcome.comparison
     if outcome.log_tail:
         console.print("[bold]End of its log[/bold]")

@@ -128,7 +128,6 @@ def _differences(eager: Rank, graphed: Rank) -> list[str]:
 
 
 def missing_ranks(run: Run) -> str:
-    """A clause that names the first ranks without a record; empty if all ranks have one."""
     size = next(iter(run.values()))["world_size"]
     absent = [str(rank) for rank in range(size) if rank not in run]
     if not absent:

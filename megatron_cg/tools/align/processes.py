@@ -103,7 +103,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def check_start(directory: Path) -> None:
-    """Raise LaunchError if the folder has records of earlier runs."""
     for record in directory.glob("*/record"):
         raise LaunchError(f"{record} holds an earlier run: give another --work-dir.")
 
@@ -155,7 +154,6 @@ def named_error(log: str) -> str:
 
 
 def log_tail(log: str) -> str:
-    """The last lines of a log, before the report with which torchrun ends."""
     lines = log.splitlines()
     end = next((n for n, line in enumerate(lines) if _TORCHRUN.match(line)), len(lines))
     return "\n".join(lines[max(0, end - _TAIL) : end])

@@ -116,7 +116,6 @@ def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def graph_flags(plan: Plan) -> list[str]:
-    """Megatron's own flags that enable partial graphs; no scope means the whole layer."""
     words = ["--cuda-graph-impl", "transformer_engine"]
     if plan.scopes:
         words += ["--cuda-graph-modules", *plan.scopes]
@@ -149,7 +148,6 @@ def example_script() -> Path:
 
 
 def check_gpus(plan: Plan) -> None:
-    """Raise LaunchError if the runs cannot be made here."""
     if not plan.script.is_file():
         raise LaunchError(f"--script {plan.script}: there is no such file.")
     gpus = gpu_count()

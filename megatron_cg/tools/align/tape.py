@@ -68,7 +68,6 @@ def describe(model: CpuModelConfig, processes: int) -> str:
 
 
 def tape_run(plan: TrainingPlan, processes: int, data: Path, directory: Path, name: str) -> Run:
-    """The run ``name``, ``eager`` or ``graphs``, in a folder of that name; not started yet."""
     env = environment(os.environ, root=PACKAGE.parent, cudnn=None)
     # Uses no GPU, even if there is one.
     env["CUDA_VISIBLE_DEVICES"] = ""

@@ -44,8 +44,6 @@ _OF_EXPERTS = "--moe-permute-fusion"
 
 
 class Configuration(NamedTuple):
-    """One way to run the training."""
-
     title: str
     fsdp: bool = True
     graphs: bool = True
@@ -117,7 +115,6 @@ def chosen(only: str | None, line: LaunchLine) -> list[str]:
 
 
 def edited(line: LaunchLine, name: str, *, steps: int, every: int = 1) -> LaunchLine:
-    """The line of the configuration ``name``: ends after ``steps``, logs ``every`` so many."""
     configuration = CONFIGURATIONS[name]
     made = line.kept(lambda flag: flag not in _LEFT_OUT and not _is_of_graphs(flag))
     if not configuration.fsdp:
@@ -179,7 +176,6 @@ def _is_quantized(line: LaunchLine) -> bool:
 
 
 def captured(line: LaunchLine) -> str:
-    """What the graphs of an edited line hold, in words; empty for an eager run."""
     if not line.has("--cuda-graph-impl"):
         return ""
     return " ".join(line.values(_MODULES) or ()) or "whole layers"

@@ -98,7 +98,6 @@ def build(model: CpuModelConfig) -> Any:
 
 
 def gpt_model(model: CpuModelConfig) -> torch.nn.Module:
-    """Build the model without FSDP; needs Megatron's process groups."""
     config = transformer_config(model)
     layer = get_gpt_layer_local_spec(
         num_experts=model.experts or None,

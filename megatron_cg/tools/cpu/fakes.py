@@ -82,7 +82,6 @@ class FakeStream(FakeEvent):
         """Do nothing."""
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        """Return ``event``, or a new one, as already reached."""
         return FakeEvent() if event is None else event
 
     def __enter__(self) -> FakeStream:

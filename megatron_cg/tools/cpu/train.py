@@ -151,7 +151,6 @@ class Trainer:
         return losses.sum() / count
 
     def _forward(self) -> torch.Tensor:
-        """Return the loss of every token of the next microbatch, (batch, sequence) in fp32."""
         tokens, labels = next(self._batches)
         length = tokens.shape[1]
         positions = torch.arange(length).expand_as(tokens)

@@ -57,7 +57,6 @@ _ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def versions(system: System) -> Iterator[Finding]:
-    """The packages that this one depends on are there, not too old, and were tried before."""
     yield ok(f"Python {platform.python_version()}, {system.told('machine')}")
     for name, version in system.told("versions").items():
         if name in FRAMEWORKS and version is None:
@@ -82,7 +81,6 @@ def _package(system: System, name: str, version: str | None) -> Finding:
 
 
 def driver(system: System) -> Iterator[Finding]:
-    """Torch can use the driver and each GPU."""
     seen = system.told("driver")
     if system.told("torch")["cuda"] is None:
         yield error("torch was built without CUDA", "graphs are captured by CUDA", INSTALL["torch"])
@@ -105,7 +103,6 @@ def driver(system: System) -> Iterator[Finding]:
 
 
 def libraries(system: System) -> Iterator[Finding]:
-    """TE can be imported, and it loads no other copy of a library than torch did."""
     torch = system.told("torch")
     with_te = system.told(_TE) or torch
     yield ok(f"CUDA {torch['cuda']}, torch in {torch['folder']}")
@@ -138,7 +135,6 @@ def libraries(system: System) -> Iterator[Finding]:
 
 
 def symbols(system: System) -> Iterator[Finding]:
-    """Every symbol that a module of ours relies on exists where it is declared and used."""
     rows = system.told("symbols")
     for package in sorted({row["package"] for row in rows}):
         states = [row for row in rows if row["package"] == package]
@@ -197,7 +193,6 @@ _STYLE = {Level.WARNING: "yellow", Level.ERROR: "bold red"}
 
 
 def examine(system: System) -> list[Finding]:
-    """The findings of all checks for the system's backend, the worst first."""
     findings: list[Finding] = []
     for stage, answer in system.answers.items():
         if "error" in answer:

@@ -46,7 +46,6 @@ def main(out: Path, backend: str) -> None:
 
 
 def stages(backend: str) -> dict[str, Callable[[], Any]]:
-    """What can be looked at with the packages that are installed."""
     stages_here: dict[str, Callable[[], Any]] = {
         "machine": platform.platform,
         "versions": lambda: {n: installed_version(n) for n in (*PACKAGES, *FRAMEWORKS)},
@@ -63,7 +62,6 @@ def stages(backend: str) -> dict[str, Callable[[], Any]]:
 
 
 def torch() -> dict[str, Any]:
-    """Torch's own version information, and the libraries that it loaded."""
     import torch as module
 
     cudnn, nccl = module.backends.cudnn.version() or 0, None
@@ -101,7 +99,6 @@ def loaded() -> dict[str, list[str]]:
 
 
 def driver() -> dict[str, Any]:
-    """The visible GPUs, or torch's error, and what torch warns of when it takes them."""
     from torch import cuda
 
     try:

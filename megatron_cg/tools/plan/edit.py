@@ -108,8 +108,6 @@ class Tried:
 
 @dataclass(frozen=True)
 class Edited:
-    """A line that was changed, and how it compares."""
-
     given: LaunchLine
     gpus: Gpus
     best: Tried
@@ -207,7 +205,6 @@ class _Editor:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def attempt(self, choice: _Choice, why: str) -> Tried:
-        """The line with a choice, and with all fixes that it needs."""
         trial = _Editor(self.gpus, self.line, dict(self.reasons))
         trial.change("drop --cuda-graph-scope", "--cuda-graph-modules replaces it")
         for name, reason in {**_CHOSEN, _MODULES: why}.items():

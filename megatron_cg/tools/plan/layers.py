@@ -51,7 +51,6 @@ class Layer:
     captured: tuple[Part, ...] = ()
 
     def holds(self, *names: str) -> bool:
-        """Whether its graph holds one of these parts."""
         return any(part.name in names for part in self.captured)
 
 
@@ -84,7 +83,6 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row that goes to an expert."""
         return int((self.args.moe_latent_size or self.args.hidden_size) * self.width)
 
     @property

@@ -60,12 +60,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What the GPU has to have."""
         return self.reserved + self._sum(_OUTSIDE)
 
 
 def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memory:
-    """The memory of the run in ``settings``, which Megatron's rules have accepted."""
     layers = layers_of(settings) if layers is None else layers
     rank, args = _Rank(settings), settings.args
     shape = rank.shape
@@ -111,8 +109,6 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
 
 
 class _Rank:
-    """What a rank holds of the parameters, before and after sharding."""
-
     def __init__(self, settings: Settings) -> None:
         self.shape, args = Shape(settings), settings.args
         instances = int(args.num_distributed_optimizer_instances)
@@ -132,7 +128,6 @@ class _Rank:
         return dense, sum(part.experts for part in parts) // self.expert_split
 
     def held(self, parts: Sequence[Part], *, sharded: bool = False) -> int:
-        """Numbers of parameters of these parts on a rank."""
         dense, experts = self._counts(parts)
         if sharded:
             return -(-dense // self.sharing) - (-experts // self.sharing_experts)
@@ -167,7 +162,6 @@ class _Rank:
         return int((2 * common + others + self._gathered([ends])) * width)
 
     def _gathered(self, parts: Sequence[Part]) -> int:
-        """Parameters of a unit that several ranks share."""
         dense, experts = self._counts(parts)
         return dense * (self.sharing > 1) + experts * (self.sharing_experts > 1)
 

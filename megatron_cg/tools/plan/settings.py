@@ -48,8 +48,6 @@ _OF_TE = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What flags mean, and what is wrong with them."""
-
     args: Any
     """Megatron's namespace, validated if Megatron accepted it."""
     run: RunArguments

@@ -32,7 +32,6 @@ from megatron_cg.version import __version__
 
 
 def page(story: Story) -> str:
-    """The whole page as one HTML document that loads nothing."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
@@ -81,7 +80,6 @@ class Verdict(NamedTuple):
 
 
 def verdict(story: Story) -> Verdict:
-    """The result: of the comparison if there are two runs, else of the run."""
     comparison = story.comparison
     if comparison is None:
         return _outcome(story)
@@ -128,7 +126,6 @@ def difference(quantity: Quantity) -> str:
 
 
 def speed(story: Story) -> str:
-    """The median step time of each run, and the steps that it covers."""
     medians, steps = median_times(story), counted_steps(story)
     if not medians:
         return "No step is left to compute a time from."
@@ -138,7 +135,6 @@ def speed(story: Story) -> str:
 
 
 def peaks(story: Story) -> str:
-    """The peak memory of each run, on the rank with the highest."""
     highest = {
         name: max(int(record.get("peak_allocated_bytes", 0)) for record in run.values()) / MIB
         for name, run in story.runs.items()
@@ -153,7 +149,6 @@ def _compared(numbers: Mapping[str, float], unit: str, form: str) -> str:
 
 
 def faults(story: Story) -> list[str]:
-    """Every error, failed capture and warning, once, with its ranks."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for name, run in story.runs.items():
         for rank in sorted(run):

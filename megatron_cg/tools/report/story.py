@@ -28,8 +28,6 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True)
 class Story:
-    """One run, or two to compare."""
-
     title: str
     runs: Mapping[str, Run]
     """By name. The last is the page's run; one before it is the reference, as an eager run is."""
@@ -49,7 +47,6 @@ class Story:
 
     @property
     def rank(self) -> Mapping[str, Any]:
-        """The record of the first rank of the page's run."""
         return self.records[self.name]
 
     @cached_property
@@ -62,7 +59,6 @@ class Story:
 
     @property
     def captures(self) -> list[Mapping[str, Any]]:
-        """The first rank's recorded captures that produced graphs."""
         return [c for c in self.rank.get("captures", ()) if c["graphs"]]
 
     @property
@@ -71,7 +67,6 @@ class Story:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether times and memory were measured on a GPU."""
         return bool(self.rank.get("device", "cpu") != "cpu")
 
 
@@ -104,7 +99,6 @@ def width(difference: float) -> float:
 
 
 def losses(story: Story) -> list[Quantity]:
-    """Losses and the gradient norm, the first loss first."""
     curves = {name: _curves(record) for name, record in story.records.items()}
     comparison = story.comparison
     values: tuple[Value, ...] = ()
@@ -147,7 +141,6 @@ def counted_steps(story: Story) -> range:
 
 
 def median_times(story: Story) -> dict[str, float]:
-    """Milliseconds of the median counted step, by run; empty if there is no such step."""
     steps = counted_steps(story)
     return {
         name: statistics.median(curve[step] for step in steps)
