@@ -83,6 +83,18 @@ class HostSyncError(CaptureError):
         super().__init__(f"{where} {_READ}.")
 
 
+class NotRestoredError(MegatronCGError):
+    """Something that was changed could not be restored; ``failed`` names all of it."""
+
+    def __init__(self, failed: Sequence[str]) -> None:
+        self.failed = tuple(failed)
+        super().__init__(
+            f"not restored after a capture, a verification or a repeated step: {'; '.join(failed)}."
+            " Training would continue with other numbers, so this run ends on all ranks. Start "
+            "from the last checkpoint, and leave what holds this tensor or state out of the graphs."
+        )
+
+
 class EarlierWorkError(CaptureError):
     """The GPU failed before capture began; nothing more can run in this process."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.restore import Restores
 from megatron_cg.upstream.symbols import Symbol
 from megatron_cg.upstream.te_if_loaded import rng_states
 
@@ -48,16 +49,15 @@ def generators_kept(on_device: Sequence[torch.Generator]) -> Iterator[None]:
     See Note [A generator can stay in a capture].
     """
     generators = [torch.default_generator, *on_device]
-    saved = [generator.get_state() for generator in generators]
-    try:
-        yield
-    except BaseException:
-        for generator in on_device:
-            _end_capture_of(generator)
-        raise
-    finally:
-        for generator, state in zip(generators, saved, strict=True):
-            generator.set_state(state)
+    with Restores() as stack:
+        for generator in generators:
+            stack.restore("a random generator", generator.set_state, generator.get_state())
+        try:
+            yield
+        except BaseException:
+            for generator in on_device:
+                _end_capture_of(generator)
+            raise
 
 
 def _end_capture_of(generator: torch.Generator) -> None:

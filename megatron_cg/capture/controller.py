@@ -14,7 +14,13 @@ from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.decision import Kind, Vote
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import exit_without_waiting, goes_on
-from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError, PhaseError
+from megatron_cg.errors import (
+    CaptureError,
+    EarlierWorkError,
+    MegatronCGError,
+    NotRestoredError,
+    PhaseError,
+)
 from megatron_cg.events import GraphsDeleted, emit
 from megatron_cg.replay.counters import Counters
 
@@ -118,7 +124,8 @@ class GraphController:
         failure = self._as_capture_error(error)
         # The traceback's frames hold incomplete graphs, and training needs their memory.
         clear_frames(error)
-        if not self._goes_on or isinstance(error, OutOfStepError | EarlierWorkError):
+        fatal = OutOfStepError | EarlierWorkError | NotRestoredError
+        if not self._goes_on or isinstance(error, fatal):
             # Without a vote: the launcher ends the other ranks.
             if isinstance(error, OutOfStepError):
                 exit_without_waiting()

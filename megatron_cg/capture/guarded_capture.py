@@ -38,6 +38,7 @@ from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ReplayFunction, Unit
+from megatron_cg.restore import Restores
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +130,9 @@ class GuardedCapture:
                 torch.clear_autocast_cache()
                 for observer in self._observers:
                     observer.stop()
-                for observer in self._observers:
-                    observer.restore()
+                with Restores() as undo:
+                    for observer in self._observers:
+                        undo.callback(observer.restore)
         if self._leaves is not None:
             for graph in graphs:
                 self._leaves.replays(self._backend.replay_function(graph))
@@ -261,7 +263,7 @@ class GuardedCapture:
     @contextmanager
     def _kept(self, unit: Unit, observer: Observer, replay: ReplayFunction) -> Iterator[None]:
         modules = list(unit.layer.modules())
-        with ExitStack() as stack:
+        with Restores() as stack:
             # As in the capture. Megatron-FSDP's may end a backward pass of the whole model.
             stack.callback(quiet_modules((), modules, self._sharding.made))
             stack.enter_context(self._sharding.states_kept(modules))

@@ -37,7 +37,7 @@ from megatron_cg.capture.python_state import Change, PythonState, tensor_hooks_o
 from megatron_cg.capture.random_draws import recomputed_draws_refused, seeds_refused
 from megatron_cg.capture.reached import KNOWN, is_known
 from megatron_cg.capture.static_inputs import version_of
-from megatron_cg.capture.transaction import frozen_kept, values_kept
+from megatron_cg.capture.transaction import frozen_kept
 from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
@@ -45,6 +45,7 @@ from megatron_cg.replay.depends_on import GLOBAL_HOOKS, Entry, KeySet
 from megatron_cg.replay.dtensors import ranks_of_meshes
 from megatron_cg.replay.guard.addresses import Addresses, Watched
 from megatron_cg.replay.unit import Unit
+from megatron_cg.restore import Restores, values_kept
 
 _MARK = "grad_added_to_main_grad"
 
@@ -80,7 +81,7 @@ class Observer:
             if buffer is not None
         ]
         self._versions: dict[str, int] = {}
-        self._pass, self._undo = ExitStack(), ExitStack()
+        self._pass, self._undo = ExitStack(), Restores()
         self._before = 0
         self._changes: list[Change] = []
         self._of_hooks: list[Change] = []
@@ -162,7 +163,8 @@ class Observer:
         with ExitStack() as stack:
             if self._state is not None:
                 stack.enter_context(self._state.kept())
-                stack.enter_context(values_kept([*map(bytes_in, self._writes)]))
+                writes = (("memory that it writes to", bytes_in(s)) for s in self._writes)
+                stack.enter_context(values_kept(writes))
             yield
 
     def forget_passes(self) -> None:

@@ -26,6 +26,7 @@ from megatron_cg.backends.places import place_of
 from megatron_cg.capture.reached import is_known
 from megatron_cg.memory.storage import StorageReference
 from megatron_cg.replay.dtensors import local
+from megatron_cg.restore import Restores, write_back
 from megatron_cg.upstream.patch import instances, nothing_frozen
 
 
@@ -81,12 +82,12 @@ class Operations(TorchDispatchMode):
 
     def restore(self) -> None:
         """Restore all memory that was written to and that the block has not made."""
-        _copy_back([*self._saved.values()])
+        _write_back([*self._saved.values()])
         self._saved.clear()
 
     def restore_parameters(self) -> None:
         """Restore what the pass that ends has written into parameters."""
-        _copy_back(self._of_pass[::-1])
+        _write_back(self._of_pass)
         self._of_pass.clear()
 
     def left(self) -> list[torch.UntypedStorage]:
@@ -157,10 +158,10 @@ class Operations(TorchDispatchMode):
         return Use(tensor, str(func), at, package, tensor.requires_grad, tensor.device.type)
 
 
-def _copy_back(saved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():
+def _write_back(saved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with Restores() as stack:
         for memory, before in saved:
-            memory.copy_(before)
+            stack.restore("memory that an operation wrote to", write_back, memory, before)
 
 
 _CONTAINERS = (list, tuple, dict, set)

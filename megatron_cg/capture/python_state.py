@@ -39,6 +39,7 @@ from megatron_cg.capture.reached import (
 )
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.plain import is_array, same_value
+from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import put_over, undone_after
 
 _INTERNAL = frozenset(vars(nn.Module())) | {
@@ -148,12 +149,16 @@ class PythonState:
         """Returns a function that restores what the last pass found when it began."""
         copies, values = list(self._copies.values()), list(self._values)
 
+        def put(holder: Any, key: str, before: Any) -> None:
+            if holder.get(key) is not before:
+                holder[key] = before
+
         def restore() -> None:
-            for holder, before, *_ in copies:
-                restored_to(holder, before)
-            for holder, key, _, before in values:
-                if holder.get(key) is not before:
-                    holder[key] = before
+            with Restores() as stack:
+                for holder, key, what, before in values:
+                    stack.restore(what, put, holder, key, before)
+                for holder, before, what, _ in copies:
+                    stack.restore(what, restored_to, holder, before)
 
         return restore
 

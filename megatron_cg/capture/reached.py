@@ -153,7 +153,8 @@ def restored_to(holder: Any, before: Any) -> None:
         if not same_value([*map(id, holder)], [*map(id, before)]):
             holder[:] = before
     elif is_array(holder):
-        holder[...] = before
+        if not same_value(holder, before):  # It may be read-only.
+            holder[...] = before
     elif holder != before:
         holder.clear()
         holder.update(before)

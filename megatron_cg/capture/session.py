@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, finalize, ref
 
@@ -29,7 +30,7 @@ from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import capturing
 from megatron_cg.consensus.decision import AgreementError, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError
+from megatron_cg.errors import CaptureError, EarlierWorkError, NotRestoredError, PhaseError
 from megatron_cg.events import CaptureBegan, CaptureEnded, emit
 from megatron_cg.fastpath import FastPath, install_under_v2
 from megatron_cg.fastpath import install as install_fast_path
@@ -40,6 +41,7 @@ from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
+from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import set_attribute
 
 _SESSIONS: list[ReferenceType[Session]] = []
@@ -84,7 +86,7 @@ class Session:
         self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
         self._shortens, self._optimizers = fast_path, tuple(optimizers)
         self.fast_path: FastPath | None = None
-        self._undo = ExitStack()
+        self._undo: ExitStack = Restores()
         self._hooks: tuple[UnitHooks, ...] = ()
         self._capture: GuardedCapture | None = None
         self.phase = Phase.EAGER
@@ -138,7 +140,7 @@ class Session:
         except BaseException as error:
             self.phase = Phase.EAGER
             with ExitStack() as ending:  # The vote comes last, whatever fails before it.
-                ending.callback(self._share_failure, error, whole=whole)
+                ending.push(partial(self._share_failure, error, whole))
                 ending.callback(emit, CaptureEnded(error=error))
                 ending.callback(self._undo.close)
             raise
@@ -225,17 +227,19 @@ class Session:
                 self._agreement.report_failure()
             raise
 
-    def _share_failure(self, error: BaseException, *, whole: bool) -> None:
-        """See Note [Where ranks vote on a capture]."""
+    def _share_failure(self, error: BaseException, whole: bool, *undoing: Any) -> None:
+        """See Note [Where ranks vote on a capture]. ``undoing`` is what undoing has raised."""
+        error = undoing[1] or error
         if self._agreement is None or not isinstance(error, Exception):
             return
         if isinstance(error, OutOfStepError | AgreementError):
             return
+        ends = isinstance(error, NotRestoredError)
         if self._joins:
-            self._agreement.report_failure()
+            self._agreement.report_failure(ends=ends)
         elif whole:
             with suppress(CaptureError):
-                self._agreement.report_failure()
+                self._agreement.report_failure(ends=ends)
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Make :meth:`close` run ``undo`` too, before it undoes earlier changes."""

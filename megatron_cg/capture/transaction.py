@@ -27,6 +27,7 @@ from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
 from megatron_cg.replay.unit import Unit
+from megatron_cg.restore import Restores, values_kept
 from megatron_cg.upstream.patch import all_of
 
 
@@ -45,7 +46,7 @@ def capturing(
     modules = _unique(module for unit in units for module in unit.layer.modules())
     layers = [unit.layer for unit in units]
     hooks = tuple(sharding.unit_hooks(unit) for unit in units)
-    with ExitStack() as lasting, ExitStack() as always:
+    with Restores() as lasting, Restores() as always:
         lasting.callback(sharding.stable_memory(layers))
         always.enter_context(sharding.capturing(layers))
         parameters = _unique(p for layer in layers for p in layer.parameters())
@@ -94,29 +95,23 @@ def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 @contextmanager
 def gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Restore the parameters' gradients on exit; those of synthetic inputs are dropped."""
-    saved = [(parameter, parameter.grad) for parameter in parameters]
-    try:
+    with Restores() as stack:
+        for parameter in parameters:
+            stack.restore("a gradient", setattr, parameter, "grad", parameter.grad)
         yield
-    finally:
-        for parameter, gradient in saved:
-            parameter.grad = gradient
 
 
 @contextmanager
 def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore buffers on exit, since synthetic inputs change some (a router's token counts)."""
-    held = [
-        (module._buffers, name, buffer)
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    with values_kept(_unique(buffer for _, _, buffer in held)):
-        try:
-            yield
-        finally:
-            for owner, name, buffer in held:
-                owner[name] = buffer
+    with Restores() as stack:
+        for module in modules:
+            held = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+            label = f"of a {type(module).__name__}"
+            named = [(f"buffer {name} {label}", buffer) for name, buffer in held.items()]
+            stack.enter_context(values_kept(named))
+            stack.restore(f"buffers {label}", module._buffers.update, held)
+        yield
 
 
 def frozen_kept(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -126,20 +121,7 @@ def frozen_kept(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """
     parameters = _unique(p for module in modules for p in module.parameters(recurse=False))
     plain = (p for p in parameters if type(p.data) is torch.Tensor)
-    return values_kept([p for p in plain if not p.requires_grad])
-
-
-@contextmanager
-def values_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore the values of ``tensors`` on exit."""
-    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, values in saved:
-                # By ``data``, which no backward pass that is to come takes for a change.
-                tensor.data.copy_(values)
+    return values_kept(("a frozen parameter", p) for p in plain if not p.requires_grad)
 
 
 def _unique[T](items: Iterator[T]) -> list[T]:

@@ -29,9 +29,15 @@ from megatron_cg.compiled.trace import loading_for
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
-from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
+from megatron_cg.errors import (
+    ArtifactRefusedError,
+    MegatronCGError,
+    NotRestoredError,
+    ReplayMismatchError,
+)
 from megatron_cg.hooks import HookKind, describe, module_hooks
 from megatron_cg.replay.verify import difference, synthetic_gradient
+from megatron_cg.restore import values_kept
 from megatron_cg.upstream.patch import Undo, all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
@@ -141,6 +147,7 @@ def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> 
 
     Raises:
         ArtifactRefusedError: on all ranks, if any refused. They may go on eagerly.
+        NotRestoredError: on all ranks, if a comparison left a buffer changed on any.
         AgreementError: a rank is gone, does something else, or waits in a collective for one that
             failed in the comparison. This process must end.
     """
@@ -189,13 +196,17 @@ def _decoded(name: str, manifest: artifact.Manifest, code: bytes, region: Region
 def _decided(
     done: str, serial: int, own: Exception | None, votes: Agreement, held: str
 ) -> ArtifactRefusedError | None:
-    vote = Vote(against=own is not None, graphs=digest([held]))
+    ends = isinstance(own, NotRestoredError)
+    vote = Vote(against=own is not None, ends=ends, graphs=digest([held]))
     try:
         decision = votes.agree(Kind.PRECOMPILED, vote, serial=serial)
     except AgreementError as error:
         if own is not None:
             error.add_note(f"{type(own).__name__} while the artifact was {done}: {own}")
         raise
+    if isinstance(own, NotRestoredError):
+        raise own
+    decision.require_restored()
     if isinstance(own, MegatronCGError):
         return ArtifactRefusedError(str(own))
     if own is not None:
@@ -242,14 +253,13 @@ def first_difference(region: Region, compiled: Callable[..., Any]) -> str | None
 
 def _pass(region: Region, run: Callable[..., Any]) -> list[tuple[str, torch.Tensor | None]]:
     buffers = dict(region.module.named_buffers())
-    before = {name: buffer.clone() for name, buffer in buffers.items()}
     args, kwargs = tree_map(_detached, (region.args, dict(region.kwargs)))
     inputs = [
         (f"the gradient of {name}", value)
         for name, value in Region(region.module, args, kwargs).tensors()
         if value.requires_grad
     ]
-    try:
+    with values_kept((f"buffer {name}", buffer) for name, buffer in buffers.items()):
         made = [one for one in tree_leaves(run(*args, **kwargs)) if isinstance(one, torch.Tensor)]
         results: list[tuple[str, torch.Tensor | None]]
         results = [(f"output {place}", one.detach()) for place, one in enumerate(made)]
@@ -261,10 +271,6 @@ def _pass(region: Region, run: Callable[..., Any]) -> list[tuple[str, torch.Tens
             gradients = torch.autograd.grad(ends, leaves, starts, allow_unused=True)
             results += list(zip(names, gradients, strict=True))
         return results
-    finally:
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(before[name])
 
 
 def _detached(value: Any) -> Any:

@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 import torch
 
-from megatron_cg.errors import MegatronCGError
+from megatron_cg.errors import MegatronCGError, NotRestoredError
 
 
 class AgreementError(MegatronCGError):
@@ -50,6 +50,8 @@ class Vote:
     """The static size that this rank would choose, such as the tokens of a microbatch."""
     graphs: int = 0
     """The :func:`digest` of the set of graphs that this rank holds, and of their fast path."""
+    ends: bool = False
+    """Whether this rank could not restore what it had changed, so that no rank may train on."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,18 @@ class Decision:
     largest: int = 0
     minority: tuple[int, ...] = ()
     """The ranks that do not hold the set of graphs that most ranks hold."""
+    ends: tuple[int, ...] = ()
+    """The ranks that could not restore what they had changed."""
 
     @property
     def sizes_agree(self) -> bool:
         """Whether all ranks would choose the same static size."""
         return self.smallest == self.largest
+
+    def require_restored(self) -> None:
+        """Raise NotRestoredError if a rank could not restore what it had changed."""
+        if self.ends:
+            raise NotRestoredError([f"state of {ranks_text(self.ends)}, whose own log names it"])
 
     def difference(self) -> str:
         """In what the ranks differ, in words."""
@@ -92,7 +101,8 @@ def digest(names: Iterable[str]) -> int:
 
 def encode(kind: Kind, serial: int, vote: Vote) -> torch.Tensor:
     """The row of a rank, (5,) int64: two values say which vote it is, three are the vote."""
-    row = (kind, serial, vote.against, vote.size, vote.graphs)
+    against = 2 if vote.ends else int(vote.against)
+    row = (kind, serial, against, vote.size, vote.graphs)
     return torch.tensor(row, dtype=torch.int64, device="cpu")
 
 
@@ -111,8 +121,11 @@ def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
     held = graphs.tolist()
     most = Counter(held).most_common(1)[0][0]
     minority = tuple(rank for rank, own in zip(ranks, held, strict=True) if own != most)
-    voted_against = tuple(ranks[row] for row in against.nonzero().flatten().tolist())
-    return Decision(voted_against, int(sizes.min()), int(sizes.max()), minority)
+    voted_against, ends = (
+        tuple(ranks[row] for row in votes.nonzero().flatten().tolist())
+        for votes in (against, against == 2)
+    )
+    return Decision(voted_against, int(sizes.min()), int(sizes.max()), minority, ends)
 
 
 def _mixed_up(heads: list[list[int]], group: Sequence[int]) -> str:

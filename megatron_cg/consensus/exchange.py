@@ -29,7 +29,7 @@ from megatron_cg.consensus.decision import (
     ranks_text,
 )
 from megatron_cg.consensus.process_exit import exit_without_waiting
-from megatron_cg.errors import CaptureError, PhaseError
+from megatron_cg.errors import CaptureError, NotRestoredError, PhaseError
 from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over, undone_after
 from megatron_cg.upstream.symbols import Symbol
@@ -155,10 +155,11 @@ class Agreement:
         decision = self._vote_on_capture(Kind.CAPTURE_END, Vote(size=digest(own)))
         return frozenset().union(*([own] if decision.sizes_agree else self.gather(own)))
 
-    def report_failure(self) -> None:
+    def report_failure(self, *, ends: bool = False) -> None:
         """Report in the capture's next vote that it failed on this rank, so that all give up.
 
-        Does nothing if all have given up already.
+        Does nothing if all have given up already. ``ends`` says that this rank could not restore
+        what it had changed: then the run ends on all ranks.
 
         Raises:
             CaptureError: the others do not answer. They are inside collectives that this rank will
@@ -173,8 +174,8 @@ class Agreement:
                 self._break("all ranks had agreed on their graphs before")
                 raise AgreementError(self._broken)
             if kind in (Kind.CAPTURE_START, Kind.CAPTURE_END):
-                with suppress(CaptureError):
-                    self._vote_on_capture(kind, Vote(against=True))
+                with suppress(CaptureError, *[NotRestoredError] * ends):
+                    self._vote_on_capture(kind, Vote(against=True, ends=ends))
         except AgreementError as error:
             raise CaptureError(
                 "this rank's capture failed, and the other ranks did not complete the vote on it "
@@ -209,6 +210,7 @@ class Agreement:
     def _vote_on_capture(self, kind: Kind, vote: Vote) -> Decision:
         decision = self.agree(kind, vote, serial=self._captures)
         self._next = None
+        decision.require_restored()
         other_sizes = kind is Kind.CAPTURE_START and not decision.sizes_agree
         if decision.against:
             raise CaptureError(

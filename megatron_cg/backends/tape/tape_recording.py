@@ -22,6 +22,7 @@ from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
 from megatron_cg.errors import CaptureError, HostSyncError
 from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.dtensors import ranks_of_meshes
+from megatron_cg.restore import Restores, write_back
 
 #: ATen factories that do not initialise their result: a replay has nothing to do for them.
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -271,8 +272,9 @@ class _Recorder(TorchDispatchMode):
 
     def put_back(self) -> None:
         """Restore the memory outside the pool that recording wrote."""
-        for memory, before in self._before.values():
-            memory.copy_(before)
+        with Restores() as stack:
+            for memory, before in self._before.values():
+                stack.restore("memory that a pass wrote to", write_back, memory, before)
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import CellType
 from typing import Any
@@ -27,6 +27,7 @@ from megatron_cg.backends.cuda_cleanup import leave_pool, stream_kept, waited_fo
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import cells_of, set_attribute, set_cell, undone_after
 from megatron_cg.upstream.symbols import Symbol, changed
 from megatron_cg.upstream.te_if_loaded import END_CAPTURING, FP8, GRAPH, IS_CAPTURING
@@ -127,7 +128,7 @@ class TransformerEngineBackend(Backend):
         TE itself restores the first three when capture succeeds, and nothing when it fails
         (2.20.2: ``make_graphed_callables`` has no ``finally``).
         """
-        with ExitStack() as stack:
+        with Restores() as stack:
             # TE turns it off around each graph, and not on again after an error in one (2.20.2,
             # ``graph.py``, ``_graph_context_wrapper``).
             stack.callback(gc.enable if gc.isenabled() else gc.disable)
@@ -160,13 +161,13 @@ def _class_calls_kept(classes: set[type]) -> Iterator[None]:
 def _fp8_kept(callables: Sequence[nn.Module]) -> Iterator[None]:
     """Restore scales and amax histories of delayed scaling in all TE modules of the callables."""
     modules = (module for root in callables for module in root.modules())
-    saved = [(module, module.get_fp8_meta_tensors()) for module in _with_delayed_scaling(modules)]
-    try:
-        yield
-    finally:
-        for module, tensors in saved:
+    with Restores() as stack:
+        for module in _with_delayed_scaling(modules):
+            tensors = module.get_fp8_meta_tensors()
             if tensors is not None:
-                module.reset_fp8_meta_tensors(tensors)
+                what = f"the FP8 scales of a {type(module).__name__}"
+                stack.restore(what, module.reset_fp8_meta_tensors, tensors)
+        yield
 
 
 def _with_delayed_scaling(modules: Iterable[Any]) -> Iterator[Any]:

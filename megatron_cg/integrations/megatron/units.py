@@ -34,7 +34,6 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron_cg.capture.transaction import values_kept
 from megatron_cg.integrations.megatron.scopes import leave_out
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
@@ -42,6 +41,7 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import NOT_INPUTS, described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ManualHook, Unit
+from megatron_cg.restore import values_kept
 from megatron_cg.upstream.megatron import capturing_flag, is_running_region, not_capturing
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -198,8 +198,8 @@ def _metrics_tracker() -> Any:
 def _metrics_kept() -> AbstractContextManager[None]:
     """Restore the sums of MoE metrics on exit, in place."""
     tracker = _metrics_tracker()
-    entries = tracker.metrics.values() if tracker is not None else ()
-    return values_kept([entry.values for entry in entries])
+    metrics = tracker.metrics.items() if tracker is not None else ()
+    return values_kept((f"the MoE metric {name}", entry.values) for name, entry in metrics)
 
 
 def _entries() -> list[Entry]:

@@ -16,7 +16,7 @@ from megatron_cg.backends.driver.graphed import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError
+from megatron_cg.errors import CaptureError, EarlierWorkError, NotRestoredError, PhaseError
 from megatron_cg.events import CaptureEnded, Event, subscribers
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.hooks import MODULE_REGISTRIES
@@ -37,7 +37,7 @@ class Forced(Exception):
 class Alone(Agreement):
     """Votes of a rank whose others do not answer once it has failed."""
 
-    def report_failure(self) -> None:
+    def report_failure(self, *, ends: bool = False) -> None:
         raise CaptureError("the others do not answer")
 
 
@@ -232,7 +232,7 @@ def test_a_failure_to_undo_is_told_too_and_the_session_can_try_again(
 ) -> None:
     votes = Alone()
     told: list[bool] = []
-    monkeypatch.setattr(votes, "report_failure", lambda: told.append(True))
+    monkeypatch.setattr(votes, "report_failure", lambda *, ends: told.append(ends))
 
     def attach_and_fail(session: Session) -> None:
         session._undo.callback(forced)
@@ -240,7 +240,7 @@ def test_a_failure_to_undo_is_told_too_and_the_session_can_try_again(
 
     monkeypatch.setattr(Session, "_install_fast_path", attach_and_fail)
     session = Session(MegatronFsdp(trainer.model.module), [], TapeBackend(), votes, joins=True)
-    with pytest.raises(Forced), session.capturing():
+    with pytest.raises(NotRestoredError, match="Forced"), session.capturing():
         pass
     assert session.phase is Phase.EAGER and told == [True]
     votes.close()

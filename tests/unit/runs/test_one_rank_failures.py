@@ -301,6 +301,32 @@ def test_a_rank_whose_hook_raises_ends_with_the_reason(first: str | None, tmp_pa
     assert not other.exists() or "went on" not in other.read_text()
 
 
+def capture_without_restoring() -> str:
+    """In one process, with leave to go on: rank 1 cannot write a buffer back."""
+    from megatron_cg import restore
+    from megatron_cg.errors import NotRestoredError
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    trainer = new_trainer()
+    transformer_layers(trainer.model)[0].self_attention.register_buffer("table", torch.zeros(2))
+    trainer.step()
+    with megatron_with_tapes(), no_hang(), ExitStack() as faults:
+        helper = new_helper(trainer)
+        if dist.get_rank() == 1:
+            faults.enter_context(failing(restore, "write_back", 1, RuntimeError("read-only")))
+        try:
+            helper.capture()
+        except NotRestoredError as error:
+            return str(error)
+    return ""
+
+
+def test_all_ranks_end_if_one_of_them_cannot_restore_a_buffer() -> None:
+    first, second = on_ranks(capture_without_restoring)
+    assert "state of rank 1, whose own log names it" in first
+    assert "buffer table of a SelfAttention: RuntimeError: read-only." in second
+
+
 def capture_or_end() -> str:
     """In one process, without leave to go on: on rank 1 the fast path cannot be installed."""
     from megatron_cg.errors import CaptureError

@@ -1,0 +1,107 @@
+"""Restores all that was changed, or ends the run: an error of one restore does not skip the others.
+
+A capture, a verification and a repeated step change what training reads. If one tensor cannot be
+restored, all others still are, and :class:`NotRestoredError` names it. Training must not continue
+then, whatever ``--cg-on-failure`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+
+from megatron_cg.errors import NotRestoredError
+
+
+class Restores(ExitStack):
+    """A stack of what restores something; all errors together become one NotRestoredError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._errors: list[Exception] = []
+
+    def restore(self, what: str, function: Callable[..., Any], *args: Any) -> None:
+        """Add a callback; ``what`` says in the error what it restores."""
+
+        def run() -> None:
+            try:
+                function(*args)
+            except Exception as error:
+                error.add_note(what)
+                raise
+
+        self.callback(run)
+
+    def callback[**P, T](
+        self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[P, T]:
+        """As ``ExitStack.callback``."""
+        self._add(lambda *_raised: function(*args, **kwargs))
+        return function
+
+    def enter_context[T](self, manager: AbstractContextManager[T]) -> T:
+        """As ``ExitStack.enter_context``, but no manager hides the error of the work."""
+        made = manager.__enter__()
+        self._add(manager.__exit__)
+        return made
+
+    def _add(self, leave: Callable[..., Any]) -> None:
+        errors = self._errors
+
+        def run(*raised: Any) -> None:
+            try:
+                leave(*raised)
+            except Exception as error:
+                if error is not raised[1]:
+                    errors.append(error)
+
+        self.push(run)
+
+    def pop_all(self) -> Self:
+        """As ``ExitStack.pop_all``."""
+        made = super().pop_all()
+        made._errors = self._errors
+        return made
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if self._errors:
+            failed = [text for error in self._errors for text in _texts(error)]
+            failed += getattr(raised[1], "failed", ())
+            raise NotRestoredError(failed) from self._errors[0]
+
+
+def _texts(error: Exception) -> Sequence[str]:
+    if isinstance(error, NotRestoredError):
+        return error.failed
+    return [": ".join([*getattr(error, "__notes__", ()), f"{type(error).__name__}: {error}"])]
+
+
+@contextmanager
+def values_kept(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    """Restore the values of named tensors on exit, also of one that was given other memory."""
+    with Restores() as stack:
+        for what, tensor in {id(tensor): (what, tensor) for what, tensor in tensors}.values():
+            stack.restore(what, _restore, tensor, tensor.data, tensor.detach().clone())
+        yield
+
+
+def _restore(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -> None:
+    if (tensor.shape, tensor.dtype) != (memory.shape, memory.dtype):
+        tensor.data = memory
+    write_back(tensor, values)
+
+
+def write_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values that ``tensor`` had before into its memory."""
+    # By ``data``, which no backward pass that is to come takes for a change.
+    into = tensor.data
+    if into.layout is torch.strided and not into.is_nested and 0 in into.stride():
+        # ``copy_`` refuses expanded memory, whose equal elements are one.
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in into.stride())
+        into, values = into[once], values[once]
+    with torch.no_grad():
+        into.copy_(values)
