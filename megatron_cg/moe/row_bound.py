@@ -98,7 +98,3 @@ class RowBound:
         most = self._most.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return not most
-
-    def holds_here(self) -> bool:
-        """Whether this rank has not exceeded the bound in this step so far. Waits."""
-        return not self._most

@@ -73,7 +73,8 @@ class GuardedGraph:
             self._mismatches.issue_held()
             with named_range("verification"):
                 mismatch = self._verify(args, kwargs)
-            if not self._numbers_hold(mismatch):
+            # A bound of rows may explain it. All ranks ask, whatever they have found.
+            if self.eager_passes.collectives and not self._mismatches.numbers_hold():
                 mismatch = None
             self._refuted = mismatch
         if mismatch is not None:
@@ -135,15 +136,6 @@ class GuardedGraph:
             if isinstance(flat[number], torch.Tensor):
                 flat[number] = flat[number].detach()
         return tree_unflatten(flat, spec)
-
-    def _numbers_hold(self, mismatch: Mismatch | None) -> bool:
-        """Whether a bound of rows explains no ``mismatch`` of a replay with its eager pass.
-
-        All ranks ask if the graph holds collectives, whatever they have found.
-        """
-        if self.eager_passes.collectives:
-            return self._mismatches.numbers_hold()
-        return mismatch is None or self._mismatches.numbers_hold_here()
 
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""

@@ -53,8 +53,6 @@ class MismatchPolicy:
         self.numbers_hold: Callable[[], bool] = lambda: True
         """Whether the numbers of graphs with collectives hold in this step so far. A call of all
         ranks; see ``integrations/megatron/repeat.py``."""
-        self.numbers_hold_here: Callable[[], bool] = lambda: True
-        """The same for a graph without collectives, which depends on this rank alone."""
         self._policy = policy
         self.on_any_rank = on_any_rank or (lambda _name, here, timeout=None: here)
         """Whether something is true on any rank; all ranks ask at the same replay of a unit."""

@@ -182,10 +182,7 @@ class _Repeater:
         state.save()
         self._bound.begin_step()
         mismatches, bound = session.mismatches, self._bound
-        with (
-            undone_after(set_attribute(mismatches, "numbers_hold", bound.holds)),
-            undone_after(set_attribute(mismatches, "numbers_hold_here", bound.holds_here)),
-        ):
+        with undone_after(set_attribute(mismatches, "numbers_hold", bound.holds)):
             result = passes(**options | {_FORWARD: self._sharing(options)})
         self._seen[session] = session.counters.replayed
         if batches is not None and not batches.was_read:

@@ -71,9 +71,9 @@ def test_the_largest_number_of_a_step_is_kept_and_the_next_step_forgets_it() -> 
     for counts in ([1100, 1], [1, 3000], [2000, 1], [1, 1]):
         bound.watch(torch.tensor(counts))
     bound.place()  # The memory of graphs is made once.
-    assert bound.exceeded() == 3000 and not bound.holds() and not bound.holds_here()
+    assert bound.exceeded() == 3000 and not bound.holds()
     bound.begin_step()
-    assert bound.holds() and bound.holds_here() and bound.exceeded() == 0
+    assert bound.holds() and bound.exceeded() == 0
 
 
 def test_what_was_shared_is_what_is_read() -> None:
