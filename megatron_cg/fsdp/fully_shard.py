@@ -13,13 +13,13 @@ Note [One buffer for many units]
     the steps before capture.
 
 Note [A buffer in use]
-    A unit may be gathered while another one is still unsharded in the same buffer, since resharding
-    was turned off after capture, or the user unsharded it ahead. If the other unit is idle, it is
-    resharded: FSDP2 gathers it again before it is used. All ranks do so alike. If it is inside of a
-    forward or backward pass, both would compute with the same memory, so this is an error. A unit
-    never moves to other memory: autograd may have saved views of its weights. A forward pass that
-    is not over when that of another unit begins has ended by an exception, since no unit is in
-    another.
+    A unit that the user unshards outside of its passes is gathered into memory of its own, where it
+    stays as long as the user holds it. Its next pass copies it into the buffer, since graphs and
+    the views that autograd has saved have that address. If another unit is still unsharded there,
+    since resharding was turned off, that one is copied to memory of its own, as it is in eager
+    training. If it is inside of a forward or backward pass, both would compute with the same
+    memory, so this is an error. A forward pass that is not over when that of another unit begins
+    has ended by an exception, since no unit is in another.
 
 Note [Sharded modules in a unit]
     ``fully_shard`` may have been called on modules in a unit too, such as the experts of an MoE
@@ -36,6 +36,7 @@ Note [Gradients of another dtype]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -85,6 +86,8 @@ class FullyShard(PerModule):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._at_once: set[Any] = set()
+        self._places: dict[Any, _Place] = {}
+        """By group."""
 
     def refusals_of(self, name: str, module: nn.Module) -> Iterator[Violation]:
         """Units without parameters of their own, or whose parameters are of an unknown kind."""
@@ -140,7 +143,6 @@ class FullyShard(PerModule):
         """See Note [One buffer for many units]."""
         yield from _hooks_around(layer)
         for number, group in enumerate(groups_of(layer)):
-            group._to_sharded()
             layout = tuple(
                 (output.numel(), output.dtype, output.device)
                 for param in group.fsdp_params
@@ -149,12 +151,24 @@ class FullyShard(PerModule):
             owner = (number, layout, id(group) if group in self._at_once else None)
             if owner not in buffers:
                 buffers[owner] = _Buffer(group)
-            yield from _in_buffer(group, buffers[owner])
+            self._places[group] = place = _Place(group, buffers[owner])
+            yield from place.taken()
+
+    @contextmanager
+    def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """See :class:`PerModule`. Units that the user holds unsharded are so again after it."""
+        with ExitStack() as stack:
+            for group in (group for layer in layers for group in groups_of(layer)):
+                if group.is_unsharded:
+                    stack.callback(self._places[group].held_again())
+            stack.enter_context(super().capturing(layers))
+            yield
 
     def fill(self, layer: Any) -> None:
         for module in sharded_in(layer):
             module.unshard()
         for group in groups_of(layer):
+            self._places[group].enter()
             group._to_sharded()
         self.hold(layer, sharded=False)
 
@@ -259,41 +273,104 @@ class _Buffer:
     """Memory for the unsharded parameters of one unit at a time."""
 
     def __init__(self, group: Any) -> None:
-        self.holder = group
-        self.storages = [
-            [torch.empty_like(output).untyped_storage() for output in param.all_gather_outputs]
-            for param in group.fsdp_params
+        self.holder: Any = None
+        """The place whose parameters are there."""
+        self.places = 0
+        self.storages = _storages_like(group)
+
+
+class _Place:
+    """Where the unsharded parameters of one group lie; see Note [A buffer in use]."""
+
+    def __init__(self, group: Any, buffer: _Buffer) -> None:
+        self._group, self._buffer = group, buffer
+        self._aside = group.is_unsharded
+        """Whether they are in memory of their own, if they are anywhere."""
+
+    def taken(self) -> Iterator[Undo]:
+        """Use the buffer from now on, as FSDP2 gathers and frees."""
+        self._buffer.places += 1
+        if not self._aside:
+            self._move(self._buffer.storages)
+        yield self._released
+        for param, storages in zip(self._group.fsdp_params, self._buffer.storages, strict=True):
+            yield put_over(param, "free_unsharded_param", partial(self._free, param, storages))
+        wait = partial(self._wait, self._group.wait_for_unshard)
+        yield put_over(self._group, "wait_for_unshard", wait)
+
+    def enter(self) -> None:
+        """Lie in the buffer, with the values if they are there. Raises BufferInUseError."""
+        holder = self._buffer.holder
+        is_other = holder is not None and holder is not self
+        if is_other and holder._group.is_unsharded and not holder._aside:
+            _require_idle(holder._group, self._group)
+            holder._step_aside()
+        self._buffer.holder = self
+        if self._aside:
+            self._move(self._buffer.storages)
+            self._aside = False
+
+    def held_again(self) -> Callable[[], None]:
+        """Reshard the group; the returned function gives back to its user what was there."""
+        kept = [
+            [o.untyped_storage() for o in p.all_gather_outputs] for p in self._group.fsdp_params
         ]
+        self._group._to_sharded()
+
+        def again() -> None:
+            self._move(kept)
+            self._aside = True
+            self._group._to_unsharded()
+
+        return again
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        gathers = self._group._all_gather_result is not None
+        if self._group._training_state in _OUTSIDE:
+            if gathers and self._buffer.places > 1:
+                self._step_aside()
+        elif gathers or self._aside:
+            self.enter()
+        wait()
+
+    def _step_aside(self) -> None:
+        self._move(_storages_like(self._group))
+        self._aside = True
+
+    def _move(self, storages: Sequence[Sequence[torch.UntypedStorage]]) -> None:
+        for param, own in zip(self._group.fsdp_params, storages, strict=True):
+            before = param.all_gather_outputs
+            _point(param, own)
+            if self._group.is_unsharded:
+                for new, old in zip(param.all_gather_outputs, before, strict=True):
+                    new.copy_(old)
+
+    def _free(self, param: Any, storages: Sequence[torch.UntypedStorage]) -> None:
+        if self._aside:
+            _point(param, storages)
+
+    def _released(self) -> None:
+        """Give each parameter memory of its own again, which is freed if it is not in use."""
+        if not (self._group.is_unsharded and self._aside):
+            self._step_aside()
+        for param in () if self._group.is_unsharded else self._group.fsdp_params:
+            param.free_unsharded_param()
 
 
-def _in_buffer(group: Any, buffer: _Buffer) -> Iterator[Undo]:
-    for param, storages in zip(group.fsdp_params, buffer.storages, strict=True):
-        _point(param, storages)
-    yield partial(_release, group)
-    for param in group.fsdp_params:
-        yield put_over(param, "free_unsharded_param", _keep)
-    wait = partial(_wait, group, buffer, group.wait_for_unshard)
-    yield put_over(group, "wait_for_unshard", wait)
+_OUTSIDE = (TrainingState.IDLE, TrainingState.POST_BACKWARD)
 
 
-def _wait(group: Any, buffer: _Buffer, wait: Callable[[], None]) -> None:
-    """Copy gathered parameters out; see Note [A buffer in use].
-
-    Raises BufferInUseError.
-    """
-    if group._all_gather_result is not None:
-        holder = buffer.holder
-        if holder is not group and holder.is_unsharded:
-            _require_idle(holder, group)
-            holder._to_sharded()
-        buffer.holder = group
-    wait()
+def _storages_like(group: Any) -> list[list[torch.UntypedStorage]]:
+    return [
+        [torch.empty_like(output).untyped_storage() for output in param.all_gather_outputs]
+        for param in group.fsdp_params
+    ]
 
 
 def _require_idle(holder: Any, group: Any) -> None:
     state = holder._training_state
     ended = state is TrainingState.FORWARD is group._training_state
-    if ended or state in (TrainingState.IDLE, TrainingState.POST_BACKWARD):
+    if ended or state in _OUTSIDE:
         return
     raise BufferInUseError(
         f"FSDP2 gathers {group._module_fqn} while {holder._module_fqn} is inside of its "
@@ -304,23 +381,12 @@ def _require_idle(holder: Any, group: Any) -> None:
     )
 
 
-def _keep() -> None:
-    """Free nothing."""
-
-
 def _point(param: Any, storages: Sequence[torch.UntypedStorage]) -> None:
     """Make one parameter lie in other memory, as the same ``nn.Parameter``."""
     pairs = zip(param.all_gather_outputs, storages, strict=True)
-    param.all_gather_outputs = [lies_in(old, storage) for old, storage in pairs]
-    unsharded: torch.Tensor = local(param._unsharded_param)
-    unsharded.data = torch.as_strided(
-        param.all_gather_outputs[0], unsharded.size(), unsharded.stride(), storage_offset=0
-    )
-
-
-def _release(group: Any) -> None:
-    """Reshard and give each parameter memory of its own again, which is freed until the gather."""
-    group._to_sharded()
-    for param in group.fsdp_params:
-        _point(param, [torch.empty_like(o).untyped_storage() for o in param.all_gather_outputs])
-        param.free_unsharded_param()
+    with torch.inference_mode(False):
+        param.all_gather_outputs = [lies_in(old, storage) for old, storage in pairs]
+        unsharded: torch.Tensor = local(param._unsharded_param)
+        unsharded.data = torch.as_strided(
+            param.all_gather_outputs[0], unsharded.size(), unsharded.stride(), storage_offset=0
+        )

@@ -176,10 +176,13 @@ def _detached(value: Any, *, copies: bool) -> Any:
 
 
 def synthetic_gradient(output: torch.Tensor) -> torch.Tensor:
-    """A synthetic gradient with many values, the same in every pass; draws no random number."""
+    """A synthetic gradient with many values, the same in every pass; draws no random number.
+
+    It lies in memory like the output, as gradients in graphs do: sums depend on that.
+    """
     steps = torch.arange(output.numel(), device=output.device, dtype=torch.int64) % _STEPS
     values = (steps - _STEPS // 2).to(torch.float32) / _SCALE
-    return values.to(output.dtype).view(output.shape)
+    return torch.empty_like(output).copy_(values.view(output.shape))
 
 
 def _differences(eager: _Named, replayed: _Named) -> dict[str, Mismatch]:
