@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -24,21 +25,23 @@ from torch import nn
 from megatron_cg.capture.reached import (
     DEPTH,
     LIBRARIES,
-    Attributes,
     Way,
     attribute,
     attributes_of,
     functions_in,
     held_by,
+    imported_by,
     is_known,
     is_object,
     item,
+    parts_of,
     restored_to,
     texts,
+    variables_of,
     ways,
 )
 from megatron_cg.replay.depends_on import Entry
-from megatron_cg.replay.plain import is_array, same_value
+from megatron_cg.replay.plain import is_array, is_plain, same_value
 from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import put_over, undone_after
 
@@ -80,8 +83,10 @@ class PythonState:
         self._functions: list[Callable[..., Any]] = []
         self._codes: dict[int, CodeType] = {}
         self._globals: dict[tuple[int, str], tuple[Any, str, str]] = {}
-        self._owners: dict[str, Any] = {}
-        """The classes and modules of no library that code names."""
+        self._owners: dict[int, tuple[Any, str]] = {}
+        """The classes and modules of no library that code names, by id."""
+        self._imports: set[str] = set()
+        """Names of modules that functions may import."""
         self._copies: dict[int, tuple[Any, Any, str, bool]] = {}
         """By id: a dictionary, list or set, its shallow copy, what it is, and whether it has the
         attributes of an object."""
@@ -93,7 +98,7 @@ class PythonState:
         """Observe a function too that is called from elsewhere, such as a hook."""
         self._functions.append(function)
         for called in functions_in(function):
-            self._note(called.__code__, called.__globals__)
+            self._called_by(called)
 
     def learn(self, other: PythonState) -> None:
         """What the code reads that ``other`` has observed can be state of these modules too."""
@@ -199,55 +204,70 @@ class PythonState:
         yield from self._elsewhere()
 
     def _elsewhere(self) -> Iterator[tuple[Any, Any, str]]:
-        """Those that are no attributes of a module: of classes, globals, and free variables."""
+        """Those that are no attributes of a module: of globals, classes, functions, and so on."""
         yield from self._globals.values()
-        functions = [holder.get(name) for holder, name, _ in self._globals.values()]
-        functions += self._functions
-        pairs = ((type(m), kind) for m in self._modules.values() for kind in type(m).__mro__)
-        for top, kind in dict.fromkeys(pairs):
-            if is_known(kind, LIBRARIES):
-                continue
-            for name, value in [*vars(kind).items()]:
-                functions.append(value)
-                if self._is_read(name) and not callable(value) and not hasattr(value, "__get__"):
-                    # A class may get one of its own, which hides that of the class below it.
-                    for owner in dict.fromkeys((kind, top)):
-                        yield Attributes(owner), name, f"attribute {kind.__name__}.{name}"
-        for name, owner in self._owners.items():
-            for row in attributes_of(owner, name):
-                value = row.holder.get(row.key)
-                is_data = not callable(value) and not isinstance(value, ModuleType)
-                if is_data and self._is_read(row.key):
-                    yield row.holder, row.key, f"attribute {row.what}"
+        found = [(holder.get(name), what) for holder, name, what in self._globals.values()]
+        found += [(function, "a hook") for function in self._functions]
+        found += self._owners.values()
+        found += [(sys.modules.get(name), name) for name in self._imports]
         for module in self._modules.values():
             if not is_known(module, LIBRARIES):
-                functions += vars(module).values()
+                found.append((type(module), type(module).__name__))
+                found += [(value, name) for name, value in vars(module).items()]
         seen: set[int] = set()
-        for function in functions:
-            yield from self._free_variables(function, seen)
+        for value, what in found:
+            for row in self._behind(value, what, seen):
+                yield row.holder, row.key, row.what
 
-    def _free_variables(self, value: Any, seen: set[int]) -> Iterator[tuple[Any, Any, str]]:
-        """The free variables of a function that was called, and of those in its free variables."""
-        for function in functions_in(value):
-            if id(function) in seen or id(function.__code__) not in self._codes:
+    def _behind(self, value: Any, what: str, seen: set[int], depth: int = DEPTH) -> Iterator[Entry]:
+        """What code reaches through functions, classes and modules, also inside of other values."""
+        if not depth or id(value) in seen or is_plain(value):
+            return
+        seen.add(id(value))
+        rows, inner = list[Entry](), list[tuple[Any, str]]()
+        if isinstance(value, FunctionType):
+            if id(value.__code__) in self._codes:
+                rows = variables_of(value)
+            inner = [(part, what) for part in parts_of(value)]
+            depth += 1
+        elif isinstance(value, type | ModuleType):
+            if is_known(value, LIBRARIES):
+                return
+            named = self._is_read if depth == DEPTH else self.own_names.__contains__
+            rows = [row for row in attributes_of(value, what) if named(row.key)]
+            rows = [Entry(row.holder, row.key, "state", f"attribute {row.what}") for row in rows]
+            inner = [*self._functions_of(value)]
+        elif not isinstance(value, torch.Tensor | nn.Module):
+            inner = [(part, what) for part in parts_of(value)]
+            inner += [(row.holder.get(row.key), row.what) for row in held_by(value, what)]
+            inner += self._functions_of(type(value))
+        for row in rows:
+            held = row.holder.get(row.key)
+            if not isinstance(held, nn.Module | ModuleType):
+                yield row
+            inner.append((held, row.what.removeprefix("attribute ")))
+        for part, name in inner:
+            yield from self._behind(part, name, seen, depth - 1)
+
+    def _functions_of(self, kind: Any) -> Iterator[tuple[Any, str]]:
+        """The functions and classes that users wrote in a class; those of autograd are called."""
+        own = [k for k in getattr(kind, "__mro__", ()) if not is_known(k, LIBRARIES)]
+        if "super" in self.own_names:  # It reads what a class below has hidden.
+            yield from ((one, one.__name__) for one in own)
+        for name, value in [pair for owner in own for pair in vars(owner).items()]:
+            if isinstance(value, type) and name not in self.own_names:
                 continue
-            seen.add(id(function))
-            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            for name, cell in cells:
-                holder = Attributes(cell)
-                inner = holder.get("cell_contents")
-                if isinstance(inner, type | ModuleType):
-                    continue
-                if not isinstance(inner, FunctionType | nn.Module):
-                    yield holder, "cell_contents", f"variable {name} of {function.__qualname__}"
-                yield from self._free_variables(inner, seen)
+            if issubclass(kind, torch.autograd.Function):  # A device's thread runs no profile.
+                for function in functions_in(value):
+                    self._called_by(function)
+            if callable(value) or hasattr(value, "__get__"):
+                yield value, name
 
     def _inside(self, value: Any, what: str, seen: set[int]) -> Iterator[Entry]:
         """The attributes of plain objects, such as a configuration, also in containers."""
-        value = value.__self__ if isinstance(value, MethodType) else value
         named = is_object(value)
-        is_looked_at = named or isinstance(value, list | tuple | dict)
-        if not is_looked_at or id(value) in seen or len(seen) > 99:
+        is_looked_at = named or isinstance(value, list | tuple | dict | partial | MethodType)
+        if not is_looked_at or id(value) in seen or len(seen) > 999:
             return
         seen.add(id(value))
         kinds = (k for k in type(value).__mro__ if k.__name__.lower() == "pretrainedconfig")
@@ -256,7 +276,7 @@ class PythonState:
         for row in held_by(value, what):
             if named and (row.key in written or not self._is_read(row.key)):
                 continue
-            if named:
+            if named or isinstance(value, partial):
                 yield row
             yield from self._inside(row.holder.get(row.key), row.what, seen)
 
@@ -269,6 +289,10 @@ class PythonState:
             self._copies[id(held)] = held, copy.copy(held), what, has_names
         for row in held_by(value, what):
             self._copy(row.holder.get(row.key), row.what, depth - 1)
+
+    def _called_by(self, function: FunctionType) -> None:
+        if id(function.__code__) not in self._codes:
+            self._note(function.__code__, function.__globals__)
 
     def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call" and id(frame.f_code) not in self._codes:
@@ -287,11 +311,12 @@ class PythonState:
         self.asks_for_gradients |= "needs_input_grad" in code.co_names
         self.own_names.update(code.co_names, texts(code.co_consts))
         self._any_name = self._any_name or not _BY_TEXT.isdisjoint(code.co_names)
+        self._imports.update(imported_by(code, str(names.get("__package__"))))
         for name in code.co_names:
             value = names.get(name, self)
             key = id(names), name
             if isinstance(value, ModuleType | type) and not is_known(value, LIBRARIES):
-                self._owners[name] = value
+                self._owners[id(value)] = value, name
             if value is self or isinstance(value, ModuleType | type) or key in self._globals:
                 continue
             what = f"global {name} of {names.get('__name__')}"

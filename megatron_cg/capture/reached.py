@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dis import get_instructions
 from functools import partial
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from itertools import accumulate
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_
 LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
 _RECORDS = LIBRARIES - {"types", "argparse"}
 """Packages whose objects have nothing that a user sets, but those with namespaces."""
+_PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
+"""Of methods, properties, what decorates a function, and partial functions."""
 DEPTH = 4
 Way = list[Entry]
 
@@ -54,7 +58,8 @@ class Attributes:
             return None
 
     def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self._owner, key, value)
+        kinds = getattr(self._owner, "__mro__", ())
+        setattr(next((kind for kind in kinds if key in vars(kind)), self._owner), key, value)
 
 
 def texts(constants: tuple[Any, ...]) -> Iterator[str]:
@@ -83,6 +88,9 @@ def held_by(value: Any, what: str) -> list[Entry]:
     if isinstance(value, list | tuple):
         items = _Items(value)
         return [Entry(items, key, "state", f"{what}[{key}]") for key in range(len(value))]
+    if isinstance(value, partial | MethodType):
+        keys = ("args", "keywords") if isinstance(value, partial) else ("__self__",)
+        return [Entry(Attributes(value), key, "state", attribute(what, key)) for key in keys]
     return attributes_of(value, what) if is_object(value) else []
 
 
@@ -90,10 +98,44 @@ def attributes_of(value: Any, what: str) -> list[Entry]:
     """A row for each attribute of an object, a class or a module; of classes for plain ones."""
     own: Any = {} if isinstance(value, type) else getattr(value, "__dict__", {})
     rows = [Entry(own, key, "state", attribute(what, key)) for key in own]
-    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
-    names = {name: None for kind in kinds if not is_known(kind, LIBRARIES) for name in _data(kind)}
+    kinds = (*(value.__mro__ if isinstance(value, type) else ()), *type(value).__mro__)
+    names: dict[str, str] = {}
+    for kind in kinds if not isinstance(value, ModuleType) else ():
+        for name in _data(kind) if not is_known(kind, LIBRARIES) else ():
+            names.setdefault(name, kind.__name__ if isinstance(value, type) else what)
     found = Attributes(value)
-    return rows + [Entry(found, n, "state", attribute(what, n)) for n in names if n not in own]
+    rows += [Entry(found, n, "state", attribute(of, n)) for n, of in names.items() if n not in own]
+    return rows
+
+
+def variables_of(function: FunctionType) -> list[Entry]:
+    """A row for each free variable of a function, each attribute, and defaults that can change."""
+    name, rows = function.__qualname__, list[Entry]()
+    if str(function.__module__).partition(".")[0] in LIBRARIES:
+        return rows
+    for variable, cell in zip(
+        function.__code__.co_freevars, function.__closure__ or (), strict=True
+    ):
+        if variable != "__class__":
+            what = f"variable {variable} of {name}"
+            rows.append(Entry(Attributes(cell), "cell_contents", "state", what))
+    for key, held in (
+        ("__defaults__", function.__defaults__),
+        ("__kwdefaults__", function.__kwdefaults__),
+    ):
+        values = held.values() if isinstance(held, dict) else held or ()
+        if not all(map(is_plain, values)):
+            rows.append(Entry(Attributes(function), key, "state", f"the defaults of {name}"))
+    own = vars(function)
+    return rows + [Entry(own, key, "state", f"attribute {name}.{key}") for key in own]
+
+
+def imported_by(code: CodeType, package: str) -> Iterator[str]:
+    """The names that the modules may have that some code imports while it runs."""
+    parents = ["", *accumulate(package.split("."), "{}.{}".format)]
+    for one in get_instructions(code):
+        if one.opname == "IMPORT_NAME":
+            yield from (f"{parent}.{one.argval}".strip(".") for parent in parents)
 
 
 def _data(kind: type) -> Iterator[str]:
@@ -115,18 +157,19 @@ def is_object(value: Any) -> bool:
     )
 
 
+def parts_of(value: Any) -> list[Any]:
+    """The parts of a function, method, property or the like, which a call of it runs or reads."""
+    own = getattr(value, "__dict__", {})
+    return [getattr(value, n) for n in _PARTS if hasattr(type(value), n) or n in own]
+
+
 def functions_in(value: Any, depth: int = DEPTH) -> Iterator[FunctionType]:
     """The Python functions that a call of ``value`` runs first."""
     if isinstance(value, FunctionType):
         yield value
-    elif isinstance(value, partial):
-        for inner in (value.func, *value.args, *value.keywords.values()):
-            yield from functions_in(inner, depth - 1) if depth else ()
     elif depth and not isinstance(value, torch.Tensor | nn.Module):
-        for name in ("__func__", "fget", "__wrapped__"):
-            inner = getattr(value, name, None) if hasattr(type(value), name) else None
-            if inner is not None:
-                yield from functions_in(inner, depth - 1)
+        for part in parts_of(value):
+            yield from functions_in(part, depth - 1)
 
 
 def ways(

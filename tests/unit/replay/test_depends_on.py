@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +63,76 @@ class Power:
 SHARED: Any = ModuleType("shared")
 """As a module of settings that somebody imports."""
 SHARED.power = 1.0
+IMPORTED: Any = ModuleType("shared")
+"""As one that only a function imports."""
+
+
+def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], object]]]:
+    """A function of autograd, functions that read numbers, and what changes these numbers."""
+
+    class Local:
+        power = 1.0
+
+        class Inner:
+            power = 1.0
+
+    class Meta(type):
+        level = 1.0
+
+    class Made:
+        @property
+        def level(self) -> float:
+            return type(self)._level
+
+        _level = 1.0
+
+    class Turned(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return gradients[0] * Turned.turn * turns[0]
+
+        turn = 1.0
+
+    turns, factors, number = [1.0], {"one": 1.0}, 1.0
+
+    def set_number() -> None:
+        nonlocal number
+        number = 0.5
+
+    def of_itself() -> float:
+        return of_itself.own  # type: ignore[attr-defined,no-any-return]
+
+    def imported() -> float:
+        from shared import late as read  # type: ignore[import-not-found]
+
+        return read  # type: ignore[no-any-return]
+
+    def by_default(kind: type[Local] = Local) -> float:
+        return kind.power
+
+    vars(of_itself)["own"] = IMPORTED.late = 1.0
+    read: list[Callable[[], float]]
+    read = [by_default, lambda: Local.Inner.power, lambda: Meta.level, lambda: Made().level]
+    read += [lambda: number, of_itself, imported, partial(lambda given: given["one"], factors)]
+    return (
+        Turned.apply,
+        read,
+        {
+            "Turned.turn": lambda: setattr(Turned, "turn", 0.5),
+            "variable turns": lambda: turns.__setitem__(0, 0.5),
+            "Local.power": lambda: setattr(Local, "power", 0.5),
+            "Inner.power": lambda: setattr(Local.Inner, "power", 0.5),
+            "Meta.level": lambda: setattr(Meta, "level", 0.5),
+            "Made._level": lambda: setattr(Made, "_level", 0.5),
+            "variable number": set_number,
+            "of_itself.own": lambda: vars(of_itself).update(own=0.5),
+            "args": lambda: factors.update(one=0.5),
+        },
+    )
 
 
 class Unit(nn.Module):
@@ -79,13 +151,16 @@ class Unit(nn.Module):
         self.options, self.slots = argparse.Namespace(power=1.0), Slots()
         self.config, self.several = Config(), [Settings()]
         self.array, self.power = np.ones(2), Power().of
+        self.turned, self.reads, self.changes = elsewhere()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = x if self.skips else self.late(self.act(self.linear(x)) * self.gain)
+        made = x if self.skips else self.turned(self.late(self.act(self.linear(x)) * self.gain))
         factor = self.settings.power * self.factors[1] * self.common * SCALES["now"]
         factor *= self.options.power * self.slots.power * self.config.power
         factor *= self.several[0].power * Config.power * SHARED.power
         factor *= float(self.array[1]) * self.power()
+        for read in self.reads:
+            factor *= read()
         shift = torch.full((WIDTH,), 0.1, device=x.device) * 3  # of the default dtype
         out: torch.Tensor = self.drop(torch.tanh(made * factor * self.table))
         return out + shift.to(x.dtype)
@@ -110,6 +185,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     "state: class": (lambda _: setattr(Unit, "common", 0.5), 2, "attribute Unit.common"),
     "state: derived class": (lambda unit: setattr(type(unit), "common", 0.5), 1, "Unit.common"),
     "state: global": (lambda _: SCALES.update(now=0.5), 2, f"global SCALES of {__name__}"),
+    **{
+        f"state: {name}": (partial(lambda n, unit: unit.changes[n](), name), 1, name)
+        for name in elsewhere()[2]
+    },
+    "state: shared.late": (lambda _: setattr(IMPORTED, "late", 0.5), 2, "shared.late"),
     "frozen": (
         lambda unit: unit.late.weight.requires_grad_(True),
         *(1, "late.weight was without requires_grad at capture and is with it now"),
@@ -157,9 +237,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
 @contextmanager
 def restored() -> Iterator[None]:
     """Globals and modes are as before, after the block."""
+    sys.modules["shared"] = IMPORTED
     try:
         yield
     finally:
+        del sys.modules["shared"]
         SCALES["now"], Unit.common, Derived.common = 1.0, 1.0, 1.0
         del Derived.common
         Config.power = SHARED.power = 1.0
