@@ -26,7 +26,11 @@ For the other tools: megatron-cg --help."""
 
 
 def main() -> None:
-    """Run the script in the first argument as ``__main__``, with its folder first on the path."""
+    """Run the script in the first argument as ``__main__``.
+
+    ``sys.path`` is that of ``python SCRIPT``: it begins with the script's folder, and has no
+    working directory. With ``python -P`` it has neither.
+    """
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(_USAGE)
         sys.exit(0 if len(sys.argv) > 1 else 2)
@@ -34,7 +38,10 @@ def main() -> None:
     if not os.path.isfile(script):
         sys.exit(f"megatron_cg: error: there is no file {script}. " + _USAGE)
     sys.argv = sys.argv[1:]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    if not sys.flags.safe_path:
+        if sys.path[:1] == [os.getcwd()]:  # python -m has put it there.
+            del sys.path[0]
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     os.environ.setdefault(CACHE_VARIABLE, str(CACHE_ENTRIES))  # before torch loads cuBLASLt
     try:
         megatron_cg.enable()

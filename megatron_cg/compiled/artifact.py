@@ -46,8 +46,7 @@ def path_of(directory: Path, name: str) -> Path:
 def write(path: Path, manifest: Manifest, code: bytes) -> None:
     """Write an artifact that this user alone can read and write. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with whole_file(path) as part:
-        part.touch(mode=0o600)
+    with whole_file(path, mode=0o600) as part:
         part.write_bytes(json.dumps(asdict(manifest), sort_keys=True).encode() + b"\n" + code)
 
 

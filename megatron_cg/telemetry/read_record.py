@@ -10,15 +10,51 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
 
 FORMAT = 1
-FILE = re.compile(r"rank\d+\.jsonl")
+FILE = re.compile(r"rank(0|[1-9][0-9]*)\.jsonl")
 _GROWING = ("steps", "captures", "intervals", "events")
+_HEADER = ("format", "rank", "world_size", "versions", "device")
+"""Keys of the first line without which a record cannot be compared."""
+
+_MOST = 2**53
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "a text": lambda v: type(v) is str,
+    "true or false": lambda v: type(v) is bool,
+    "a count": lambda v: type(v) is int and 0 <= v < _MOST,
+    "a time": lambda v: type(v) in (int, float) and 0 <= v < _MOST,
+    "a number": lambda v: type(v) is float or (type(v) is int and abs(v) < _MOST),
+    "any value": lambda _v: True,
+}
+_COUNTS = {str: "a count"}
+_NUMBERS = {str: "a number"}
+_STEP = {
+    **{"losses": _NUMBERS, "grad_norm": ("a number",)},
+    **{"skipped": "true or false", "milliseconds": "a time"},
+}
+_CAPTURE = {
+    **{"after_step": "a count", "layers": "a count", "graphs": "a count"},
+    **{"seconds": "a time", "error": ("a text",)},
+}
+_INTERVAL = {"step": "a count", "counters": _COUNTS, "memory": ({"allocated_bytes": "a count"},)}
+_EVENT = {"after_step": "a count", "level": "a text", "text": "a text"}
+_KEYS: Mapping[str, Any] = {
+    **{"format": "a count", "rank": "a count", "world_size": "a count"},
+    **{"began": "a text", "device": "a text", "command": ["a text"]},
+    **{"versions": {str: ("a text",)}, "environment": {str: "a text"}},
+    **{"setup": {str: {str: "any value"}}, "evaluation": _NUMBERS, "parameters": {str: "a text"}},
+    **{"steps": [_STEP], "captures": [_CAPTURE], "intervals": [_INTERVAL], "events": [_EVENT]},
+    **{"graphs": (_COUNTS,), "finished": "true or false", "error": ("a text",)},
+    "peak_allocated_bytes": "a count",
+}
+"""The kind of each key that is read. ``str`` is any key; a kind in brackets may also be null."""
 
 
 class RecordError(MegatronCGError):
@@ -60,30 +96,71 @@ def captured_after(record: Mapping[str, Any]) -> int | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = _joined(path.read_text(encoding="utf-8"))
-        if "rank" not in data:
-            raise ValueError("it has no rank")
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
-        raise RecordError(f"{path} is not a record of this package: {error}.") from None
-    return data
-
-
-def _joined(text: str) -> dict[str, Any]:
+    if not path.is_file():  # To open a pipe would wait for its writer.
+        raise RecordError(f"{path} is not a record of this package: it is not a regular file.")
     data: dict[str, Any] = {name: [] for name in _GROWING}
     data |= {"setup": {}, "parameters": {}, "graphs": None, "finished": False, "error": None}
-    *lines, last = text.split("\n")
-    for line in [*lines, last] if last.endswith("}") else lines:
-        entry = json.loads(line)
-        if data.setdefault("format", entry.get("format")) != FORMAT:
-            raise ValueError("it is of another version, so record the run again")
-        for name, value in entry.items():
-            if name in _GROWING:
-                data[name] += value
-            elif name == "parameters":
-                data[name] |= value
-            elif name == "evaluation":
-                data["steps"][-1]["losses"] |= value
-            else:
-                data[name] = value
+    *lines, last = path.read_bytes().split(b"\n")
+    with suppress(ValueError, RecursionError):  # A killed run may leave a part of a line.
+        json.loads(last)
+        lines.append(last)
+    number = 1
+    try:
+        for line in lines:
+            _add(data, line.decode())
+            if data["rank"] >= data["world_size"] or path.name != f"rank{data['rank']}.jsonl":
+                raise ValueError(
+                    f"it is of rank {data['rank']} of {data['world_size']}, unlike the file's name"
+                )
+            number += 1
+        if "rank" not in data:
+            raise ValueError("it has no rank")
+    except (ValueError, RecursionError) as error:
+        raise RecordError(
+            f"{path} is not a record of this package: line {number}: {error}."
+        ) from None
     return data
+
+
+def _add(data: dict[str, Any], line: str) -> None:
+    """Add a line to what was read before. Raises ValueError if it is damaged."""
+    entry = json.loads(line)
+    json.dumps(entry, ensure_ascii=False).encode()  # Half a surrogate pair cannot be printed.
+    first = [] if "format" in data else _HEADER
+    _check(entry, {name: _KEYS[name] for name in first}, "it")
+    if entry.get("format", FORMAT) != FORMAT:
+        raise ValueError("it is of another version, so record the run again")
+    _check(entry, {name: _KEYS[name] for name in _KEYS if name in entry}, "it")
+    for name, value in entry.items():
+        if name in _GROWING:
+            data[name] += value
+        elif name == "parameters":
+            data[name] |= value
+        elif name == "evaluation":
+            if not data["steps"]:
+                raise ValueError("it has an evaluation, and no step before it")
+            data["steps"][-1]["losses"] |= value
+        else:
+            data[name] = value
+
+
+def _check(value: Any, kind: Any, where: str) -> None:
+    """Raise ValueError with the place of the first value that is not of its kind."""
+    if isinstance(kind, tuple):
+        if value is not None:
+            _check(value, kind[0], where)
+    elif isinstance(kind, str):
+        if not _KINDS[kind](value):
+            raise ValueError(f"{where} is {reprlib.repr(value)}, not {kind}")
+    elif type(value) is not type(kind):
+        what = "an object" if isinstance(kind, dict) else "a list"
+        raise ValueError(f"{where} is {reprlib.repr(value)}, not {what}")
+    elif isinstance(kind, list):
+        for number, item in enumerate(value):
+            _check(item, kind[0], f"{where}[{number}]")
+    else:
+        for name in value if str in kind else kind:
+            if name not in value:
+                raise ValueError(f"{where} has no {name}")
+            place = f"{where}[{reprlib.repr(name)}]" if where != "it" else name
+            _check(value[name], kind.get(str) or kind[name], place)

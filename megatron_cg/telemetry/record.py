@@ -273,9 +273,11 @@ class Recorder(logging.Handler):
         if not self._is_open or not self._lines:
             return
         lines, self._lines = self._lines, []
-        mode = "a" if self._written else "w"
+        mode = "a" if self._written else "x"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._written:  # Also a link or a pipe that lies there.
+                self._path.unlink(missing_ok=True)
             # A path in it may have bytes that are no UTF-8.
             with self._path.open(mode, encoding="utf-8", errors="replace") as file:
                 file.writelines(lines)

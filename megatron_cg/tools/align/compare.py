@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from megatron_cg.telemetry.read_record import captured_after
@@ -129,10 +130,10 @@ def _differences(eager: Rank, graphed: Rank) -> list[str]:
 
 def missing_ranks(run: Run) -> str:
     size = next(iter(run.values()))["world_size"]
-    absent = [str(rank) for rank in range(size) if rank not in run]
+    absent = list(islice((str(rank) for rank in range(size) if rank not in run), 6))
     if not absent:
         return ""
-    return f"records of {len(run)} of its {size} ranks, none of {', '.join(absent[:6])}"
+    return f"records of {len(run)} of its {size} ranks, none of {', '.join(absent)}"
 
 
 def _values(eager: Run, graphed: Run) -> Iterator[Value]:

@@ -87,7 +87,7 @@ class Plan:
 
 
 def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) -> list[str]:
-    words = [sys.executable, "-m", "torch.distributed.run"]
+    words = [sys.executable, "-P", "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", str(plan.nproc)]
     base = [flag for flag in BASE_FLAGS if plan.bf16 or flag != "--bf16"]
     if plan.fsdp_version != 1:

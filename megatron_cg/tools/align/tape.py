@@ -73,7 +73,7 @@ def tape_run(plan: TrainingPlan, processes: int, data: Path, directory: Path, na
     env["CUDA_VISIBLE_DEVICES"] = ""
     directory /= name
     fields = asdict(replace(plan, tokens=data, graphs=name == GRAPHS))
-    words = [sys.executable, "-m", "megatron_cg.tools.align.tape"]
+    words = [sys.executable, "-P", "-m", "megatron_cg.tools.align.tape"]
     words += [json.dumps(fields, default=str), str(processes), str(directory / "record")]
     return Run(name, words, env, directory)
 

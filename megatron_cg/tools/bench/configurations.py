@@ -87,7 +87,7 @@ def preset_line(
 
     An even number of GPUs shares the experts in pairs.
     """
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    launcher = (sys.executable, "-P", "-m", "torch.distributed.run", "--standalone")
     batch = int(str(preset.flags["micro-batch-size"])) * microbatches * nproc
     flags = [*preset.arguments(), *_OF_PRESETS, *data_flags(data, data.parent / "cache")]
     if installed_version("transformer-engine"):

@@ -1,6 +1,12 @@
-"""The command ``megatron-cg``, and the numbers on its command lines."""
+"""The command ``megatron-cg``, what ends it, and the numbers on its command lines."""
 
 import argparse
+import signal
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals of ``timeout``, batch systems and closed terminals. Python converts only SIGINT to an
+exception. The others would end it at once, and its runs on GPUs would continue and disturb later
+ones."""
 
 
 def whole(text: str, least: int = 0) -> int:

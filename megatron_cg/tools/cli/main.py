@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.tools.cli import ENDING
 from megatron_cg.version import __version__
 
 COMMANDS = ("align", "bench", "doctor", "plan", "precompile", "report")
@@ -31,10 +32,6 @@ INTERRUPTED = 130
 """A shell's exit code for a process that SIGINT ended."""
 NO_READER = 141
 """A shell's exit code for a process that SIGPIPE ended: the reader is gone, as with ``| head``."""
-ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals of ``timeout``, batch systems and closed terminals. Python converts only SIGINT to an
-exception. The others would end it at once, and its runs on GPUs would continue and disturb later
-ones."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,19 +40,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"megatron-cg {words[0]}" if words and words[0] in COMMANDS else "megatron-cg"
     try:
         _end_in_order()
-        return _run(words)
+        _open_closed_streams()
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()  # Here, so that a full disk or a reader that has gone is seen.
     except BaseException as error:
         # rich raises SystemExit when the reader is gone.
         if BrokenPipeError in (type(error), type(error.__context__)):
-            # Nobody reads the rest, including what Python flushes at exit.
-            with contextlib.suppress(io.UnsupportedOperation):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return NO_READER
         if isinstance(error, SystemExit):
             raise
         text, code = _told(error)
-        print(f"{name}: {text}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"{name}: {text}", file=sys.stderr)
         return code
+    finally:
+        _drop_unwritten()
 
 
 def _run(words: Sequence[str]) -> int:
@@ -71,10 +72,7 @@ def _run(words: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     # And torch warns if there is nvcc but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    code = int(args.run(args, extra))
-    # Here, so that a reader that has gone is seen.
-    print(end="", flush=True)
-    return code
+    return int(args.run(args, extra))
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -109,6 +107,27 @@ def _told(error: BaseException) -> tuple[str, int]:
     traceback.print_exception(error)
     text = "this was not foreseen. If the lines above end in megatron_cg, please report them"
     return text, DEFECT
+
+
+def _open_closed_streams() -> None:
+    """Connect standard streams that are closed, as with ``>&-``, to the null device.
+
+    Otherwise the next file that is opened would take the stream's number, and what a process
+    started here prints would go into that file.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _drop_unwritten() -> None:
+    """Drop what a stream cannot take, or Python would try again at exit and fail."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(io.UnsupportedOperation):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _end_in_order() -> None:

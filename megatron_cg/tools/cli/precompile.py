@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cli import positive
+from megatron_cg.tools.cli import ENDING, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,23 +77,54 @@ def builder(text: str) -> Callable[[], Any]:
     """The function that ``FILE.py:FUNCTION`` names; it makes a region.
 
     The file is imported as a module of its own name, since code that is loaded looks for it there.
-    Raises MegatronCGError if there is no such file or function.
+    Raises MegatronCGError if there is no such file or function, or the file cannot be imported.
     """
     file, _, name = text.rpartition(":")
     if not Path(file).is_file():
         raise MegatronCGError(f"{text} names no file and function: type FILE.py:FUNCTION")
-    sys.path.insert(0, str(Path(file).parent.resolve()))
-    function = getattr(importlib.import_module(Path(file).stem), name, None)
+    path = Path(file).resolve()
+    others = [place for place in sys.path if Path(place).resolve() != path.parent]
+    found = PathFinder.find_spec(path.stem, others)
+    module: Any = None
+    if path.stem not in sys.stdlib_module_names and (found is None or found.origin is None):
+        sys.path.insert(0, str(path.parent))
+        with _running(file):
+            module = importlib.import_module(path.stem)
+    if module is None or Path(getattr(module, "__file__", None) or "").resolve() != path:
+        raise MegatronCGError(
+            f"{file} has the name of another module, {path.stem}, which would be imported instead "
+            "where the code is loaded: rename the file"
+        )
+    function = getattr(module, name, None)
     if not callable(function):
         raise MegatronCGError(f"{file} has no function {name}")
 
     def build() -> Any:
         from megatron_cg.compiled.region import Region
 
-        region = function()
+        with _running(file):
+            region = function()
         if not isinstance(region, Region):
             kind = type(region).__name__
             raise MegatronCGError(f"{text} returned {kind}, not a {Region.__module__}.Region")
         return region
 
     return build
+
+
+@contextmanager
+def _running(file: str) -> Iterator[None]:
+    """Turn what the code of the file raises in the block into one message."""
+    try:
+        yield
+    except MegatronCGError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code in {128 + number for number in ENDING}:
+            raise  # Of a signal.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        remedy = "the command imports the file and calls the function, so both must end normally"
+        raise MegatronCGError(
+            f"{file} raised {type(error).__name__}: {error} (line {frame.lineno} of "
+            f"{frame.filename}): {remedy}"
+        ) from error

@@ -71,7 +71,7 @@ def run_probe(backend: str, variables: Mapping[str, str], seconds: float = SECON
     env = {**variables, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryDirectory(prefix="megatron-cg-doctor-") as folder:
         out, log = Path(folder, "answers"), Path(folder, "log")
-        words = [sys.executable, "-m", "megatron_cg.tools.doctor.probe", str(out), backend]
+        words = [sys.executable, "-P", "-m", "megatron_cg.tools.doctor.probe", str(out), backend]
         with log.open("wb") as file:
             streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
             end = "ended early"

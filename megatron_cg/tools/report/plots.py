@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import math
+import warnings
 from typing import Any
 
 import matplotlib as mpl
@@ -27,8 +29,8 @@ _STYLE: Any = {
 
 def plotted(story: Story, quantity: Quantity, top: float | None = None) -> str:
     """The quantity's plot, from 0 to ``top`` if that is given, as the address of an image."""
-    # Not of pyplot, which would keep each figure.
-    with mpl.rc_context(_STYLE):
+    # Not of pyplot, which would keep each figure. A font may lack a glyph of a name.
+    with mpl.rc_context(_STYLE), warnings.catch_warnings(action="ignore"):
         figure = Figure(layout="constrained")
         _draw(story, quantity, top, figure)
         return "data:image/png;base64," + base64.b64encode(png(figure)).decode()
@@ -68,5 +70,7 @@ def _draw(story: Story, quantity: Quantity, top: float | None, figure: Figure) -
 
 def _curve(axes: Axes, curve: Curve, **style: Any) -> None:
     marker = "o" if len(curve) <= 40 else ""
-    axes.plot(list(curve), list(curve.values()), marker=marker, markersize=3.5, **style)
+    # matplotlib's arithmetic overflows near the largest numbers.
+    heights = [height if abs(height) < 1e100 else math.nan for height in curve.values()]
+    axes.plot(list(curve), heights, marker=marker, markersize=3.5, **style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))

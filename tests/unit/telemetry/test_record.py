@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -258,10 +259,13 @@ def line(**changed: Any) -> str:
     ("text", "told"),
     [
         ("", "it has no rank"),
-        ("[]\n", "no attribute"),
+        ("[]\n", r"line 1: it is \[\], not an object"),
         (line(format=2), "it is of another version, so record the run again"),
-        (line() + '{"steps": 3}\n', "not iterable"),
-        (line() + '{"evaluation": {}}\n', "out of range"),
+        (line() + '{"steps": 3}\n', "line 2: steps is 3, not a list"),
+        (line() + '{"events": [{"text": ""}]}\n', r"line 2: events\[0\] has no after_step"),
+        (line() + '{"evaluation": {}}\n', "no step before it"),
+        (line(rank=1, world_size=2), "it is of rank 1 of 2, unlike the file's name"),
+        (line(world_size=0), "it is of rank 0 of 0"),
     ],
 )
 def test_a_damaged_or_foreign_record_is_refused_in_one_line(
@@ -271,6 +275,17 @@ def test_a_damaged_or_foreign_record_is_refused_in_one_line(
     with pytest.raises(RecordError, match=rf"rank0\.jsonl is not a record.*({told})") as refused:
         read_run(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_neither_read_nor_written_to(
+    make: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path / "rank0.jsonl")
+    with pytest.raises(RecordError, match="it is not a regular file"):
+        read_run(tmp_path)
+    Recorder(tmp_path).finish([])
+    assert caplog.messages if make is os.mkdir else read(tmp_path)["finished"]
 
 
 def test_folders_without_the_records_of_one_run_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,23 @@ def test_a_bad_run_ends_before_megatron_validates(monkeypatch: pytest.MonkeyPatc
     assert "--fsdp-double-buffer" in str(error.value) and "--optimizer-cuda" in str(error.value)
     assert reached == []
     megatron_cg.disable()
+
+
+@pytest.mark.parametrize("options", [[], ["-P"]])
+def test_the_launcher_gives_a_script_the_path_that_python_gives(
+    options: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text("import sys; print(sys.path[:5])")
+    (tmp_path / "link.py").symlink_to("scripts/train.py")
+    env = {**os.environ, "PYTHONPATH": str(Path(megatron_cg.__file__).parents[1])}
+    plain, ours = (
+        subprocess.check_output(
+            [sys.executable, *options, *words, "link.py"], cwd=tmp_path, env=env, text=True
+        )
+        for words in ((), ("-m", "megatron_cg"))
+    )
+    assert plain == ours and (f"{tmp_path}/scripts'" in plain) is not bool(options)
 
 
 def test_the_launcher_runs_a_script_as_python_would(

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.cli.main import DEFECT, ENDING, INTERRUPTED, NO_READER, USAGE_ERROR, main
+from megatron_cg.tools.cli import ENDING
+from megatron_cg.tools.cli.main import DEFECT, INTERRUPTED, NO_READER, USAGE_ERROR, main
 
 
 def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -56,10 +57,10 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_no_verdict(
 SAYING = """
 import sys
 from megatron_cg.tools.cli import main, report
-report.run = lambda *_: print("\\u2026 " * 100) or 0
+report.run = lambda *_: print("\\u2026 " * 100) or open("/dev/null").fileno() < 3
 sys.exit(main.main(["report", "x"]))
 """
-"""A command in a new interpreter that prints, and does nothing else."""
+"""A command in a new interpreter that prints and opens a file, in the place of no stream."""
 
 
 def started(redirection: str, **environment: str) -> tuple[int, str]:
@@ -72,11 +73,12 @@ def started(redirection: str, **environment: str) -> tuple[int, str]:
 
 
 def test_an_output_that_cannot_be_written_is_no_verdict() -> None:
-    assert started(">&-") == (0, "")
+    assert started(">&-") == started("<&- >&- 2>&-") == (0, "")
     assert started("", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0") == (0, "")
-    # Python's own code at its end if the output is buffered, else ours.
-    code, said = started("> /dev/full")
-    assert code in (120, USAGE_ERROR) and "No space left on device" in said
+    for unbuffered in ("", "1"):
+        full = started("> /dev/full", PYTHONUNBUFFERED=unbuffered)
+        assert full == (USAGE_ERROR, "megatron-cg report: output: No space left on device\n")
+    assert started("> /dev/full 2> /dev/full") == (USAGE_ERROR, "")
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:

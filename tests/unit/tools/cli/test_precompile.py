@@ -77,6 +77,29 @@ def test_a_region_that_differs_between_ranks_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("json.py", BUILDER, "has the name of another module, json,"),
+        ("torch.py", BUILDER, "has the name of another module, torch,"),
+        ("my.layer.py", BUILDER, "raised ModuleNotFoundError: No module named 'my'"),
+        ("bad_syntax.py", "def region(:", "bad_syntax.py raised SyntaxError: "),
+        ("ends.py", "import sys\nsys.exit(0)", "ends.py raised SystemExit: 0 (line 2 of "),
+        ("later.py", "def region():\n    1 / 0", "ZeroDivisionError: division by zero (line 2 of"),
+        ("quits.py", "def region():\n    raise SystemExit", "quits.py raised SystemExit"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_message(
+    name: str, text: str, told: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert (
+        main(f"precompile {tmp_path}/{name}:region --world-size 2 --out {tmp_path}/o".split()) == 2
+    )
+    (said,) = capsys.readouterr().err.splitlines()
+    assert told in said and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         ("builder.py", "builder.py names no file and function: type FILE.py:FUNCTION"),

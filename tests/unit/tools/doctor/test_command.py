@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,24 +15,27 @@ from tests.unit.tools.doctor.systems import ROOT
 GATHER = "AllGatherPipeline.all_gather_params"
 
 
-def command(*words: str, **variables: str) -> subprocess.Popen[str]:
+def command(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_cg.tools.cli.main", "doctor", *words],
-        cwd=ROOT,
-        env=os.environ | variables,
+        [sys.executable, "-P", "-m", "megatron_cg.tools.cli.main", "doctor", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
         stdout=subprocess.PIPE,
         text=True,
     )
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[tuple[int, str]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
     # The variable breaks a rule, so that graphs cannot run on any machine.
     # A third of the time that Megatron's import takes is that of torch's compiler.
     quick = {"TORCHDYNAMO_DISABLE": "1"}
+    # What lies in the working directory is not imported, as where a script is run.
+    folder = tmp_path_factory.mktemp("working-directory")
+    (folder / "numpy.py").write_text("raise ImportError('not the installed one')")
     processes = [
-        command("--verbose", CUDA_DEVICE_MAX_CONNECTIONS="1", **quick),
-        command("--backend", "tape", **quick),
+        command(folder, "--verbose", CUDA_DEVICE_MAX_CONNECTIONS="1", **quick),
+        command(folder, "--backend", "tape", **quick),
     ]
     texts = [process.communicate()[0] for process in processes]
     return [(process.returncode, text) for process, text in zip(processes, texts, strict=True)]
