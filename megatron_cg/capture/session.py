@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
+from itertools import count
 from typing import Any
-from weakref import ReferenceType, finalize, ref
+from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import nn
@@ -48,6 +49,9 @@ _SESSIONS: list[ReferenceType[Session]] = []
 """Sessions with graphs. A session lives as long as its model, which holds it: the layers replay
 even if nobody else does. So a model that is dropped takes its graphs along."""
 _HOLDS = "_megatron_cg_session"
+_NUMBERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Models with graphs, for the log alone: ranks may not have the same ones."""
+_next_number = count(1)
 
 
 class Phase(Enum):
@@ -93,6 +97,10 @@ class Session:
         self.counters = Counters()
         on_any_rank = None if agreement is None else agreement.on_any_rank
         self.mismatches = MismatchPolicy(policy or ReplayPolicy(), self.counters, on_any_rank)
+        model = sharding.wrapped
+        number = _NUMBERS.get(model) or _NUMBERS.setdefault(model, next(_next_number))
+        if number > 1:
+            self.mismatches.model = f" of model {number} ({type(sharding.network).__name__})"
 
     @property
     def digest(self) -> int:

@@ -86,17 +86,24 @@ def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Undo:
     )
 
 
+def is_mtp(layer: Any) -> bool:
+    return bool(getattr(layer, "is_mtp_layer", False))
+
+
+def name_of(layer: Any) -> str:
+    """Its number from 0. Layers of multi-token prediction have numbers of their own."""
+    return f"{'MTP ' * is_mtp(layer)}layer {layer.layer_number - 1}"
+
+
 def leave_out(layer: Any, module: nn.Module | None) -> str:
     """What to type so that no graph of ``layer`` contains ``module``, which is below it or None."""
     index = layer.layer_number - 1
     scopes = [scope.name for scope in layer.config.cuda_graph_modules]
     if not scopes:
-        return (
-            "Name the scopes that do not hold it with --cuda-graph-modules, or leave the layer "
-            f"out: --cg-layers layer takes ranges without {index}."
-        )
-    what = "the scope" if module is None else f"the scope that holds the {type(module).__name__}"
-    return (
-        f"Leave {what} out of --cuda-graph-modules {' '.join(scopes)}; or, for this layer alone, "
-        f"give that scope ranges without {index} in --cg-layers."
-    )
+        alone = f", or leave the layer out: --cg-layers layer takes ranges without {index}"
+        instead = "Name the scopes that do not hold it with --cuda-graph-modules"
+    else:
+        held = "" if module is None else f" that holds the {type(module).__name__}"
+        instead = f"Leave the scope{held} out of --cuda-graph-modules {' '.join(scopes)}"
+        alone = f"; or, for this layer alone, give that scope ranges without {index} in --cg-layers"
+    return f"{instead}{'' if is_mtp(layer) else alone}."

@@ -34,7 +34,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron_cg.integrations.megatron.scopes import leave_out
+from megatron_cg.integrations.megatron.scopes import leave_out, name_of
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.guard import Mismatch
@@ -70,10 +70,11 @@ _NOTED = ("hidden_shape", "hidden_shape_before_permute", "num_out_tokens", "capa
 
 
 def units_of(layers: Sequence[Any]) -> list[Unit]:
-    """Megatron's layers as the units of a capture; each name is the index, from 0."""
+    """Megatron's layers as the units of a capture, with names that differ; see :func:`name_of`."""
+    names = [name_of(layer) for layer in layers]
     return [
         Unit(
-            f"layer {layer.layer_number - 1}",
+            name if names.count(name) == 1 else f"{name}, captured as number {place}",
             layer,
             _graphed(layer),
             # torch does not count the collectives of these; see ``consensus/collectives.py``.
@@ -86,7 +87,7 @@ def units_of(layers: Sequence[Any]) -> list[Unit]:
             in_backward=capturing_flag,
             attach=partial(attach_replay, direct=_is_direct(layer)),
         )
-        for layer in layers
+        for place, (layer, name) in enumerate(zip(layers, names, strict=True))
     ]
 
 

@@ -43,9 +43,6 @@ class Bound:
     def holds(self) -> bool:
         return not self.rows
 
-    def holds_here(self) -> bool:
-        return self.holds()
-
 
 class Session:
     def __init__(self) -> None:

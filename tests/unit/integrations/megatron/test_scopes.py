@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from megatron_cg.integrations.megatron.scopes import give_scopes
+from megatron_cg.integrations.megatron.scopes import give_scopes, leave_out
+from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.upstream.megatron import LayerConfig
 
 
@@ -30,3 +32,25 @@ def test_give_scopes_is_undone(dense_model: Any) -> None:
     undo()
     undo()
     assert (layer.config, layer.mlp.config) == before
+
+
+def test_every_unit_has_a_name_of_its_own_and_advice_that_fits(one_rank: None) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    from tests.functional.loops import GROUPS, Run
+    from tests.functional.own_loop import make_config, make_model
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = {**GROUPS["mtp"].config, "mtp_num_layers": 2}
+    group = replace(GROUPS["mtp"], config=config)
+    model: Any = make_model(group, make_config(group, Run("fp32", ("attn",))))
+    decoder, predicts = model.decoder.layers, [layer.mtp_model_layer for layer in model.mtp.layers]
+    names = [unit.name for unit in units_of([*decoder, *predicts])]
+    expected = [f"layer {number}" for number in range(len(decoder))]
+    assert names == [*expected, "MTP layer 0", "MTP layer 1"]
+    assert "for this layer alone" in leave_out(decoder[0], None)
+    assert leave_out(predicts[0], None) == "Leave the scope out of --cuda-graph-modules attn."
+    # A layer spec may give two layers one number.
+    decoder[1].layer_number = decoder[0].layer_number
+    assert len({unit.name for unit in units_of(decoder)}) == len(decoder)

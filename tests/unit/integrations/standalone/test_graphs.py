@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.integrations.standalone import graph_units
 from tests.unit.counted import expect
+from tests.unit.integrations.standalone.plain import ROWS, STEPS, WIDTH, Training, train
 from tests.unit.integrations.standalone.sharded import Run, equal, v1_run
 
 pytest.importorskip("megatron_fsdp")
@@ -236,3 +238,15 @@ def test_a_step_that_raised_is_not_observed(runs: Any) -> None:
     expect(graphed.graphs.counters, captured=0)
     train_both(eager, graphed, 1)
     expect(graphed.graphs.counters, captured=3, replayed=3, mismatched=0)
+
+
+def test_a_report_says_which_of_several_models_has_the_unit(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for run in (Training(), Training()):
+        with run.graphs() as graphs:
+            assert len(list(run.run(graphs))) == STEPS * 6 + 4
+            with graphs.step():
+                train(run, torch.randn(ROWS + 1, WIDTH))
+    first, second = (text for text in caplog.messages if "no replay of 0" in text)
+    assert first != second and re.search(r"no replay of 0 of model \d+ \(ModuleList\):", second)
