@@ -137,12 +137,18 @@ import os, signal, sys
 # As a shell starts it; whoever runs these tests may ignore one, as nohup does.
 for ending in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(ending, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
-from megatron_cg.tools.align.processes import Run
+from megatron_cg.tools.align import processes
 from megatron_cg.tools.cli import align, main
 
+processes._STOP_SECONDS = 0.5
+# As torchrun starts its workers: in sessions of their own.
+LAUNCHER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True).wait()"
+
 def run(args, extra):
-    started = Run("a", [sys.executable, "-c", {worker!r}], dict(os.environ), Path({folder!r}))
+    words = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", {worker!r}]
+    started = processes.Run("a", words, dict(os.environ), Path({folder!r}))
     return started.make(60.0)
 
 align.run = run
@@ -158,11 +164,12 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.parametrize("ending", ENDING)
+@pytest.mark.parametrize("ending", [*ENDING, signal.SIGINT, signal.SIGKILL])
 def test_what_a_command_runs_ends_with_it(tmp_path: Path, ending: signal.Signals) -> None:
     written = tmp_path / "pid"
     worker = (
-        "import os, time; from pathlib import Path; "
+        "import os, signal, time; from pathlib import Path; "
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         f"Path({str(written)!r}).write_text(str(os.getpid())); time.sleep(600)"
     )
     body = COMMAND.format(worker=worker, folder=str(tmp_path))
@@ -173,7 +180,11 @@ def test_what_a_command_runs_ends_with_it(tmp_path: Path, ending: signal.Signals
             time.sleep(0.05)
         worker_pid = int(written.read_text())
         command.send_signal(ending)
-        assert command.wait(300) == 128 + ending
+        killed = ending == signal.SIGKILL
+        assert command.wait(300) == (-ending if killed else 128 + ending)
+        deadline = time.monotonic() + 300 * killed  # Otherwise the command has waited for it.
+        while alive(worker_pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert not alive(worker_pid)
     finally:
         command.kill()
