@@ -22,6 +22,7 @@ from megatron_cg.tools.align.processes import (
     named_error,
     run_and_compare,
 )
+from tests.unit.ranks import ends
 from tests.unit.tools.align.records import make_rank
 
 RECORD = """
@@ -151,7 +152,7 @@ def test_a_run_ends_with_its_workers_and_those_that_ignore_a_signal(
     )
     runs = make_runs(tmp_path, code + "#" + READY, recording(1.0))
     assert failed(run_and_compare(runs, 0.5 if waits else 600)).startswith(f"the eager run {why}")
-    assert not is_running((tmp_path / "eager" / "pid").read_text())
+    assert ends(int((tmp_path / "eager" / "pid").read_text()))
 
 
 @pytest.mark.parametrize("said", ["", "KeyError: 'weight'"])
@@ -173,15 +174,6 @@ def test_the_signal_that_stops_torchrun_is_not_taken_for_the_cause(
     before = f"said {said!r} and " if said else ""
     assert failed(outcome) == f"the graphs run {before}{OVERDUE} 0.5 s"
     assert OVERDUE in outcome.log_tail
-
-
-def is_running(pid: str) -> bool:
-    """Whether it exists and is more than a zombie (proc(5): the state follows the name)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return text.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_cg.tools.cli import ENDING
 from megatron_cg.tools.cli.main import DEFECT, INTERRUPTED, NO_READER, USAGE_ERROR, main
+from tests.unit.ranks import ends
 
 
 def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -156,14 +157,6 @@ sys.exit(main.main(["align"]))
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 @pytest.mark.parametrize("ending", [*ENDING, signal.SIGINT, signal.SIGKILL])
 def test_what_a_command_runs_ends_with_it(tmp_path: Path, ending: signal.Signals) -> None:
     written = tmp_path / "pid"
@@ -180,12 +173,8 @@ def test_what_a_command_runs_ends_with_it(tmp_path: Path, ending: signal.Signals
             time.sleep(0.05)
         worker_pid = int(written.read_text())
         command.send_signal(ending)
-        killed = ending == signal.SIGKILL
-        assert command.wait(300) == (-ending if killed else 128 + ending)
-        deadline = time.monotonic() + 300 * killed  # Otherwise the command has waited for it.
-        while alive(worker_pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not alive(worker_pid)
+        assert command.wait(300) == (-ending if ending == signal.SIGKILL else 128 + ending)
+        assert ends(worker_pid)
     finally:
         command.kill()
         command.wait()
