@@ -95,8 +95,13 @@ class Session:
         self._capture: GuardedCapture | None = None
         self.phase = Phase.EAGER
         self.counters = Counters()
-        on_any_rank = None if agreement is None else agreement.on_any_rank
-        self.mismatches = MismatchPolicy(policy or ReplayPolicy(), self.counters, on_any_rank)
+        self.mismatches = MismatchPolicy(
+            policy or ReplayPolicy(),
+            self.counters,
+            None if agreement is None else agreement.on_any_rank,
+            units=len(self._units),
+            noted=None if agreement is None else agreement.noted,
+        )
         model = sharding.wrapped
         number = _NUMBERS.get(model) or _NUMBERS.setdefault(model, next(_next_number))
         if number > 1:

@@ -198,6 +198,19 @@ class Agreement:
             raise AgreementError(self._broken)
         return bool(decision.largest)
 
+    def noted(self, name: str, here: bool) -> bool:
+        """Whether ``here`` was true on any rank in this capture so far, at the same ``name``.
+
+        Not a vote: it waits for no rank, and needs no other rank to call it.
+        """
+        if self._group is None or len(self._ranks) == 1:
+            return here
+        store: Any = _STORE.find()()
+        key = f"{self._group.group_name}/{self._captures}/{name}"
+        if here:
+            store.set(key, "noted")
+        return here or bool(store.check([key]))
+
     def close(self) -> None:
         """Release the group. Safe to call twice, and after the process groups were destroyed."""
         group, self._group = self._group, None

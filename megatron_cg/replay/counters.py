@@ -23,9 +23,10 @@ class Counters(Mapping[str, int]):
     mismatched: int = 0
     """Times that a guard forbade a replay."""
     verified: int = 0
-    """Replays that were compared with an eager pass."""
-    gradients_verified: int = 0
-    """Verified replays for which gradients were compared too."""
+    """Replays that were compared with an eager pass, outputs and gradients."""
+    outputs_only: int = 0
+    """Replays whose outputs alone were compared: the memory that the unit's backward pass reads was
+    not ready."""
     gradients_unstable: int = 0
     """Gradients that were not compared, because two eager passes gave different bits."""
     backwards: int = 0

@@ -25,11 +25,10 @@ class GuardedGraph:
     """Replays its graph if the guard allows it; otherwise runs the captured region eagerly.
 
     The first replay is verified beside an eager pass, whatever the policy: its values are others
-    than those of the capture, so it finds what no row of the table foresees. A graph that a
-    verification has refuted is not replayed again.
+    than those of the capture, so it finds what no row of the table foresees. Later ones are when
+    their unit is due. A graph that a verification has refuted is not replayed again.
 
-    ``index`` is the unit's, in the order of forward passes. For ``kept`` see
-    :func:`megatron_cg.replay.verify.verify`.
+    ``index`` is the unit's, in the order of forward passes. For ``kept`` see :func:`megatron_cg.replay.verify.verify`.
     """
 
     def __init__(
@@ -50,10 +49,9 @@ class GuardedGraph:
         self._unit, self._index = unit, index
         self._eager = unit.eager or unit.run
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
+        self._verifications = mismatches.verifications
         self._replay = replay
         self._replayed = self._gives_copies = False
-        self._refuted: Mismatch | None = None
-        """What a verification has found: the graph is wrong for good."""
         self._constant = tuple(n for n, needed in enumerate(replay.needs) if not needed)
         """Which outputs need no gradient."""
 
@@ -67,16 +65,12 @@ class GuardedGraph:
             return self.eager_passes.run(self._eager, self._unit.layer, args, kwargs)
         counters = self._mismatches.counters
         with named_range("guard"):
-            mismatch = self._guard.broken(args, kwargs) or self._refuted
-        if mismatch is None and (self._mismatches.verifies or not self._replayed):
-            counters.verified += self._mismatches.verifies
+            mismatch = self._guard.broken(args, kwargs)
+            mismatch = mismatch or self._verifications.refuted.get(self._index)
+        if mismatch is None and (self._index in self._verifications.due or not self._replayed):
             self._mismatches.issue_held()
             with named_range("verification"):
                 mismatch = self._verify(args, kwargs)
-            # A bound of rows may explain it. All ranks ask, whatever they have found.
-            if self.eager_passes.collectives and not self._mismatches.numbers_hold():
-                mismatch = None
-            self._refuted = mismatch
         if mismatch is not None:
             self.eager_passes.for_mismatch(mismatch)
             return self.eager_passes.run(self._eager, self._unit.layer, args, kwargs)
@@ -87,7 +81,7 @@ class GuardedGraph:
         if is_first:
             self._gives_copies = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
         has_backward = self._in_flight.begin(
-            self._index, self._unit, outputs, self._before_backward, len(args) + len(kwargs)
+            self._index, self._unit, outputs, self._before_backward
         )
         if self._constant:
             outputs = self._as_captured(outputs)
@@ -108,7 +102,7 @@ class GuardedGraph:
             self._gives_copies = True
             return Mismatch(
                 "order",
-                "the outputs and input gradients of earlier passes",
+                "the outputs of earlier passes",
                 "released after their backward",
                 "still in use",
                 "A replay would overwrite them. The unit runs eagerly until they are dropped, and "
@@ -121,8 +115,8 @@ class GuardedGraph:
         # the gradients of its uses before it casts them back, so an eager pass must get the leaf.
         is_replay = self._in_flight.has
         args, kwargs = self._unit.gradients.given(args, kwargs)
-        given = partial(own_gradient, is_replay=is_replay, always=self._gives_copies)
-        inputs, named = map(given, args), {name: given(value) for name, value in kwargs.items()}
+        inputs = [own_gradient(value, is_replay) for value in args]
+        named = {name: own_gradient(value, is_replay) for name, value in kwargs.items()}
         return self.graph(*inputs, **named)
 
     def _as_captured(self, outputs: Any) -> Any:
@@ -139,22 +133,24 @@ class GuardedGraph:
 
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
-        counters = self._mismatches.counters
         gradients = self._guard.addresses.are_as_in_backward()
-        counters.gradients_verified += gradients and self._mismatches.verifies
         on_any_rank = partial(self._mismatches.on_any_rank, self._unit.name, timeout=None)
         # With the backend's own function, not the one that the fast path installs instead.
         with undone_after(self._replay.replace(self._replay.function)):
-            return verify(
+            found = verify(
                 self._unit,
                 self.graph,
                 args,
                 kwargs,
                 self._kept,
                 gradients=gradients,
-                left_out=counters.count_unstable,
+                left_out=self._mismatches.counters.count_unstable,
                 on_any_rank=on_any_rank if self.eager_passes.collectives else bool,
             )
+        # A bound of rows may explain it. All ranks ask, whatever they have found.
+        if self.eager_passes.collectives and not self._mismatches.numbers_hold():
+            found = None
+        return self._verifications.ended(self._index, found, gradients=gradients)
 
     def _before_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Check addresses and incoming gradients before the backward replay.

@@ -20,23 +20,25 @@ from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_go
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.verifications import Verifications
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ReplayPolicy:
-    """The values of the flags ``--cg-on-mismatch`` and ``--cg-verify-interval``."""
+    """What the flags ``--cg-on-mismatch`` and ``--cg-verify-interval`` say."""
 
     on_mismatch: Literal["eager", "error"] = "eager"
-    verify_interval: int = 0
-    """Steps between two verifications; 0 means never."""
+    verify_interval: int | None = 0
+    """Steps between two verifications of all graphs; 0 means never, None one unit in turn."""
 
 
 class MismatchPolicy:
     """The mismatch policy of all graphs of one session.
 
-    ``on_any_rank`` is that of the ranks' ``Agreement``; None if this rank decides alone.
+    ``on_any_rank`` and ``noted`` are those of the ranks' ``Agreement``; None if this rank decides
+    alone. ``units`` is how many graphs there are.
     """
 
     def __init__(
@@ -44,8 +46,13 @@ class MismatchPolicy:
         policy: ReplayPolicy,
         counters: Counters,
         on_any_rank: Callable[..., bool] | None = None,
+        *,
+        units: int = 1,
+        noted: Callable[..., bool] | None = None,
     ) -> None:
         self.counters = counters
+        noted = noted or (lambda _name, here: here)
+        self.verifications = Verifications(policy.verify_interval, units, counters, noted)
         self.issue_held: Callable[[], None] = lambda: None
         """Issues the all-gathers deferred until a launch; must be called before eager passes."""
         self.repeats = False
@@ -59,17 +66,6 @@ class MismatchPolicy:
         self.model = ""
         """Says in reports which model has the unit, if there are several."""
         self._reported: set[tuple[str, tuple[str, str]]] = set()
-        self._step = 0
-
-    def begin_step(self) -> None:
-        """Count training steps, to know when verification is due."""
-        self._step += 1
-
-    @property
-    def verifies(self) -> bool:
-        """Whether replays of this step are verified."""
-        interval = self._policy.verify_interval
-        return interval > 0 and self._step % interval == 0
 
     def mismatched(self, mismatch: Mismatch, layer: str, *, collectives: bool) -> None:
         """Return if the unit ``layer`` must run eagerly instead of the replay.

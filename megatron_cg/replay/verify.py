@@ -12,9 +12,9 @@ Note [A backward pass in the forward pass]
     nothing depends on its graph's memory: its backward was captured before the backward passes of
     earlier units, so it does not overwrite what those will read. Incoming gradients are synthetic,
     since the loss is not known yet. Parameter hooks are off, so nothing is reduced or sharded.
-    Weights that the fast path detaches from autograd are attached during the comparison. If a unit
-    is not yet unsharded for its backward pass, its gradients are not compared: its weights are then
-    at another address, or are quantized and FSDP creates their transposes only before that pass.
+    Weights that the fast path detaches from autograd are attached during the comparison, and
+    quantized ones get the transposes that Megatron-FSDP creates before a backward pass. Where
+    weights are at another address then, outputs alone are compared, which is counted apart.
 
 Note [Results that differ by themselves]
     Without deterministic algorithms some kernels add in a different order each time (the backward
@@ -104,7 +104,7 @@ def verify(
         expected = passed(eager)
     rounds = 1 if torch.are_deterministic_algorithms_enabled() else ROUNDS
     unstable: set[str] = set()
-    different: dict[str, Mismatch] | None = None
+    left: dict[str, Mismatch] | None = None
     for _ in range(rounds):
         if rounds > 1:
             with kept():
@@ -112,16 +112,16 @@ def verify(
         with kept():
             # A graph may read its inputs in place, and gradients are in its own memory.
             found = _differences(expected, passed(graph, copies=False))
-        suspects = found if different is None else different
-        different = {n: suspects[n] for n in suspects if n in found and n not in unstable}
-        somewhere = on_any_rank(bool(different))
+        suspects = found if left is None else left
+        left = {n: suspects[n] for n in suspects if n in found and n not in unstable}
+        somewhere = on_any_rank(bool(left))
         if not somewhere:
             break
     if rounds > 1:
         left_out(len(unstable))
     if not somewhere:
         return None
-    mismatch = next(iter((different or {}).values()), _mismatch("a result on another rank"))
+    mismatch = next(iter((left or {}).values()), different("a result on another rank"))
     return replace(mismatch, cause=f"{mismatch.cause} Until then: {unit.leave_out(None)}")
 
 
@@ -188,9 +188,9 @@ def synthetic_gradient(output: torch.Tensor) -> torch.Tensor:
 def _differences(eager: _Named, replayed: _Named) -> dict[str, Mismatch]:
     if len(eager) != len(replayed):
         name = "the number of outputs"
-        return {name: _mismatch(name, str(len(eager)), str(len(replayed)))}
+        return {name: different(name, str(len(eager)), str(len(replayed)))}
     pairs = ((name, difference(a, b)) for (name, a), (_, b) in zip(eager, replayed, strict=True))
-    return {name: _mismatch(name, *words) for name, words in pairs if words is not None}
+    return {name: different(name, *words) for name, words in pairs if words is not None}
 
 
 def difference(one: torch.Tensor | None, two: torch.Tensor | None) -> tuple[str, str] | None:
@@ -219,12 +219,14 @@ def _kind(tensor: torch.Tensor | None) -> str:
     return "None" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def _mismatch(subject: str, expected: str = "equal", actual: str = "different") -> Mismatch:
+def different(subject: str, expected: str = "equal", actual: str = "different") -> Mismatch:
+    """What a verification finds."""
     return Mismatch(
         "verification",
         f"{subject}, replayed beside an eager pass on the same inputs,",
         expected,
         actual,
-        "The graph computes something else than the layer, though no guard saw a reason: please "
-        "report it, with this line.",
+        "The graph computes something else than the unit, and no guard saw why. Python code of the "
+        "unit may read what has changed since the capture: pass it as an argument, or keep it in a "
+        "buffer. Please report it, with this line.",
     )

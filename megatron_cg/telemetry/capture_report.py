@@ -95,4 +95,5 @@ def is_first_rank() -> bool:
 def counts_text(counts: Mapping[str, int]) -> str:
     """The counts, by the names of :class:`Counters`, as one line of text."""
     passes = ("captured", "replayed", "eager", "mismatched", "verified")
-    return ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)
+    text = ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)
+    return f"{text} with gradients, {counts.get('outputs_only', 0)} in outputs only"

@@ -26,7 +26,7 @@ _TENSORBOARD = Symbol(f"{_VARIABLES}:get_tensorboard_writer", "a writer or None"
 _WANDB = Symbol(f"{_VARIABLES}:get_wandb_writer", "a writer or None")
 RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
 
-_COUNTS = ("captured", "replayed", "eager", "mismatched", "verified", "repeated")
+_COUNTS = ("captured", "replayed", "eager", "mismatched", "verified", "outputs_only", "repeated")
 Totals = dict[str, int]
 
 
@@ -77,5 +77,5 @@ def totals(counted: Sequence[Counters]) -> Totals:
 def log_line(last: Totals, now: Totals) -> str:
     """One line in Megatron's format: the increments since the previous line, on this rank."""
     new = {name: value - last.get(name, 0) for name, value in now.items()}
-    counts = " | ".join(f"{name}: {new[name]}" for name in _COUNTS)
+    counts = " | ".join(f"{name.replace('_', ' ')}: {new[name]}" for name in _COUNTS)
     return f" megatron_cg | {counts} |"

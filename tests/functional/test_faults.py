@@ -144,7 +144,7 @@ def test_a_wrong_gradient_is_found_and_the_part_run_eagerly(
         assert rank["graphs"]["mismatched"] == rank["graphs"]["eager"] == passes
         assert rank["graphs"]["replayed"] == (LAYERS - 1) * passes
         # The graph that the first verification refutes is neither replayed nor verified again.
-        assert rank["graphs"]["gradients_verified"] == (LAYERS - 1) * passes + 1
+        assert rank["graphs"]["verified"] == (LAYERS - 1) * passes + 1
         assert rank["graphs"]["gradients_unstable"] == 0
 
 

@@ -83,7 +83,9 @@ class GraphedUnits:
             torch; ``"transformer_engine"`` or ``"te"``, which captures FP8 too; ``"tape"``.
         on_failure: whether a failed capture raises, or is logged and training goes on eagerly.
         on_mismatch: what happens when a graph must not be replayed; as ``--cg-on-mismatch``.
-        verify_interval: compare replays with eager passes once in so many steps; 0 means never.
+        verify_interval: None compares one unit's replay with an eager pass in every tenth step, in
+            turn (if there are fewer than 20 units, less often after some rounds: each once in 200
+            steps). A number N compares all replays of every N-th step; 0 means never.
         fast_path: False is as ``--cg-no-fsdp-fast-path``.
         group: the ranks that train this model together, if those are not all ranks of the default
             process group, such as ``mesh.get_group()``. They vote on what all of them must do.
@@ -106,7 +108,7 @@ class GraphedUnits:
         backend: Backend | BackendName = "native",
         on_failure: OnFailure = "error",
         on_mismatch: OnMismatch = "eager",
-        verify_interval: int = 0,
+        verify_interval: int | None = None,
         fast_path: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:

@@ -171,9 +171,10 @@ def _faults_of(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _work(total: Mapping[str, int]) -> str:
-    names = ("captured", "replayed", "eager", "mismatched", "verified")
-    captured, replayed, eager, mismatched, verified = (f"{total.get(n, 0):,}" for n in names)
+    names = ("captured", "replayed", "eager", "mismatched", "verified", "outputs_only")
+    captured, replayed, eager, mismatched, *verified = (f"{total.get(n, 0):,}" for n in names)
     return (
         f"On all ranks {captured} graphs were captured. Of their passes {replayed} were replays, "
-        f"{eager} eager instead, {mismatched} not allowed by a guard, {verified} verified."
+        f"{eager} eager instead, {mismatched} not allowed by a guard, {verified[0]} verified with "
+        f"gradients, {verified[1]} in outputs only."
     )

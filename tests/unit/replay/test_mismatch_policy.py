@@ -77,16 +77,6 @@ def test_what_was_deferred_is_issued_before_each_eager_pass_and_after_an_error(
         assert len(caplog.records) == len(reported), seed
 
 
-@pytest.mark.parametrize("interval", [0, 1, 3])
-def test_every_so_many_steps_are_verified(interval: int) -> None:
-    policy = MismatchPolicy(ReplayPolicy(verify_interval=interval), Counters())
-    due = []
-    for _ in range(7):
-        policy.begin_step()
-        due.append(policy.verifies)
-    assert due == [interval > 0 and step % interval == 0 for step in range(1, 8)]
-
-
 @pytest.mark.parametrize("collectives", [False, True])
 def test_a_mismatch_ends_the_run_if_asked_for_or_if_ranks_cannot_agree(collectives: bool) -> None:
     asked: list[str] = []

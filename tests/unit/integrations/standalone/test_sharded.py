@@ -375,7 +375,7 @@ def test_replays_train_the_same_bits_on_four_ranks() -> None:
 def test_a_verified_replay_compares_gradients_too(reports: list[dict[str, Any]], way: str) -> None:
     for report in reports:
         counters = report[f"{way}, evaluated, units of two shapes, verified"]["counters"]
-        assert counters["verified"] == counters["gradients_verified"] == counters["replayed"]
+        assert counters["verified"] == counters["replayed"] > counters["outputs_only"] == 0
 
 
 def test_every_part_of_the_fast_path_is_on_under_v2(reports: list[dict[str, Any]]) -> None:
