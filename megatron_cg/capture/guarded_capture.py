@@ -233,6 +233,7 @@ class GuardedCapture:
                     ),
                     replay=replay,
                     kept=partial(self._kept, unit, observer, replay),
+                    prepare_backward=partial(self._sharding.prepare_backward, unit.layer),
                 )
             )
         return tuple(made)

@@ -43,7 +43,8 @@ def fsdp_v2(
 
 
 def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol, ...]:
-    module = "megatron_fsdp" if path.startswith("MegatronFSDP") else "param_and_grad_buffer"
+    is_there = path.startswith(("MegatronFSDP", "fp8_"))
+    module = "megatron_fsdp" if is_there else "param_and_grad_buffer"
     return tuple(Symbol(f"{package}.{module}:{path}", expected, **more) for package in _PLACES)
 
 

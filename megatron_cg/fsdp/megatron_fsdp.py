@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.fsdp_symbols import fsdp_class
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.fsdp.sharding import REPLACED, Sharding, watched_tensors
 from megatron_cg.fsdp.transform import UnitHooks, unit_hooks
-from megatron_cg.replay.guard.addresses import Watched
+from megatron_cg.replay.guard.addresses import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import changed
@@ -32,7 +33,8 @@ RELIES_ON = (
     *fsdp_class("AllGatherPipeline", "param_gather_event_map", "wait_bucket_ready"),
     *fsdp_class("ParamAndGradBuffer", "double_buf_units", "ddp_config"),
     *fsdp_class("ParamAndGradBuffer", "param_to_param_group", "parameter_groups"),
-    *fsdp_class("ParameterGroup", "fsdp_unit_id"),
+    *fsdp_class("ParameterGroup", "fsdp_unit_id", "transpose_weight_buffer"),
+    *fsdp_function("fp8_create_transpose_cache", "what transposes a quantized weight"),
 )
 _KEEP_ADDRESSES = (
     ("fsdp_double_buffer", "unsharded parameters are allocated anew in each step, and move"),
@@ -148,6 +150,21 @@ class MegatronFsdp(Sharding):
             )
 
         return watched_tensors(layer, graphed, described)
+
+    def prepare_backward(self, layer: nn.Module) -> bool:
+        """Create the transposes of quantized weights, as before a backward pass.
+
+        Megatron-FSDP releases them after the forward pass, or creates them again in the same place.
+        It gathers those of MXFP8.
+        """
+        store = self.megatron_fsdp.param_and_grad_buffer
+        quantized = [parameter for parameter in layer.parameters() if is_quantized(parameter)]
+        groups = (store.parameter_groups[store.param_to_param_group[one]] for one in quantized)
+        if any(group.transpose_weight_buffer is not None for group in groups):
+            return False
+        for parameter in quantized:
+            sys.modules[type(self.megatron_fsdp).__module__].fp8_create_transpose_cache(parameter)
+        return True
 
     def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         return training_states(modules)

@@ -22,7 +22,7 @@ from megatron_cg.fsdp.transform import (
 )
 from megatron_cg.hooks import HookRecord, module_hooks
 from megatron_cg.replay.dtensors import exchanges
-from megatron_cg.replay.guard.addresses import Watched
+from megatron_cg.replay.guard.addresses import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo, all_of
 
@@ -128,6 +128,13 @@ class Sharding:
     def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Restore what a pass without hooks through ``modules`` changes in the sharding."""
         return nullcontext()
+
+    def prepare_backward(self, layer: nn.Module) -> bool:
+        """Let weights of a unit in its forward pass hold what its backward pass reads, if they can.
+
+        Returns whether they do. Issues no collective.
+        """
+        return not any(map(is_quantized, layer.parameters()))
 
     def _of_user(self, module: nn.Module) -> Iterator[HookRecord]:
         return (record for record in module_hooks(module) if not self.made(record.fn))

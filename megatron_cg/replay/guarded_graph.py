@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ class GuardedGraph:
     than those of the capture, so it finds what no row of the table foresees. Later ones are when
     their unit is due. A graph that a verification has refuted is not replayed again.
 
-    ``index`` is the unit's, in the order of forward passes. For ``kept`` see :func:`megatron_cg.replay.verify.verify`.
+    ``index`` is the unit's, in the order of forward passes. ``prepare_backward`` is that of the
+    sharding. For ``kept`` see :func:`megatron_cg.replay.verify.verify`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class GuardedGraph:
         eager_passes: EagerPasses,
         replay: ReplayFunction,
         kept: Kept,
+        prepare_backward: Callable[[], bool],
     ) -> None:
         self.eager_passes = eager_passes
         self.graph, self._guard = graph, depends_on
@@ -50,7 +52,7 @@ class GuardedGraph:
         self._eager = unit.eager or unit.run
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._verifications = mismatches.verifications
-        self._replay = replay
+        self._replay, self._prepare_backward = replay, prepare_backward
         self._replayed = self._gives_copies = False
         self._constant = tuple(n for n, needed in enumerate(replay.needs) if not needed)
         """Which outputs need no gradient."""
@@ -133,7 +135,7 @@ class GuardedGraph:
 
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
-        gradients = self._guard.addresses.are_as_in_backward()
+        gradients = self._prepare_backward() and self._guard.addresses.are_as_in_backward()
         on_any_rank = partial(self._mismatches.on_any_rank, self._unit.name, timeout=None)
         # With the backend's own function, not the one that the fast path installs instead.
         with undone_after(self._replay.replace(self._replay.function)):

@@ -204,7 +204,7 @@ def _capacity_and_fp8() -> list[Case]:
                 DENSE,
                 MLP,
                 ("--fp8-format", fp8_format, "--fp8-recipe", recipe, *more),
-                (),
+                VERIFIED,
             )
             for recipe, fp8_format, more in recipes
         ),

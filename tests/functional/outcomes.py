@@ -11,6 +11,7 @@ def assert_identical(outcome: Outcome, steps: int) -> None:
     assert comparison.status == "identical", comparison.reason + "\n" + outcome.log_tail
     assert len({value.step for value in comparison.values}) == steps and comparison.shards > 0
     assert comparison.graphs["captured"] > 0 and comparison.graphs["replayed"] > 0
+    assert comparison.graphs["outputs_only"] == 0
     assert not outdated_parts(outcome)
 
 

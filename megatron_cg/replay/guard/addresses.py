@@ -66,13 +66,8 @@ class Addresses:
             self._layout = self._layout_now()
 
     def are_as_in_backward(self) -> bool:
-        """Whether all weights are already at the addresses that the backward pass reads.
-
-        False with quantized weights: Megatron-FSDP creates their transposes when it unshards for
-        the backward pass (megatron-fsdp 0.6.1, ``fp8_create_transpose_cache``).
-        """
-        quantized = any(map(is_quantized, (item.tensor for item in self._watched)))
-        return not quantized and self._now() == self._at[False]
+        """Whether all weights are already at the addresses that the backward pass reads."""
+        return self._now() == self._at[False]
 
     def broken(self, *, forward: bool) -> Mismatch | None:
         """The first tensor that has moved, before a replay of that pass."""
