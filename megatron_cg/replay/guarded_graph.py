@@ -83,7 +83,7 @@ class GuardedGraph:
         if is_first:
             self._gives_copies = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
         has_backward = self._in_flight.begin(
-            self._index, self._unit, outputs, self._before_backward
+            self._index, self._unit, outputs, self._before_backward, len(args) + len(kwargs)
         )
         if self._constant:
             outputs = self._as_captured(outputs)
@@ -104,7 +104,7 @@ class GuardedGraph:
             self._gives_copies = True
             return Mismatch(
                 "order",
-                "the outputs of earlier passes",
+                "the outputs and input gradients of earlier passes",
                 "released after their backward",
                 "still in use",
                 "A replay would overwrite them. The unit runs eagerly until they are dropped, and "
@@ -117,8 +117,8 @@ class GuardedGraph:
         # the gradients of its uses before it casts them back, so an eager pass must get the leaf.
         is_replay = self._in_flight.has
         args, kwargs = self._unit.gradients.given(args, kwargs)
-        inputs = [own_gradient(value, is_replay) for value in args]
-        named = {name: own_gradient(value, is_replay) for name, value in kwargs.items()}
+        given = partial(own_gradient, is_replay=is_replay, always=self._gives_copies)
+        inputs, named = map(given, args), {name: given(value) for name, value in kwargs.items()}
         return self.graph(*inputs, **named)
 
     def _as_captured(self, outputs: Any) -> Any:

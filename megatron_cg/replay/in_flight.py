@@ -18,6 +18,7 @@ Note [Outputs that outlive their pass]
     object on the same memory. After the backward pass the next replay of the same unit overwrites
     outputs that are still in use, such as activations that a loop keeps for a log. So its passes
     run eagerly until those outputs are dropped. From then on the unit gives its caller copies.
+    The same holds for gradients of its inputs, which hooks and ``torch.autograd.grad`` give out.
 
 Relied on: torch 2.11, the node of a ``torch.autograd.Function`` is its own Python object and lives
 exactly as long as the node is in the autograd graph; ``Node.register_prehook``; the count of a
@@ -36,6 +37,7 @@ from torch.utils._pytree import tree_flatten
 
 from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
 from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.dtensors import local
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import Symbol
@@ -52,10 +54,16 @@ class _Replay:
 
     def __init__(self, unit: Unit, node: Any, outputs: Sequence[torch.Tensor]) -> None:
         self.unit, self.node = unit, weakref.ref(node)
-        storages = [output.untyped_storage() for output in outputs]
+        self._storages: dict[Any, int] = {}
+        """With how many users each has when nobody uses what the replay has returned."""
+        self.returned(outputs)
+
+    def returned(self, tensors: Sequence[torch.Tensor]) -> None:
+        """It has returned these tensors, or gradients of its inputs; nobody else has them yet."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
         own = [storage._cdata for storage in storages]
-        self._storages = {s: _USERS.cached(s._cdata) - own.count(s._cdata) for s in storages}
-        """With how many users each has when nobody uses an output."""
+        for one in storages:
+            self._storages[one] = _USERS.cached(one._cdata) - own.count(one._cdata)
 
     @property
     def is_over(self) -> bool:
@@ -86,7 +94,7 @@ class InFlight:
         return None
 
     def is_kept(self, index: int) -> bool:
-        """Whether outputs of the unit's last replay are in use after its backward."""
+        """Whether outputs or gradients of the unit's last replay are in use after its backward."""
         replay = self._over.get(index)
         return replay is not None and replay.is_used
 
@@ -95,14 +103,20 @@ class InFlight:
         return any(replay.node() is node for replay in reversed(self._waiting.values()))
 
     def begin(
-        self, index: int, unit: Unit, outputs: Any, before_backward: Callable[[Any], None]
+        self,
+        index: int,
+        unit: Unit,
+        outputs: Any,
+        before_backward: Callable[[Any], None],
+        inputs: int = 0,
     ) -> bool:
         """Record a forward replay of ``unit``, the unit ``index``, that returned ``outputs``.
 
         Returns whether a backward can follow: an output needs a gradient.
 
-        ``before_backward`` is called with the outputs' gradients when its backward begins. That
-        backward raises ReplayMismatchError if it runs out of order or a second time.
+        ``inputs`` is the number of its inputs. ``before_backward`` is called with the outputs'
+        gradients when its backward begins. That backward raises ReplayMismatchError if it runs out
+        of order or a second time.
         """
         self._waiting.pop(index, None)
         tensors = [t for t in tree_flatten(outputs)[0] if isinstance(t, torch.Tensor)]
@@ -111,6 +125,8 @@ class InFlight:
             return False
         replay = self._waiting[index] = _Replay(unit, node, tensors if self._is_asked else ())
         node.register_prehook(partial(self._end, index, replay, before_backward))
+        if self._is_asked:
+            node.register_hook(partial(_note_gradients, replay, inputs))
         return True
 
     def _end(
@@ -146,6 +162,11 @@ class InFlight:
             )
         self._over[index] = self._waiting.pop(index)
         before_backward(gradients)
+
+
+def _note_gradients(replay: _Replay, inputs: int, gradients: Sequence[Any], _given: Any) -> None:
+    """Gradients of weights are copies; those of the inputs before them lie in the graph."""
+    replay.returned([local(one) for one in gradients[:inputs] if one is not None])
 
 
 def _refuse(unit: Unit, what_backward_does: str) -> NoReturn:

@@ -45,14 +45,15 @@ _KNOWN = ("megatron.core", "megatron_cg", "megatron_fsdp", "transformer_engine")
 a backward pass of their own, which may end at a leaf."""
 
 
-def own_gradient(value: Any, is_replay: Callable[[Any], bool]) -> Any:
+def own_gradient(value: Any, is_replay: Callable[[Any], bool], *, always: bool = False) -> Any:
     """An input of a graph, on the same memory, whose gradient nobody else overwrites.
 
     ``is_replay`` says whether a node of autograd is a replay that waits for its backward.
     """
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
-    if not (value.retains_grad or value._backward_hooks or _may_stay(value.grad_fn, is_replay)):
+    is_kept = always or value.retains_grad or value._backward_hooks
+    if not (is_kept or _may_stay(value.grad_fn, is_replay)):
         return value
     apply: Any = _Copied.apply
     return apply(value)

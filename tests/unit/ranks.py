@@ -1,9 +1,10 @@
-"""What a function returns in each of several processes."""
+"""What a function returns in each of several processes, and whether a process ends."""
 
 from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,3 +26,17 @@ def on_ranks(body: Callable[[], Any], processes: int = 2) -> list[Any]:
 def _keep_result(body: Callable[[], Any], files: list[Path]) -> None:
     file = files[dist.get_rank()]
     file.write_text(json.dumps(body()))
+
+
+def ends(pid: int) -> bool:
+    """Whether a process ends within five minutes; it may still be waited for, see proc(5)."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False

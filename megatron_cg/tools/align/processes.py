@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +17,8 @@ OVERDUE = "did not end within --timeout"
 """How a run's log and the comparison describe a run that had to be stopped."""
 _TAIL = 40
 _STOP_SECONDS = 20.0
+"""How long processes have to end by themselves before they are killed."""
+_SUPERVISOR = str(Path(__file__).with_name("supervise.py"))
 _NAMED = re.compile(
     r"^(?:\[rank\d+\]:\s*)?"
     r"((?:(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b|megatron_cg: error: ).*)$"
@@ -75,13 +75,14 @@ class Run:
         return _end(code, self.text()) if code else ""
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start it in its own session, so that its workers can be stopped with it."""
+        """Start it in its own session: Ctrl-C reaches this process alone, which stops it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         print(f"{self.name} run started", file=sys.stderr, flush=True)
         with self.log.open("wb") as log:
             return subprocess.Popen(
-                self.words,
+                [sys.executable, "-I", _SUPERVISOR, str(_STOP_SECONDS), *self.words],
                 env=self.env,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -92,14 +93,10 @@ class Run:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    """Let ``supervise.py`` end everything; it goes on if this wait is interrupted."""
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()
 
 
 def check_start(directory: Path) -> None:

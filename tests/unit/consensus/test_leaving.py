@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from megatron_cg.consensus import exchange
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote
 from megatron_cg.consensus.exchange import Agreement
-from tests.unit.ranks import on_ranks
+from tests.unit.ranks import ends, on_ranks
 
 SCRIPT = """
 import atexit, logging, threading
+from megatron_cg.consensus import process_exit
 from megatron_cg.consensus.process_exit import exit_without_waiting
+process_exit.SECONDS = 0.5
 # What the end of a process out of step meets: something that waits for other ranks for ever.
 atexit.register(threading.Event().wait)
 exit_without_waiting()
@@ -45,10 +48,51 @@ def test_the_error_is_out_and_nothing_at_the_end_waits() -> None:
     assert "RuntimeError: a hook raised" in ended.stderr
 
 
+LEFT = """
+import atexit, multiprocessing, signal, sys, tempfile, threading, time
+from pathlib import Path
+from megatron_cg.consensus import process_exit
+process_exit.SECONDS = float(sys.argv[3])
+folder, ready = Path(sys.argv[1]), multiprocessing.Event()
+
+def child():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if sys.argv[2] == "ends" else signal.SIG_IGN)
+    ready.set()
+    time.sleep(600)
+
+process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+process.start()
+ready.wait()
+(folder / "child").write_text(str(process.pid))
+kept = tempfile.TemporaryDirectory(dir=folder, prefix="kept")
+atexit.register((folder / "written").touch)
+if sys.argv[2] == "waits":
+    atexit.register(threading.Event().wait)
+process_exit.exit_without_waiting()
+"""
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("ends", "600"), ("stays", "1"), ("waits", "1")])
+def test_children_and_temporary_folders_end_with_the_process(
+    kind: str, seconds: str, tmp_path: Path
+) -> None:
+    """In the order of ``atexit``; of what takes longer, the rest after a time limit."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT, tmp_path, kind, seconds], check=False, timeout=600
+    )
+    assert ended.returncode == 1
+    child = int((tmp_path / "child").read_text())
+    left = {path.name for path in tmp_path.iterdir()} - {"child"}
+    assert left == {"written"} if kind == "ends" else left <= {"written"}
+    assert ends(child)
+
+
 REFUSED = """
 import atexit, sys, threading
 import torch.distributed as dist
+from megatron_cg.consensus import process_exit
 from megatron_cg.consensus.process_exit import goes_on
+process_exit.SECONDS = 0.5
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,33 @@ def test_an_output_that_is_kept_over_several_steps_is_not_overwritten() -> None:
     later = STEPS - WARMUP - 1
     counts = {"replayed": 1, "eager": later, "mismatched": later}
     assert_as_eager(counts, lambda: nn.ModuleList([Unit()]), microbatch)
+
+
+def by_grad(run: Any, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+    run.kept = torch.autograd.grad(loss, hidden)
+
+
+def by_node_hook(run: Any, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+    node: Any = hidden.grad_fn
+    node.register_prehook(partial(setattr, run, "kept"))
+    loss.backward()
+
+
+@pytest.mark.parametrize("keep", [by_grad, by_node_hook])
+def test_a_gradient_of_an_input_that_is_kept_is_not_overwritten(keep: Any) -> None:
+    """The pass after the first that keeps one runs eagerly; replays then give copies."""
+
+    def microbatch(run: Any, x: torch.Tensor) -> torch.Tensor:
+        before, hidden = vars(run).pop("kept", [x]), x.cos() * 2
+        loss = run.model[0](hidden).square().mean()
+        keep(run, hidden, loss)
+        return torch.as_tensor(loss.detach() + before[0].abs().sum() + run.kept[0].sum())
+
+    def make() -> nn.ModuleList:
+        return nn.ModuleList([Unit()])
+
+    replayed = (STEPS - WARMUP) * 2 - 1
+    assert_as_eager({"replayed": replayed, "eager": 1, "mismatched": 1}, make, microbatch, 2)
 
 
 class Shifted(Unit):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_cg.tools.align import processes
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Outcome
 from megatron_cg.tools.align.processes import (
     OVERDUE,
@@ -21,6 +22,7 @@ from megatron_cg.tools.align.processes import (
     named_error,
     run_and_compare,
 )
+from tests.unit.ranks import ends
 from tests.unit.tools.align.records import make_rank
 
 RECORD = """
@@ -127,22 +129,30 @@ def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
     assert reason == "the graphs run ended with exit code 1: rank 1 was ended by Signal 9 (SIGKILL)"
 
 
-def test_a_run_that_takes_too_long_is_ended_with_its_workers(tmp_path: Path) -> None:
-    sleeper = "import time; time.sleep(600)"
-    code = (
-        "import subprocess, sys, pathlib\n"
-        f"worker = subprocess.Popen([sys.executable, '-c', {sleeper!r}])\n"
-        "pathlib.Path(sys.argv[1]).parent.joinpath('pid').write_text(str(worker.pid))\n"
-        f"{READY}worker.wait()\n"
+@pytest.mark.parametrize(
+    ("waits", "why"),
+    [("worker.wait()", "did not end within --timeout 0.5 s"), ("", "left no record: training")],
+)
+def test_a_run_ends_with_its_workers_and_those_that_ignore_a_signal(
+    waits: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_STOP_SECONDS", 0.5)
+    worker = (
+        "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "pathlib.Path(sys.argv[1]).parent.joinpath('ready').touch(); time.sleep(600)"
     )
-    runs = make_runs(tmp_path, code, recording(1.0))
-    reason = failed(run_and_compare(runs, 0.5))
-    assert reason == "the eager run did not end within --timeout 0.5 s"
-    pid = (tmp_path / "eager" / "pid").read_text()
-    deadline = time.monotonic() + 300
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(pid)
+    code = (
+        "import subprocess, sys, time, pathlib\n"
+        f"words = [sys.executable, '-c', {worker!r}, sys.argv[1]]\n"
+        "worker = subprocess.Popen(words, start_new_session=True)\n"
+        "folder = pathlib.Path(sys.argv[1]).parent\n"
+        "(folder / 'pid').write_text(str(worker.pid))\n"
+        "while not (folder / 'ready').exists(): time.sleep(0.05)\n"
+        f"{waits}\n"
+    )
+    runs = make_runs(tmp_path, code + "#" + READY, recording(1.0))
+    assert failed(run_and_compare(runs, 0.5 if waits else 600)).startswith(f"the eager run {why}")
+    assert ends(int((tmp_path / "eager" / "pid").read_text()))
 
 
 @pytest.mark.parametrize("said", ["", "KeyError: 'weight'"])
@@ -164,15 +174,6 @@ def test_the_signal_that_stops_torchrun_is_not_taken_for_the_cause(
     before = f"said {said!r} and " if said else ""
     assert failed(outcome) == f"the graphs run {before}{OVERDUE} 0.5 s"
     assert OVERDUE in outcome.log_tail
-
-
-def is_running(pid: str) -> bool:
-    """Whether it exists and is more than a zombie (proc(5): the state follows the name)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return text.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_cg.tools.cli import ENDING
 from megatron_cg.tools.cli.main import DEFECT, INTERRUPTED, NO_READER, USAGE_ERROR, main
+from tests.unit.ranks import ends
 
 
 def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -137,12 +138,18 @@ import os, signal, sys
 # As a shell starts it; whoever runs these tests may ignore one, as nohup does.
 for ending in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(ending, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
-from megatron_cg.tools.align.processes import Run
+from megatron_cg.tools.align import processes
 from megatron_cg.tools.cli import align, main
 
+processes._STOP_SECONDS = 0.5
+# As torchrun starts its workers: in sessions of their own.
+LAUNCHER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True).wait()"
+
 def run(args, extra):
-    started = Run("a", [sys.executable, "-c", {worker!r}], dict(os.environ), Path({folder!r}))
+    words = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", {worker!r}]
+    started = processes.Run("a", words, dict(os.environ), Path({folder!r}))
     return started.make(60.0)
 
 align.run = run
@@ -150,19 +157,12 @@ sys.exit(main.main(["align"]))
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-@pytest.mark.parametrize("ending", ENDING)
+@pytest.mark.parametrize("ending", [*ENDING, signal.SIGINT, signal.SIGKILL])
 def test_what_a_command_runs_ends_with_it(tmp_path: Path, ending: signal.Signals) -> None:
     written = tmp_path / "pid"
     worker = (
-        "import os, time; from pathlib import Path; "
+        "import os, signal, time; from pathlib import Path; "
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         f"Path({str(written)!r}).write_text(str(os.getpid())); time.sleep(600)"
     )
     body = COMMAND.format(worker=worker, folder=str(tmp_path))
@@ -173,8 +173,8 @@ def test_what_a_command_runs_ends_with_it(tmp_path: Path, ending: signal.Signals
             time.sleep(0.05)
         worker_pid = int(written.read_text())
         command.send_signal(ending)
-        assert command.wait(300) == 128 + ending
-        assert not alive(worker_pid)
+        assert command.wait(300) == (-ending if ending == signal.SIGKILL else 128 + ending)
+        assert ends(worker_pid)
     finally:
         command.kill()
         command.wait()
