@@ -326,7 +326,7 @@ class GradientBucketing:
             dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
         pieces = bucket.views.of(buffer.fetch_bucket(dtype=dtype), weights)
         self.copies += 1
-        if whole and self.scales and not bucket.handed_over and not self._ready(bucket):
+        if whole and self.scales and not bucket.handed_over:
             store = self._fsdp.param_and_grad_buffer
             factor = factor_of(store, bucket.number, buffer, pieces[0].dtype)
             if factor is not None and (runs := runs_of(pieces, gradients)) is not None:

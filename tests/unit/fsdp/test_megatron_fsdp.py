@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,16 @@ def test_parameters_are_sharded_or_raw_after_a_capture_as_before(
     with raw_parameters(fsdp):
         assert not fsdp.is_param_fsdp_distributed
     assert fsdp.is_param_fsdp_distributed == sharded
+
+
+def test_what_a_capture_has_prefetched_is_over_without_a_warning(dense_model: Any) -> None:
+    fsdp = dense_model.module
+    pipeline = fsdp.all_gather_pipeline
+    with warnings.catch_warnings(), raw_parameters(fsdp):
+        warnings.simplefilter("error")
+        pipeline.async_bucket_gather(0, False)
+        assert pipeline.param_gather_event_map
+    assert not pipeline.param_gather_event_map
 
 
 def test_a_member_of_megatron_fsdp_that_is_gone_is_named(

@@ -65,7 +65,14 @@ def make_config(ranks: int, experts: int) -> Any:
     )
 
 
-def passed(kind: Any, gemm: Any, chosen: torch.Tensor, config: Any) -> list[torch.Tensor]:
+def eighths(*shape: int) -> torch.Tensor:
+    """Numbers whose sums of products are exact: a GEMM of more rows may add in another order."""
+    return torch.randint(-8, 9, shape) / 8
+
+
+def passed(
+    kind: Any, gemm: Any, chosen: torch.Tensor, config: Any, drawn: Any = torch.randn
+) -> list[torch.Tensor]:
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -77,21 +84,23 @@ def passed(kind: Any, gemm: Any, chosen: torch.Tensor, config: Any) -> list[torc
     local = experts // ranks
     dispatcher = kind(local, [rank * local + i for i in range(local)], config, groups)
     torch.manual_seed(rank)
-    hidden = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
-    probs = (torch.rand(TOKENS, experts) * chosen).requires_grad_()
-    weights = [torch.randn(HIDDEN, HIDDEN).requires_grad_() for _ in range(local)]
+    hidden = drawn(TOKENS, 1, HIDDEN).requires_grad_()
+    probs = (drawn(TOKENS, experts).abs() * chosen).requires_grad_()
+    weights = [drawn(HIDDEN, HIDDEN).requires_grad_() for _ in range(local)]
     if kind is not MoEAlltoAllTokenDispatcher:
         cuda_graphs._set_capture_start()
     rows, spread_probs = dispatcher.dispatch_preprocess(hidden, chosen, probs)
     rows, spread_probs = dispatcher.token_dispatch(rows, spread_probs)
     rows, counts, spread_probs = dispatcher.dispatch_postprocess(rows, spread_probs)
+    # Quantized rows are a multiple of 128 in all.
+    assert getattr(kind, "multiple", 1) == 1 or len(rows) % 128 == 0
     counts = torch.as_tensor(counts.tolist())
     rows, _ = gemm.apply(rows, counts, SETTINGS, None, None, *weights)
     rows = rows * spread_probs.unsqueeze(-1)
     rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
     output = dispatcher.combine_postprocess(rows)
     cuda_graphs._set_capture_end()
-    (output * torch.linspace(-1, 1, HIDDEN)).sum().backward()
+    (output * drawn(HIDDEN)).sum().backward()
     grads = [tensor.grad for tensor in (hidden, probs, *weights)]
     return [output.detach(), *(grad for grad in grads if grad is not None)]
 
@@ -110,11 +119,11 @@ def compare() -> Any:
         config = make_config(ranks, experts)
         for routing in ROUTINGS:
             run = partial(passed, chosen=routing_map(routing, experts, rank), config=config)
-            theirs = run(MoEAlltoAllTokenDispatcher, _GroupedLinear)
             # Rows of zeros fill what an expert's rows lack to a multiple.
             aligned = type("Aligned", (DeviceDispatcher,), {"multiple": 4})
-            for kind in (DeviceDispatcher, aligned):
-                pairs = zip(run(kind, GroupedGemm), theirs, strict=True)
+            for kind, drawn in ((DeviceDispatcher, torch.randn), (aligned, eighths)):
+                theirs = run(MoEAlltoAllTokenDispatcher, _GroupedLinear, drawn=drawn)
+                pairs = zip(run(kind, GroupedGemm, drawn=drawn), theirs, strict=True)
                 name = f"{kind.__name__}, {experts} {routing.__name__}"
                 equal[name] = [torch.equal(*pair) for pair in pairs]
     return equal

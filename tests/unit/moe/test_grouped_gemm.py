@@ -90,6 +90,9 @@ OTHERWISE: dict[str, Any] = {
     "misaligned": lambda weights: list(
         torch.cat([torch.zeros(1).bfloat16(), *map(torch.flatten, weights)])[1:].view(3, OUT, IN)
     ),
+    "misaligned from the second on": lambda weights: [
+        row[:-1].view(OUT, IN) for row in torch.ones(3, OUT * IN + 1).bfloat16()
+    ],
     "overlapping": lambda weights: [weights[0][at : at + 2] for at in range(3)],
 }
 

@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.moe.dispatcher import largest_slot
 from megatron_cg.moe.row_bound import MULTIPLE, RowBound, clipped
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank", "late_copies")
+
+
+class LateCopies(TorchDispatchMode):
+    """Copies that do not block are made when the host waits for an event recorded behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.queued: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default or args[2:] != (True,):
+            return func(*args, **(kwargs or {}))
+        self.queued.append(partial(args[0].copy_, args[1].clone()))
+        return args[0]
+
+
+@pytest.fixture
+def late_copies(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    class Event:
+        behind = 0
+
+        def record(self) -> None:
+            self.behind = len(copies.queued)
+
+        def synchronize(self) -> None:
+            while self.behind:
+                copies.queued.pop(0)()
+                self.behind -= 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    with LateCopies() as copies:
+        yield
 
 
 def placed(factor: float = 1.0) -> RowBound:
