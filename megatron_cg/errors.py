@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -31,12 +32,46 @@ class ConfigurationError(MegatronCGError):
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
-        count = len(self.violations)
-        lines = "\n".join(f"  {number}. {item}" for number, item in enumerate(self.violations, 1))
+        said = _paragraphs(self.violations)
+        count = len(said)
+        lines = "\n".join(f"  {number}. {item}" for number, item in enumerate(said, 1))
         super().__init__(
             "CUDA graphs cannot be used as configured, "
             f"{count} reason{'s' * (count != 1)}:\n{lines}"
         )
+
+
+_UNIT = re.compile(r"\bunit ([^\s:]+)")
+
+
+def ranged(names: Iterable[str]) -> str:
+    """Names in words: "layers.0 to layers.31" for those that count up."""
+    runs: list[list[str]] = []
+    for name in sorted(
+        names, key=lambda one: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", one)]
+    ):
+        last = runs[-1][-1] if runs else ""
+        if re.sub(r"\d+", lambda number: str(int(number[0]) + 1), last) == name != last:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(f"{run[0]} to {run[-1]}" if run[2:] else ", ".join(run) for run in runs)
+
+
+def _paragraphs(violations: Iterable[Violation]) -> list[str]:
+    """What is said of units, once for all units of which the same is said."""
+    units: dict[str, list[str]] = {}
+    for item in map(str, violations):
+        name = named[1] if (named := _UNIT.search(item)) else ""
+        own = rf"(?<=\bunit ){re.escape(name)}(?!\w)|(?<![\w.]){re.escape(name)}(?=\.\w)"
+        units.setdefault(re.sub(own, "\0", item) if name else item, []).append(name)
+    return [_of_units(text, names) for text, names in units.items()]
+
+
+def _of_units(text: str, names: Sequence[str]) -> str:
+    if len(names) > 1:
+        text = re.sub("\0(?=\\.\\w)", "*", text).replace("unit \0", "each of the units \0")
+    return text.replace("\0", ranged(names))
 
 
 class ArgumentError(ConfigurationError, ValueError):

@@ -33,10 +33,13 @@ class StaticInputs:
         self._seen: dict[tuple[nn.Module, str], tuple[weakref.ref[torch.Tensor], int]] = {}
         """With the version of the values: a layer may write into an input, such as a state."""
         self._changed: set[tuple[nn.Module, str]] = set()
-        self._steps = 0
+        self._again: set[tuple[nn.Module, str]] = set()
+        """Those that came in two steps at least."""
+        self._now: set[tuple[nn.Module, str]] = set()
+        """Those that were seen first in this step."""
 
     def observe_step(self) -> Callable[[], None]:
-        self._steps += 1
+        self._now = set()
         return all_of(look(layer, self._called) for layer in self._layers)
 
     def replace_in(
@@ -51,7 +54,7 @@ class StaticInputs:
         for name, sample in samples.items():
             reference = self._seen.get((layer, name))
             tensor = reference[0]() if reference is not None else None
-            if self._steps < 2 or tensor is None or (layer, name) in self._changed:
+            if (layer, name) not in self._again - self._changed or tensor is None:
                 continue
             kinds = [(t.shape, t.dtype, t.stride(), t.device) for t in (tensor, sample)]
             if kinds[0] == kinds[1] and not sample.requires_grad:
@@ -71,7 +74,9 @@ class StaticInputs:
                 self._changed.add(key)
             elif key not in self._seen:
                 self._seen[key] = weakref.ref(value), version_of(value)
+                self._now.add(key)
             else:
+                self._again.update({key} - self._now)
                 reference, version = self._seen[key]
                 if reference() is not value or version != version_of(value):
                     self._changed.add(key)

@@ -50,8 +50,6 @@ _CAUSES = {
     "training begins, or keep it in a tensor that is written in place.",
     "frozen": "The graph computes no gradient for a weight that was frozen at capture, and code of "
     "the unit may ask. Set requires_grad before training begins, or capture again.",
-    "grad mode": "The layer runs in training under torch.no_grad() (activation recompute of whole "
-    "layers does so): a replay would overwrite activations that a backward still needs.",
     "autocast": "The graph computes in the precision of capture. Keep one torch.autocast around "
     "the same passes in all steps (with Megatron: none, but --bf16), or train without graphs.",
     "autocast cache": "The graph casts a weight once for all its uses, or for each, as at capture. "
@@ -64,7 +62,7 @@ _CAUSES = {
     "hooks": "A replay runs no Python of the modules inside the graph, so such a hook is not "
     "called. Put it on the layer itself, where it runs around every replay.",
 }
-_MODES = ("grad mode", "autocast", "autocast cache", "determinism", "default dtype", "fp8")
+_MODES = ("autocast", "autocast cache", "determinism", "default dtype", "fp8")
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,6 @@ class DependsOn:
     def _read_modes(self) -> tuple[Any, ...]:
         """In the order of ``_MODES``: what Python code follows, and a replay does not."""
         return (
-            torch.is_grad_enabled(),
             autocast_of(self._device_type),
             torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled(),
             torch.are_deterministic_algorithms_enabled(),

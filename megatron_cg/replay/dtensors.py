@@ -149,11 +149,13 @@ class Layout:
         self._last = ref(tensor), ref(made)
         return made
 
-    def note(self, gradient: torch.Tensor) -> None:
-        """A gradient came. Calls ``refuse`` if it is laid out otherwise than the one before.
+    def note(self, gradient: torch.Tensor | None) -> None:
+        """A gradient came, or none. Calls ``refuse`` if its layout is not that of the one before.
 
         Or if its local tensor has another shape than that of the value, which autograd forbids.
         """
+        if gradient is None:
+            return
         before, now = self.gradient or self.spec, spec_of(gradient)
         self.gradient = self.gradient or now
         if same_placements(self.gradient, now) and local(gradient).shape == self._shape:

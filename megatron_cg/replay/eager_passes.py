@@ -111,8 +111,8 @@ def replay_instead(
     passes: EagerPasses = layer.cuda_graphs[0].eager_passes
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not layer.training:
-            passes.for_no_replay("it is in evaluation mode")
+        if not layer.training or not torch.is_grad_enabled():
+            passes.for_no_replay("it is in evaluation mode, or gradients are off")
             return eager(*args, **kwargs)
         if not layer.cuda_graphs:
             passes.for_no_replay("its graphs were deleted")

@@ -8,6 +8,12 @@ Note [Checkpointing around a unit]
     save for backward by their number, through saved-tensor hooks. A replay saves none. So if one
     pass is a replay and the other is eager, tensors are paired wrongly: gradients are wrong, and no
     error follows. Both passes are told here, and both run eagerly.
+
+Note [Gradients from outside]
+    A unit may use a tensor that it returns or was given. Its gradient is then the sum over uses
+    inside and outside, and a graph gets those from outside alone, in their own strides. So the
+    caller gets a view, whose gradient that is. Autograd adds up the same terms in the same order:
+    uses outside come later in the forward pass, so their gradients come first.
 """
 
 from __future__ import annotations
@@ -16,11 +22,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.capture.operations import key_of
 from megatron_cg.capture.static_inputs import StaticInputs, version_of
@@ -28,8 +38,8 @@ from megatron_cg.fsdp.find_sharding import Unsharded
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.call import CallForm
 from megatron_cg.integrations.standalone.results import attributes_of, results_of, tensors_of
-from megatron_cg.integrations.standalone.sums import Autocast, Sums, autocast_now
-from megatron_cg.replay.dtensors import Layout, spec_of
+from megatron_cg.integrations.standalone.sums import Autocast, Note, Sums, autocast_now
+from megatron_cg.replay.dtensors import Layout, local, spec_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.strides import Noted
 from megatron_cg.upstream.backward_pass import in_backward_pass
@@ -71,7 +81,7 @@ class Observer:
     def __init__(self, units: Mapping[str, nn.Module], sharding: Sharding) -> None:
         self._units, self._sharding = dict(units), sharding
         self.calls: dict[str, Seen] = {}
-        """The calls of the last whole step, in the order of the units' first calls."""
+        """The last call of each unit in whole steps, in the order of their calls."""
         self._now: dict[str, Seen] = {}
         self.sums = Sums(sharding.varies_sums)
         self._views: list[tuple[str, torch.Tensor, int]] = []
@@ -80,6 +90,14 @@ class Observer:
         """The units whose callers write into a returned view of an argument."""
         self._given: Collection[Any] = ()
         """The memory of the tensors of the call that runs now."""
+        self._held: Mapping[Any, torch.Tensor] = {}
+        """The attributes before it."""
+        self._follows: dict[str, set[str]] = {}
+        """The units right before a unit, in any step."""
+        self._memory: dict[str, dict[str, Any]] = {}
+        """Where weights were when the step began."""
+        self.moved: dict[str, str] = {}
+        """By unit: a weight that is elsewhere in the forward pass of each step."""
         self.static_inputs = StaticInputs(self._units.values())
         self.steps = 0
         self._trained: set[str] = set()
@@ -105,6 +123,9 @@ class Observer:
         """Observe every call inside the block; a step that raises is forgotten."""
         self._now = {}
         self._views.clear()
+        moved, self.moved = self.moved, {}
+        if isinstance(self._sharding, Unsharded):
+            self._memory = {name: _memory_of(module) for name, module in self._units.items()}
         with ExitStack() as stack:
             stack.callback(self._sharding.observe_step(self._units.values()))
             stack.callback(self.sums.observe_step())
@@ -118,8 +139,22 @@ class Observer:
             if version_of(output) != version:
                 self.written.add(name)
         self._views.clear()
+        if self.steps:
+            self.moved = {unit: name for unit, name in moved.items() if unit in self.moved}
         self.steps += 1
-        self.calls, self._trained = self._now, self._trainable()
+        self.calls, self._trained = self._in_order(), self._trainable()
+
+    def _in_order(self) -> dict[str, Seen]:
+        """All calls so far; a step may leave units out, as LayerDrop does."""
+        for one, following in pairwise(self._now):
+            self._follows.setdefault(following, set()).add(one)
+        known = self.calls | self._now
+        try:
+            found = {unit: self._follows.get(unit, ()) for unit in self._units if unit in known}
+            return {unit: known[unit] for unit in TopologicalSorter(found).static_order()}
+        except CycleError:  # The order has changed.
+            self._follows.clear()
+            return self._now | {unit: seen for unit, seen in known.items() if unit not in self._now}
 
     def autocast_in_backward(self, device_type: str) -> Autocast:
         """Around the last backward pass; if there was none, what is around this call."""
@@ -143,6 +178,11 @@ class Observer:
         tensors, by_name, _ = form.split(args, kwargs)
         given = {**dict(zip(form.names, tensors, strict=False)), **by_name}
         self._given = {key_of(tensor) for tensor in given.values()}
+        self._held = attributes_of(module.modules())
+        if before_step := self._memory.get(name):
+            now = _memory_of(module)
+            elsewhere = [one for one in now if now[one] != before_step.get(one, now[one])]
+            self.moved.update((name, one) for one in elsewhere[:1])
         before = self._now.get(name)
         self._now[name] = Seen(
             form,
@@ -154,28 +194,49 @@ class Observer:
         )
         self.sums.begun(name, form.by_name(tensors, by_name))
 
-    def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> None:
+    def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
         if not module.training or not torch.is_grad_enabled():
-            return
-        returned = tensors_of(outputs)
-        held = attributes_of(module.modules())
-        self.sums.ended(name, list(filter(_has_node, (*returned, *held.values()))))
-        for key, tensor in results_of(outputs, held):
-            if not tensor.requires_grad or tensor.is_leaf:
+            return outputs
+        leaves, spec = tree_flatten(outputs)
+        returned = tensors_of(leaves)
+        own = attributes_of(module.modules()).items()
+        held = {place: tensor for place, tensor in own if self._held.get(place) is not tensor}
+        given = self._given
+        self._held, self._given = {}, ()
+        used = self.sums.ended(name, list(filter(_has_node, (*returned, *held.values()))))
+        results = results_of(leaves, held)
+        # See Note [Gradients from outside].
+        views = {id(t): t.view_as(t) for _, t in results if id(t) in used and _may_be_viewed(t)}
+        notes: list[tuple[torch.Tensor, Note]] = []
+        for key, tensor in results:
+            made = views.get(id(tensor), tensor)
+            if not isinstance(key, int):
+                vars(key[0])[key[1]] = made
+            if not made.requires_grad or made.is_leaf:
                 continue
-            label = f"result {key if isinstance(key, int) else key[1]}"
-            noted = self._now[name].gradients.setdefault(key, Noted(label))
-            tensor.register_hook(noted.note)
-            if spec_of(tensor) is not None:
-                layout = self._now[name].layouts.setdefault(key, Layout(tensor, label))
+            seen, label = self._now[name], f"result {key if isinstance(key, int) else key[1]}"
+            notes.append((made, seen.gradients.setdefault(key, Noted(label)).note))
+            if spec_of(made) is not None:
+                layout = seen.layouts.setdefault(key, Layout(made, label))
                 layout.refuse = lambda _varies: None  # At capture.
-                tensor.register_hook(layout.note)
+                notes.append((made, layout.note))
+        self.sums.returned(name, notes)
         self._views += [
-            (name, tensor, version_of(tensor))
-            for tensor in returned
-            if key_of(tensor) in self._given
+            (name, tensor, version_of(tensor)) for tensor in returned if key_of(tensor) in given
         ]
-        self._given = ()
+        return tree_unflatten([views.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _may_be_viewed(tensor: torch.Tensor) -> bool:
+    """Whether a view has all that the tensor has."""
+    is_plain = type(tensor) is torch.Tensor and not vars(tensor)
+    return is_plain or spec_of(tensor) is not None
+
+
+def _memory_of(module: nn.Module) -> dict[str, Any]:
+    """Where weights are."""
+    found = ((n, local(p)) for n, p in module.named_parameters() if not is_lazy(p))
+    return {name: (own.shape, own.device, own.data_ptr()) for name, own in found}
 
 
 def _maker(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -203,9 +264,25 @@ def recompute_around() -> str | None:
     """What shows that a call made now is, or will be, recomputed; None if nothing does."""
     if in_backward_pass():
         return "inside a backward pass"
-    if _HOOKS.cached(False) is not None:  # False: also while a trace is made
-        return "under saved-tensor hooks"
-    return None
+    hooks = _HOOKS.cached(False)  # False: also while a trace is made
+    if hooks is None:
+        return None
+    pack = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__).partition(".__init__")[0]
+    return f"under saved-tensor hooks ({getattr(hooks[0], '__module__', '')}.{pack})"
+
+
+def recompute_cause(shown: str) -> tuple[str, str]:
+    """Why a replay cannot be where :func:`recompute_around` shows, and what to do instead."""
+    if "hooks" in shown and "checkpoint" not in shown:
+        return (
+            "a replay saves no tensors for backward, so these hooks would get none of the unit's",
+            "enter them around other modules alone, or leave the unit out of units",
+        )
+    return (
+        "activation checkpointing around the unit calls it again in the backward pass, on what it "
+        "saved; a replay saves nothing",
+        "leave the unit out of units, or put the checkpoint inside the unit",
+    )
 
 
 def not_recomputed() -> Mismatch | None:
@@ -213,11 +290,11 @@ def not_recomputed() -> Mismatch | None:
     shown = recompute_around()
     if shown is None:
         return None
+    reason, remedy = recompute_cause(shown)
     return Mismatch(
         "recompute",
         "the place of its call",
         "outside of backward passes and of saved-tensor hooks",
         shown,
-        "Activation checkpointing around a unit does so, and a replay saves no tensors for it. "
-        "Leave the unit out of units, or put the checkpoint inside the unit.",
+        f"{reason[0].upper()}{reason[1:]}. {remedy[0].upper()}{remedy[1:]}.",
     )

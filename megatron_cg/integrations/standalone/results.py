@@ -65,14 +65,12 @@ class Results:
         ``attributes`` are the tensors that it set, ``arguments`` those that it was given;
         ``without_gradient`` names those that are there for each replay and need no gradient.
         ``seen`` are the layouts in the steps before by the keys of :func:`results_of`. ``laid_out``
-        gets an output's number, the output and that key, and returns what the graph returns. The
-        key of an argument is None: the gradient that was seen is also that of other uses.
+        gets an output's number, the output and that key, and returns what the graph returns.
         """
         tensors: list[torch.Tensor] = []
         layouts: dict[int, Layout] = {}
         keys = {id(tensor): key for key, tensor in results_of(value, attributes)}
         marks = {id(arguments[name]): _Tensor(name) for name in without_gradient}
-        own = set(map(id, arguments.values()))
 
         def marked(leaf: Any) -> Any:
             is_tensor = type(leaf) in (torch.Tensor, nn.Parameter) or is_awaited(leaf)
@@ -86,7 +84,7 @@ class Results:
                 if is_distributed:
                     layouts[number] = Layout.of_result(leaf, number, seen.get(key))
                 made = layouts[number].opened(leaf) if is_distributed else there(leaf)
-                tensors.append(laid_out(number, made, None if id(leaf) in own else key))
+                tensors.append(laid_out(number, made, key))
             return marks[id(leaf)]
 
         leaves, spec = tree_flatten(value, is_plain)

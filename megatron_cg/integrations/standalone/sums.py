@@ -20,8 +20,10 @@ started from Python goes through ``torch.autograd._engine_run_backward``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ _RUN = Symbol("torch.autograd:_engine_run_backward", "what every backward pass f
 _NUMBER = Symbol("torch.autograd:_get_sequence_nr", "the number of the next node of this thread")
 RELIES_ON = (_RUN, _NUMBER)
 _Edge = tuple[Any, int]
+Note = Callable[[torch.Tensor | None], None]
 Autocast = dict[str, Any]
 """The arguments of a ``torch.autocast``."""
 _CAST = (
@@ -54,6 +57,20 @@ class _Call:
     last: int = 0
     """The number of the first node after the call."""
 
+    def inside(self, edges: Iterable[_Edge]) -> set[Any]:
+        """The nodes of the call that ``edges`` lead to."""
+        inside: set[Any] = set()
+        ahead = [node for node, _ in edges]
+        while ahead:
+            node = ahead.pop()
+            # Leaves belong to no call.
+            if node is None or node in inside or hasattr(node, "variable"):
+                continue
+            if node._sequence_nr() >= self.first:
+                inside.add(node)
+                ahead += [following for following, _ in node.next_functions]
+        return inside
+
 
 class Sums:
     """Looks at backward passes of steps: sums across borders of units and, if some vary, inside."""
@@ -65,6 +82,10 @@ class Sums:
         """By unit: what is summed across its border, in words."""
         self.autocast: dict[str, Autocast] = {}
         """By device type: around the last backward pass."""
+        self.again: dict[str, str] = {}
+        """By unit: how a backward pass ran that no graph can run, in words."""
+        self._numbers, self._number = count(1), 0
+        """Of the backward passes, and of the one that runs."""
 
     def observe_step(self) -> Undo:
         """Look at every backward pass until the returned function is called."""
@@ -73,7 +94,11 @@ class Sums:
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
             self._look(roots)
-            return original(roots, *args, **kwargs)
+            around, self._number = self._number, next(self._numbers)
+            try:
+                return original(roots, *args, **kwargs)
+            finally:
+                self._number = around
 
         return put_over(*_RUN.place(), run)
 
@@ -82,12 +107,37 @@ class Sums:
         edges = {name: _edge(given) for name, given in inputs.items() if given.requires_grad}
         self._calls.append(_Call(unit, _NUMBER.find()(), edges))
 
-    def ended(self, unit: str, outputs: Sequence[torch.Tensor]) -> None:
-        """It has returned or set these tensors."""
+    def ended(self, unit: str, outputs: Sequence[torch.Tensor]) -> set[int]:
+        """It has returned or set these tensors.
+
+        Returns the ids of those that it also uses itself, or was given.
+        """
         call = next((call for call in reversed(self._calls) if call.unit == unit), None)
-        if call is not None and not call.outputs:
-            call.outputs = [_edge(output) for output in outputs if output.requires_grad]
-            call.last = _NUMBER.find()()
+        if call is None or call.outputs:
+            return set()
+        edges = {id(output): _edge(output) for output in outputs if output.requires_grad}
+        call.outputs = list(edges.values())
+        call.last = _NUMBER.find()()
+        used = {edge for node in call.inside(call.outputs) for edge in node.next_functions}
+        used.update(call.inputs.values())
+        return {output for output, edge in edges.items() if edge in used}
+
+    def returned(self, unit: str, notes: Iterable[tuple[torch.Tensor, Note]]) -> None:
+        """Note the gradients that come for these results of one call, in each backward pass."""
+        passes: set[int] = set()
+        for tensor, note in notes:
+            node, number = _edge(tensor)
+            node.register_prehook(partial(self._ran, unit, passes, number, note))
+
+    def _ran(
+        self, unit: str, passes: set[int], number: int, note: Note, gradients: Sequence[Any]
+    ) -> None:
+        note(gradients[number])
+        passes.add(self._number)
+        if torch.is_grad_enabled():
+            self.again[unit] = "with create_graph=True"
+        elif len(passes) > 1:
+            self.again.setdefault(unit, "twice for one forward pass (retain_graph=True)")
 
     def _look(self, roots: Any) -> None:
         if not self._calls:
@@ -120,16 +170,7 @@ def _users(roots: Sequence[_Edge]) -> dict[_Edge, list[Any]]:
 
 def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -> str | None:
     """What is summed over uses inside and outside of a call, or in varying dtypes; or None."""
-    inside: set[Any] = set()
-    ahead = [edge[0] for edge in call.outputs if edge in users]
-    while ahead:
-        node = ahead.pop()
-        # Leaves belong to no call.
-        if node is None or node in inside or hasattr(node, "variable"):
-            continue
-        if node._sequence_nr() >= call.first:
-            inside.add(node)
-            ahead += [following for following, _ in node.next_functions]
+    inside = call.inside(edge for edge in call.outputs if edge in users)
     names = {edge: name for name, edge in call.inputs.items()}
     for edge, by in users.items():
         others = [node for node in by if node not in inside]

@@ -20,10 +20,10 @@ from megatron_cg.arguments.schema import (
     GraphArguments,
     RunArguments,
 )
-from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.errors import ConfigurationError, HookError, Violation, ranged
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.hooks import module_hooks
-from megatron_cg.integrations.standalone.observe import Observer, Seen
+from megatron_cg.integrations.standalone.observe import Observer, Seen, recompute_cause
 
 UnitName = str | nn.Module | type[nn.Module]
 
@@ -60,7 +60,18 @@ def find_units(
 
 
 def check_seen(units: Iterable[str], observer: Observer) -> None:
-    """Raise ConfigurationError if the observed calls of a unit cannot be captured."""
+    """Raise ConfigurationError if the observed calls of a unit cannot be captured.
+
+    And HookError if something moves weights for each forward pass.
+    """
+    if observer.moved:
+        raise HookError(
+            f"Weights of the units {ranged(observer.moved)}, such as "
+            f"{next(iter(observer.moved.values()))}, are elsewhere or of another shape in each "
+            "forward pass than when the step began: hooks or the loop swap param.data, as an engine"
+            " for sharding does that is not known here. A graph reads weights at one address. Keep "
+            "them there, shard by FSDP2 or Megatron-FSDP, or leave these units out of units."
+        )
     broken = [*_caches(observer.calls), *_wrong_around(observer)]
     for name, call in observer.calls.items():
         broken += _wrong_calls(name, call, observer)
@@ -68,8 +79,8 @@ def check_seen(units: Iterable[str], observer: Observer) -> None:
         Violation(
             "unit-not-called",
             f"unit {name}",
-            "it was not called with model.train() and gradients on in the step before capture",
-            "take it out of units",
+            "it was not called with model.train() and gradients on in the steps before capture",
+            "give more warmup_steps, or take it out of units",
         )
         for name in units
         if name not in observer.calls
@@ -147,12 +158,15 @@ def _wrong_calls(name: str, call: Seen, observer: Observer) -> Iterator[Violatio
             "unit out of units",
         )
     if call.recompute is not None:
+        found = f"unit {name} was called {call.recompute}"
+        yield Violation("unit-recomputed", found, *recompute_cause(call.recompute))
+    if (how := observer.sums.again.get(name)) is not None:
         yield Violation(
-            "unit-recomputed",
-            f"unit {name} was called {call.recompute}",
-            "activation checkpointing around the unit calls it again in the backward pass, on what "
-            "it saved; a replay saves nothing",
-            "leave the unit out of units, or put the checkpoint inside the unit",
+            "unit-backward-again",
+            f"the backward pass of unit {name} runs {how}",
+            "a graph has no second derivative, and its memory no longer holds what a second "
+            "backward pass reads",
+            "run one backward() over the sum of all losses, or take the unit out of units",
         )
 
 

@@ -99,19 +99,49 @@ def test_anomaly_mode_names_a_replay_that_returns_nan() -> None:
             list(training.run(graphs))
 
 
+def twice(run: Training, x: torch.Tensor) -> torch.Tensor:
+    """Its units have two backward passes."""
+    y = in_turn(run.model, x)
+    y.square().sum().backward(retain_graph=True)
+    return train_on(y)
+
+
 def penalty(run: Training, x: torch.Tensor) -> torch.Tensor:
     """The incoming gradient of the last unit needs none itself."""
     (gradient,) = torch.autograd.grad(in_turn(run.model, x).sum(), x, create_graph=True)
-    loss = gradient.square().sum()
+    return train_on(gradient)
+
+
+def of_weights_behind(run: Training, x: torch.Tensor) -> torch.Tensor:
+    """The graph is kept, but the units have one backward pass."""
+    y = in_turn(run.model, x)
+    torch.autograd.grad(y.sum(), y, retain_graph=True)
+    return train_on(y)
+
+
+def train_on(y: torch.Tensor) -> torch.Tensor:
+    loss = y.square().sum()
     loss.backward()
     return loss
 
 
-def test_a_second_derivative_names_the_unit_and_what_to_do() -> None:
-    training = Training(units, penalty)
-    words = r"^[01]: .*create_graph=True.* Leave the unit out of graph_units\.$"
-    with training.graphs() as graphs, pytest.raises(ReplayMismatchError, match=words):
+REFUSED = {twice: r"twice .*\(retain_graph=True\)", penalty: "with create_graph=True"}
+
+
+@pytest.mark.parametrize("microbatch", REFUSED)
+@pytest.mark.parametrize("since", [0, 3])
+def test_a_second_backward_pass_names_the_unit_and_what_to_do(microbatch: Any, since: int) -> None:
+    """Before the capture if it is seen there."""
+    training = Training(units, lambda *of: (microbatch if of[0].step >= since else train)(*of))
+    late = r"^[01]: .*(create|retain)_graph.* Leave the unit out of graph_units\.$"
+    early = rf"the backward pass of each of the units 0, 1 runs {REFUSED[microbatch]}"
+    error = ReplayMismatchError if since else ConfigurationError
+    with training.graphs() as graphs, pytest.raises(error, match=late if since else early):
         list(training.run(graphs))
+
+
+def test_a_graph_of_autograd_may_be_kept() -> None:
+    assert_as_eager({"replayed": REPLAYED, "mismatched": 0}, units, of_weights_behind)
 
 
 class Pair(Unit):

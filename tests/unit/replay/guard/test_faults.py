@@ -50,18 +50,6 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(0, 3).contiguous().transpose(0, 3)
 
 
-def without_gradients(trainer: Any) -> Any:
-    step = trainer.step
-
-    def forward_only() -> tuple[float, float]:
-        trainer.step = step
-        with torch.no_grad():
-            return float(trainer._forward().sum()), 0.0
-
-    trainer.step = forward_only
-    return nullcontext()
-
-
 def hook_beside(trainer: Any) -> None:
     """On a module inside the graph that has hooks of Megatron-FSDP's."""
     inside = layer_of(trainer).modules()
@@ -121,7 +109,6 @@ FAULTS: dict[str, Case] = {
         "the memory of argument rotary_pos_emb was 0x",
         warmup=2,
     ),
-    "grad mode": Case(without_gradients, "was on at capture and is off now"),
     "autocast": Case(
         lambda _: torch.autocast("cpu", dtype=torch.float16),
         "for cpu was off at capture and is torch.float16 now",
