@@ -101,6 +101,15 @@ class GraphArguments:
         type=int,
         metavar="STEPS",
     )
+    cg_verify_steps: int = _flag(
+        0,
+        "Train every STEPS-th step twice on the same batches, with graphs and then eagerly, and "
+        "compare all numbers that it leaves for the optimizer: losses, gradients, buffers, metrics "
+        "and random states. Training continues with the eager numbers. A difference on any rank "
+        "ends the run or, with --cg-on-mismatch eager, turns all graphs off. 0 turns this off.",
+        type=int,
+        metavar="STEPS",
+    )
     cg_no_fsdp_fast_path: bool = _flag(
         False,
         "Leave Megatron-FSDP's bookkeeping as it is. By default, while graphs replay, it runs once "

@@ -55,7 +55,17 @@ class StepRepeated:
     """The factor of ``--cg-moe-rows`` with which this step fits."""
 
 
-Event = CaptureBegan | CaptureEnded | GraphsDeleted | StepRepeated
+@dataclass(frozen=True)
+class StepVerified:
+    """A step was trained with graphs and once more eagerly."""
+
+    step: int | None
+    """As in :class:`StepRepeated`."""
+    compared: str
+    """What was compared, in words."""
+
+
+Event = CaptureBegan | CaptureEnded | GraphsDeleted | StepRepeated | StepVerified
 
 subscribers: list[Callable[[Event], None]] = []
 """Called for each event, in this order."""

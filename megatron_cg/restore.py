@@ -85,11 +85,12 @@ def values_kept(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
     """Restore the values of named tensors on exit, also of one that was given other memory."""
     with Restores() as stack:
         for what, tensor in {id(tensor): (what, tensor) for what, tensor in tensors}.values():
-            stack.restore(what, _restore, tensor, tensor.data, tensor.detach().clone())
+            stack.restore(what, put_back, tensor, tensor.data, tensor.detach().clone())
         yield
 
 
-def _restore(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -> None:
+def put_back(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -> None:
+    """Write ``values`` into ``tensor``, whose ``data`` was ``memory`` when it had them."""
     if (tensor.shape, tensor.dtype) != (memory.shape, memory.dtype):
         tensor.data = memory
     write_back(tensor, values)

@@ -84,10 +84,10 @@ class Session:
         fast_path: bool = True,
         optimizers: Sequence[Any] = (),
     ) -> None:
-        self._sharding, self._units = sharding, tuple(units)
+        self.sharding, self.units = sharding, tuple(units)
         self._backend = backend
         self._agreement, self._joins = agreement, joins
-        self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
+        self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self.units)
         self._shortens, self._optimizers = fast_path, tuple(optimizers)
         self.fast_path: FastPath | None = None
         self._undo: ExitStack = Restores()
@@ -99,7 +99,7 @@ class Session:
             policy or ReplayPolicy(),
             self.counters,
             None if agreement is None else agreement.on_any_rank,
-            units=len(self._units),
+            units=len(self.units),
             noted=None if agreement is None else agreement.noted,
         )
         model = sharding.wrapped
@@ -110,7 +110,7 @@ class Session:
     @property
     def digest(self) -> int:
         """A number for the graphs and the choice of the fast path; equal where both are equal."""
-        graphs = (f"{unit.name}: {len(unit.graphed)} modules" for unit in self._units)
+        graphs = (f"{unit.name}: {len(unit.graphed)} modules" for unit in self.units)
         return digest([*graphs, f"fast path: {self._shortens}"])
 
     @contextmanager
@@ -129,20 +129,20 @@ class Session:
         self._require(Phase.EAGER)
         self._require_no_other_graphs()
         self._wait_for_earlier_work()
-        emit(CaptureBegan(self._units))
+        emit(CaptureBegan(self.units))
         whole = False
         try:
             self.phase = Phase.CAPTURING
             self._capture = GuardedCapture(
-                self._sharding, self._units, self._backend, self.mismatches, self._static_inputs
+                self.sharding, self.units, self._backend, self.mismatches, self._static_inputs
             )
-            with capturing(self._units, self._sharding, self._backend) as (hooks, lasting):
+            with capturing(self.units, self.sharding, self._backend) as (hooks, lasting):
                 self._hooks = hooks
-                for unit in self._units:
+                for unit in self.units:
                     lasting.callback(set_attribute(unit.layer, "cuda_graphs", [], shared=True))
                 with self._failed_start_shared():
                     yield
-                for unit, unit_hooks in zip(self._units, hooks, strict=True):
+                for unit, unit_hooks in zip(self.units, hooks, strict=True):
                     assert unit.attach is not None
                     lasting.callback(unit.attach(unit, unit_hooks.before_replay, self.mismatches))
                 self._undo, whole = lasting.pop_all(), True
@@ -157,7 +157,7 @@ class Session:
                 ending.callback(emit, CaptureEnded(error=error))
                 ending.callback(self._undo.close)
             raise
-        for unit in self._units:
+        for unit in self.units:
             self._undo.callback(set_attribute(unit.layer, _HOLDS, self))
         # A graph must not be destroyed while it replays, also if nobody closes its session.
         self._rest = finalize(self, self._backend.synchronize)
@@ -192,7 +192,7 @@ class Session:
         """
         self._require(Phase.CAPTURING)
         assert self._capture is not None
-        if [id(layer) for layer in callables] != [id(unit.layer) for unit in self._units]:
+        if [id(layer) for layer in callables] != [id(unit.layer) for unit in self.units]:
             raise PhaseError("the layers to be captured are not this session's units, in order")
         # Lists, since TE stores buffers that graphs share into the containers that it receives.
         args = list(sample_args)
@@ -214,14 +214,14 @@ class Session:
     def _install_fast_path(self) -> None:
         if not self._shortens:
             return
-        if self._sharding.groups:
-            self.fast_path = install_under_v2(self._sharding.groups)
-        elif self._sharding.megatron_fsdp is None:
+        if self.sharding.groups:
+            self.fast_path = install_under_v2(self.sharding.groups)
+        elif self.sharding.megatron_fsdp is None:
             return
         else:
-            units = self._units
+            units = self.units
             self.fast_path = install_fast_path(
-                self._sharding.megatron_fsdp,
+                self.sharding.megatron_fsdp,
                 self._backend.scratch(),
                 self._optimizers,
                 {module for unit in units for top in unit.graphed for module in top.modules()},
@@ -278,7 +278,7 @@ class Session:
             release.callback(self._backend.synchronize)
 
     def _graphs(self) -> list[Any]:
-        return [graph for unit in self._units for graph in getattr(unit.layer, "cuda_graphs", ())]
+        return [graph for unit in self.units for graph in getattr(unit.layer, "cuda_graphs", ())]
 
     def _require(self, phase: Phase) -> None:
         if self.phase is not phase:
@@ -288,7 +288,7 @@ class Session:
             )
 
     def _require_no_other_graphs(self) -> None:
-        taken = [unit.name for unit in self._units if getattr(unit.layer, "cuda_graphs", ())]
+        taken = [unit.name for unit in self.units if getattr(unit.layer, "cuda_graphs", ())]
         if taken:
             raise PhaseError(
                 f"{', '.join(taken)} has graphs of another session. Delete those first, or capture "

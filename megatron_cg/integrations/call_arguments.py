@@ -42,7 +42,7 @@ def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> Iterator[Vio
             reason = "it is a name, or has the method capture (megatron_cg.backends.base)"
             remedy = 'backend="transformer_engine", or leave it out'
             yield Violation("argument", f"backend={value!r}", reason, remedy)
-        elif name == "verify_interval":
+        elif name in ("verify_interval", "verify_steps"):
             yield from at_least(name, value, 0)
         elif name == "fast_path" and not isinstance(value, bool):
             found = f"fast_path={value!r}"

@@ -27,11 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplayPolicy:
-    """What the flags ``--cg-on-mismatch`` and ``--cg-verify-interval`` say."""
+    """What ``--cg-on-mismatch``, ``--cg-verify-interval`` and ``--cg-verify-steps`` say."""
 
     on_mismatch: Literal["eager", "error"] = "eager"
     verify_interval: int | None = 0
     """Steps between two verifications of all graphs; 0 means never, None one unit in turn."""
+    verify_steps: int = 0
+    """Steps from one that is trained twice and compared to the next; 0 means never."""
 
 
 class MismatchPolicy:
@@ -56,7 +58,7 @@ class MismatchPolicy:
         self.issue_held: Callable[[], None] = lambda: None
         """Issues the all-gathers deferred until a launch; must be called before eager passes."""
         self.repeats = False
-        """Whether all ranks repeat a step, so that every unit runs eagerly."""
+        """Whether every unit runs eagerly on all ranks: they repeat a step, or one has differed."""
         self.numbers_hold: Callable[[], bool] = lambda: True
         """Whether the numbers of graphs with collectives hold in this step so far. A call of all
         ranks; see ``integrations/megatron/repeat.py``."""
@@ -66,6 +68,23 @@ class MismatchPolicy:
         self.model = ""
         """Says in reports which model has the unit, if there are several."""
         self._reported: set[tuple[str, tuple[str, str]]] = set()
+
+    @property
+    def verifies_step(self) -> bool:
+        """Whether this whole step is trained eagerly too, and compared."""
+        interval = self._policy.verify_steps
+        return interval > 0 and self.verifications.step % interval == 0 and not self.repeats
+
+    def step_differed(self, text: str) -> None:
+        """Never replay again: all ranks have agreed that a verified step differs.
+
+        Raises ReplayMismatchError: ``--cg-on-mismatch error``.
+        """
+        self.counters.mismatched += 1
+        if self._policy.on_mismatch == "error":
+            raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
+        logger.warning("megatron_cg: %s This step has eager numbers; so will all others.", text)
+        self.repeats = True
 
     def mismatched(self, mismatch: Mismatch, layer: str, *, collectives: bool) -> None:
         """Return if the unit ``layer`` must run eagerly instead of the replay.

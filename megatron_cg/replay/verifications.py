@@ -39,7 +39,8 @@ class Verifications:
         """These graphs are wrong for good."""
         self._interval, self._units = interval, units
         self._counters, self._noted = counters, noted
-        self._step = self._turn = 0
+        self.step = self._turn = 0
+        """The training step since the capture, from 1."""
         self._gap = self._next = _TURN
         self._last: dict[int, int] = {}
         """The step in which all of a graph was last compared."""
@@ -48,11 +49,11 @@ class Verifications:
 
     def begin_step(self) -> None:
         """Count training steps, to know which units are due."""
-        self._step += 1
+        self.step += 1
         if self._interval is not None:
-            is_due = self._interval > 0 and self._step % self._interval == 0
+            is_due = self._interval > 0 and self.step % self._interval == 0
             self.due = set(range(self._units)) if is_due else set()
-        elif is_due := self._step == self._next:
+        elif is_due := self.step == self._next:
             self.due.add(self._turn % self._units)
             self._turn += 1
             if self._turn % self._units == 0:
@@ -74,13 +75,13 @@ class Verifications:
         if self._interval is None:
             self.due.discard(index)
         self._new.add(index)
-        last = self._last.setdefault(index, self._step)
+        last = self._last.setdefault(index, self.step)
         if found is None:
-            self._last[index] = self._step if gradients else last
+            self._last[index] = self.step if gradients else last
             return None
-        if self._interval != 1 and last < self._step:
+        if self._interval != 1 and last < self.step:
             doubt = (
-                f"It was last compared in step {last} with graphs, {self._step - last} steps ago: "
+                f"It was last compared in step {last} with graphs, {self.step - last} steps ago: "
                 "the numbers of the steps since then may be wrong."
             )
             found = replace(found, cause=f"{found.cause} {doubt}")

@@ -19,6 +19,7 @@ from megatron_cg.events import (
     Event,
     GraphsDeleted,
     StepRepeated,
+    StepVerified,
     subscribers,
 )
 from megatron_cg.telemetry.record import Memory, add_capture, memory, note
@@ -44,6 +45,7 @@ def _summary(capture: Mapping[str, Any]) -> str:
 
 _under_way: list[tuple[CaptureBegan, Memory | None, float]] = []
 """The capture that has begun, the memory before it and when that was."""
+_said_what_is_compared: list[str] = []
 
 
 def follow_captures() -> None:
@@ -67,6 +69,15 @@ def _hear(event: Event) -> None:
                 f"megatron_cg: {step} repeated: a rank had {event.rows:,} rows for another in a "
                 f"MoE layer, bound {event.bound:,}. With --cg-moe-rows {event.enough:g} or more "
                 "it would have fitted."
+            )
+    elif isinstance(event, StepVerified):
+        if is_first_rank() and not _said_what_is_compared:
+            _said_what_is_compared.append(event.compared)
+            step = "a step" if event.step is None else f"step {event.step}"
+            print(
+                f"megatron_cg: {step} verified: trained with graphs and then eagerly, and compared "
+                f"bit for bit: {event.compared}. Said once.",
+                flush=True,
             )
     elif _under_way:
         _report(*_under_way.pop(), event)
@@ -96,4 +107,6 @@ def counts_text(counts: Mapping[str, int]) -> str:
     """The counts, by the names of :class:`Counters`, as one line of text."""
     passes = ("captured", "replayed", "eager", "mismatched", "verified")
     text = ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)
-    return f"{text} with gradients, {counts.get('outputs_only', 0)} in outputs only"
+    text = f"{text} with gradients, {counts.get('outputs_only', 0)} in outputs only"
+    steps = counts.get("steps_verified")
+    return f"{text}, {steps} steps verified" if steps else text

@@ -26,7 +26,10 @@ _TENSORBOARD = Symbol(f"{_VARIABLES}:get_tensorboard_writer", "a writer or None"
 _WANDB = Symbol(f"{_VARIABLES}:get_wandb_writer", "a writer or None")
 RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
 
-_COUNTS = ("captured", "replayed", "eager", "mismatched", "verified", "outputs_only", "repeated")
+_COUNTS = (
+    *("captured", "replayed", "eager", "mismatched", "verified", "outputs_only", "repeated"),
+    "steps_verified",
+)
 Totals = dict[str, int]
 
 

@@ -35,7 +35,7 @@ from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.find_sharding import of_megatron
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
-from megatron_cg.integrations.megatron.repeat import repeat_if_bounded
+from megatron_cg.integrations.megatron.repeat import repeat_if_needed
 from megatron_cg.integrations.megatron.scopes import LayerScopes
 from megatron_cg.integrations.megatron.steps import Source, Steps
 from megatron_cg.integrations.megatron.units import units_of
@@ -116,7 +116,10 @@ class FsdpHelper:
             self.steps = Steps(self.controller, self._inputs)
             undo.callback(self.steps.close)
             model, optimizers = self.helper.model, self.helper.optimizers
-            undo.callback(repeat_if_bounded(model, optimizers, self.controller, self.steps))
+            verifies = self.given.cg_verify_steps > 0
+            undo.callback(
+                repeat_if_needed(model, optimizers, self.controller, self.steps, verifies=verifies)
+            )
             undo.callback(all_of(self._replaced_methods()))
             if source is not None:
                 undo.callback(source(self.steps, optimizers))
@@ -188,7 +191,9 @@ class FsdpHelper:
             self._backend,
             self._agreement,
             joins=given.cg_on_failure == "eager",
-            policy=ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
+            policy=ReplayPolicy(
+                given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps
+            ),
             static_inputs=self._inputs,
             fast_path=not given.cg_no_fsdp_fast_path,
             optimizers=self.helper.optimizers,

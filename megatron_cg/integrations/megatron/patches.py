@@ -100,6 +100,7 @@ def enable(
     on_failure: OnFailure | None = None,
     on_mismatch: OnMismatch | None = None,
     verify_interval: int | None = None,
+    verify_steps: int | None = None,
     fast_path: bool | None = None,
     grouped_gemm: GroupedGemm | None = None,
     moe_rows: float | None = None,
@@ -236,11 +237,11 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     def changes() -> Iterator[Undo]:
         yield allow_graphs_under_v2()
         gemm, factor = given.cg_grouped_gemm, given.cg_moe_rows
+        if (gemm != "te" and factor is not None) or given.cg_verify_steps:
+            yield repeat_steps()
         if gemm != "te":
             bound = RowBound(factor) if factor is not None else None
             yield use_device_counts(bound, by_peers=given.cg_moe_exchange == "peer", gemm=gemm)
-            if bound is not None:
-                yield repeat_steps()
         if full_recompute:
             yield allow_full_recompute()
 

@@ -1,12 +1,12 @@
-"""Repeats a training step in which a rank had more rows for another than its graphs have room for.
+"""Repeats a training step of Megatron's schedule eagerly, if its rows or a verification need it.
 
 Loops on megatron-core get the function of a step's passes from ``get_forward_backward_func``. Here
 this function runs the passes once by graphs. If the bound of ``--cg-moe-rows`` was exceeded on any
-rank, all ranks restore what the passes changed (``step_state.py``) and run them once more eagerly,
-where Megatron's dispatcher drops nothing.
+rank, or ``--cg-verify-steps`` asks for it, all ranks restore what the passes changed and run them
+once more eagerly (``integrations/repeated_step.py``), where Megatron's dispatcher drops nothing.
 
-Note [What it costs]
-    Without a repeat: one all-reduce of four bytes, copies of the model's small buffers, and a wait
+Note [What a bound costs]
+    Without a repeat: one all-reduce of four bytes, copies of the model's buffers, and a wait
     of the host until the last forward pass is done (Note [When the host knows] in
     ``moe/row_bound.py``). The GPU still has the last backward pass to run then.
 
@@ -19,13 +19,14 @@ Note [What a loop must do]
     A repeat clears the gradients. So a step is one call of this function, after
     ``zero_grad_buffer()``, around all its replays, with batches from ``data_iterator``. A loop that
     does otherwise ends with an error before its optimizer changes a weight. Ranks without data pass
-    None.
+    None. A verification takes the first of several calls for the same gradients.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,10 +36,9 @@ from torch import nn
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.events import StepRepeated, emit
 from megatron_cg.fsdp.find_sharding import root_of
-from megatron_cg.integrations.megatron.step_state import StepState
 from megatron_cg.integrations.megatron.steps import Steps
+from megatron_cg.integrations.repeated_step import train_step
 from megatron_cg.moe.install import bound_of
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.patch import (
@@ -60,30 +60,43 @@ _PASSES = Symbol(
 )
 RELIES_ON = (_PASSES,)
 
-_OUTSIDE = Violation(
-    "rows-outside-schedule",
-    "--cg-moe-rows, and passes that Megatron's schedule did not run",
-    "the rows of these passes were not compared with the room in the graphs, so tokens may be "
-    "dropped",
-    "run all passes by megatron.core.pipeline_parallel.get_forward_backward_func(), and call that "
-    "after megatron_cg.enable(); or leave the bound out",
-)
-_SECOND = Violation(
-    "rows-second-call",
-    "--cg-moe-rows, and a second call of forward_backward_func for the same gradients",
-    "a step that exceeds the bound is repeated with cleared gradients, so those of the first call "
-    "would be lost",
-    "call model.zero_grad_buffer() before each call and train all microbatches in one, or leave "
-    "the bound out",
-)
-_ELSEWHERE = Violation(
-    "rows-batches-elsewhere",
-    "--cg-moe-rows, and passes that took no batch from data_iterator",
-    "a step that exceeds the bound is repeated with the batches of its data_iterator, and others "
-    "cannot be read again",
-    "let forward_step_func read its batches from the data_iterator that it is given, or leave the "
-    "bound out",
-)
+_BOUND, _VERIFIED = "--cg-moe-rows", "--cg-verify-steps"
+
+
+def _outside(flag: str) -> ConfigurationError:
+    return _refused(
+        "repeat-outside-schedule",
+        f"{flag}, and passes that Megatron's schedule did not run",
+        "these passes cannot be repeated: a step beyond the bound would drop tokens, and one that "
+        "is due for verification is not verified",
+        "run all passes by megatron.core.pipeline_parallel.get_forward_backward_func(), and call "
+        f"that after megatron_cg.enable(); or leave {flag} out",
+    )
+
+
+def _second(flag: str) -> ConfigurationError:
+    return _refused(
+        "repeat-second-call",
+        f"{flag}, and a second call of forward_backward_func for the same gradients",
+        "a step that exceeds the bound is repeated with cleared gradients, so those of the first "
+        "call would be lost",
+        "call model.zero_grad_buffer() before each call and train all microbatches in one, or "
+        f"leave {flag} out",
+    )
+
+
+def _elsewhere(flag: str) -> ConfigurationError:
+    return _refused(
+        "repeat-batches-elsewhere",
+        f"{flag}, and passes that took no batch from data_iterator",
+        "a step is repeated with the batches of its data_iterator, and others cannot be read again",
+        "let forward_step_func read its batches from the data_iterator that it is given, or leave "
+        f"{flag} out",
+    )
+
+
+def _refused(*words: str) -> ConfigurationError:
+    return ConfigurationError([Violation(*words)])
 
 
 _repeaters: WeakKeyDictionary[nn.Module, _Repeater] = WeakKeyDictionary()
@@ -91,7 +104,7 @@ _repeaters: WeakKeyDictionary[nn.Module, _Repeater] = WeakKeyDictionary()
 
 
 def repeat_steps() -> Undo:
-    """Let Megatron's schedule repeat steps of models with a bound; returns the undo.
+    """Let Megatron's schedule repeat steps of models that need it; returns the undo.
 
     Raises UpstreamChangedError if the schedule is not as relied on.
     """
@@ -109,13 +122,18 @@ def repeat_steps() -> Undo:
     return put_over(*_PASSES.place(), forward_backward_no_pipelining)
 
 
-def repeat_if_bounded(
-    model: Sequence[Any], optimizers: Sequence[Any], controller: GraphController, steps: Steps
+def repeat_if_needed(
+    model: Sequence[Any],
+    optimizers: Sequence[Any],
+    controller: GraphController,
+    steps: Steps,
+    *,
+    verifies: bool = False,
 ) -> Undo:
-    """Repeat steps of ``model`` if its layers have a bound of rows; returns the undo."""
+    """Repeat steps of ``model`` if its layers have a bound of rows, or its steps are verified."""
     root: Any = root_of(model[0])
     bound = bound_of(root)
-    if bound is None:
+    if bound is None and not verifies:
         return lambda: None
     repeater = _Repeater(model, optimizers, controller, steps, bound)
 
@@ -131,7 +149,7 @@ def repeat_if_bounded(
 
 
 class _Repeater:
-    """Runs the steps of one model, and repeats those that exceed the bound."""
+    """Runs the steps of one model, and repeats those that need it."""
 
     def __init__(
         self,
@@ -139,13 +157,12 @@ class _Repeater:
         optimizers: Sequence[Any],
         controller: GraphController,
         steps: Steps,
-        bound: RowBound,
+        bound: RowBound | None,
     ) -> None:
         self._model, self._optimizers = model, optimizers
         self._controller, self._steps, self._bound = controller, steps, bound
-        self._states: WeakKeyDictionary[Session, StepState] = WeakKeyDictionary()
-        self._seen: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
-        """Replays whose rows were looked at."""
+        self._seen: WeakKeyDictionary[Session, tuple[int, int]] = WeakKeyDictionary()
+        """Replays whose rows were looked at, and the last step."""
         self._ran = False
         self.running = False
         """Whether :meth:`run` is under way; another replacement of the schedule is inside of it."""
@@ -155,10 +172,15 @@ class _Repeater:
         self._ran = False
 
     def check(self) -> None:
-        """Raise ConfigurationError if a replay was in no call of :meth:`run`."""
+        """Raise ConfigurationError if replays that had to be in a call of :meth:`run` were not."""
         session = self._controller.session
-        if session is not None and session.counters.replayed != self._seen.get(session, 0):
-            raise ConfigurationError([_OUTSIDE])
+        if session is None:
+            return
+        replays, step = self._seen.get(session, (0, -1))
+        if self._bound is not None and session.counters.replayed != replays:
+            raise _outside(_BOUND)
+        if session.mismatches.verifies_step and session.mismatches.verifications.step != step:
+            raise _outside(_VERIFIED)
 
     def run(self, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
         """Run the passes of a step, by graphs if there are any, and repeat them if needed."""
@@ -169,42 +191,45 @@ class _Repeater:
             return self._run(session, passes, options)
 
     def _run(self, session: Session, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
-        if self._ran:
-            raise ConfigurationError([_SECOND])
-        self._ran = True
-        state = self._states.get(session)
-        if state is None:
-            state = self._states[session] = StepState(self._model)
+        mismatches, bound = session.mismatches, self._bound
+        is_second, self._ran = self._ran, True
+        if is_second and bound is not None:
+            raise _second(_BOUND)
+        self._seen[session] = self._seen.get(session, (0, 0))[0], mismatches.verifications.step
+        if bound is None and (is_second or not mismatches.verifies_step):
+            return passes(**options)
         data = options[_DATA]
         if isinstance(data, list):
             (data,) = data  # one chunk of the model, without pipeline parallelism
         batches = options[_DATA] = None if data is None else _Batches(data)
-        state.save()
-        self._bound.begin_step()
-        mismatches, bound = session.mismatches, self._bound
-        with undone_after(set_attribute(mismatches, "numbers_hold", bound.holds)):
-            result = passes(**options | {_FORWARD: self._sharing(options)})
-        self._seen[session] = session.counters.replayed
-        if batches is not None and not batches.was_read:
-            raise ConfigurationError([_ELSEWHERE])
-        rows = bound.exceeded()
-        if not rows:
+
+        def by_graphs() -> Any:
+            with ExitStack() as stack:
+                given = options
+                if bound is not None:
+                    bound.begin_step()
+                    stack.callback(set_attribute(mismatches, "numbers_hold", bound.holds))
+                    given = options | {_FORWARD: self._sharing(bound, options)}
+                result = passes(**given)
+            self._seen[session] = session.counters.replayed, mismatches.verifications.step
+            if batches is not None and not batches.was_read:
+                raise _elsewhere(_BOUND if bound is not None else _VERIFIED)
             return result
-        del result
-        emit(StepRepeated(self._steps.number, rows, bound.bound, bound.enough(rows)))
-        state.restore()
-        if batches is not None:
-            batches.rewind()
-        for chunk in self._model:
-            chunk.zero_grad_buffer()
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        self._ran = True
-        session.counters.repeated += 1
-        with undone_after(set_attribute(mismatches, "repeats", True)):
+
+        def eagerly() -> Any:
+            if batches is not None:
+                batches.rewind()
+            for chunk in self._model:
+                chunk.zero_grad_buffer()
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+            self._ran = True
             return passes(**options)
 
-    def _sharing(self, options: dict[str, Any]) -> Callable[..., Any]:
+        return train_step(session, by_graphs, eagerly, bound=bound, number=self._steps.number)
+
+    @staticmethod
+    def _sharing(bound: RowBound, options: dict[str, Any]) -> Callable[..., Any]:
         """The function of a microbatch's forward pass; see Note [When the host knows]."""
         old, left = options[_FORWARD], options[_MICROBATCHES]
 
@@ -214,7 +239,7 @@ class _Repeater:
             result = old(*args, **kwargs)
             left -= 1
             if left == 0:
-                self._bound.share()
+                bound.share()
             return result
 
         return forward_step

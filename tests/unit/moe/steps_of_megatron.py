@@ -118,11 +118,11 @@ class _Graphs:
         return self._trainer.steps + 1
 
 
-def repeats(trainer: MegatronTrainer) -> Callable[[], None]:
-    from megatron_cg.integrations.megatron.repeat import repeat_if_bounded
+def repeats(trainer: MegatronTrainer, *, verifies: bool = False) -> Callable[[], None]:
+    from megatron_cg.integrations.megatron.repeat import repeat_if_needed
 
     graphs: Any = _Graphs(trainer)
-    return repeat_if_bounded([trainer.model], [trainer.optimizer], graphs, graphs)
+    return repeat_if_needed([trainer.model], [trainer.optimizer], graphs, graphs, verifies=verifies)
 
 
 @contextmanager

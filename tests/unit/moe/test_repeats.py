@@ -58,6 +58,7 @@ class Case:
     dropout: float = 0.0
     fast_path: bool = True
     verify_interval: int = 0
+    verifies_steps: bool = False
     again: int | None = None
     """The step before which graphs are deleted and captured again."""
     evaluated: int | None = None
@@ -71,6 +72,12 @@ class Case:
     def repeated(self) -> list[int]:
         found = enumerate(self.exceeds, WARMUP)
         return [step for step, exceeds in found if self.real or exceeds is not never]
+
+    @property
+    def verified(self) -> list[int]:
+        """The steps that are to be compared with eager ones."""
+        with_graphs = range(WARMUP, self.steps) if self.verifies_steps else ()
+        return [step for step in with_graphs if step not in self.repeated]
 
     @property
     def eager(self) -> str:
@@ -113,6 +120,7 @@ CASES = {
         dropout=0.2,
         again=3,
         evaluated=4,
+        verifies_steps=True,
     ),
     "verified": Case((never, every_pass, never, only(1, 0, 0), never), verify_interval=1),
     "a real bound, all at once, made on meta": Case(
@@ -187,7 +195,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.events import StepRepeated, subscribers
+    from megatron_cg.events import StepRepeated, StepVerified, subscribers
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.moe import row_bound
@@ -225,7 +233,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
             undo.callback(repeat_steps())
             undo.callback(repeats(trainer))
         numbers, states = [], []
-        policy = ReplayPolicy("error", case.verify_interval)
+        policy = ReplayPolicy("error", case.verify_interval, int(case.verifies_steps))
         for step in range(steps):
             if ours and step in (WARMUP, case.again):
                 if trainer.session is not None:
@@ -247,6 +255,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
             "steps": numbers,
             "states": states,
             "repeated": [one.step - 1 for one in repeated if one.step is not None],
+            "verified": [(one.step or 0) - 1 for one in events if isinstance(one, StepVerified)],
             "told": all(one.rows > one.bound > 0 for one in repeated),
             "passes": trainer.forward_passes,
             "counts": trainer.session.counters.as_dict() if trainer.session is not None else {},
@@ -292,7 +301,9 @@ def test_the_steps_that_exceed_the_bound_are_repeated(
     for found in results:
         ours = found[name]["ours"]
         assert ours["repeated"] == case.repeated and ours["told"]
-        passes = MICROBATCHES * (case.steps + len(case.repeated)) + (case.evaluated is not None)
+        assert ours["verified"] == case.verified
+        twice = len(case.repeated) + len(case.verified)
+        passes = MICROBATCHES * (case.steps + twice) + (case.evaluated is not None)
         assert ours["passes"] == passes
         counts = ours["counts"]
         assert counts["mismatched"] == 0

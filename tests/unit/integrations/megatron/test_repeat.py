@@ -47,6 +47,8 @@ class Bound:
 class Session:
     def __init__(self) -> None:
         self.counters = Counters()
+        self.units: tuple[Any, ...] = ()
+        self.sharding = SimpleNamespace(network=torch.nn.Linear(1, 1))
         self.mismatches = MismatchPolicy(ReplayPolicy(), self.counters)
 
 
@@ -75,7 +77,7 @@ class Loop:
 
     def follow(self) -> Undo:
         steps: Any = SimpleNamespace(number=12)
-        return repeat.repeat_if_bounded([self.chunk], [self.optimizer], self.controller, steps)
+        return repeat.repeat_if_needed([self.chunk], [self.optimizer], self.controller, steps)
 
     def schedule(self) -> Any:
         def forward_backward_no_pipelining(
@@ -193,25 +195,25 @@ def test_other_passes_are_megatrons_own(loop: Loop, case: str) -> None:
     assert loop.events == ["graphs", True, {"tokens": 0}, {"tokens": 1}]
 
 
-@pytest.mark.refuses("rows-outside-schedule", "rows-second-call")
+@pytest.mark.refuses("repeat-outside-schedule", "repeat-second-call")
 def test_a_second_call_for_the_same_gradients_is_refused(loop: Loop) -> None:
     loop.bound.rows = 200
     loop.step(batches())
     with pytest.raises(ConfigurationError, match=r"call model\.zero_grad_buffer\(\)") as error:
         loop.passes(batches())
-    assert [one.rule for one in error.value.violations] == ["rows-second-call"]
+    assert [one.rule for one in error.value.violations] == ["repeat-second-call"]
     loop.chunk.zero_grad_buffer()
     loop.passes(batches())
 
 
-@pytest.mark.refuses("rows-outside-schedule", "rows-second-call")
+@pytest.mark.refuses("repeat-outside-schedule", "repeat-second-call")
 def test_replays_outside_of_the_schedule_end_before_the_update(loop: Loop) -> None:
     loop.step(batches())
     loop.events.clear()
     loop.session.counters.replayed += 1
     with pytest.raises(ConfigurationError, match="get_forward_backward_func") as error:
         loop.optimizer.step()
-    assert [one.rule for one in error.value.violations] == ["rows-outside-schedule"]
+    assert [one.rule for one in error.value.violations] == ["repeat-outside-schedule"]
     assert loop.events == []
     loop.controller.session = Session()
     loop.optimizer.step()
@@ -223,7 +225,7 @@ def test_batches_that_are_read_elsewhere_end_before_the_update(loop: Loop) -> No
     loop.forward = lambda data: next(others)
     with pytest.raises(ConfigurationError, match="data_iterator") as error:
         loop.step(batches())
-    assert [one.rule for one in error.value.violations] == ["rows-batches-elsewhere"]
+    assert [one.rule for one in error.value.violations] == ["repeat-batches-elsewhere"]
     assert "update" not in loop.events
     loop.step(None)
     assert loop.events[-1] == "update"

@@ -1,0 +1,109 @@
+"""Trains a step by graphs and, if there is a reason, once more eagerly.
+
+A reason is that a rank had more rows for another than the graphs have room for (``--cg-moe-rows``),
+or that the step is verified (``--cg-verify-steps``): then the digests of all numbers that it leaves
+for the optimizer are compared. Either way training continues with the eager numbers.
+
+Note [Numbers that differ by themselves]
+    Without deterministic algorithms two eager steps differ too. So a difference then counts only if
+    a second eager step has the same number as the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from megatron_cg.capture.session import Session
+from megatron_cg.consensus.exchange import TIMEOUT
+from megatron_cg.events import StepRepeated, StepVerified, emit
+from megatron_cg.integrations.step_state import StepState
+from megatron_cg.moe.row_bound import RowBound
+from megatron_cg.replay.digests import Digests
+from megatron_cg.replay.plain import is_plain
+from megatron_cg.upstream.patch import set_attribute, undone_after
+
+_SHOWN = 8
+_GRADIENTS = ("grad", "decoupled_grad")
+
+
+def train_step(
+    session: Session,
+    by_graphs: Callable[[], Any],
+    eagerly: Callable[[], Any],
+    *,
+    bound: RowBound | None = None,
+    number: int | None = None,
+) -> Any:
+    """Train all passes of a step, and return what they return.
+
+    ``eagerly`` trains them once more, with the same batches and cleared gradients. ``number`` is
+    the step's in the log. All ranks call it. Raises ReplayMismatchError as ``step_differed``.
+    """
+    mismatches = session.mismatches
+    verifies = mismatches.verifies_step
+    if mismatches.repeats or not (verifies or bound):
+        return by_graphs()
+    graphed = {m for unit in session.units if not unit.sets_attributes for m in unit.graphed}
+    state = StepState([session.sharding.network], graphed)
+    result = by_graphs()
+    rows = bound.exceeded() if bound is not None else 0
+    if not rows and not verifies:
+        return result
+    replayed = _digests(session, state, result) if not rows else None
+    del result
+
+    def repeated() -> Any:
+        state.restore()
+        with undone_after(set_attribute(mismatches, "repeats", True)):
+            return eagerly()
+
+    if bound is not None and rows:
+        emit(StepRepeated(number, rows, bound.bound, bound.enough(rows)))
+        session.counters.repeated += 1
+    result = repeated()
+    if replayed is None:
+        return result
+    eager = _digests(session, state, result)
+    found = replayed.differences(eager)
+    differs = mismatches.on_any_rank("a verified step", bool(found), TIMEOUT)
+    if differs and not torch.are_deterministic_algorithms_enabled():
+        result = repeated()
+        unstable = eager.differences(_digests(session, state, result))
+        found = [name for name in found if name not in unstable]
+        differs = mismatches.on_any_rank("a verified step, again", bool(found), TIMEOUT)
+    session.counters.steps_verified += 1
+    emit(StepVerified(number, str(eager)))
+    if differs:
+        mismatches.step_differed(_text(number, found, eager))
+    return result
+
+
+def _digests(session: Session, state: StepState, result: Any) -> Digests:
+    """Of what a step has left, the last layer's gradients first."""
+
+    def named() -> Iterator[tuple[str, Any]]:
+        leaves, _ = tree_flatten_with_path(result)
+        for path, value in leaves:
+            if isinstance(value, torch.Tensor) or is_plain(value):
+                yield f"result {keystr(path)}", value
+        for name, parameter in reversed(list(session.sharding.network.named_parameters())):
+            for attribute in _GRADIENTS:
+                yield f"gradient {name}", getattr(parameter, attribute, None)
+        yield from state.tensors()
+
+    return Digests(named())
+
+
+def _text(number: int | None, found: list[str], eager: Digests) -> str:
+    step = "A step" if number is None else f"Step {number}"
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    names = ", ".join(found[:_SHOWN]) + more if found else "none on this rank, see another's log"
+    return (
+        f"{step}, trained with graphs and then eagerly, has other numbers: {names}. Gradients are "
+        f"named in the order of the backward pass, the last layer first. Compared: {eager}. No "
+        "guard saw it, so the cause may lie between units: please report it, with this line."
+    )

@@ -1,0 +1,184 @@
+"""What a step changes beside what ``tests/unit/moe/test_repeats.py`` trains with is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.errors import NotRestoredError
+from megatron_cg.integrations import step_state
+from megatron_cg.integrations.step_state import StepState
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Counting(nn.Module):
+    """State of every kind in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any
+        self.wide: Any
+        self.made: Any
+        self.history: Any
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("wide", torch.zeros(1).expand(3))
+
+        self.logits: Any = torch.zeros(2)
+        self.steps = 0
+        self.history = [torch.zeros(1)]
+        self.sums: dict[str, Any] = {"loss": torch.zeros(1), "of": {"layer": 0}}
+
+
+def flat(value: Any) -> Any:
+    """The values of tensors, and anything else itself."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: flat(one) for key, one in value.items()}
+    return [flat(one) for one in value] if isinstance(value, list) else value
+
+
+def rebind(module: Counting) -> None:
+    module.seen = module.seen + 1
+    module.logits = None
+    module.steps += 1
+    module.history = [1]
+    module.sums = {}
+
+
+def write(module: Counting) -> None:
+    module.seen.add_(1)
+    module.wide.set_(torch.ones(3))
+    module.logits.add_(1)
+    module.history[0].add_(1)
+    module.sums["loss"].add_(1)
+
+
+def mix(module: Counting) -> None:
+    module.seen.add_(1)
+    module.seen = module.seen + 1
+    module.history.append(2)
+    module.sums["of"]["layer"] += 1
+    module.sums["new"] = 1
+    module.made = 1
+
+
+@pytest.mark.parametrize("change", [rebind, write, mix])
+def test_buffers_and_attributes_of_modules(change: Callable[[Counting], None]) -> None:
+    """More than once: a step whose numbers differ is trained a third time."""
+    module = Counting()
+    before, seen, logits = flat(vars(module)), module.seen, module.logits
+    buffers = flat(module._buffers)
+    state = StepState([nn.ModuleList([module, nn.Linear(2, 2)])])
+    for _ in range(2):
+        change(module)
+        assert (flat(vars(module)), flat(module._buffers)) != (before, buffers)
+        state.restore()
+        assert flat(vars(module)) == before and flat(module._buffers) == buffers
+        assert module.seen is seen and module.logits is logits  # graphs write there
+
+
+def test_what_cannot_be_restored_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    class Sealed(type):
+        def __setattr__(cls, name: str, value: Any) -> None:
+            raise TypeError("sealed")
+
+    kind = Sealed("Kind", (), {"count": 0, "__module__": mtp.__name__})
+    monkeypatch.setattr(mtp, "Kind", kind, raising=False)
+    step_state._namespaces.cache_clear()
+    module = Counting()
+    state = StepState([module])
+    type.__setattr__(kind, "count", 1)
+    module.seen.add_(1)
+    torch.rand(2)
+    changed = torch.get_rng_state()
+    with pytest.raises(NotRestoredError, match="multi_token_prediction:Kind"):
+        state.restore()
+    assert module.seen.tolist() == [0, 0] and not torch.equal(torch.get_rng_state(), changed)
+
+
+def test_generators_stay_those_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker, one = get_cuda_rng_tracker(), torch.Generator()
+    monkeypatch.setattr(tracker, "states_", {"generator": one, "tensor": one.get_state()})
+    before = one.get_state().tolist(), torch.get_rng_state().tolist()
+    state = StepState([])
+    torch.rand(2, generator=one)
+    torch.rand(2)
+    tracker.states_ = {"generator": torch.Generator()}
+    state.restore()
+    assert tracker.states_["generator"] is one and "tensor" in tracker.states_
+    assert (one.get_state().tolist(), torch.get_rng_state().tolist()) == before
+
+
+def test_moe_metrics_in_place_and_new_ones_go() -> None:
+    from megatron.core.transformer.moe import moe_logging
+
+    moe_logging.destroy_moe_metrics_tracker()
+    state = StepState([])
+    moe_logging.get_moe_metrics_tracker()
+    state.restore()
+    assert moe_logging._MOE_METRICS_TRACKER is None
+    tracker = moe_logging.get_moe_metrics_tracker()
+    tracker.record("one", torch.tensor(1.5), 1, 2)
+    values = tracker.metrics["one"].values
+    state = StepState([])
+    tracker.record("one", torch.tensor(1.5), 2, 2)
+    tracker.record("two", torch.tensor(1.5), 2, 2)
+    state.restore()
+    assert set(tracker.metrics) == {"one"}
+    assert tracker.metrics["one"].values is values and values.tolist() == [1.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    "name", ["MTPLossLoggingHelper", "DSAIndexerLossLoggingHelper", "NewHelper"]
+)
+def test_sums_of_losses_for_the_log(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a release adds; a graph writes to the tensor that was there."""
+    from megatron.core.transformer import multi_token_prediction as mtp
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    if name == "NewHelper":
+        new = type(name, (), {"tracker": {}, "scale": None, "__module__": mtp.__name__})
+        monkeypatch.setattr(mtp, name, new, raising=False)
+    step_state._namespaces.cache_clear()
+    helper: Any = getattr(mtp, name, None) or getattr(dsa, name)
+    tracker: dict[str, Any] = {}
+    monkeypatch.setattr(helper, "tracker", tracker)
+    state = StepState([])
+    tracker["values"] = torch.ones(2)
+    state.restore()
+    assert tracker == {}
+    values = torch.ones(2)
+    tracker.update(values=values, reduce_group=None)
+    state = StepState([])
+    tracker.update(values=values.add_(1) * 2, reduce_group="a group")
+    state.restore()
+    assert helper.tracker is tracker and tracker["reduce_group"] is None
+    assert tracker["values"] is values and values.tolist() == [1, 1]
+
+
+def test_scales_of_losses() -> None:
+    """One that the schedule copies into, and one that it puts another tensor for."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as InPlace
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler as Replaced
+
+    InPlace.main_loss_backward_scale, replaced = None, Replaced.main_loss_backward_scale
+    for _ in range(2):
+        state = StepState([])
+        before = flat(InPlace.main_loss_backward_scale)
+        InPlace.set_loss_scale(torch.ones(1) / 2)
+        Replaced.set_loss_scale(torch.ones(1) / 2)
+        state.restore()
+        assert flat(InPlace.main_loss_backward_scale) == before
+        assert Replaced.main_loss_backward_scale is replaced
+        InPlace.main_loss_backward_scale = torch.ones(1)
+    InPlace.main_loss_backward_scale = None
