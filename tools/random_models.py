@@ -21,6 +21,7 @@ from functools import partial
 from itertools import batched, groupby
 from typing import Any
 
+import numpy
 import torch
 
 from megatron_cg.tools.cpu import launch
@@ -41,6 +42,8 @@ FROZEN = (
     "router",
     "output_layer",
 )
+BUFFERS = ("", "", "in place", "rebound", "expanded")
+"""What the forward pass does with a buffer of the user's."""
 STRATEGIES = ("optim_grads_params",) * 3 + ("optim_grads", "optim", "no_shard")
 ROUTER = ("moe_router", "moe_preprocess")
 IMPORTED = ("launch", "fakes", "train")
@@ -68,6 +71,12 @@ class Draw:
     """As ``--cg-verify-interval``: how often each graph is compared with an eager pass."""
     on_meta: bool
     """Whether the layers are made on the meta device, as ``--init-model-with-meta-device``."""
+    rows: float | None = None
+    """As ``--cg-moe-rows``, with room for single rows."""
+    schedule: bool = False
+    """Whether Megatron's schedule runs the passes, so that the experts' bias is trained."""
+    buffers: str = ""
+    """One of ``BUFFERS``."""
 
 
 def draw(seed: int) -> Draw:
@@ -84,7 +93,7 @@ def draw(seed: int) -> Draw:
     some = chance.sample(layers, chance.randint(1, max(1, model.layers - 1)))
     is_full = "recompute_method" in model.options
     strategy = model.fsdp_options["data_parallel_sharding_strategy"]
-    return Draw(
+    drawn = Draw(
         model=replace(model, bf16=device or chance.random() < 0.7),
         processes=processes,
         microbatches=chance.choice((1, 2, 3)),
@@ -101,6 +110,24 @@ def draw(seed: int) -> Draw:
         and strategy != "no_shard"
         and not model.options.get("moe_shared_expert_gate"),
     )
+    return _more(chance, drawn, exchanges=whole and model.expert_parallel > 1)
+
+
+def _more(chance: random.Random, drawn: Draw, *, exchanges: bool) -> Draw:
+    model, rows, events = drawn.model, None, drawn.events
+    if exchanges and chance.random() < 0.6:
+        rows = chance.choice((1.0, 1.05, 1.2, 1.6))
+    trains_bias = "moe_router_enable_expert_bias" in model.options
+    schedule = rows is not None or (trains_bias and chance.random() < 0.7)
+    if schedule:
+        outside = EVENTS[1:3]  # Megatron's schedule runs no such passes.
+        events = {step: event for step, event in events.items() if event not in outside}
+    if chance.random() < 0.2:
+        model = replace(model, options={**model.options, "mtp_num_layers": 1})
+    # Megatron-FSDP gives buffers that were made on the meta device no values.
+    buffers = chance.choice(BUFFERS) if not drawn.on_meta else ""
+    more = replace(drawn, model=model, events=events, rows=rows)
+    return replace(more, schedule=schedule, buffers=buffers)
 
 
 def _frozen(chance: random.Random, model: CpuModelConfig, *, is_full: bool) -> tuple[str, ...]:
@@ -207,8 +234,11 @@ def _sharding(chance: random.Random) -> dict[str, object]:
 def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
     """The model's shape, with what its config and its experts need for as long as the block."""
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+    from megatron_cg.integrations.megatron.repeat import repeat_steps
+    from megatron_cg.moe import row_bound
     from megatron_cg.moe.install import use_device_counts
     from megatron_cg.tools.cpu import cpu_model
     from megatron_cg.tools.cpu.fakes import replaced
@@ -220,15 +250,21 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
         made = make(shape)
         for name, weight in made.named_parameters():
             weight.requires_grad_(not any(part in name for part in drawn.frozen))
+        _add_buffer(made, drawn.buffers)
         return made
 
     destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     options = {**drawn.model.options, "init_model_with_meta_device": drawn.on_meta}
     with ExitStack() as undo:
         undo.enter_context(replaced(cpu_model, "gpt_model", gpt_model))
         if drawn.torch_gemm:
             undo.enter_context(in_place_of_te())
-            undo.callback(use_device_counts(by_peers=graphs and drawn.peers))
+            undo.enter_context(replaced(row_bound, "MULTIPLE", 1))
+            bounded = graphs and drawn.rows is not None
+            bound = row_bound.RowBound(drawn.rows or 1.0) if bounded else None
+            undo.callback(use_device_counts(bound, by_peers=graphs and drawn.peers))
+            undo.callback(repeat_steps())
         if graphs:
             undo.callback(allow_full_recompute())
             yield replace(drawn.model, options=options)
@@ -237,17 +273,51 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
             yield replace(drawn.model, graph_modules=(), options=options)
 
 
+def _add_buffer(model: torch.nn.Module, kind: str) -> None:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    block: Any = next(one for one in model.modules() if isinstance(one, TransformerBlock))
+    if kind == "expanded":
+        block.layers[0].self_attention.register_buffer("table", torch.arange(4.0).expand(3, 4))
+    elif kind:
+        block.register_buffer("seen", torch.zeros(()))
+
+        def count(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            module.seen = module.seen + 1 if kind == "rebound" else module.seen.add_(1)
+            kwargs["hidden_states"] = kwargs["hidden_states"] * (1 + 0.01 * module.seen)
+            return args, kwargs
+
+        block.register_forward_pre_hook(count, with_kwargs=True)
+
+
+@contextmanager
+def training(drawn: Draw, *, graphs: bool) -> Iterator[Any]:
+    """A trainer, for as long as the block."""
+    from megatron_cg.tools.cpu.training_plan import TrainingPlan
+    from tests.unit import trainers
+    from tests.unit.moe import steps_of_megatron
+
+    random.seed(1)
+    numpy.random.seed(1)
+    plan: dict[str, Any] = {"graphs": graphs, "microbatches": drawn.microbatches}
+    with settings(drawn, graphs=graphs) as shape, ExitStack() as undo:
+        if not drawn.schedule:
+            yield undo.enter_context(trainers.trainer_of(shape, **plan))
+            return
+        made = steps_of_megatron.trainer_of(TrainingPlan(shape, **plan))
+        trainer = undo.enter_context(made)
+        undo.callback(steps_of_megatron.repeats(trainer))
+        yield trainer
+
+
 def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
     """Each number of the run to the last bit, digests of the weights, and how many replays."""
     from megatron_cg.telemetry.record_contents import parameter_digests
-    from tests.unit.trainers import half_a_batch, trainer_of
+    from tests.unit.trainers import half_a_batch
 
     found: list[Any] = []
     replayed = 0
-    with (
-        settings(drawn, graphs=graphs) as shape,
-        trainer_of(shape, graphs=graphs, microbatches=drawn.microbatches) as trainer,
-    ):
+    with training(drawn, graphs=graphs) as trainer:
 
         def close() -> None:
             nonlocal replayed
@@ -266,6 +336,7 @@ def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
             with half_a_batch(trainer, event == "half a batch"):
                 found.append([number.hex() for number in trainer.step()])
         close()
+        found += [(name, one.tolist()) for name, one in trainer.model.named_buffers()]
         return [*found, parameter_digests(trainer.model)], replayed
 
 

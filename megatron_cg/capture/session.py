@@ -102,10 +102,6 @@ class Session:
             units=len(self.units),
             noted=None if agreement is None else agreement.noted,
         )
-        model = sharding.wrapped
-        number = _NUMBERS.get(model) or _NUMBERS.setdefault(model, next(_next_number))
-        if number > 1:
-            self.mismatches.model = f" of model {number} ({type(sharding.network).__name__})"
 
     @property
     def digest(self) -> int:
@@ -163,6 +159,10 @@ class Session:
         self._rest = finalize(self, self._backend.synchronize)
         self._rest.atexit = False
         _SESSIONS.append(ref(self, _SESSIONS.remove))
+        model = self.sharding.wrapped
+        number = _NUMBERS.get(model) or _NUMBERS.setdefault(model, next(_next_number))
+        if len(_SESSIONS) > 1:
+            self.mismatches.model = f" of model {number} ({type(model).__name__})"
         self.counters.captured += len(self._graphs())
         self.phase = Phase.REPLAYING
         with ExitStack() as failed:

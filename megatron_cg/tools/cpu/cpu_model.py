@@ -10,7 +10,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -115,6 +118,7 @@ def gpt_model(model: CpuModelConfig) -> torch.nn.Module:
         max_sequence_length=model.sequence_length,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
     )
     return Float16Module(config, gpt) if model.bf16 else gpt
 

@@ -7,6 +7,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -243,8 +244,9 @@ def test_a_step_that_raised_is_not_observed(runs: Any) -> None:
 def test_a_report_says_which_of_several_models_has_the_unit(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for run in (Training(), Training()):
-        with run.graphs() as graphs:
+    with ExitStack() as stack:
+        for run in (Training(), Training()):
+            graphs = stack.enter_context(run.graphs())
             assert len(list(run.run(graphs))) == STEPS * 6 + 4
             with graphs.step():
                 train(run, torch.randn(ROWS + 1, WIDTH))
