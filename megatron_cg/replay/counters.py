@@ -23,7 +23,8 @@ class Counters(Mapping[str, int]):
     mismatched: int = 0
     """Times that a guard forbade a replay."""
     verified: int = 0
-    """Replays that were compared with an eager pass, outputs and gradients."""
+    """Replays, but for the first of each graph, that were compared with an eager pass, outputs and
+    gradients."""
     outputs_only: int = 0
     """Replays whose outputs alone were compared: the memory that the unit's backward pass reads was
     not ready."""

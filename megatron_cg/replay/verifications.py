@@ -69,9 +69,8 @@ class Verifications:
 
         Returns the same, with the steps whose numbers may be wrong.
         """
-        if index in self.due:
-            self._counters.verified += gradients
-            self._counters.outputs_only += not gradients
+        self._counters.verified += gradients and index in self.due
+        self._counters.outputs_only += not gradients
         if self._interval is None:
             self.due.discard(index)
         self._new.add(index)

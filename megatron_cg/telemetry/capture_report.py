@@ -108,5 +108,7 @@ def counts_text(counts: Mapping[str, int]) -> str:
     passes = ("captured", "replayed", "eager", "mismatched", "verified")
     text = ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)
     text = f"{text} with gradients, {counts.get('outputs_only', 0)} in outputs only"
+    if unstable := counts.get("gradients_unstable"):
+        text += f" ({unstable} unstable results left out)"
     steps = counts.get("steps_verified")
     return f"{text}, {steps} steps verified" if steps else text

@@ -27,8 +27,8 @@ _WANDB = Symbol(f"{_VARIABLES}:get_wandb_writer", "a writer or None")
 RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
 
 _COUNTS = (
-    *("captured", "replayed", "eager", "mismatched", "verified", "outputs_only", "repeated"),
-    "steps_verified",
+    *("captured", "replayed", "eager", "mismatched", "verified", "outputs_only"),
+    *("gradients_unstable", "repeated", "steps_verified"),
 )
 Totals = dict[str, int]
 

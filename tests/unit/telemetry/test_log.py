@@ -71,9 +71,11 @@ def test_lines_tell_what_is_new_and_writers_all_at_megatrons_intervals(run: Run)
     run.train()
     assert run.printed == [
         " megatron_cg | captured: 3 | replayed: 2 | eager: 0 | mismatched: 0 | "
-        "verified: 0 | outputs only: 0 | repeated: 0 | steps verified: 0 |",
+        "verified: 0 | outputs only: 0 | gradients unstable: 0 | repeated: 0 | "
+        "steps verified: 0 |",
         " megatron_cg | captured: 0 | replayed: 5 | eager: 0 | mismatched: 0 | "
-        "verified: 0 | outputs only: 0 | repeated: 0 | steps verified: 0 |",
+        "verified: 0 | outputs only: 0 | gradients unstable: 0 | repeated: 0 | "
+        "steps verified: 0 |",
     ]
     assert run.tensorboard.scalars == run.wandb.scalars
     replayed = [(n, s) for name, n, s in run.wandb.scalars if name == "megatron_cg/replayed"]
