@@ -21,34 +21,24 @@ class Restores(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._errors: list[Exception] = []
+        self._errors: list[tuple[Exception, Sequence[str]]] = []
 
     def restore(self, what: str, function: Callable[..., Any], *args: Any) -> None:
         """Add a callback; ``what`` says in the error what it restores."""
-
-        def run() -> None:
-            try:
-                function(*args)
-            except Exception as error:
-                error.add_note(what)
-                raise
-
-        self.callback(run)
+        self._add(lambda *_raised: function(*args), what)
 
     def callback[**P, T](
         self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> Callable[P, T]:
-        """As ``ExitStack.callback``."""
         self._add(lambda *_raised: function(*args, **kwargs))
         return function
 
     def enter_context[T](self, manager: AbstractContextManager[T]) -> T:
-        """As ``ExitStack.enter_context``, but no manager hides the error of the work."""
         made = manager.__enter__()
         self._add(manager.__exit__)
         return made
 
-    def _add(self, leave: Callable[..., Any]) -> None:
+    def _add(self, leave: Callable[..., Any], *what: str) -> None:
         errors = self._errors
 
         def run(*raised: Any) -> None:
@@ -56,12 +46,12 @@ class Restores(ExitStack):
                 leave(*raised)
             except Exception as error:
                 if error is not raised[1]:
-                    errors.append(error)
+                    text = ": ".join([*what, type(error).__name__, str(error)])
+                    errors.append((error, getattr(error, "failed", (text,))))
 
         self.push(run)
 
     def pop_all(self) -> Self:
-        """As ``ExitStack.pop_all``."""
         made = super().pop_all()
         made._errors = self._errors
         return made
@@ -69,15 +59,10 @@ class Restores(ExitStack):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         if self._errors:
-            failed = [text for error in self._errors for text in _texts(error)]
-            failed += getattr(raised[1], "failed", ())
-            raise NotRestoredError(failed) from self._errors[0]
-
-
-def _texts(error: Exception) -> Sequence[str]:
-    if isinstance(error, NotRestoredError):
-        return error.failed
-    return [": ".join([*getattr(error, "__notes__", ()), f"{type(error).__name__}: {error}"])]
+            failed = [text for _, texts in self._errors for text in texts]
+            raise NotRestoredError([*failed, *getattr(raised[1], "failed", ())]) from (
+                self._errors[0][0]
+            )
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from megatron_cg.backends.cuda_cleanup import device_generator, generators_of
 from megatron_cg.capture.reached import attribute
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.unit import Unit
+from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import put_over
 
 _MARK = 0x5EED_CA97
@@ -53,21 +54,26 @@ def seeds_refused(
         generator.manual_seed(_MARK)
     python = _python_generators(unit, reached)
     states = [read() for _, read, _ in python]
-    with ExitStack() as undo:
+    with Restores() as undo:
+        for (name, _, write), before in zip(python, states, strict=True):
+            undo.restore(name, write, before)
         for owner, name in _SETTERS:
             refuse = _refusing(getattr(owner, name), unit, f"torch.{name}")
             undo.callback(put_over(owner, name, refuse))
         yield
+        drew = [
+            name
+            for (name, read, _), before in zip(python, states, strict=True)
+            if pickle.dumps(read()) != pickle.dumps(before)
+        ]
     if any(generator.initial_seed() != _MARK for generator in generators):
         raise _sets_a_seed(unit, "manual_seed of a torch.Generator")
-    for (name, read, write), before in zip(python, states, strict=True):
-        if pickle.dumps(read()) != pickle.dumps(before):
-            write(before)
-            raise unit.refused(
-                f"draws from {name} in its forward pass",
-                "A replay runs no Python, so what was drawn at capture would hold for all steps. "
-                "Draw outside of the unit and pass the result as an argument.",
-            )
+    if drew:
+        raise unit.refused(
+            f"draws from {' and '.join(drew)} in its forward pass",
+            "A replay runs no Python, so what was drawn at capture would hold for all steps. "
+            "Draw outside of the unit and pass the result as an argument.",
+        )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from enum import Enum
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import nn
@@ -49,9 +49,8 @@ _SESSIONS: list[ReferenceType[Session]] = []
 """Sessions with graphs. A session lives as long as its model, which holds it: the layers replay
 even if nobody else does. So a model that is dropped takes its graphs along."""
 _HOLDS = "_megatron_cg_session"
-_NUMBERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Models with graphs, for the log alone: ranks may not have the same ones."""
-_next_number = count(1)
+_captures = count(1)
+"""For the log alone: ranks may not capture the same models."""
 
 
 class Phase(Enum):
@@ -159,10 +158,8 @@ class Session:
         self._rest = finalize(self, self._backend.synchronize)
         self._rest.atexit = False
         _SESSIONS.append(ref(self, _SESSIONS.remove))
-        model = self.sharding.wrapped
-        number = _NUMBERS.get(model) or _NUMBERS.setdefault(model, next(_next_number))
-        if len(_SESSIONS) > 1:
-            self.mismatches.model = f" of model {number} ({type(model).__name__})"
+        capture = f" of capture {next(_captures)} ({type(self.sharding.network).__name__})"
+        self.mismatches.capture = capture if len(_SESSIONS) > 1 else ""
         self.counters.captured += len(self._graphs())
         self.phase = Phase.REPLAYING
         with ExitStack() as failed:

@@ -65,8 +65,8 @@ class MismatchPolicy:
         self._policy = policy
         self.on_any_rank = on_any_rank or (lambda _name, here, timeout=None: here)
         """Whether something is true on any rank; all ranks ask at the same replay of a unit."""
-        self.model = ""
-        """Says in reports which model has the unit, if there are several."""
+        self.capture = ""
+        """Says in reports whose unit it is, if several models have graphs."""
         self._reported: set[tuple[str, tuple[str, str]]] = set()
 
     @property
@@ -125,7 +125,7 @@ class MismatchPolicy:
 
     def _report(self, mismatch: Mismatch, layer: str) -> str:
         self.counters.mismatched += 1
-        text = mismatch.text(f"{layer}{self.model}")
+        text = mismatch.text(f"{layer}{self.capture}")
         if (layer, mismatch.key) not in self._reported:
             self._reported.add((layer, mismatch.key))
             logger.warning("megatron_cg: no replay of %s Reported once.", text)

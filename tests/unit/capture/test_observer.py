@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from itertools import accumulate
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_cg import graph_units
 from megatron_cg.capture.observer import Observer
 from megatron_cg.capture.operations import holder_of
+from megatron_cg.capture.random_draws import seeds_refused
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard.addresses import Addresses, Watched
@@ -142,3 +146,15 @@ def test_what_holds_a_tensor_is_found_beside_gradients_without_memory(one_rank: 
     gradient._local_tensor = None
     kept = [torch.zeros(3)]
     assert holder_of([kept[0].untyped_storage()]) == "a list"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_python_generators_that_a_pass_draws_from_are_as_before(fails: bool) -> None:
+    unit = Unit("layer 0", nn.Linear(2, 2), ())
+    before = random.getstate(), pickle.dumps(numpy.random.get_state())
+    observed, expected = seeds_refused(unit, "cpu"), KeyError if fails else CaptureError
+    with torch.random.fork_rng([]), pytest.raises(expected, match="random and numpy"), observed:
+        numpy.random.seed(random.randrange(9))
+        if fails:
+            raise KeyError("random and numpy")
+    assert (random.getstate(), pickle.dumps(numpy.random.get_state())) == before

@@ -251,4 +251,4 @@ def test_a_report_says_which_of_several_models_has_the_unit(
             with graphs.step():
                 train(run, torch.randn(ROWS + 1, WIDTH))
     first, second = (text for text in caplog.messages if "no replay of 0" in text)
-    assert first != second and re.search(r"no replay of 0 of model \d+ \(ModuleList\):", second)
+    assert first != second and re.search(r"no replay of 0 of capture \d+ \(ModuleList\):", second)
