@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,9 +47,10 @@ _NOT_IN_CONFIGS = (
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group ``megatron_cg`` with a flag for each field of GraphArguments.
 
-    Returns ``parser``. Also repairs its ``--help``, which fails in megatron-core 0.19.2 and 0.20.
+    Returns ``parser``, with a ``--help`` that argparse can format.
     """
-    _mend_help(parser)
+    for action in parser._actions:  # Texts of megatron-core 0.19.2 and 0.20 have "10%)" and "% m".
+        action.help = action.help and re.sub(r"%(?![(%s])(?<!%%)", "%%", action.help)
     group = parser.add_argument_group(title=_GROUP)
     for field in dataclasses.fields(GraphArguments):
         group.add_argument(
@@ -58,23 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             **field.metadata["argparse"],
         )
     return parser
-
-
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Double the percent signs of help texts that argparse cannot format.
-
-    The help of ``--moe-paged-stash-buffer-size-factor-cuda`` in megatron-core 0.19.2 contains
-    "10%)", that of ``--mhc-recompute-layer-num`` in 0.20 "% mhc_recompute". Each makes ``--help``
-    of every Megatron script end in a ValueError.
-    """
-    formatter = argparse.HelpFormatter(parser.prog)
-    for action in parser._actions:
-        if action.help is None:
-            continue
-        try:
-            formatter._expand_help(action)
-        except (KeyError, TypeError, ValueError):
-            action.help = action.help.replace("%", "%%")
 
 
 def wants_graphs(namespace: argparse.Namespace) -> bool:
