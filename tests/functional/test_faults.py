@@ -11,7 +11,7 @@ from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.processes import OVERDUE
 from tests.functional.cases import EP2, EXPERTS, MOE, PEERS, PREPROCESS, TORCH_GEMM, Case, batch
 from tests.functional.life_cases import LIFE
-from tests.functional.outcomes import assert_left_eager, assert_trained_alike
+from tests.functional.outcomes import assert_failed, assert_left_eager, assert_trained_alike
 
 pytestmark = pytest.mark.fault
 Align = Callable[..., Outcome]
@@ -39,18 +39,13 @@ def test_a_fault_on_one_rank_is_seen_and_training_stays_bit_equal(
 
 def test_a_replaced_parameter_is_seen_and_training_stays_bit_equal(align: Align) -> None:
     """On all ranks: on one alone, its gradient would not come, and an eager run would hang too."""
-    outcome = align(faulty("parameter", "parameter@all"))
-    assert_trained_alike(outcome, STEPS)
-    assert outcome.graphed is not None
-    for rank in outcome.graphed.values():
+    for rank in assert_trained_alike(align(faulty("parameter", "parameter@all")), STEPS).values():
         assert rank["graphs"]["mismatched"] == MICROBATCHES * (STEPS - STEP + 1)
 
 
 def test_a_shape_that_all_ranks_change_where_graphs_hold_dropless_experts(align: Align) -> None:
     outcome = align(faulty("shape-experts", "shape@all", "experts", *TORCH_GEMM))
-    assert_trained_alike(outcome, STEPS)
-    assert outcome.graphed is not None
-    for rank in outcome.graphed.values():
+    for rank in assert_trained_alike(outcome, STEPS).values():
         assert rank["graphs"]["mismatched"] == LAYERS * MICROBATCHES * (STEPS - STEP + 1)
 
 
@@ -65,10 +60,7 @@ def test_experts_and_ranks_without_tokens_or_with_all_of_them(
     routing: str, name: str, align: Align
 ) -> None:
     case = replace(LIFE[name], name=f"route-{routing}-{name}", scenario=f"route@{routing}")
-    outcome = align(case)
-    assert_trained_alike(outcome, STEPS)
-    assert outcome.graphed is not None
-    for rank in outcome.graphed.values():
+    for rank in assert_trained_alike(align(case), STEPS).values():
         assert rank["graphs"]["replayed"] == LAYERS * MICROBATCHES * (STEPS - WARMUP)
 
 
@@ -84,9 +76,7 @@ def test_what_cannot_go_on_ends_with_its_cause(
     fault: str, flags: tuple[str, ...], words: str, align: Align
 ) -> None:
     outcome = align(faulty(fault.partition("@")[0], fault, "dense", *flags))
-    assert outcome.comparison.status == "failed"
-    assert "ReplayMismatchError" in outcome.comparison.reason
-    assert words in outcome.comparison.reason
+    assert_failed(outcome, "ReplayMismatchError", words)
 
 
 @pytest.mark.kills
@@ -102,8 +92,7 @@ def test_a_graph_with_collectives_is_not_left_by_one_rank_alone(
         preset=MOE,
         flags=(*batch(8), *EP2),
     )
-    outcome = align(case)
-    assert outcome.comparison.status == "failed"
+    assert_failed(align(case))
     assert "The graph holds collectives" in log(case)
     assert OVERDUE not in log(case)
 
@@ -114,18 +103,13 @@ def test_a_backward_pass_after_another_replay_of_its_graph_is_an_error(
 ) -> None:
     case = replace(LIFE["moe"], name="two-passes")
     outcome = align(case, mutation="two-passes@7")
-    assert outcome.comparison.status == "failed"
-    assert "ReplayMismatchError" in outcome.comparison.reason
-    assert "after another forward replay of the same graph" in outcome.comparison.reason
+    assert_failed(outcome, "ReplayMismatchError", "after another forward replay of the same graph")
     assert OVERDUE not in log(case)
 
 
 def test_a_wrong_bit_is_found_and_the_part_run_eagerly(align: Align) -> None:
     case = replace(LIFE["dense"], name="bit", graph_flags=("--cg-verify-interval", "1"))
-    outcome = align(case, mutation="wrong-bit@1")
-    assert_trained_alike(outcome, STEPS)
-    assert outcome.graphed is not None
-    for rank in outcome.graphed.values():
+    for rank in assert_trained_alike(align(case, mutation="wrong-bit@1"), STEPS).values():
         assert rank["graphs"]["mismatched"] == MICROBATCHES * (STEPS - WARMUP)
         assert rank["graphs"]["replayed"] == (LAYERS - 1) * MICROBATCHES * (STEPS - WARMUP)
 
@@ -152,18 +136,14 @@ def test_a_wrong_gradient_is_found_and_the_part_run_eagerly(
 def test_a_wrong_gradient_ends_the_run_where_that_was_asked_for(align: Align) -> None:
     flags = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
     outcome = align(replace(LIFE["dense"], graph_flags=flags), mutation="wrong-gradient@weight@1")
-    assert outcome.comparison.status == "failed"
-    assert "ReplayMismatchError" in outcome.comparison.reason
-    assert "different in 1 of" in outcome.comparison.reason
+    assert_failed(outcome, "ReplayMismatchError", "different in 1 of")
 
 
 @pytest.mark.kills
 def test_a_hook_that_raises_on_one_rank_ends_the_run(align: Align, log: Log) -> None:
     case = replace(LIFE["dense"], name="hook", graph_flags=("--cg-on-failure", "eager"))
     outcome = align(case, mutation="fail@hook@1")
-    assert outcome.comparison.status == "failed"
-    assert "OutOfStepError" in outcome.comparison.reason
-    assert "raised ForcedError: forced in hook" in outcome.comparison.reason
+    assert_failed(outcome, "OutOfStepError", "raised ForcedError: forced in hook")
     assert OVERDUE not in log(case)
 
 

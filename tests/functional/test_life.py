@@ -14,7 +14,7 @@ import pytest
 from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.processes import OVERDUE
 from tests.functional.life_cases import LIFE, resumed
-from tests.functional.outcomes import assert_identical, assert_trained_alike
+from tests.functional.outcomes import assert_failed, assert_identical, assert_trained_alike
 
 pytestmark = pytest.mark.fault
 Align = Callable[..., Outcome]
@@ -40,10 +40,7 @@ def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(name: str, al
 @pytest.mark.parametrize("name", ["dense", "peers"])
 def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
     case = replace(LIFE[name], name=f"{name}-again")
-    outcome = align(case, mutation="again@6,7,10")
-    assert_identical(outcome, 12)
-    assert outcome.graphed is not None
-    for rank in outcome.graphed.values():
+    for rank in assert_identical(align(case, mutation="again@6,7,10"), 12).values():
         # Three layers of one graph each, as always without pipeline parallelism, and two
         # microbatches; steps 4 and 5, 6, 7 to 9, 10 to 12.
         assert [counts["captured"] for counts in rank["sessions"]] == [3] * 4
@@ -53,10 +50,7 @@ def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
 @pytest.mark.parametrize("name", ["dense", "peers"])
 def test_fifty_captures_leave_no_memory_behind(name: str, align: Align) -> None:
     case = replace(LIFE[name], name=f"{name}-fifty")
-    outcome = align(case, mutation="capture-often@50")
-    assert_identical(outcome, 12)
-    assert outcome.graphed is not None
-    for rank in outcome.graphed.values():
+    for rank in assert_identical(align(case, mutation="capture-often@50"), 12).values():
         assert len(rank["memory"]) == 50 and rank["memory"][4] == rank["memory"][-1]
 
 
@@ -113,9 +107,7 @@ def test_a_script_that_leaves_training_takes_its_graphs_along(align: Align, log:
 @pytest.mark.kills
 def test_an_error_on_one_rank_ends_the_run_with_its_name(align: Align, log: Log) -> None:
     case = replace(LIFE["tensor-parallel"], name="raise")
-    outcome = align(case, mutation="raise@7")
-    assert outcome.comparison.status == "failed"
-    assert "ForcedError: forced before step 7" in outcome.comparison.reason
+    assert_failed(align(case, mutation="raise@7"), "ForcedError: forced before step 7")
     assert "rank 1: 1 sessions open before step 7" in log(case)
     assert "rank 1: 0 sessions open at exit" in log(case)
     assert OVERDUE not in log(case)
@@ -124,8 +116,7 @@ def test_an_error_on_one_rank_ends_the_run_with_its_name(align: Align, log: Log)
 @pytest.mark.kills
 def test_a_killed_rank_ends_the_run_and_is_named(align: Align, log: Log) -> None:
     case = replace(LIFE["tensor-parallel"], name="kill")
-    outcome = align(case, mutation="kill@7")
-    assert outcome.comparison.status == "failed"
+    assert_failed(align(case, mutation="kill@7"))
     assert "rank 1: 1 sessions open before step 7" in log(case)
     assert "Signal 9 (SIGKILL)" in log(case)
     assert OVERDUE not in log(case)
@@ -143,9 +134,7 @@ def test_an_earlier_error_of_the_gpu_is_not_blamed_on_capture(align: Align, log:
     """Nor does ``--cg-on-failure eager`` go on after it."""
     flags = ("--cg-on-failure", "eager")
     case = replace(LIFE["dense"], name="earlier", graph_flags=flags)
-    outcome = align(case, mutation="earlier-error")
-    assert outcome.comparison.status == "failed"
-    assert "work queued before capture failed" in outcome.comparison.reason
+    assert_failed(align(case, mutation="earlier-error"), "work queued before capture failed")
     assert OVERDUE not in log(case)
 
 
