@@ -6,6 +6,7 @@ from typing import get_args
 
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.ranges import Range
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
@@ -16,8 +17,6 @@ ELSEWHERE = {"clip gradients", "eager pass", "vote"}
 
 
 def test_a_profile_names_what_this_package_does(one_rank: None) -> None:
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-
     model = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))
     with trainer_of(model, graphs=True) as trainer:
         trainer.step()

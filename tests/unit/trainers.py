@@ -1,4 +1,4 @@
-"""A trainer on the CPU, for as long as a block."""
+"""Trainers on the CPU, and their layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+
+def new_trainer(model: CpuModelConfig | None = None, **plan: Any) -> Any:
+    """A trainer of ``model``; ``plan`` has other fields of ``TrainingPlan``."""
+    from megatron_cg.tools.cpu.train import Trainer
+
+    return Trainer(TrainingPlan(model or CpuModelConfig(layers=1), **plan))
+
+
+def layers_of(trainer: Any) -> list[Any]:
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    return list(transformer_layers(trainer.model))
+
+
+@contextmanager
+def microbatch_of(size: int) -> Iterator[None]:
+    """Megatron's loops have one microbatch a step, of so many sequences."""
+    from megatron.core import num_microbatches_calculator as calculator
+
+    calculator.init_num_microbatches_calculator(0, None, size, size, 1)
+    try:
+        yield
+    finally:
+        calculator.destroy_num_microbatches_calculator()
 
 
 @contextmanager
@@ -21,16 +46,11 @@ def half_a_batch(trainer: Any, is_short: bool = True) -> Iterator[None]:
 
 @contextmanager
 def trainer_of(model: CpuModelConfig, **plan: Any) -> Iterator[Any]:
-    """A trainer of ``model``, whose last graphs and process groups are gone after the block.
-
-    ``plan`` has other fields of ``TrainingPlan``.
-    """
+    """As :func:`new_trainer`; its last graphs and process groups are gone after the block."""
     from megatron.core import parallel_state
 
-    from megatron_cg.tools.cpu.train import Trainer
-
     try:
-        with closing(Trainer(TrainingPlan(model, **plan))) as trainer:
+        with closing(new_trainer(model, **plan)) as trainer:
             yield trainer
     finally:
         parallel_state.destroy_model_parallel()

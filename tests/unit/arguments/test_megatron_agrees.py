@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cg.arguments.layers import available_scopes
@@ -30,9 +32,6 @@ def test_every_letter_of_a_hybrid_pattern_is_known(symbol: str) -> None:
 
 @pytest.mark.parametrize("frequency", [1, 2, 3, (0, 1, 1, 1), (1, 0, 1, 0)], ids=str)
 def test_moe_layers_are_where_megatron_puts_them(frequency: int | tuple[int, ...]) -> None:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
     run = dataclasses.replace(GOOD_RUN, moe_layer_freq=frequency)
     config = TransformerConfig(
         num_layers=run.num_layers,

@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import arguments
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.megatron import (
@@ -111,8 +112,6 @@ def test_derived_settings(argv: str, field: str, expected: object) -> None:
     ],
 )
 def test_the_namespace_reads_the_same_after_megatrons_normalisation(argv: str) -> None:
-    from megatron.training import arguments
-
     before = parse(*argv.split())
     after = copy.copy(before)
     arguments._normalize_cuda_graph_modules_args(after)

@@ -10,12 +10,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.models import backends
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.qk_clip import clip_qk
+from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_memory import FreedStorageError
 from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.tools.cpu.cpu_model import transformer_layers
+from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE
 from tests.unit.counted import expect
@@ -26,9 +30,6 @@ TOKENS = 16
 
 def before_its_step(shape: Any, **options: Any) -> tuple[Any, Any]:
     """A model under Megatron-FSDP with gradients, and Megatron's optimizer that is to use them."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    from megatron_cg.tools.cpu.cpu_model import build
 
     model = build(shape)
     config = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, **options)
@@ -43,9 +44,6 @@ def before_its_step(shape: Any, **options: Any) -> tuple[Any, Any]:
 
 @pytest.mark.refuses("implementation")
 def test_local_graphs_refuse_the_hooks_of_megatron_fsdp(dense_model: Any) -> None:
-    from megatron.core.transformer.cuda_graphs import CudaGraphManager
-
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
 
     layer: Any = transformer_layers(dense_model)[0]
     manager = object.__new__(CudaGraphManager)
@@ -58,8 +56,6 @@ def test_local_graphs_refuse_the_hooks_of_megatron_fsdp(dense_model: Any) -> Non
 def test_the_optimizers_step_begins_a_gather_that_the_next_pass_waits_for(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-
     model, optimizer = before_its_step(CpuModelConfig(layers=1, bf16=False), clip_grad=0.0)
     own, gathers = model.module.all_gather_and_wait_parameters_ready, list[dict[str, Any]]()
 
@@ -93,7 +89,6 @@ KEPT: list[torch.Tensor] = []
 @pytest.fixture
 def largest_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Attention of megatron-core that keeps its largest logits as the one of TE does."""
-    from megatron.core.models import backends
 
     class Attention(backends.DotProductAttention):  # type: ignore[misc]
         current_max_attn_logits: torch.Tensor | None = None
@@ -120,8 +115,6 @@ def test_a_replay_leaves_no_largest_logits(
     kept: bool, largest_logits: None, one_rank: None, replays_alone: None
 ) -> None:
     """It also compares with those of capture, which are freed as Megatron takes them."""
-    from megatron.core.optimizer.qk_clip import clip_qk
-
     shape = CpuModelConfig(layers=2, bf16=False, graph_modules=("attn",))
     with trainer_of(shape, graphs=True) as trainer:
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +19,7 @@ from tests.unit.backends.cuda_double import (
     Graph,
     OnCpu,
     capture,
-    cuda_double,
 )
-
-
-@pytest.fixture
-def cuda() -> Iterator[CudaDouble]:
-    with cuda_double() as double:
-        yield double
 
 
 def test_graphs_share_a_pool_and_a_stream_and_are_captured_on_it(cuda: CudaDouble) -> None:

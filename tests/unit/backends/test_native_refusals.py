@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,14 +12,8 @@ from torch import nn
 from megatron_cg.backends.cuda_cleanup import generators_of
 from megatron_cg.backends.native.native_backend import NativeBackend, refuse
 from megatron_cg.errors import CaptureError
-from tests.unit.backends.cuda_double import Calling, CudaDouble, OnCpu, capture, cuda_double
+from tests.unit.backends.cuda_double import Calling, CudaDouble, OnCpu, capture
 from tests.unit.backends.test_te_backend import QuantizationState, fake_te
-
-
-@pytest.fixture
-def cuda() -> Iterator[CudaDouble]:
-    with cuda_double() as double:
-        yield double
 
 
 def test_generators_of_modules_and_trackers_are_registered_before_the_capture(

@@ -20,12 +20,12 @@ from megatron_cg.errors import CaptureError, EarlierWorkError, NotRestoredError,
 from megatron_cg.events import CaptureEnded, Event, subscribers
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.hooks import MODULE_REGISTRIES
+from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.replay.verify import bytes_of
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 from tests.unit.counted import expect
-from tests.unit.identity import Same
-from tests.unit.trainers import trainer_of
+from tests.unit.trainers import layers_of, trainer_of
 
 pytestmark = pytest.mark.fault
 
@@ -47,12 +47,6 @@ def trainer(one_rank: None) -> Iterator[Any]:
     with trainer_of(model) as made:
         made.step()
         yield made
-
-
-def layers_of(trainer: Any) -> list[Any]:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-
-    return list(transformer_layers(trainer.model))
 
 
 def state(trainer: Any) -> dict[str, Any]:

@@ -15,7 +15,11 @@ import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import ConfigurationError, HookError
+from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
+from megatron_cg.memory.release import _KEEPS
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.symbols import installed_version
+from tests.unit.trainers import microbatch_of, new_trainer
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "python_api.py"
 
@@ -63,7 +67,6 @@ def test_it_has_the_same_losses_with_and_without_graphs(
 @pytest.fixture
 def model(one_rank: None) -> Any:
     from megatron_cg.tools.cpu.cpu_model import build
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 
     return build(CpuModelConfig(layers=1, fsdp_options={"fsdp_double_buffer": False}))
 
@@ -87,16 +90,10 @@ def test_a_model_that_cannot_be_graphed_is_refused_for_every_reason(model: Any) 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
     """A trainer of one layer, and the number of microbatches that Megatron's loops have."""
-    from megatron.core import num_microbatches_calculator as calculator
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    calculator.init_num_microbatches_calculator(0, None, 2, 2, 1)
-    made = Trainer(TrainingPlan(model=CpuModelConfig(layers=1)))
-    made.model.config.cuda_graph_warmup_steps = 1
-    yield made
-    calculator.unset_num_microbatches_calculator()
+    with microbatch_of(2):
+        made = new_trainer()
+        made.model.config.cuda_graph_warmup_steps = 1
+        yield made
 
 
 def graphed(trainer: Any, **options: Any) -> megatron_cg.GraphedLayers:
@@ -116,9 +113,7 @@ def test_steps_after_closing_are_eager_though_nothing_was_captured(trainer: Any)
 def test_close_undoes_what_the_helper_changed_also_after_a_failed_start(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
     from megatron_cg.integrations.megatron import loop as api
-    from megatron_cg.memory.release import _KEEPS
 
     def failing(*_given: Any) -> None:
         raise MemoryError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
@@ -160,6 +161,10 @@ class Eager(MultiTensorApply):  # type: ignore[misc]
         return super().__call__(kernel, flag, lists, 2 * numbers[0], *numbers[1:])
 
 
+class Another(torch.Tensor):
+    pass
+
+
 def of_two_kinds(adam: Any) -> None:
     other = nn.Parameter(torch.randn(2, 2))
     other.grad = torch.randn(2, 2)
@@ -167,46 +172,28 @@ def of_two_kinds(adam: Any) -> None:
     adam.initialize_state(other, False)
 
 
-def of_lower_precision(adam: Any) -> None:
+def of_another(change: Callable[[torch.Tensor], torch.Tensor], adam: Any) -> None:
     gradient = adam.param_groups[0]["params"][0].grad
-    gradient._local_tensor = gradient._local_tensor.bfloat16()
+    gradient._local_tensor = change(gradient._local_tensor)
 
 
-def of_another_class(adam: Any) -> None:
-    gradient = adam.param_groups[0]["params"][0].grad
-    gradient._local_tensor = gradient._local_tensor.as_subclass(Another)
-
-
-def of_more_state(adam: Any) -> None:
-    adam.state[adam.param_groups[0]["params"][1]]["more"] = torch.zeros(1)
-
-
-class Another(torch.Tensor):
-    pass
-
-
-def with_a_hook(adam: Any) -> None:
-    adam.register_step_post_hook(lambda *_: None)
-
-
-def doubling(_adam: Any) -> None:
-    fused_adam.multi_tensor_applier = Eager(65536)
-
-
-def without_chunk_size(_adam: Any) -> None:
-    fused_adam.multi_tensor_applier = MultiTensorApply(65536).__call__
-
-
-CHANGES = (
-    *(of_two_kinds, of_lower_precision, of_another_class, of_more_state, with_a_hook),
-    *(doubling, without_chunk_size),
-)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "two kinds": of_two_kinds,
+    "lower precision": partial(of_another, torch.Tensor.bfloat16),
+    "another class": partial(of_another, lambda local: local.as_subclass(Another)),
+    "more state": lambda adam: adam.state[adam.param_groups[0]["params"][1]].update(
+        more=torch.zeros(1)
+    ),
+    "a hook": lambda adam: adam.register_step_post_hook(lambda *_: None),
+    "doubled": lambda _: setattr(fused_adam, "multi_tensor_applier", Eager(65536)),
+    "without chunk size": lambda _: setattr(
+        fused_adam, "multi_tensor_applier", MultiTensorApply(65536).__call__
+    ),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_unusual_is_te_s(
-    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_unusual_is_te_s(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ours and without, the same comes of steps of which two are ours, and none from then."""
     runs, own = [], fused_adam.multi_tensor_applier
     for ours in (False, True):
@@ -218,7 +205,7 @@ def test_what_is_unusual_is_te_s(
         for number in (2, 3):
             step(adam, number)
         torch.manual_seed(2)
-        change(adam)
+        CHANGES[change](adam)
         adam.step()
         if ours:
             assert adam.step.__wrapped__.calls == 2

@@ -21,6 +21,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_cg.fastpath.local_tensors import install_clip
 from megatron_cg.fastpath.part import NotApplicableError
+from megatron_cg.tools.cpu.cpu_model import build
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 
 Change = Callable[[Any, Any], Any]
@@ -274,9 +276,6 @@ def test_what_this_cannot_clip_is_left_alone(kind: str) -> None:
 
 def clipped(ours: bool, apart: bool) -> tuple[list[Any], int]:
     """What calls leave, under Megatron-FSDP; how many of them were not Megatron's own."""
-    from megatron_cg.tools.cpu.cpu_model import build
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-
     model: Any = build(CpuModelConfig(layers=1, hidden_size=16))
     options = {"lr": 1e-3, "min_lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
     optimizer = made_by_megatron.get_megatron_optimizer(

@@ -15,12 +15,15 @@ from packaging.version import Version
 from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError
 from megatron_cg.fastpath import FastPath, install
+from megatron_cg.fastpath import bucketing as gradients
+from megatron_cg.telemetry.record_contents import parameter_digests
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.symbols import installed_version
 from tests.unit.ranks import on_ranks
-from tests.unit.trainers import trainer_of
+from tests.unit.trainers import layers_of, trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS, MICROBATCHES = 4, 1, 2, 2
 PARTS = [
@@ -147,9 +150,6 @@ EDGES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
 
 
 def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]:
-    from megatron_cg.fastpath import bucketing as gradients
-    from megatron_cg.telemetry.record_contents import parameter_digests
-
     options = dict(options)
     waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)
     without_graphs = options.pop("without_graphs", False)
@@ -166,7 +166,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16, **options)
         trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES))
         if penalty:
-            with_penalty(trainer.model)
+            with_penalty(trainer)
         taking = gradients.GradientBucketing.take_detached
         patch.setattr(gradients.GradientBucketing, "take_detached", noted(taking, borrowed))
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
@@ -247,16 +247,15 @@ def noted(take: Callable[..., Any], borrowed: list[int]) -> Callable[..., Any]:
     return noting
 
 
-def with_penalty(model: Any) -> None:
+def with_penalty(trainer: Any) -> None:
     """Let each layer's eager part use a weight of its graphed one: a penalty on it."""
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
 
     def forward(layer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output, bias = own(*args, **kwargs)
         weight = layer.self_attention.linear_proj.weight
         return output + weight.square().sum() * 1e-2, bias
 
-    for layer in transformer_layers(model):
+    for layer in layers_of(trainer):
         layer.mlp.forward = partial(forward, layer, layer.mlp.forward)
 
 
@@ -368,7 +367,6 @@ def test_ranks_that_choose_otherwise_capture_nothing() -> None:
 
 
 def capture_unlike() -> dict[str, Any]:
-    from megatron_cg.consensus.exchange import Agreement
     from tests.unit.fastpath.test_parts import state
 
     with trainer_of(CpuModelConfig(layers=2), graphs=True) as trainer:

@@ -13,6 +13,7 @@ from megatron_cg.fastpath.main_weights import (
     install_main_gradients,
     install_main_weights,
 )
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 
 
@@ -142,7 +143,6 @@ def compare_attached() -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from megatron_cg.tools.cpu.cpu_model import build
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 
     runs: dict[str, Any] = {}
     for name, options in OPTIONS.items():

@@ -16,8 +16,11 @@ import torch.distributed as dist
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fastpath.detached_weights import _Detached
+from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
+from tests.unit.trainers import layers_of, new_trainer
 
 LAYERS = 3
 WRONG = Mismatch("verification", "output 0", "one", "other", "Cause.")
@@ -58,8 +61,6 @@ def no_graphs(trainer: Any, _patch: pytest.MonkeyPatch) -> None:
 
 def verified(trainer: Any, patch: pytest.MonkeyPatch) -> None:
     """A verification that finds another number on this rank."""
-    from megatron_cg.replay import guarded_graph as graphed
-
     patch.setattr(graphed, "verify", lambda *_, **__: WRONG)
     patch.setattr(type(trainer.session.mismatches), "verifies", True)
 
@@ -67,18 +68,9 @@ def verified(trainer: Any, patch: pytest.MonkeyPatch) -> None:
 WAYS = [no_change, refused, evaluation, no_tensor, no_graphs, verified]
 
 
-def layers_of(trainer: Any) -> Any:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-
-    return transformer_layers(trainer.model)
-
-
 def started(layers: int = LAYERS) -> Any:
     """A trainer whose first gathers are known, so that only the eager passes differ."""
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    trainer: Any = Trainer(TrainingPlan(CpuModelConfig(layers=layers), graphs=True))
+    trainer = new_trainer(CpuModelConfig(layers=layers), graphs=True)
     trainer.step()
     trainer.capture(TapeBackend(), Agreement())
     trainer.step()

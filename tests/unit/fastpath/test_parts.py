@@ -16,12 +16,13 @@ from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath import install, install_parts
 from megatron_cg.fastpath.local_tensors import REPLACES_STEP
 from megatron_cg.fastpath.part import find_cell, hook_functions
+from megatron_cg.replay.plain import _Identity as Same
+from megatron_cg.telemetry.record_contents import parameter_digests
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.tools.doctor import probe
 from megatron_cg.upstream.symbols import Symbol, installed_version
-from tests.unit.identity import Same
 from tests.unit.te_sources import fingerprint_in, source_of_te
-from tests.unit.trainers import trainer_of
+from tests.unit.trainers import layers_of, trainer_of
 
 CELLS = (
     "_param_list_for_submodule_unshard",
@@ -65,8 +66,6 @@ def test_gradients_wait_no_longer_than_the_backward_pass_of_their_unit(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next graph could overwrite them: Note [How long a gradient may wait]."""
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-
     done: list[nn.Module] = []
     with trainer_of(CpuModelConfig(layers=2), microbatches=2) as trainer:
         with monkeypatch.context() as patch:
@@ -75,7 +74,7 @@ def test_gradients_wait_no_longer_than_the_backward_pass_of_their_unit(
             patch.setattr(path.bucketing, "unit_is_done", done.append)
             trainer.step()
         path.close()
-        backward = [*reversed(transformer_layers(trainer.model))]
+        backward = [*reversed(layers_of(trainer))]
         assert [unit for unit in done if unit in backward] == backward * 2
 
 
@@ -196,8 +195,6 @@ def usual() -> dict[str, Any]:
 
 
 def train(*, graphs: bool) -> tuple[list[Any], list[str]]:
-    from megatron_cg.telemetry.record_contents import parameter_digests
-
     parts: list[str] = []
     with trainer_of(CpuModelConfig(layers=2), graphs=graphs) as trainer:
         numbers: list[Any] = [trainer.step()]

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from megatron_cg.fastpath import install_parts, install_under_v2
 from megatron_cg.fastpath.v2_buffers import keep_layouts, keep_views
 from megatron_cg.fsdp.sharding import lies_in
+from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.upstream.symbols import Symbol
-from tests.unit.identity import Same
 from tests.unit.integrations.standalone.sharded import Network, under_v2
 
 PROGRAMS, LENGTH = 60, 40

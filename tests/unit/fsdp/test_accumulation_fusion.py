@@ -13,6 +13,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import CaptureError
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import trainer_of
@@ -24,10 +27,6 @@ FUSED_WEIGHTS = ("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight")
 
 def train(way: str) -> dict[str, Any]:
     from megatron.core.tensor_parallel import layers as linear
-
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.errors import CaptureError
 
     with ExitStack() as undo:
         # Apex, without which Megatron makes no such layer; under Megatron-FSDP it is not called.

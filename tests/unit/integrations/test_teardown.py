@@ -17,7 +17,9 @@ import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import Phase, close_all_sessions
 from megatron_cg.integrations import teardown
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
+from tests.unit.trainers import layers_of, new_trainer
 
 pytestmark = pytest.mark.fault
 ROOT = Path(__file__).parents[3]
@@ -29,10 +31,7 @@ class Forced(Exception):
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    made = Trainer(TrainingPlan(CpuModelConfig(layers=2, graph_modules=("attn",))))
+    made = new_trainer(CpuModelConfig(layers=2, graph_modules=("attn",)))
     made.step()
     made.capture(TapeBackend())
     yield made
@@ -63,9 +62,7 @@ def broken(*_args: Any) -> None:
 
 
 def is_eager(trainer: Any) -> bool:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-
-    return all("forward" not in vars(layer) for layer in transformer_layers(trainer.model))
+    return all("forward" not in vars(layer) for layer in layers_of(trainer))
 
 
 @pytest.mark.parametrize(

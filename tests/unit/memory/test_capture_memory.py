@@ -10,7 +10,9 @@ import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
+from tests.unit.trainers import layers_of, microbatch_of, new_trainer
 
 LENGTH, BATCH, STEPS = 16, 2, 3
 
@@ -18,12 +20,9 @@ LENGTH, BATCH, STEPS = 16, 2, 3
 def make_trainer(**fsdp_options: Any) -> Any:
     from megatron.core import parallel_state
 
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
     parallel_state.destroy_model_parallel()
     model = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"), fsdp_options=fsdp_options)
-    return Trainer(TrainingPlan(model=model, micro_batch_size=BATCH, graphs=True))
+    return new_trainer(model, micro_batch_size=BATCH, graphs=True)
 
 
 def as_megatron_sets_it() -> Any:
@@ -71,14 +70,12 @@ def test_a_gradient_taken_off_its_parameter_is_still_held_by_fsdp(one_rank: None
 @pytest.fixture
 def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
     """Makes trainers that pass no mask, as Megatron's data loader does where it makes none."""
-    from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.transformer import cuda_graphs
 
     from megatron_cg.tools.cpu.train import Trainer
 
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
     monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)
-    calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
 
     def forward(self: Any) -> torch.Tensor:
         tokens, labels = next(self._batches)
@@ -94,12 +91,8 @@ def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         trainer.masks = masks
         return trainer
 
-    yield make
-    calculator.destroy_num_microbatches_calculator()
-
-
-def layers_of(trainer: Any) -> list[Any]:
-    return list(trainer.model.module.module.module.decoder.layers)
+    with microbatch_of(BATCH):
+        yield make
 
 
 def observed(trainer: Any) -> Any:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.dispatcher import DeviceCounts, DeviceDispatcher
+from tests.unit.grouped_linear import SETTINGS, _GroupedLinear
 from tests.unit.ranks import on_ranks
 
 TOKENS, HIDDEN, TOPK = 6, 8, 2
@@ -77,8 +78,6 @@ def passed(
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    from tests.unit.grouped_linear import SETTINGS
-
     ranks, rank = dist.get_world_size(), dist.get_rank()
     experts, groups = chosen.shape[1], get_default_pg_collection()
     local = experts // ranks
@@ -110,7 +109,6 @@ def compare() -> Any:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     from megatron_cg.moe.grouped_gemm import GroupedGemm
-    from tests.unit.grouped_linear import _GroupedLinear
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)

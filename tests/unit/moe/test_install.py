@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe import experts, moe_layer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -17,16 +19,22 @@ import megatron_cg
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron import patches
+from megatron_cg.integrations.megatron.helper import check_model
 from megatron_cg.moe import install
 from megatron_cg.moe.dispatcher import DISPATCHING
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.install import use_device_counts
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
 from tests.unit import grouped_linear
+from tests.unit.trainers import new_trainer
 
+WHOLE = CpuModelConfig(
+    layers=1, experts=4, grouped=grouped_linear.grouped_experts, graph_modules=("attn", "moe")
+)
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
 
@@ -52,8 +60,6 @@ def in_place_of_te() -> Iterator[None]:
 
 @pytest.fixture
 def model_parallel(one_rank: None) -> None:
-    from megatron.core import parallel_state
-
     parallel_state.initialize_model_parallel()
 
 
@@ -65,8 +71,6 @@ def used(in_place_of_te: None) -> Iterator[None]:
 
 
 def dispatcher(given: Any = None, **changes: Any) -> Any:
-    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-
     groups = get_default_pg_collection()
     return moe_layer.MoEAlltoAllTokenDispatcher(
         4, list(range(4)), config=given or config(**changes), pg_collection=groups
@@ -109,11 +113,6 @@ def test_megatrons_other_rules_hold(used: None) -> None:
     assert config(**DROP_AND_PAD).moe_pad_expert_input_to_capacity
     with pytest.raises(ValueError, match="moe_expert_capacity_factor must be set"):
         config(moe_pad_expert_input_to_capacity=True)
-
-
-def test_without_it_megatron_refuses_them() -> None:
-    with pytest.raises(AssertionError, match="drop-padding"):
-        config()
 
 
 def test_one_kernel_computes_every_pass_and_in_captures_rows_are_padded_already(
@@ -235,14 +234,8 @@ def test_a_wrong_bound_or_exchange_is_refused_before_anything_changes(
 
 
 def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: None) -> None:
-    from megatron_cg.integrations.megatron.helper import check_model
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    experts = grouped_linear.grouped_experts
-    shape = CpuModelConfig(layers=1, experts=4, grouped=experts, graph_modules=("attn", "moe"))
     undo = use_device_counts(RowBound(1.25))
-    trainer = Trainer(TrainingPlan(shape))
+    trainer = new_trainer(WHOLE)
     undo()
     with pytest.raises(ConfigurationError) as error:
         check_model(trainer.model, None, GraphArguments(), "tape")
@@ -254,14 +247,8 @@ def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: N
 def test_a_model_without_the_dispatcher_is_refused_for_what_may_be_the_cause(
     one_rank: None, in_place_of_te: None
 ) -> None:
-    from megatron_cg.integrations.megatron.helper import check_model
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    experts = grouped_linear.grouped_experts
-    shape = CpuModelConfig(layers=1, experts=4, grouped=experts, graph_modules=("attn", "moe"))
     undo = install.allow_dropless_experts()
-    trainer = Trainer(TrainingPlan(shape))
+    trainer = new_trainer(WHOLE)
     undo()
     cause = r"was built before megatron_cg.enable\(\), or with another dispatcher than alltoall"
     with pytest.raises(ConfigurationError) as default:

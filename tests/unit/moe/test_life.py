@@ -15,10 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus import exchange
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit import trainers
+from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 from tests.unit.moe.test_training import EXPERTS, OVERLAPPED
 from tests.unit.ranks import on_ranks
 from tests.unit.runs.test_one_rank_failures import no_hang
@@ -31,28 +36,12 @@ PERMUTE = "megatron.core.transformer.moe.token_dispatcher.permute"
 """Called after the first stage of a shared expert."""
 
 
-class Short:
-    def __init__(self, batches: Any) -> None:
-        self.batches, self.halved = batches, False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, labels = next(self.batches)
-        return (tokens[:1], labels[:1]) if self.halved else (tokens, labels)
-
-
 @contextmanager
 def trainer_of(scopes: tuple[str, ...], *, graphs: bool = True, **options: Any) -> Iterator[Any]:
-    """A trainer of two ranks that share the experts; its batches can be halved.
-
-    ``options`` are those of Megatron's model.
-    """
+    """A trainer of two ranks that share the experts; ``options`` are those of Megatron's model."""
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_cg.moe.install import use_device_counts
-    from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 
     destroy_moe_metrics_tracker()
     with ExitStack() as undo:
@@ -67,15 +56,10 @@ def trainer_of(scopes: tuple[str, ...], *, graphs: bool = True, **options: Any) 
             options=options,
             graph_modules=scopes,
         )
-        trainer = undo.enter_context(trainers.trainer_of(shape, graphs=graphs))
-        trainer._batches = Short(trainer._batches)
-        yield trainer
+        yield undo.enter_context(trainers.trainer_of(shape, graphs=graphs))
 
 
 def captured(trainer: Any, **options: Any) -> Any:
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.consensus.exchange import Agreement
-
     return trainer.capture(TapeBackend(), Agreement(), **options)
 
 
@@ -89,8 +73,6 @@ def failed(trainer: Any) -> str:
 
 
 def live(options: dict[str, Any], *, ours: bool) -> dict[str, Any]:
-    from megatron_cg.replay.mismatch_policy import ReplayPolicy
-
     steps: list[list[str]] = []
     done: list[dict[str, int]] = []
     error = ""
@@ -109,8 +91,8 @@ def live(options: dict[str, Any], *, ours: bool) -> dict[str, Any]:
                 with torch.no_grad():
                     steps.append([float(trainer._forward().sum()).hex()])
                 trainer.model.train()
-            trainer._batches.halved = step == SHORT
-            steps.append([number.hex() for number in trainer.step()])
+            with trainers.half_a_batch(trainer, step == SHORT):
+                steps.append([number.hex() for number in trainer.step()])
             if ours and step >= CAPTURED:
                 names = ("replayed", "eager", "mismatched", "verified", "outputs_only")
                 done.append({name: getattr(session.counters, name) for name in names})
@@ -157,15 +139,16 @@ def test_both_ranks_replay_verify_and_leave_their_graphs_together(
 
 def short_alone(folder: Path) -> None:
     """Rank 1 alone has fewer tokens; rank 0 waits for it inside its graph, until it has ended."""
-    from megatron_cg.errors import ReplayMismatchError
-
     soon = timedelta(seconds=3)
     with trainer_of(("attn", "moe")) as trainer, no_hang():
         trainer.step()
         captured(trainer)
         trainer.step()
-        trainer._batches.halved = dist.get_rank() == 1
-        with patch.object(exchange, "FALLING_BACK", soon), patch.object(exchange, "TIMEOUT", soon):
+        with (
+            trainers.half_a_batch(trainer, dist.get_rank() == 1),
+            patch.object(exchange, "FALLING_BACK", soon),
+            patch.object(exchange, "TIMEOUT", soon),
+        ):
             try:
                 trainer.step()
             except ReplayMismatchError as error:

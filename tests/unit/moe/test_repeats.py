@@ -15,7 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.events import StepRepeated, StepVerified, subscribers
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.loops import RECOMPUTE
+from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 from tests.unit.moe.steps_of_megatron import MegatronTrainer, repeats, trainer_of
 from tests.unit.ranks import on_ranks
 
@@ -193,17 +199,11 @@ def _moments(trainer: MegatronTrainer, parameter: Any) -> list[torch.Tensor]:
 def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.events import StepRepeated, StepVerified, subscribers
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.moe import row_bound
     from megatron_cg.moe.install import use_device_counts
     from megatron_cg.moe.row_bound import RowBound
-    from megatron_cg.replay.mismatch_policy import ReplayPolicy
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-    from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 
     shape = CpuModelConfig(
         layers=LAYERS,

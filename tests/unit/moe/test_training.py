@@ -13,10 +13,15 @@ import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import HookError
+from megatron_cg.fastpath import scaled_copies
+from megatron_cg.replay.counters import Counters
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.upstream.patch import set_attribute
 from tests.functional.loops import HAS_V2
 from tests.unit.counted import expect
+from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import trainer_of
 
@@ -73,13 +78,8 @@ def fit(model: Model, way: str) -> dict[str, Any]:
 
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-    from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.fastpath import scaled_copies
     from megatron_cg.moe import grouped_gemm
     from megatron_cg.moe.install import grouped_gemm_of, peer_memory_of, use_device_counts
-    from megatron_cg.replay.counters import Counters
-    from megatron_cg.upstream.patch import set_attribute
-    from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()

@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.fastpath import install
+from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.upstream.patch import run_around, set_cell
 from tests.unit.fastpath.test_fast_path import BorrowingTape
 from tests.unit.ordering.check import Race, races
 from tests.unit.ordering.operations import modelled_device
@@ -64,9 +67,6 @@ def _on_another_stream(name: str, trainer: Any, trace: Trace) -> Iterator[None]:
     branch begins with the backward pass, for whose stream it waits, and its end is waited for
     when the pass is over (torch 2.11, ``engine.cpp``: leaf streams).
     """
-    from megatron_cg.fastpath.part import find_cell, hook_functions
-    from megatron_cg.upstream.patch import run_around, set_cell
-
     names = {id(p): n for n, p in trainer.model.module.raw_param.items()}
     main: Any = torch.cuda.current_stream()
     side: Any = torch.cuda.Stream()
@@ -157,8 +157,6 @@ def traced(run: Run) -> Trace:
     Steps before the fast path is put in or graphs are captured, and the capture itself, are not
     traced. All work of theirs is over when the trace begins.
     """
-    from megatron_cg.fastpath import install
-
     with ExitStack() as stack:
         trace = stack.enter_context(modelled_device())
         small = {"hidden_size": 16, "ffn_hidden_size": 16, "sequence_length": 4}

@@ -27,9 +27,12 @@ from megatron_cg.telemetry.read_record import read_run
 from megatron_cg.telemetry.record import Recorder
 from megatron_cg.telemetry.record_contents import parameter_digests
 from megatron_cg.tools.align.compare import Comparison, Run, compare
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.unit.counted import expect
+from tests.unit.grouped_linear import grouped_experts, in_place_of_te
+from tests.unit.trainers import new_trainer
 
 pytestmark = pytest.mark.fault
 STEPS, WARMUP, LAYERS, RANKS = 8, 2, 2, 2
@@ -165,12 +168,10 @@ def resumed(training: Training) -> Iterator[None]:
     """Go on in a model that was never trained like this one, as after a restart."""
     from megatron.core import parallel_state
 
-    from megatron_cg.tools.cpu.train import Trainer
-
     training.close()
     parallel_state.destroy_model_parallel()
     plan = training.trainer.plan
-    training.trainer = Trainer(replace(plan, model=replace(plan.model, seed=5)))
+    training.trainer = type(training.trainer)(replace(plan, model=replace(plan.model, seed=5)))
     training.trainer.step()
     with loaded(training):
         training.capture()
@@ -239,9 +240,6 @@ def live(name: str, directory: Path, *, graphs: bool) -> None:
     from megatron.core import parallel_state
 
     from megatron_cg.moe.install import use_device_counts
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-    from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 
     model = CpuModelConfig(layers=LAYERS, dropout=0.1, graph_modules=("attn", "mlp"))
     if name == "all at once":
@@ -252,7 +250,7 @@ def live(name: str, directory: Path, *, graphs: bool) -> None:
         model = replace(model, grouped=grouped_experts)
     recorder = Recorder(directory)
     with in_place_of_te(), undone_after(use_device_counts() if name == V2 else lambda: None):
-        train_life(name, Training(Trainer(TrainingPlan(model)), graphs, directory), recorder)
+        train_life(name, Training(new_trainer(model), graphs, directory), recorder)
     parallel_state.destroy_model_parallel()
 
 
@@ -296,9 +294,6 @@ def test_a_life_with_graphs_is_the_eager_one(name: str, runs: dict[str, tuple[Ru
 def test_two_models_in_one_process_do_not_disturb_each_other(one_rank: None) -> None:
     from megatron.core import parallel_state
 
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
     model = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))
     other = CpuModelConfig(
         layers=1, hidden_size=64, seed=5, experts=4, graph_modules=("attn", "moe_router")
@@ -308,7 +303,7 @@ def test_two_models_in_one_process_do_not_disturb_each_other(one_rank: None) -> 
         trainers = []
         for shape in (model, other):
             parallel_state.destroy_model_parallel()
-            trainers.append(Trainer(TrainingPlan(shape)))
+            trainers.append(new_trainer(shape))
         numbers = [trainer.step() for trainer in trainers]
         first, second = (trainer.capture(TapeBackend()) if graphs else None for trainer in trainers)
         for step in range(4):
@@ -365,10 +360,7 @@ def test_enabling_twenty_times_leaves_nothing_behind() -> None:
 
 
 def test_capturing_twenty_times_leaves_nothing_behind(one_rank: None) -> None:
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=1, graph_modules=("attn", "mlp"))))
+    trainer = new_trainer(CpuModelConfig(layers=1, graph_modules=("attn", "mlp")))
     trainer.step()
 
     def cycle() -> None:
@@ -386,10 +378,7 @@ def test_capturing_twenty_times_leaves_nothing_behind(one_rank: None) -> None:
 def test_a_gather_that_fails_at_capture_is_the_error_that_is_told(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=2), graphs=True))
+    trainer = new_trainer(CpuModelConfig(layers=2), graphs=True)
     losses = [trainer.step()[0]]
     pipeline = trainer.model.module.all_gather_pipeline
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no buffer for bucket"):

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.functional.tampering.replay import (
     buffers_moved,
     buffers_moved_in_backward,
     parameter_replaced,
 )
 from tests.unit.ranks import on_ranks
+from tests.unit.trainers import layers_of, new_trainer
 
 pytestmark = pytest.mark.fault
 BEFORE, AFTER, LAYERS = 2, 2, 3
@@ -26,17 +31,10 @@ def play() -> dict[str, Any]:
     """In one process: an eager run, and one with graphs for each policy and place."""
     from megatron.core import parallel_state
 
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.replay.mismatch_policy import ReplayPolicy
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)
-    plan = TrainingPlan(model, graphs=True)
 
     def run(policy: str | None, change: Change | None = None, ranks: tuple[int, ...] = BOTH) -> Any:
-        trainer: Any = Trainer(plan)
+        trainer = new_trainer(model, graphs=True)
         numbers, error = [], ""
         try:
             numbers += [trainer.step() for _ in range(BEFORE)]
@@ -76,12 +74,11 @@ def shape_changes(trainer: Any) -> None:
 
 def table_changes(trainer: Any) -> None:
     """From now on every pass has a rotary table of its own."""
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
 
     def copied(_module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"].clone()}
 
-    for layer in transformer_layers(trainer.model):
+    for layer in layers_of(trainer):
         layer.register_forward_pre_hook(copied, with_kwargs=True)
 
 

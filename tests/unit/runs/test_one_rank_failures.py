@@ -18,10 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from megatron_cg.backends.driver import capture as driver
 from megatron_cg.backends.tape.tape_recording import is_recording
+from megatron_cg.capture.session import open_sessions
+from megatron_cg.errors import CaptureError
+from megatron_cg.fastpath import bucketing, main_weights
+from megatron_cg.fsdp import megatron_fsdp
+from megatron_cg.telemetry.record_contents import parameter_digests
 from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.unit import trainers
 from tests.unit.one_mask import OneMask
 from tests.unit.ranks import on_ranks
+from tests.unit.trainers import microbatch_of
 
 LAYERS, WARMUPS, LENGTH, BATCH = 2, 2, 16, 2
 HANGS_AFTER = 900.0
@@ -67,9 +76,6 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     """Owner, name, and which of its calls; forwards and backwards are two a pass."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_cg.backends.driver import capture as driver
-    from megatron_cg.fastpath import bucketing, main_weights
-    from megatron_cg.fsdp import megatron_fsdp
     from megatron_cg.integrations.megatron import helper, units
 
     forward = (TransformerLayer, "_te_cuda_graph_capture")
@@ -108,27 +114,20 @@ def failing(owner: Any, name: str, number: int, error: Exception) -> Iterator[di
 
 @contextmanager
 def megatron_with_tapes() -> Iterator[None]:
-    from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.transformer import cuda_graphs
 
-    calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
-    try:
-        with (
-            patch.object(cuda_graphs, "HAVE_TE_GRAPHS", True),
-            patch.object(cuda_graphs, "make_graphed_callables", None, create=True),
-        ):
-            yield
-    finally:
-        calculator.destroy_num_microbatches_calculator()
+    with (
+        microbatch_of(BATCH),
+        patch.object(cuda_graphs, "HAVE_TE_GRAPHS", True),
+        patch.object(cuda_graphs, "make_graphed_callables", None, create=True),
+    ):
+        yield
 
 
 def new_trainer() -> Any:
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
     # With dropout, a generator that is not put back shows in the next loss.
     model = CpuModelConfig(layers=LAYERS, sequence_length=LENGTH, dropout=0.1)
-    trainer = Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
+    trainer = trainers.new_trainer(model, micro_batch_size=BATCH)
     # Megatron warms up until there are ten forward passes, counting the steps before capture.
     trainer.model.config.cuda_graph_warmup_steps = 10 - WARMUPS
     return trainer
@@ -144,8 +143,6 @@ def new_helper(trainer: Any, on_failure: Any = "eager") -> Any:
 
 
 def step(trainer: Any) -> list[Any]:
-    from megatron_cg.telemetry.record_contents import parameter_digests
-
     loss, norm = trainer.step()
     return [loss.hex(), norm.hex(), parameter_digests(trainer.model)]
 
@@ -238,8 +235,6 @@ def test_a_capture_after_all_these_failures_replays(results: list[list[dict[str,
 def fail_after_the_last_vote() -> str:
     """Rank 1 fails when all ranks have agreed on their graphs."""
     from megatron_cg import events
-    from megatron_cg.capture.session import open_sessions
-    from megatron_cg.errors import CaptureError
 
     def fail(event: events.Event) -> None:
         if isinstance(event, events.CaptureEnded) and event.error is None:
@@ -329,8 +324,6 @@ def test_all_ranks_end_if_one_of_them_cannot_restore_a_buffer() -> None:
 
 def capture_or_end() -> str:
     """In one process, without leave to go on: on rank 1 the fast path cannot be installed."""
-    from megatron_cg.errors import CaptureError
-
     trainer = new_trainer()
     trainer.step()
     with megatron_with_tapes(), no_hang(), ExitStack() as faults:

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.capture.guarded_capture import GuardedCapture
+from megatron_cg.tools.cpu.fakes import replaced
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.upstream.symbols import installed_version
 from tests.functional.loops import API, DRIVERS, ENABLED, EXPERTS, GROUPS, PREPROCESS, Run
@@ -47,8 +49,6 @@ CASES = [(group, run) for group, runs in RUNS.items() for run in runs]
 def train(directory: Path) -> None:
     from megatron.core.models import backends
 
-    from megatron_cg.capture.guarded_capture import GuardedCapture
-    from megatron_cg.tools.cpu.fakes import replaced
     from tests.functional.own_loop import train_all
 
     # What Megatron's router compiles takes longer than the steps.

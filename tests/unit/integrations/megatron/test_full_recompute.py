@@ -16,11 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+from megatron_cg.moe.install import use_device_counts
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.read_record import read_run
 from megatron_cg.tools.align.compare import compare
+from megatron_cg.tools.cpu.cpu_model import transformer_layers
 from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.train import Trainer, train
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.loops import RECOMPUTE
 from tests.unit.grouped_linear import grouped_experts, in_place_of_te
@@ -74,9 +81,6 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_all(root: Path) -> None:
-    from megatron_cg.moe.install import use_device_counts
-    from megatron_cg.tools.cpu.train import train
-
     for name, plan in PLANS.items():
         train(eager(plan), root / name / "eager")
         with ExitStack() as undo:
@@ -120,13 +124,6 @@ def counted(done: list[str]) -> Iterator[None]:
 
 
 def live(way: str) -> list[dict[str, Any]]:
-    from megatron.core import parallel_state
-
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.replay.mismatch_policy import ReplayPolicy
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-    from megatron_cg.tools.cpu.train import Trainer
 
     graphs = way == "graphs"
     found = []

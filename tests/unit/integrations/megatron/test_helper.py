@@ -25,28 +25,26 @@ from megatron_cg.errors import (
 from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2
 from megatron_cg.integrations.megatron import helper as module
 from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
+from megatron_cg.moe.dispatcher import DeviceDispatcher
+from megatron_cg.moe.peer_memory import PeerMemory
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import applied
 from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask, OneMaskOnCuda
+from tests.unit.trainers import layers_of, microbatch_of, new_trainer
 
 LENGTH, BATCH = 16, 2
 
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
-    from megatron.core import num_microbatches_calculator as calculator
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
     model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"), sequence_length=LENGTH)
-    made = Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
-    made.step()
-    yield made
-    close_all_sessions()
-    calculator.destroy_num_microbatches_calculator()
+    with microbatch_of(BATCH):
+        made = new_trainer(model, micro_batch_size=BATCH)
+        made.step()
+        yield made
+        close_all_sessions()
 
 
 def helper_for(trainer: Any, *layers: str, on_failure: Any = "error") -> FsdpHelper:
@@ -55,12 +53,6 @@ def helper_for(trainer: Any, *layers: str, on_failure: Any = "error") -> FsdpHel
     )
     given = GraphArguments(cg_layers=layers, cg_on_failure=on_failure)
     return FsdpHelper(made, OneMask(), given)
-
-
-def layers_of(trainer: Any) -> list[Any]:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-
-    return list(transformer_layers(trainer.model))
 
 
 def test_capture_replay_and_deletion(trainer: Any) -> None:
@@ -91,9 +83,6 @@ def test_layers_that_v2_gathers_with_others_are_refused(trainer: Any) -> None:
 @pytest.fixture
 def peers(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Peer memory of the model, as the dispatchers of its experts have it; not mapped."""
-    from megatron_cg.moe.dispatcher import DeviceDispatcher
-    from megatron_cg.moe.peer_memory import PeerMemory
-
     group: Any = torch.distributed.group.WORLD
     memory = PeerMemory(group)
     with monkeypatch.context() as patch:

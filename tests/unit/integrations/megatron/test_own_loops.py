@@ -26,26 +26,22 @@ from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.megatron import patches
 from megatron_cg.integrations.megatron.helper import FsdpHelper
 from megatron_cg.moe.dispatcher import DeviceDispatcher
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask
+from tests.unit.trainers import microbatch_of, new_trainer
 
 LENGTH, BATCH, LAYERS = 16, 2, 2
 
 
 @pytest.fixture
 def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    from megatron.core import num_microbatches_calculator as calculator
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
     monkeypatch.setattr("megatron_cg.integrations.call_arguments.backend_of", lambda _: OneMask())
-    calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), sequence_length=LENGTH)
     megatron_cg.enable(backend="tape")
-    yield Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
-    megatron_cg.disable()
-    calculator.destroy_num_microbatches_calculator()
+    with microbatch_of(BATCH):
+        yield new_trainer(model, micro_batch_size=BATCH)
+        megatron_cg.disable()
 
 
 def helper_for(trainer: Any) -> Any:
@@ -152,14 +148,11 @@ def test_the_loss_scale_can_be_set_after_a_capture_before_the_first_step(
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
     parallel_state.destroy_model_parallel()
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     scopes = ("attn", "moe_router")
     model = CpuModelConfig(layers=LAYERS, experts=4, graph_modules=scopes, sequence_length=LENGTH)
-    trainer = Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
+    trainer = new_trainer(model, micro_batch_size=BATCH)
     helper_for(trainer).create_cudagraphs()
     made = MoEAuxLossAutoScaler.main_loss_backward_scale
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / 2)

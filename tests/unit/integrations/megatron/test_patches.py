@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from megatron.training import arguments, training
 
 import megatron_cg
+from megatron_cg.__main__ import main
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.megatron import patches
@@ -26,8 +29,6 @@ def undone() -> Iterator[None]:
 
 
 def parse(*words: str) -> argparse.Namespace:
-    from megatron.training import arguments
-
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     namespace: argparse.Namespace = parser.parse_args(words)
     return namespace
@@ -46,9 +47,6 @@ def test_enable_adds_our_group_and_disable_takes_it_off() -> None:
 
 
 def test_a_run_without_graphs_keeps_megatrons_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-    from megatron.training import arguments, training
-
     monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
     megatron_cg.enable()
     args = parse("--use-megatron-fsdp")
@@ -81,16 +79,12 @@ GRAPHS = (
 @pytest.fixture
 def our_rules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron accepts all flags, and Transformer Engine seems to be installed."""
-    from megatron.training import arguments
-
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
     monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda _name: "2.20.2")
 
 
 def test_settings_of_enable_are_the_defaults_of_flags(our_rules_alone: None) -> None:
-    from megatron.training import arguments
-
     megatron_cg.enable(verify_interval=5, layers=["attn:1"], fast_path=False)
     arguments.validate_args(parse("--use-megatron-fsdp"), {})  # a run without graphs
     arguments.validate_args(parse(*GRAPHS, "--cg-layers", "attn:2"), {})
@@ -105,8 +99,6 @@ def test_settings_of_enable_are_the_defaults_of_flags(our_rules_alone: None) -> 
 def test_a_run_that_recomputes_layers_may_build_its_model(
     our_rules_alone: None, granularity: str
 ) -> None:
-    from megatron.training import arguments
-
     megatron_cg.enable()
     words = [*GRAPHS, "mlp", "--recompute-granularity", granularity]
     arguments.validate_args(parse(*words), {})
@@ -118,8 +110,6 @@ def test_a_run_that_recomputes_layers_may_build_its_model(
 
 
 def test_a_bad_run_ends_before_megatron_validates(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.training import arguments
-
     reached: list[Any] = []
     monkeypatch.setattr(
         arguments, "validate_args", lambda args, defaults=None: reached.append(args)
@@ -154,8 +144,6 @@ def test_the_launcher_gives_a_script_the_path_that_python_gives(
 def test_the_launcher_runs_a_script_as_python_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_cg.__main__ import main
-
     (tmp_path / "beside.py").write_text("word = 'found'\n")
     script = tmp_path / "script.py"
     script.write_text(

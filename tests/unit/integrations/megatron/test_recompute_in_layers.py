@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
@@ -19,9 +20,11 @@ from megatron_cg.integrations.megatron.full_recompute import (
 )
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import run_region
+from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.megatron import capturing_flag, is_capturing
-from tests.functional.loops import RECOMPUTE
+from tests.functional.loops import GROUPS, RECOMPUTE, Run
+from tests.functional.own_loop import make_config, make_model
 from tests.unit.integrations.megatron.test_full_recompute import BLOCK, CHUNKS
 
 
@@ -83,8 +86,6 @@ def test_checkpoints_in_another_place_are_an_error(
 @pytest.fixture
 def block(one_rank: None, allowed: None) -> Any:
     """A decoder whose first layer alone is recomputed."""
-    from megatron_cg.tools.cpu.cpu_model import build
-
     options = {**BLOCK, "recompute_num_layers": 1}
     model = build(CpuModelConfig(layers=2, graph_modules=(), options=options))
     model.module._replace_param_with_raw_if_needed()
@@ -107,10 +108,6 @@ def test_everything_is_put_back(block: Any) -> None:
 def test_a_prediction_layer_is_recomputed_by_uniform_alone(
     one_rank: None, allowed: None, recompute: dict[str, Any], recomputed: bool
 ) -> None:
-    from megatron.core import parallel_state, tensor_parallel
-
-    from tests.functional.loops import GROUPS, Run
-    from tests.functional.own_loop import make_config, make_model
 
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -131,8 +128,6 @@ def test_a_prediction_layer_is_recomputed_by_uniform_alone(
 @pytest.mark.refuses("full-recompute-lost-gradients")
 def test_a_first_input_without_gradients_is_refused(one_rank: None, allowed: None) -> None:
     """Inside a chunk of two, no input needs a gradient in the first pass."""
-    from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
-
     model = build(CpuModelConfig(layers=2, graph_modules=(), options=CHUNKS))
     first, second = transformer_layers(model)
     inputs = ObservedInputs([first, second])

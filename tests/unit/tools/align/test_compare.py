@@ -57,25 +57,9 @@ def change_norm_and_shard(run: Run) -> None:
     run[0]["parameters"]["main:w"] = "changed"
 
 
-def drop_step(run: Run) -> None:
-    del run[0]["steps"][2]
-
-
 def rename_loss(run: Run) -> None:
     losses = run[0]["steps"][0]["losses"]
     losses["mtp loss"] = losses.pop("lm loss")
-
-
-def make_nan(run: Run) -> None:
-    run[0]["steps"][1]["grad_norm"] = math.nan
-
-
-def change_shard(run: Run) -> None:
-    run[1]["parameters"]["model:w"] = "changed"
-
-
-def drop_shard(run: Run) -> None:
-    del run[1]["parameters"]["model:w"]
 
 
 NOTHING_BUT_A_SHARD = (
@@ -89,22 +73,25 @@ NOTHING_BUT_A_SHARD = (
         (change_loss, "step 2, rank 1, lm loss: 4.66666"),
         (change_norm_and_shard, "step 3, rank 0, gradient norm: 1.28571"),
         (change_norm_and_shard, "tensor at the end: rank 0 main:w"),
-        (drop_step, "step 3, rank 0, lm loss: 4.33333"),
+        (lambda run: run[0]["steps"].pop(), "step 3, rank 0, lm loss: 4.33333"),
         (rename_loss, "step 1, rank 0, lm loss: 5.0 (0x1.4"),
-        (make_nan, "in the eager run, nan (nan) in the graph run"),
-        (change_shard, NOTHING_BUT_A_SHARD),
-        (drop_shard, NOTHING_BUT_A_SHARD),
+        (
+            lambda run: run[0]["steps"][1].update(grad_norm=math.nan),
+            "in the eager run, nan (nan) in the graph run",
+        ),
+        (lambda run: run[1]["parameters"].update({"model:w": "changed"}), NOTHING_BUT_A_SHARD),
+        (lambda run: run[1]["parameters"].pop("model:w"), NOTHING_BUT_A_SHARD),
     ],
 )
 def test_one_bit_is_found_and_the_first_is_named(
-    change: Callable[[Run], None], where: str, eager: Run, graphed: Run
+    change: Callable[[Run], object], where: str, eager: Run, graphed: Run
 ) -> None:
     change(graphed)
     result = compare(eager, graphed)
     assert result.status == DIFFERENT and where in result.reason
 
 
-def both(change: Callable[[Record], None]) -> Callable[[Run, Run], None]:
+def both(change: Callable[[Record], object]) -> Callable[[Run, Run], object]:
     def apply(eager: Run, graphed: Run) -> None:
         for run in (eager, graphed):
             for rank in run.values():
@@ -113,52 +100,35 @@ def both(change: Callable[[Record], None]) -> Callable[[Run, Run], None]:
     return apply
 
 
-def no_replay(eager: Run, graphed: Run) -> None:
-    graphed[1]["graphs"]["replayed"] = 0
-
-
-def no_capture(eager: Run, graphed: Run) -> None:
-    graphed[0]["graphs"] = graphed[1]["graphs"] = None
-
-
-def lost_rank(eager: Run, graphed: Run) -> None:
-    del graphed[1]
-
-
-def lost_in_both(eager: Run, graphed: Run) -> None:
-    del eager[1], graphed[1]
-
-
-def error(eager: Run, graphed: Run) -> None:
-    graphed[1]["error"] = "CaptureError: forced"
-
-
-def all_skipped(rank: Record) -> None:
-    for step in rank["steps"]:
-        step["skipped"] = True
-
-
-def all_nan(rank: Record) -> None:
-    rank["steps"][1]["losses"]["lm loss"] = math.nan
-
-
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (no_replay, "the graph run replayed no graph on rank 1"),
-        (no_capture, "the graph run captured no graph"),
-        (lost_rank, "the graph run has records of 1 of its 2 ranks, none of 1"),
-        (lost_in_both, "the eager run has records of 1 of its 2 ranks, none of 1"),
-        (error, "the graph run, rank 1: CaptureError: forced"),
-        (both(all_skipped), "the eager run, rank 0: every step was skipped"),
-        (both(all_nan), "lm loss is nan at step 2, and NaN equals any NaN"),
+        (lambda _, run: run[1]["graphs"].update(replayed=0), "replayed no graph on rank 1"),
+        (both(lambda rank: rank.update(graphs=None)), "the graph run captured no graph"),
+        (lambda _, run: run.pop(1), "the graph run has records of 1 of its 2 ranks, none of 1"),
+        (
+            lambda *runs: [run.pop(1) for run in runs],
+            "the eager run has records of 1 of its 2 ranks, none of 1",
+        ),
+        (
+            lambda _, run: run[1].update(error="CaptureError: forced"),
+            "the graph run, rank 1: CaptureError: forced",
+        ),
+        (
+            both(lambda rank: [step.update(skipped=True) for step in rank["steps"]]),
+            "the eager run, rank 0: every step was skipped",
+        ),
+        (
+            both(lambda rank: rank["steps"][1]["losses"].update({"lm loss": math.nan})),
+            "lm loss is nan at step 2, and NaN equals any NaN",
+        ),
         (both(lambda rank: rank["parameters"].clear()), "no parameter shard was recorded"),
         (both(lambda rank: rank["steps"].clear()), "did not run to its end (0 steps recorded)"),
         (both(lambda rank: rank.update(finished=False)), "training did not run to its end"),
     ],
 )
 def test_equality_that_shows_nothing_is_a_failure(
-    spoil: Callable[[Run, Run], None], reason: str, eager: Run, graphed: Run
+    spoil: Callable[[Run, Run], object], reason: str, eager: Run, graphed: Run
 ) -> None:
     assert compare(eager, copy.deepcopy(graphed)).status == IDENTICAL
     spoil(eager, graphed)
@@ -183,7 +153,7 @@ def test_a_difference_before_capture_is_not_blamed_on_graphs(
     assert ("both runs were still eager" in result.reason) is blamed
 
 
-def changed(group: str, name: str, value: Any) -> Callable[[Record], None]:
+def changed(group: str, name: str, value: Any) -> Callable[[Record], object]:
     return lambda rank: rank["setup"][group].update({name: value})
 
 
@@ -198,7 +168,7 @@ def changed(group: str, name: str, value: Any) -> Callable[[Record], None]:
     ],
 )
 def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_compared(
-    change: Callable[[Record], None], where: str, eager: Run, graphed: Run
+    change: Callable[[Record], object], where: str, eager: Run, graphed: Run
 ) -> None:
     """They are not reported as training that is not deterministic."""
     for rank in graphed.values():

@@ -36,72 +36,53 @@ OURS = (
 )
 
 
+EXPERTS = "--num-experts 8"
+SHARED = f"{EXPERTS} --expert-model-parallel-size 2"
+PARTS = "--cuda-graph-modules attn moe_router moe_preprocess"
+CUBLAS, TE = "--cg-grouped-gemm cublas", "--cg-grouped-gemm te"
+ONE = "--cuda-graph-modules attn --cg-layers attn:0"
+
+
 @pytest.mark.parametrize(
     ("flags", "name", "expected"),
     [
-        (f"{FSDP} --save x --wandb-project y --bf16", "eager", f"{FSDP} --bf16"),
-        (f"{FSDP} --cuda-graph-modules attn --cg-layers attn:0 --bf16", "eager", f"{FSDP} --bf16"),
+        ("--save x --wandb-project y --bf16", "eager", "--bf16"),
+        (f"{ONE} --bf16", "eager", "--bf16"),
+        ("--bf16", "graphs", f"--bf16 {OURS} {DENSE}"),
+        (EXPERTS, "graphs", f"{EXPERTS} {OURS} {WHOLE}"),
+        (SHARED, "graphs", f"{SHARED} {OURS} {WHOLE} --cg-moe-exchange peer"),
         (
-            f"{FSDP} --ckpt-format fsdp_dtensor --init-model-with-meta-device --bf16",
-            "ddp",
-            f"--bf16 --use-distributed-optimizer {BASE} {DENSE}",
-        ),
-        (f"{FSDP} --bf16", "graphs", f"{FSDP} --bf16 {OURS} {DENSE}"),
-        (f"{FSDP} --num-experts 8", "graphs", f"{FSDP} --num-experts 8 {OURS} {WHOLE}"),
-        (
-            f"{FSDP} --num-experts 8 --expert-model-parallel-size 2",
+            f"{EXPERTS} --fp8-format hybrid",
             "graphs",
-            f"{FSDP} --num-experts 8 --expert-model-parallel-size 2 {OURS} {WHOLE} "
-            "--cg-moe-exchange peer",
+            f"{EXPERTS} --fp8-format hybrid {OURS} {PARTS}",
         ),
+        (ONE, "graphs", f"{OURS} {ONE}"),
+        (f"{EXPERTS} --cg-moe-rows 1.5", "graphs", f"{EXPERTS} {OURS} {WHOLE} --cg-moe-rows 1.5"),
         (
-            f"{FSDP} --num-experts 8 --fp8-format hybrid",
+            "--use-distributed-optimizer --megatron-fsdp-version 2",
             "graphs",
-            f"{FSDP} --num-experts 8 --fp8-format hybrid {OURS} "
-            "--cuda-graph-modules attn moe_router moe_preprocess",
+            f"--megatron-fsdp-version 2 {BASE} --no-gradient-accumulation-fusion {DENSE}",
         ),
+        (EXPERTS, "eager-gemm", f"{EXPERTS} --cg-grouped-gemm torch"),
+        (f"{EXPERTS} {CUBLAS} --cg-moe-exchange peer", "eager-gemm", f"{EXPERTS} {CUBLAS}"),
+        (f"{EXPERTS} {TE}", "graphs", f"{EXPERTS} {OURS} {PARTS} {TE}"),
         (
-            f"{FSDP} --cuda-graph-modules attn --cg-layers attn:0",
+            f"{EXPERTS} --fp8-format hybrid {CUBLAS}",
             "graphs",
-            f"{FSDP} {OURS} --cuda-graph-modules attn --cg-layers attn:0",
-        ),
-        (
-            f"{FSDP} --num-experts 8 --cg-moe-rows 1.5",
-            "graphs",
-            f"{FSDP} --num-experts 8 {OURS} {WHOLE} --cg-moe-rows 1.5",
-        ),
-        (
-            f"{FSDP} --use-distributed-optimizer --megatron-fsdp-version 2",
-            "graphs",
-            f"{FSDP} --megatron-fsdp-version 2 {BASE} --no-gradient-accumulation-fusion {DENSE}",
-        ),
-        (
-            f"{FSDP} --num-experts 8",
-            "eager-gemm",
-            f"{FSDP} --num-experts 8 --cg-grouped-gemm torch",
-        ),
-        (
-            f"{FSDP} --num-experts 8 --cg-grouped-gemm cublas --cg-moe-exchange peer",
-            "eager-gemm",
-            f"{FSDP} --num-experts 8 --cg-grouped-gemm cublas",
-        ),
-        (
-            f"{FSDP} --num-experts 8 --cg-grouped-gemm te",
-            "graphs",
-            f"{FSDP} --num-experts 8 {OURS} --cuda-graph-modules attn moe_router moe_preprocess "
-            "--cg-grouped-gemm te",
-        ),
-        (
-            f"{FSDP} --num-experts 8 --fp8-format hybrid --cg-grouped-gemm cublas",
-            "graphs",
-            f"{FSDP} --num-experts 8 --fp8-format hybrid {OURS} --cuda-graph-modules attn moe "
-            "--cg-grouped-gemm cublas",
+            f"{EXPERTS} --fp8-format hybrid {OURS} --cuda-graph-modules attn moe {CUBLAS}",
         ),
     ],
 )
 def test_flags_are_edited_for_each_configuration(flags: str, name: str, expected: str) -> None:
-    line = given_line(["torchrun", "train.py", *flags.split()])
-    assert " ".join(edited(line, name, steps=9).words) == f"{expected} {MEASURED}"
+    line = given_line(["torchrun", "train.py", *FSDP.split(), *flags.split()])
+    assert " ".join(edited(line, name, steps=9).words) == f"{FSDP} {expected} {MEASURED}"
+
+
+def test_flags_of_fsdp_are_not_for_ddp() -> None:
+    flags = f"{FSDP} --ckpt-format fsdp_dtensor --init-model-with-meta-device --bf16".split()
+    made = edited(given_line(["torchrun", "train.py", *flags]), "ddp", steps=9)
+    kept = f"--bf16 --use-distributed-optimizer {BASE} {DENSE}"
+    assert " ".join(made.words) == f"{kept} {MEASURED}"
 
 
 @pytest.mark.parametrize("launcher", ["env A=1 B=x=y srun torchrun", "A=1 B=x=y srun torchrun"])
