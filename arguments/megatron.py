@@ -8,8 +8,6 @@ Relied on: megatron-core 0.19.2, the namespace of ``megatron.training.arguments`
 :class:`RunArguments`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """A rule: one property that a configured run must not have, and what it says of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Installed versions and environment variables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from packaging.version import InvalidVersion, Version

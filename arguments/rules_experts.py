@@ -1,7 +1,5 @@
 """What experts in a graph need, and what each ``--cg-grouped-gemm`` needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain

@@ -1,7 +1,5 @@
 """What Megatron-FSDP requires of a run with layerwise graphs, and number formats."""
 
-from __future__ import annotations
-
 from megatron_cg.arguments.rule import Configuration, Rule
 from megatron_cg.arguments.schema import NATIVE
 

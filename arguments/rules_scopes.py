@@ -5,8 +5,6 @@ Scopes and selectively recomputed modules that contradict each other are refused
 each layer recomputes itself inside its graph (``integrations/megatron/full_recompute.py``).
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from megatron_cg.arguments.layers import read_tokens

@@ -1,7 +1,5 @@
 """Checks all rules of a run at once. Pure: reads nothing but the arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from megatron_cg.arguments import rules_environment, rules_experts, rules_fsdp, rules_scopes

@@ -4,8 +4,6 @@ Rules name flags. ``--fsdp-double-buffer`` becomes ``cfg.ddp.fsdp_double_buffer`
 names the config so, and ``--cg-layers attn:0-`` becomes ``megatron_cg.enable(layers=['attn:0-'])``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace

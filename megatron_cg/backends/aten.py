@@ -1,7 +1,5 @@
 """What an ATen call gets and writes, read from its arguments and its schema."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any

@@ -8,8 +8,6 @@ Note [A generator can stay in a capture]
     draw is left unchanged, since graphs of another model may be registered with it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """The place of a call in a model: module, file, line and statement, from its stack frames."""
 
-from __future__ import annotations
-
 import linecache
 from collections.abc import Iterable
 from dataclasses import dataclass

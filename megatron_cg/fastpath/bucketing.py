@@ -50,8 +50,6 @@ Note [One stream a copy]
     last copy, so each copy is ordered after the previous one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any

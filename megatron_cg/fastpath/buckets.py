@@ -14,8 +14,6 @@ Note [A buffer that is still read]
     ``wait_for_previous_grad_reduce`` takes reductions from its front and frees their buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -39,8 +39,6 @@ Note [One order over all communicators]
     gather. That is later than in Megatron-FSDP.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Kernels for gradients. Importing this needs Triton."""
 
-from __future__ import annotations
-
 import torch
 import triton
 from triton import language as tl

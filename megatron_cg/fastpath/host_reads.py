@@ -17,8 +17,6 @@ Note [How far the host gets]
     step without a norm, whether it was made is read in Megatron's way.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Sequence

@@ -22,8 +22,6 @@ Note [Ranks may differ]
     leaves clipping to Megatron. The others take part in that norm, by Megatron's own function.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress

@@ -18,8 +18,6 @@ Note [Copies in borrowed memory]
     bucket would need memory of its own (3.6 GiB more reserved, preset ``qwen3-moe``).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack

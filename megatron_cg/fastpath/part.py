@@ -4,8 +4,6 @@ Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``MegatronFSDP._registe
 the functions inside it share its local variables as closure cells, one set for each model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CellType

@@ -18,8 +18,6 @@ Note [Runs]
     Megatron-FSDP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

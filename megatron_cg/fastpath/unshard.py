@@ -7,8 +7,6 @@ Note [Shown one parameter a bucket]
     What it does with a bucket does not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache

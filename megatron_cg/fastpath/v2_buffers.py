@@ -15,8 +15,6 @@ Note [Kept as long as the memory]
     gradients in each step. There is nothing to keep then, and the old one must be freed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """How a model is sharded, if it is: by which of the ways, or its parameters stay where they are."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The symbols of Megatron-FSDP that we rely on, in both packages that ship it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import Any

@@ -33,8 +33,6 @@ Note [Gradients of another dtype]
     an accumulation without a reduction. Graphs do as the others; ``sums.py`` refuses more uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

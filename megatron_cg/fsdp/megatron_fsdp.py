@@ -1,7 +1,5 @@
 """Megatron-FSDP, of megatron-core or of the standalone package, as a way of sharding."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

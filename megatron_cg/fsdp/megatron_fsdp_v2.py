@@ -37,8 +37,6 @@ Note [Replicated parameters]
     buffer that is new in each. While graphs exist it is gathered into the same one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

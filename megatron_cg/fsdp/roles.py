@@ -1,7 +1,5 @@
 """The role of each hook of Megatron-FSDP, for both packages that ship it."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Each way of sharding is a :class:`Sharding`, in a file of its own. ``find_shardi
 one of a model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any

@@ -13,8 +13,6 @@ Note [Wrappers are withheld]
     that the handler was written for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -18,8 +18,6 @@ Note [Nothing of the last step is needed by a capture]
     them before a capture changes no result, even if the capture fails and training continues.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -26,8 +26,6 @@ Note [What is still held]
     The caller then gets ordinary memory, that time.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ Relied on: torch 2.11, ``torch.multiprocessing.reductions.StorageWeakRef`` and
 ``torch.UntypedStorage._new_with_weak_ptr``, which returns None once the last owner is gone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 

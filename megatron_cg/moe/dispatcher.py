@@ -16,8 +16,6 @@ Note [Order of rows]
     their bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Literal
 

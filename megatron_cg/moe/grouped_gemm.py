@@ -17,8 +17,6 @@ Note [Transformer Engine's contract]
     detach its weights from autograd as it does for Transformer Engine's.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

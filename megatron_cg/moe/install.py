@@ -11,8 +11,6 @@ Note [Grouped GEMMs]
     compared shapes had the same bits.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

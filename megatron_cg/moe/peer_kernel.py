@@ -5,8 +5,6 @@ Note [Rows that stay]
     slots reads them where they are. Rows beyond those that are used are neither read nor written.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -32,8 +32,6 @@ Note [Left to the driver]
     process ends. ``integrations/teardown.py`` leaves graphs to the driver likewise.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import socket

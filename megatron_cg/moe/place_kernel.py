@@ -1,7 +1,5 @@
 """The kernel that finds places of rows. Importing this needs Triton."""
 
-from __future__ import annotations
-
 import torch
 import triton
 from triton import language as tl

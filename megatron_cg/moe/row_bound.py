@@ -15,8 +15,6 @@ Note [When the host knows]
 Every tensor here names its device: layers may be made inside of ``torch.device("meta")``.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -12,8 +12,6 @@ Note [Padding]
     that gets fewer rows than fit has rows at the end that nothing reads. They may be anything too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple

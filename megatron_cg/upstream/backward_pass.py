@@ -1,7 +1,5 @@
 """Whether, and which, backward pass of autograd is under way in this thread."""
 
-from __future__ import annotations
-
 from megatron_cg.upstream.symbols import Symbol
 
 CURRENT_PASS = Symbol("torch._C:_current_graph_task_id", "which backward pass is under way")

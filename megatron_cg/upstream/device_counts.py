@@ -3,8 +3,6 @@
 Where it cannot, it copies them to the host without a word (TE 2.20.2, ``_GroupedLinear.forward``).
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 

@@ -12,8 +12,6 @@ Note [One config]
     ``recompute_granularity`` from it (``transformer_block.py``); megatron-core 0.19.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

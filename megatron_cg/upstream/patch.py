@@ -23,8 +23,6 @@ Note [No frame of ours in between]
     call needs no check (CPython 3.12, ``Modules/_functoolsmodule.c``, ``partial_setstate``).
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import logging

@@ -10,8 +10,6 @@ Note [Fingerprints]
     the same syntax tree.
 """
 
-from __future__ import annotations
-
 import ast
 import dis
 import importlib.util

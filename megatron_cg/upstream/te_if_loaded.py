@@ -1,7 +1,5 @@
 """What other backends need of Transformer Engine where the model has loaded it. Imports no TE."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

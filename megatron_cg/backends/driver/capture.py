@@ -22,8 +22,6 @@ Note [Gradients of one output]
     pass, where the parameters are there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

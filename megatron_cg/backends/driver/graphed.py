@@ -1,7 +1,5 @@
 """The callables that a capture returns: a recorded forward and backward each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -14,8 +14,6 @@ Note [Gradients that are written elsewhere]
     inputs would be added to ``main_grad`` too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal

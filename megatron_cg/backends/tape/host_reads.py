@@ -8,8 +8,6 @@ Note [Where a tensor is]
     zero-dimensional tensor, as a tape does.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -9,8 +9,6 @@ poisoned as soon as other graphs of the pool might use it, and a read on the hos
 does not reproduce kernels, streams, speed, or which tensors are on the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

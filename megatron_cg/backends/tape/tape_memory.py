@@ -6,8 +6,6 @@ moved, and the memory of its pool belongs to the graph of that pool that ran las
 memory outside the pool is an error here, while a GPU would return whatever is there now.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A tape: the ATen operations of one forward or backward, replayed without its Python."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback

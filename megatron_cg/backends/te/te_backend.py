@@ -9,8 +9,6 @@ Note [The function that replays]
     and each sample has its own.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

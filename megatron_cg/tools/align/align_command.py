@@ -1,7 +1,5 @@
 """Runs one call of ``megatron-cg align``, from its arguments to the table of the result."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import tempfile

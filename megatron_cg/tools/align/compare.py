@@ -1,7 +1,5 @@
 """Compares two records of the same training bit for bit. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

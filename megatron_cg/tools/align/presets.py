@@ -4,8 +4,6 @@
 the first line, then its flags, a word a line.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Makes the two runs in separate processes, with logs, a time limit and a named error."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

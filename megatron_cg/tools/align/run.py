@@ -1,7 +1,5 @@
 """The two runs of a Megatron pretraining script on GPUs: their command lines and environments."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -6,8 +6,6 @@ sessions of their own, and others lose their parent, so processes are found as d
 subreaper (prctl(2)) becomes the parent of those.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

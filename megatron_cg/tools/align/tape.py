@@ -3,8 +3,6 @@
 ``python -m megatron_cg.tools.align.tape PLAN PROCESSES DIRECTORY`` makes one of them; PLAN is JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Converts text to a token stream in Megatron's indexed format, one token per byte."""
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path

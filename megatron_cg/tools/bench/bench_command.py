@@ -1,7 +1,5 @@
 """Runs one call of ``megatron-cg bench``: the runs in turn, the table, the JSON."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

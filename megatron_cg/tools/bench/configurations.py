@@ -4,8 +4,6 @@ Relied on: megatron-core 0.19.2. ``--exit-interval`` ends a run whatever its num
 ``--log-memory-interval`` prints the peaks of torch's allocator.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ Relied on: megatron-core 0.19.2, ``training_log``, ``report_memory`` and ``_prin
 microseconds.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """The machine of a measurement, its numbers by configuration, and its tables."""
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ both runs, and flags of this package about graphs, such as --cg-layers, for the 
 Without --data-path there, the data are Python's own sources, as bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ or saved. Or give --preset, and further flags of Megatron after --. Exit code 0:
 3: a run failed; 2: cannot be run as asked.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

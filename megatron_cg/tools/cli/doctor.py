@@ -5,8 +5,6 @@ libraries, symbols that this package relies on, environment variables. Nothing i
 0: graphs can run (with --backend tape: the comparison on the CPU can); 1: something prevents them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``megatron-cg COMMAND ...``: finds the command's module and runs it."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -4,8 +4,6 @@ Give after a bare -- the whole command that starts the run now. Exit code 0: the
 starts and fits; 1: it is refused or does not fit; 2: the command cannot be read.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

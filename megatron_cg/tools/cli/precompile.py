@@ -5,8 +5,6 @@ megatron_cg.compiled.region.Region. It is called once for each traced rank. Exit
 the layer cannot be compiled, with the module and what to do.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

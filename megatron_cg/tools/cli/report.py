@@ -4,8 +4,6 @@ DIR is what 'megatron-cg align --work-dir' or a run with --cg-report or --cg-rec
 page loads nothing, from no network and no other file. Exit code 0: written; 2: cannot be done.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from collections.abc import Sequence

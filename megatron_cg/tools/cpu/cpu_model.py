@@ -1,7 +1,5 @@
 """A real megatron-core GPTModel under the real Megatron-FSDP, small enough for a CPU."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Starts processes on this machine that train together over gloo."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

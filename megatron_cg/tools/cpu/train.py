@@ -1,7 +1,5 @@
 """A training loop for the CPU: the real model and FSDP, eager or with tapes after warmup."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence

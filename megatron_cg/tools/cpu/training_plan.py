@@ -1,7 +1,5 @@
 """Training plans for the CPU. A separate module, so that a launcher need not import Megatron."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

@@ -7,8 +7,6 @@ Note [Two copies of cuDNN]
     ``CUDNN_HOME`` first (transformer-engine 2.20.2, ``_load_cuda_library_from_system``).
 """
 
-from __future__ import annotations
-
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@
 and one when it ends, so that a crash loses no earlier finding and is that of its stage.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import platform

@@ -1,7 +1,5 @@
 """The system to check, what the other process found in it, and the result of a check."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

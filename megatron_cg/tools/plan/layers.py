@@ -5,8 +5,6 @@ megatron-core 0.19.2 with Transformer Engine's modules; a test compares them wit
 Biases, norms' weights and positions are left out: they are less than a hundredth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ A run's peak is in one of two phases: the layers' passes, with activations and l
 optimizer step, with fp32 copies of the gradients.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prints a plan for a terminal."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence

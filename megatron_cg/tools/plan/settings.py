@@ -6,8 +6,6 @@ Relied on: megatron-core 0.19.2, ``megatron.training.arguments``: ``add_megatron
 ours all are found.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib

@@ -1,7 +1,5 @@
 """The plots, with matplotlib: PNG files inside the page, on white in light and dark."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

@@ -1,7 +1,5 @@
 """Computes what ``report.html`` shows of a run or of two: its sentences and tables."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The runs of a page, one or two, read from their records, and the points of their curves."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping
