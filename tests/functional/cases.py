@@ -1,7 +1,5 @@
 """The configurations that the functional suite aligns: a preset, scopes, and Megatron's flags."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 MOE, DENSE, MLA = "qwen3-moe-tiny", "llama-tiny", "deepseek-v3-tiny"

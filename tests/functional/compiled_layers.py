@@ -5,8 +5,6 @@
 Exits with 1 if anything differs on a rank from eager training.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the functional tests share: GPUs, or the reason to skip, and one way to align a case."""
 
-from __future__ import annotations
-
 import faulthandler
 import hashlib
 import importlib.util

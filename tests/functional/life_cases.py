@@ -1,7 +1,5 @@
 """What the tests of a run's life train: saved, resumed, skipped, signalled, repeated, long."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.functional.cases import (

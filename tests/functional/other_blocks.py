@@ -6,8 +6,6 @@ Blocks recompute themselves, or torch compiles in them.
         --compare --dropout 0
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Any

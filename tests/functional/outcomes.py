@@ -1,7 +1,5 @@
 """What a run with graphs must come to beside the eager one."""
 
-from __future__ import annotations
-
 from megatron_cg.tools.align.compare import Outcome, Run
 
 

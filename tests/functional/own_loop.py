@@ -6,8 +6,6 @@ unit tests call :func:`train_all` in gloo's processes, with tapes as graphs. Eac
 and the error if there was one.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -5,8 +5,6 @@ the run ends. What is done is named by MEGATRON_CG_MUTATE, for the graph run alo
 MEGATRON_CG_SCENARIO, for both runs: ``action@detail``. Without them it is the example as it is.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

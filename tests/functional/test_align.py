@@ -1,7 +1,5 @@
 """Eager and graphed training agree bit for bit in every configuration of the support table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The harness can fail, and a capture that fails, or is undone, leaves nothing behind."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults between capture and replay, and captures that fail on one rank of two, on real GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What happens to a run between its steps, and however it ends: as in an eager run, and in time."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 One set of two processes trains each group of ``loops.py``, and each of its runs is a test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Four and eight ranks: each way of splitting a model over them trains as eager, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

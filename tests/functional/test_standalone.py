@@ -1,7 +1,5 @@
 """Loops without Megatron's, with graphs: each way of sharding, other models, compiled layers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -11,8 +11,6 @@ Without a GPU, ``--processes`` (2) train over gloo, with SDPA. torchtitan 0.3.0 
 newer torch than 2.11: what these models need of it is in :func:`with_names_of_newer_torch`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Captures that fail in one of their stages, or are made wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 from typing import Any

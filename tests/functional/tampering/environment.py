@@ -1,7 +1,5 @@
 """A machine that is not at rest while graphs are captured."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What happens to a run between its steps, and ways in which it ends early."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

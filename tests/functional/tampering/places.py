@@ -1,7 +1,5 @@
 """Where to reach into a run: its steps, its captures, and all that a capture may not change."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -4,8 +4,6 @@ Each is done in the eager run too, on the same rank at the same step, so that th
 wherever the guard does its work.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from itertools import count

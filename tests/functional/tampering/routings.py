@@ -1,7 +1,5 @@
 """Routings that a router seldom makes: experts and ranks without tokens, or with all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run that keeps every rule, as our dataclasses and as arguments of Megatron's real parser."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 

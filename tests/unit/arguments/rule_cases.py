@@ -3,8 +3,6 @@
 ``rule_messages.txt`` beside this file has what each then says; see ``test_rules.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The grammar of ``--cg-layers`` and what it selects."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_cg.arguments import LayerSelection

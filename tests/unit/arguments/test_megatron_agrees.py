@@ -1,7 +1,5 @@
 """Our rules and tables against the real classes of megatron-core, so that they cannot drift."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

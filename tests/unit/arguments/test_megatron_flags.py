@@ -1,7 +1,5 @@
 """What we read of Megatron: its real parser's namespace, and the real configs of a model."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import logging

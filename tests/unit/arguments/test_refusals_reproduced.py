@@ -1,7 +1,5 @@
 """What refusals say of the released packages, seen in their own code, without graphs of ours."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -3,8 +3,6 @@
 ``python -m tests.unit.arguments.test_rules`` writes ``rule_messages.txt`` anew: read the change.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What rules say to a caller from Python: real fields of Megatron's configs, and real arguments."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Modules to capture, and what eager calls and replays of them have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

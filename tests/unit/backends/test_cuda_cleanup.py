@@ -1,7 +1,5 @@
 """What is put right after a capture: generators, and the states of Megatron's RNG tracker."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

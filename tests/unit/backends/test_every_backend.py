@@ -3,8 +3,6 @@
 The native backend runs on the double of ``torch.cuda``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

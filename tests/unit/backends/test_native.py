@@ -1,7 +1,5 @@
 """The native backend on the double of ``torch.cuda``: what it holds, copies and leaves behind."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the native backend refuses by name, and what it asks of Transformer Engine and trackers."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

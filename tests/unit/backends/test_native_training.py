@@ -1,7 +1,5 @@
 """The native backend trains the eager numbers, on the double of ``torch.cuda``."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the TE backend checks before capture and puts back after it, without a GPU or TE."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import types

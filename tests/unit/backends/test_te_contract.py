@@ -5,8 +5,6 @@ state the contract are pure Python, so they are taken out of ``graph.py`` by the
 run as they are.
 """
 
-from __future__ import annotations
-
 import ast
 from typing import Any
 

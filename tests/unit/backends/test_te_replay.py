@@ -4,8 +4,6 @@ The functions around it are taken out of TE's ``graph.py``, as in ``test_te_cont
 graphs compute on static tensors when they are replayed, as those of CUDA do.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from types import SimpleNamespace

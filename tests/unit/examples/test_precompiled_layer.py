@@ -1,7 +1,5 @@
 """The example of precompiled code: made by the command, trained with on two CPU ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout

@@ -1,7 +1,5 @@
 """The loop on megatron-core's Python API: short, and the same numbers with graphs as without."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator

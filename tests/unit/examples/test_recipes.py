@@ -4,8 +4,6 @@ The flags are those that the scripts really give: they are run, with a program i
 that writes its arguments down.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The example for loops without megatron-core, run where other packages cannot be imported."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

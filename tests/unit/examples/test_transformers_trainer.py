@@ -3,8 +3,6 @@
 ``make test`` installs transformers into a folder beside site-packages.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The shorter step of FusedAdam: the same launches as Transformer Engine's own step makes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

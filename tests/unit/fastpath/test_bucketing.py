@@ -1,7 +1,5 @@
 """Gradients on their way to a bucket: at once, one by one, and in parts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients clipped by the fast path, and their norm: bit for bit those of Megatron's own way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ numbers are whole, so that no sum depends on its order. The tape overwrites borr
 next replay begins, so it shows if a gradient was kept there.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The fast path trains the very numbers of Megatron-FSDP's own bookkeeping."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial

@@ -3,8 +3,6 @@
 The next unit is gathered after the launch of a graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Main gradients and main weights: attached, cast and copied from tables."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

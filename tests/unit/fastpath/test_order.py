@@ -4,8 +4,6 @@ The eager rest of a layer, after its graph, has a collective of its own over ano
 all-to-all of experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

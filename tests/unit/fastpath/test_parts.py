@@ -1,7 +1,5 @@
 """Parts of the fast path: put in and taken out, and off where upstream's functions are others."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

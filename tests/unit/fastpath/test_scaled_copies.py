@@ -1,7 +1,5 @@
 """Gradients that are scaled while they are copied: which ones, and the bits of the kernel."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is kept of Megatron-FSDP v2's buffers: always what v2 would make now."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import random

@@ -4,8 +4,6 @@ Megatron's own linear layers write their weight gradients as Transformer Engine'
 ``get_main_grad()``, with ``grad_added_to_main_grad`` set from Python.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Megatron-FSDP's own hooks, as its two packages put them on real modules."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, cast

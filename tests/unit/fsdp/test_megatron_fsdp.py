@@ -1,7 +1,5 @@
 """Megatron-FSDP's model: found, its units gathered alone, its parameters put back as they were."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any

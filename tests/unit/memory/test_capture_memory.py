@@ -1,7 +1,5 @@
 """Memory that graphs do not need is freed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is borrowed of a graphs' pool, on an allocator that is made up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Steps by Megatron's own schedule on the CPU, and by its functions for gradients."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The dispatcher against Megatron's, with routings that a router seldom makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Four ranks train bit for bit as eager, however the model is split over them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

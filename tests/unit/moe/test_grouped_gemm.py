@@ -1,7 +1,5 @@
 """The grouped GEMM against one GEMM per expert, with the counts on the host and on the device."""
 
-from __future__ import annotations
-
 import logging
 import re
 from contextlib import nullcontext

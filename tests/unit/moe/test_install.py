@@ -1,7 +1,5 @@
 """What ``use_device_counts`` changes in Megatron, and when it does not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace

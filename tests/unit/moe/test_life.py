@@ -1,7 +1,5 @@
 """A run whose graphs hold dropless experts: failed, verified, left, deleted and captured again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Rows in the memory of other GPUs: the kernel that writes them, and ranks that cannot."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

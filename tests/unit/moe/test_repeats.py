@@ -1,7 +1,5 @@
 """Steps that exceed a bound of rows are repeated, and train bit for bit as eager steps."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Mapping

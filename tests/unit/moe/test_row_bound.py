@@ -1,7 +1,5 @@
 """How many rows a graph has room for, and what happens when a rank receives more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Places in slots, against the order of rows in Megatron's dispatcher."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole dropless MoE layers in graphs train bit for bit as Megatron's own way does eagerly."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field

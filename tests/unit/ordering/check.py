@@ -14,8 +14,6 @@ A read of a value on the host also waits. That is not used: such reads often hap
 loss is logged), and no order should depend on them.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

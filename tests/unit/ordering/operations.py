@@ -1,7 +1,5 @@
 """ATen operations as kernels on the current stream, and storages as the allocator sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache

@@ -1,7 +1,5 @@
 """Runs of the real Megatron-FSDP whose order is checked."""
 
-from __future__ import annotations
-
 import json
 import linecache
 from collections.abc import Callable, Iterator, Mapping

@@ -7,8 +7,6 @@ call; a stream that needs its result waits for the work. One that is not asynchr
 Collectives of one communicator on two streams are not taken to be in order.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import weakref

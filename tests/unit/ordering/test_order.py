@@ -6,8 +6,6 @@ and in order). So a test removes a wait from the trace, not from the program: th
 of a program without it.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a program asked of the device, in the order in which the host asked for it."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """The functional tests need GPUs to run, and none to be imported: their names exist."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """pyproject.toml: one version, bounds that hold what is tested, and every import declared."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """What ``import megatron_cg`` gives: every public name, and torch only with those that need it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Versions that were never seen: a notice where all is there, a message where something is gone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers with several residual streams (mHC), which megatron-core has from 0.20 on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Two processes train the real model on the tape, each life once eagerly and once 
 are captured after the second step.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time

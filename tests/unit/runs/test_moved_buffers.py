@@ -1,7 +1,5 @@
 """Megatron-FSDP's own buffers moved under real graphs, in two processes, on one rank or on both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

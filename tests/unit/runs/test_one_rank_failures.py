@@ -1,7 +1,5 @@
 """A capture that fails on one rank only: all go on together, or the run ends with the reason."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import traceback

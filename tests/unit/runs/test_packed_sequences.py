@@ -6,8 +6,6 @@ attention are never replayed.
 Sequences of a pack have other lengths, and other numbers, in every step; tokens of a pack do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Random models and lives: a few seeds of ``tools.random_models``, which tries as many as asked."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.random_models import EVENTS, FROZEN, LATER, STRATEGIES, draw, tried

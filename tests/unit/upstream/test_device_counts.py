@@ -1,7 +1,5 @@
 """What Transformer Engine's grouped GEMM lacks to read counts on the device."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -1,7 +1,5 @@
 """An undo restores what is still ours, leaves later changes by others, and names both."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

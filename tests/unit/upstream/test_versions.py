@@ -1,7 +1,5 @@
 """Versions are those of the copies that are imported, whatever pip has installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

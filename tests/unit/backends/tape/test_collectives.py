@@ -1,7 +1,5 @@
 """Collectives on a tape: over when what follows reads their result, as by a stream's order."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

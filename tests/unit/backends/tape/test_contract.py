@@ -1,7 +1,5 @@
 """The contract of TE's make_graphed_callables, as the tape keeps it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

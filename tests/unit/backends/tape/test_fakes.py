@@ -1,7 +1,5 @@
 """The fakes: what they replace, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Tensor parallel is not among them: Megatron's MoE demands sequence parallel, whi
 cannot do.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """What a tape does at a replay: the same bits as eager, and a graph's blindness."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One process and two train the real GPTModel under the real Megatron-FSDP alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

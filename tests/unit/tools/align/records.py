@@ -1,7 +1,5 @@
 """A small record, whole and of the types that a real one has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_cg.telemetry.read_record import FORMAT

@@ -1,7 +1,5 @@
 """The command lines and environments of the two runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``megatron-cg align`` from its arguments to its exit code, table and JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The verdict on two records, above all that it is not ``identical`` when it must not be."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

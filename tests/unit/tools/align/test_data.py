@@ -1,7 +1,5 @@
 """Text as Megatron's indexed dataset, read back with Megatron's own reader."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy

@@ -1,7 +1,5 @@
 """Every preset against Megatron's own parser, rules and configuration classes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs as real processes: their end, their records and the verdict."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

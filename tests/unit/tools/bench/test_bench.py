@@ -1,7 +1,5 @@
 """The command, with processes that print what Megatron would."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

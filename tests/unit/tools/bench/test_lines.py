@@ -1,7 +1,5 @@
 """How a launch line is edited, and that Megatron's own parser and rules accept what comes out."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from pathlib import Path

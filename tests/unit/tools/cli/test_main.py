@@ -1,7 +1,5 @@
 """What all commands have in common: words that are refused, how they end, what they import."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex

@@ -1,7 +1,5 @@
 """``megatron-cg precompile``: what it writes and prints, and which words it refuses."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Batches of the CPU's training: shifted by one, in turn, and endless."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

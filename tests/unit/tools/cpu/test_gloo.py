@@ -1,7 +1,5 @@
 """Gloo groups have one worker each: two of them break the heap when they finish at once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress

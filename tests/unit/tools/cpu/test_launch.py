@@ -1,7 +1,5 @@
 """Processes that train together, however they are started."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

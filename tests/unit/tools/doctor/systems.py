@@ -1,7 +1,5 @@
 """Systems made for a test: what checks read, with nothing of this machine in it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

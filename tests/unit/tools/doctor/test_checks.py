@@ -1,7 +1,5 @@
 """What is found on systems made for a test, and that nothing can end the doctor."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """``megatron-cg doctor`` on the machine that the tests run on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Symbols of other packages: how one is found, and that every module declares its own."""
 
-from __future__ import annotations
-
 import functools
 import io
 import sys

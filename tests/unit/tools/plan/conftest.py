@@ -1,7 +1,5 @@
 """Plans of lines, and what is printed of them."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 

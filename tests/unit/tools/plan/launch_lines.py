@@ -4,8 +4,6 @@ Shapes and settings are those of Megatron-LM's examples, the Megatron MoE model 
 Megatron-Bridge. Each is started in another way.
 """
 
-from __future__ import annotations
-
 _MODEL = (
     "--use-mcore-models --untie-embeddings-and-output-weights --normalization RMSNorm "
     "--attention-dropout 0.0 --hidden-dropout 0.0 "

@@ -1,7 +1,5 @@
 """Changes of a launch line: what is mended, what is refused, and what fits."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What may be typed after ``megatron-cg plan --`` and ``bench --``."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

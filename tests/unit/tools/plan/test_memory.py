@@ -1,7 +1,5 @@
 """Formulas of memory against runs on GPUs: benchmarks/results, with their own command lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Launch lines that people publish: what is changed, that it is complete, and what is captured."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Records to make pages of: made-up ones, and those of two real runs on the CPU."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

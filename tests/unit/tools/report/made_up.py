@@ -1,7 +1,5 @@
 """Records made up for the test of the page, with all that a record can hold. Nothing was run."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From records to points, sentences and the page: runs that agree, differ, failed or go on."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math
