@@ -23,8 +23,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         raise MegatronCGError("the plots need matplotlib: pip install 'megatron-cg[report]'.")
     from megatron_cg.files import whole_file
-    from megatron_cg.tools.report.report_page import page
-    from megatron_cg.tools.report.story import read_story
+    from megatron_cg.tools.report.report_page import page, read_story
 
     story = read_story(args.directory, args.against)
     out = args.out or args.directory / "report.html"

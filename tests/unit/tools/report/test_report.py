@@ -13,9 +13,19 @@ import pytest
 from megatron_cg.telemetry.read_record import RecordError
 from megatron_cg.tools.align.compare import graph_counts
 from megatron_cg.tools.cli.main import main
-from megatron_cg.tools.report import plots
-from megatron_cg.tools.report.report_page import difference, faults, page, peaks, speed, verdict
-from megatron_cg.tools.report.story import Story, counted_steps, losses, read_story
+from megatron_cg.tools.report import report_page
+from megatron_cg.tools.report.report_page import (
+    Story,
+    counted_steps,
+    difference,
+    faults,
+    losses,
+    page,
+    peaks,
+    read_story,
+    speed,
+    verdict,
+)
 from tests.unit.tools.report.made_up import MISMATCH, make_record, write
 
 EAGER = make_record(graphs=False)
@@ -33,7 +43,7 @@ def one(record: dict[str, Any]) -> Story:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are drawn and not written as files, which takes most of the time."""
-    monkeypatch.setattr(plots, "png", lambda _figure: b"")
+    monkeypatch.setattr(report_page, "png", lambda _figure: b"")
 
 
 def headings(text: str) -> list[str]:
