@@ -7,8 +7,6 @@ model under the standalone Megatron-FSDP. :func:`compile_together` lets all rank
 the guards of ``torch.compile``. All of them import torch; ``import megatron_cg`` alone does not.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Typed errors. They say what was found, why it is wrong, and what to type or do instead."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ A snapshot restores from its own copies. It makes them before anything is cleare
 expose them, so phase 2 cannot change them.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator

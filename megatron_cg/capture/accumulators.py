@@ -30,8 +30,6 @@ Note [DDP finds parameters by their accumulators]
     themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

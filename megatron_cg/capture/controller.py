@@ -1,7 +1,5 @@
 """Capture and deletion of one model's graphs; its users define how to capture."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable

@@ -5,8 +5,6 @@ pass of a microbatch comes before the forward pass of the next (megatron-core 0.
 ``TECudaGraphHelper._get_cuda_graph_input_data``).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext

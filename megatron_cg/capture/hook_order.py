@@ -22,8 +22,6 @@ Note [Around a pass]
     no passes, and calls neither.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

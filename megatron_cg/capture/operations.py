@@ -5,8 +5,6 @@ Transformer Engine are called past it, and so are those of compiled code: what t
 from the module tree and the arguments only.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import traceback

@@ -11,8 +11,6 @@ Note [Two graphs, two draws]
     other elements than the forward graph, and gradients would be wrong without an error.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 import sys

@@ -1,7 +1,5 @@
 """What code reaches from a value: attributes, elements, functions, and the tensors behind them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dis import get_instructions

@@ -16,8 +16,6 @@ checks ("during CUDA graph capture") has "captur" in it. Python code of other pa
 raises them as a RuntimeError with that text.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator, Sequence
 

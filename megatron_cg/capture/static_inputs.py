@@ -10,8 +10,6 @@ Note [A borrowed input is never written]
     not at the captured address; see ``replay/guard/inputs.py``.
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence

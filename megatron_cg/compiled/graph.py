@@ -4,8 +4,6 @@ A line has an operation, its operands and all constants, and where it comes from
 stand in it by role, so ranks whose groups have other names have the same lines.
 """
 
-from __future__ import annotations
-
 import dis
 from collections.abc import Mapping, Sequence
 from hashlib import sha256

@@ -19,8 +19,6 @@ Note [Waiting at the end]
     shutdown.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import time

@@ -25,8 +25,6 @@ Note [When gradients are counted]
     outputs of such a pass together. Autograd passes what is undefined on to the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -14,8 +14,6 @@ Note [Where a gradient ends]
     gradient is copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ A graph was captured with the branches and numbers that such values led to, and 
 them. ``==`` is not enough: 0.0 equals -0.0, 1 equals True, and NaN does not equal itself.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Mapping
 from enum import Enum

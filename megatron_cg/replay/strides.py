@@ -13,8 +13,6 @@ Relied on: torch 2.11, the hooks of a leaf see its gradient before ``AccumulateG
 the strides of the leaf (``accumulate_grad.h``, ``clone_obey_contract``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A layer to be captured, and the autograd function that replays its graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ one dictionary: lists such as ``steps`` grow, ``parameters`` gains names, and an
 part of a last line, which is ignored.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import reprlib

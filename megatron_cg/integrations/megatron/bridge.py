@@ -9,8 +9,6 @@ Note [Before or after]
     minute, and the script may not need it. A finder in ``sys.meta_path`` has the loader tell us.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -18,8 +18,6 @@ Note [A wrong guess]
     costs time but never changes a result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

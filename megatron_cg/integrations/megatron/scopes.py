@@ -1,7 +1,5 @@
 """Which scopes are captured of which layers, ``--cg-layers``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ own, v2's hooks would gather weights into memory that moves. Here they run aroun
 memory that stays (``fsdp/megatron_fsdp_v2.py``).
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -21,8 +21,6 @@ Note [State outside of the layer]
     pass, so a graph that contains a router writes to that tensor.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

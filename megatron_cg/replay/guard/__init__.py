@@ -1,7 +1,5 @@
 """The rows of a graph's inputs and memory, and what they find; see ``replay/depends_on.py``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

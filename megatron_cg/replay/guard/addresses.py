@@ -12,8 +12,6 @@ Note [Twice a pass]
     and their addresses can change each time. Capture records both, right after FSDP's own hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial

@@ -7,8 +7,6 @@ Note [What a graph does with its inputs]
     samples. So all of this is checked here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
