@@ -22,6 +22,7 @@ import random
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -170,6 +171,16 @@ class StepState:
         for path, space in _namespaces(len(sys.modules)):
             add(_Holder(f"{path}.{{}}", space, namespace=True))
         return holders, tensors, generators
+
+
+@contextmanager
+def step_state_kept(model: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Restore on exit the state of megatron-core and of ``model``."""
+    state = StepState(model)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -18,7 +18,6 @@ import torch
 from megatron.core.transformer import cuda_graphs, transformer_layer
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import CudaGraphModule
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_cg.arguments.layers import LayerSelection
@@ -50,6 +49,8 @@ from megatron_cg.upstream.symbols import Symbol, changed
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
 _HELPER = f"{_GRAPHS}:TECudaGraphHelper"
 _TRANSFORMER = "megatron.core.transformer"
+_SCALE, _SET_SCALE = "main_loss_backward_scale", "set_loss_scale"
+"""Members of every autograd function of megatron-core that scales a loss of its own."""
 RELIES_ON = (
     Symbol(
         f"{_TRANSFORMER}.transformer_config:TransformerConfig",
@@ -70,7 +71,7 @@ RELIES_ON = (
     Symbol(
         f"{_TRANSFORMER}.moe.moe_utils:MoEAuxLossAutoScaler",
         "what scales the auxiliary loss of routers",
-        attributes=("main_loss_backward_scale", "set_loss_scale"),
+        attributes=(_SCALE, _SET_SCALE),
     ),
 )
 for _symbol in RELIES_ON:
@@ -206,7 +207,7 @@ class FsdpHelper:
 
         self.helper._capture_finished = False
         drop_gradients(self.fsdp)
-        _make_loss_scale(self.helper.config)
+        _make_loss_scales()
         with ExitStack() as changes:
             changes.callback(setattr, self.helper, "_graphs_created", False)
             changes.callback(all_of(self._changes()))
@@ -317,15 +318,15 @@ def in_dtype(
     return [tuple(made[id(tensor)] for tensor in args) for args in samples]
 
 
-def _make_loss_scale(config: Any) -> None:
-    """Make the scale of routers' auxiliary loss as Megatron's schedules do, before the first step.
+def _make_loss_scales() -> None:
+    """Make the scales of auxiliary losses as Megatron's schedules do, before the first step.
 
-    The backward pass of a graph reads it in place. A backward pass that made it would give it no
-    dimension, and a schedule could not copy into it.
+    The backward pass of a graph reads a scale in place. A backward pass that made it would give it
+    no dimension, and a schedule could not copy into it.
     """
-    scaler = MoEAuxLossAutoScaler
-    if config.num_moe_experts is not None and scaler.main_loss_backward_scale is None:
-        scaler.set_loss_scale(torch.ones(1, device=torch.cuda.current_device()))
+    for scaler in torch.autograd.Function.__subclasses__():
+        if getattr(scaler, _SCALE, torch.empty(0)) is None and hasattr(scaler, _SET_SCALE):
+            getattr(scaler, _SET_SCALE)(torch.ones(1, device=torch.cuda.current_device()))
 
 
 def _capture_without_te() -> Undo:

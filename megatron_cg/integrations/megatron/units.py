@@ -23,7 +23,6 @@ Note [State outside of the layer]
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -33,13 +32,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.integrations.megatron.scopes import leave_out, name_of
+from megatron_cg.integrations.step_state import step_state_kept
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import NOT_INPUTS, described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ManualHook, Unit
-from megatron_cg.restore import values_kept
 from megatron_cg.upstream.megatron import capturing_flag, is_running_region, not_capturing
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -80,7 +79,7 @@ def units_of(layers: Sequence[Any]) -> list[Unit]:
             or layer.config.tensor_model_parallel_size > 1,
             leave_out=partial(leave_out, layer),
             entries=_entries,
-            kept=_metrics_kept,
+            kept=step_state_kept,
             run=run_region,
             in_backward=capturing_flag,
             attach=partial(attach_replay, direct=_is_direct(layer)),
@@ -192,13 +191,6 @@ def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch |
 def _metrics_tracker() -> Any:
     """Megatron's MoE metrics tracker; None before a router has recorded anything."""
     return getattr(sys.modules.get(_METRICS), _TRACKER, None)
-
-
-def _metrics_kept() -> AbstractContextManager[None]:
-    """Restore the sums of MoE metrics on exit, in place."""
-    tracker = _metrics_tracker()
-    metrics = tracker.metrics.items() if tracker is not None else ()
-    return values_kept((f"the MoE metric {name}", entry.values) for name, entry in metrics)
 
 
 def _entries() -> list[Entry]:

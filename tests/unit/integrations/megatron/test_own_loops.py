@@ -146,17 +146,23 @@ def test_the_loss_scale_can_be_set_after_a_capture_before_the_first_step(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.core import parallel_state
+    from megatron.core.transformer.experimental_attention_variant.dsa import (
+        DSAIndexerLossAutoScaler,
+    )
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     parallel_state.destroy_model_parallel()
-    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    scalers: list[Any] = [MoEAuxLossAutoScaler, DSAIndexerLossAutoScaler]
+    for scaler in scalers:
+        monkeypatch.setattr(scaler, "main_loss_backward_scale", None)
     scopes = ("attn", "moe_router")
     model = CpuModelConfig(layers=LAYERS, experts=4, graph_modules=scopes, sequence_length=LENGTH)
     trainer = new_trainer(model, micro_batch_size=BATCH)
     helper_for(trainer).create_cudagraphs()
-    made = MoEAuxLossAutoScaler.main_loss_backward_scale
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / 2)
-    assert made is MoEAuxLossAutoScaler.main_loss_backward_scale and float(made) == 0.5
+    for scaler in scalers:
+        made = scaler.main_loss_backward_scale
+        scaler.set_loss_scale(torch.ones(1) / 2)
+        assert made is scaler.main_loss_backward_scale and float(made) == 0.5
     trainer.step()
     expect(ours().controller.counters, captured=LAYERS, replayed=LAYERS, mismatched=0)
 
