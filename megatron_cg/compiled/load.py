@@ -9,14 +9,16 @@ it in a collective of the region, until the time limit of the vote ends the run.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_cg.compiled import artifact
+from megatron_cg.compiled.plain_state import PlainState, script_importable
 from megatron_cg.compiled.region import (
     PREFIX,
     Region,
@@ -55,8 +57,15 @@ class Precompiled:
     One artifact serves all modules of the same kind and shapes, such as all layers of a model.
     """
 
-    def __init__(self, function: Callable[..., Any], region: Region, name: str) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        region: Region,
+        name: str,
+        state: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._function, self._name = function, name
+        self._saved, self._state = state, PlainState(state, region.module)
         self._training = region.module.training
         self._device_type = region.device().type
         self._call = call_kinds(region, self._device_type)
@@ -65,9 +74,10 @@ class Precompiled:
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward pass; its outputs have the compiled backward pass.
 
-        Raises ReplayMismatchError if an argument or autocast is not as it was traced: code without
-        guards would compute something wrong.
+        Raises ReplayMismatchError if an argument, autocast or a value that is a constant of the
+        code is not as it was traced: code without guards would compute something wrong.
         """
+        self._require_same_state(module)
         call = call_kinds(Region(module, args, kwargs), self._device_type)
         if call != self._call:
             raise ReplayMismatchError(
@@ -76,6 +86,15 @@ class Precompiled:
                 "artifact for this call"
             )
         return self._function(module, *args, **kwargs)
+
+    def _require_same_state(self, module: torch.nn.Module) -> None:
+        if not self._state.is_as(self._saved, module):
+            raise ReplayMismatchError(
+                f"{self._name} was compiled with other values, and has them as constants: "
+                f"{differences(self._saved, self._state.texts(module))}. Keep them as they were, "
+                "give the module a value that changes as a tensor or a buffer, or leave this "
+                "module out"
+            )
 
     def attach(self, modules: Iterable[torch.nn.Module]) -> Undo:
         """Let these modules' forward passes run the compiled code; returns the undo.
@@ -86,7 +105,8 @@ class Precompiled:
         as a wrapper of the model may do.
 
         Raises:
-            ReplayMismatchError: a module has other parameters or buffers; none is changed then.
+            ReplayMismatchError: a module has other parameters, buffers or values; none is changed
+                then.
         """
         modules = list(modules)
         for module in modules:
@@ -96,6 +116,7 @@ class Precompiled:
                     f"{self._name} was compiled for another {type(module).__name__}: "
                     f"{differences(self._module, kinds)}. Leave this module out"
                 )
+            self._require_same_state(module)
         return all_of(
             set_attribute(module, "forward", self._forward_of(module)) for module in modules
         )
@@ -173,22 +194,26 @@ def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> 
         refusal = _decided("compared", 2, own, votes, held)
     if refusal is not None:
         raise refusal from own
-    return Precompiled(compiled, region, name)
+    return Precompiled(compiled, region, name, manifest.state)
 
 
 def _decoded(name: str, manifest: artifact.Manifest, code: bytes, region: Region) -> Any:
     """The code for this rank. Raises ArtifactRefusedError if it is for something else."""
     device = region.device()
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    different = differences(manifest.fingerprint, fingerprint(region, capability))
+    state = PlainState(manifest.state, region.module)
+    different = differences(
+        {**manifest.fingerprint, **manifest.state},
+        fingerprint(region, capability) | state.texts(region.module),
+    )
     if different:
         raise ArtifactRefusedError(
             f"{name} was made for something else: {different}. Save again for this configuration"
         )
     groups = {f"{PREFIX}{role}": group.group_name for role, group in region.groups.items()}
-    with loading_for(device, groups):
+    with loading_for(device, groups), script_importable():
         compiled = _LOAD.find()(io.BytesIO(code))
-    # All guards were left out; the fingerprint and the check of each call replace them.
+    # All guards were left out; the fingerprint, the state and the check of each call replace them.
     compiled.disable_guard_check()
     return compiled
 

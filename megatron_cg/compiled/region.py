@@ -2,8 +2,8 @@
 
 A fingerprint is a flat mapping of names to texts: versions, the device, the mode, each field of the
 region's configuration, shapes and dtypes of all tensors, sizes of all groups. Rank numbers,
-addresses and names of groups are not in it, so it is the same on all ranks. What it does not name,
-such as an edited function, the comparison with eager finds.
+addresses and names of groups are not in it, so it is the same on all ranks. Plain values that the
+code read are compared by ``plain_state.py``; what neither names, the comparison with eager finds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from megatron_cg.compiled.plain_state import import_name
 from megatron_cg.errors import PrecompileError
 from megatron_cg.upstream.symbols import Symbol, installed_version
 from megatron_cg.version import __version__
@@ -113,7 +114,7 @@ def fingerprint(region: Region, capability: Capability) -> dict[str, str]:
         "version.megatron_cg": __version__,
         "version.torch": torch.__version__,  # With the suffix of its build, as torch compares it.
         "device": device if capability is None else "cuda {}.{}".format(*capability),
-        "module": f"{kind.__module__}.{kind.__qualname__}",
+        "module": f"{import_name(kind.__module__)}.{kind.__qualname__}",
         "module.training": str(region.module.training),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "default dtype": str(torch.get_default_dtype()),

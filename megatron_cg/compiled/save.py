@@ -67,13 +67,19 @@ def save(
     path = artifact.path_of(Path(directory), name)
     first, peers = _trace_as(build, 0, world_size, capability)
     ranks = sorted({0, *peers, world_size - 1})
+    state = dict(first.state)
     for rank in ranks[1:]:
         other, _ = _trace_as(build, rank, world_size, capability)
         _require_same(first, other, rank)
+        # What differs between ranks of the same code has no part in it.
+        state = {name: text for name, text in state.items() if other.state.get(name) == text}
     compiled = first.compiled
     code: bytes = type(compiled).serialize(compiled).serialized_data
     manifest = artifact.Manifest(
-        code_sha256=sha256(code).hexdigest(), fingerprint=first.fingerprint, traced_ranks=ranks
+        code_sha256=sha256(code).hexdigest(),
+        fingerprint=first.fingerprint,
+        state=state,
+        traced_ranks=ranks,
     )
     artifact.write(path, manifest, code)
     return manifest

@@ -38,6 +38,7 @@ from megatron_cg.compiled.graph import (
     refuse_random_numbers,
     rename,
 )
+from megatron_cg.compiled.plain_state import ABSENT, Guards, PlainState
 from megatron_cg.compiled.region import PREFIX, Capability, Region, fingerprint
 from megatron_cg.errors import PrecompileError
 from megatron_cg.upstream.symbols import Symbol
@@ -45,19 +46,18 @@ from megatron_cg.upstream.symbols import Symbol
 _AOT_COMPILED = Symbol(
     "torch._dynamo.aot_compile:AOTCompiledFunction",
     "a compiled function that can be saved",
-    attributes=("serialize", "fn", "disable_guard_check"),
+    attributes=("serialize", "fn", "disable_guard_check", "source_info"),
 )
 _OUTPUT_CODE = Symbol(
     "torch._inductor.output_code:RegionalOutputCode",
     "serialises a graph, and calls post_compile after loading",
     attributes=("post_compile", "prepare_for_serialization", "_graph_module"),
 )
-_GUARDS = Symbol("torch.compiler:skip_all_guards_unsafe", "leaves all guards out of compiled code")
 _FRESH_CACHE = Symbol(
     "torch._inductor.utils:fresh_cache", "compiles with a new cache on disk in a block"
 )
 _NORM = Symbol("torch.ops:aten._fused_rms_norm", "RMSNorm as one operation")
-RELIES_ON = (_AOT_COMPILED, _OUTPUT_CODE, _GUARDS, _FRESH_CACHE, _NORM)
+RELIES_ON = (_AOT_COMPILED, _OUTPUT_CODE, _FRESH_CACHE, _NORM)
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Trace:
 
     code: Code
     fingerprint: Mapping[str, str]
+    state: Mapping[str, str]
+    """Plain Python values that are constants of the code; see ``plain_state.py``."""
     compiled: Any
     """torch's compiled function, which can be saved."""
 
@@ -83,6 +85,7 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
     refuse_modules(region.module)
     names = {str(group.group_name): f"{PREFIX}{role}" for role, group in region.groups.items()}
     graphs: dict[str, torch.fx.GraphModule] = {}
+    guards = Guards()
 
     def compiler(part: str) -> Callable[..., Any]:
         def compile_graph(graph_module: torch.fx.GraphModule, _examples: Any) -> Any:
@@ -113,13 +116,15 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
             fullgraph=True,
             dynamic=False,
             backend=AotAutograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward")),
-            options={"guard_filter_fn": _GUARDS.find()},
+            options={"guard_filter_fn": guards},
         )
         function = compiled.forward.aot_compile((region.args, dict(region.kwargs)))
     refuse_globals(function.fn.__code__)
     code = {part: graph_lines(graph) for part, graph in graphs.items()}
     code |= {"outputs": bytecode_lines(function.fn.__code__)}
-    return Trace(code, fingerprint(region, capability), function)
+    state = PlainState(guards.questions(function), region.module).texts(region.module)
+    known = {name: text for name, text in state.items() if text != ABSENT}
+    return Trace(code, fingerprint(region, capability), known, function)
 
 
 def _any_operation(_name: str) -> bool:

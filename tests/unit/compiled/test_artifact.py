@@ -17,6 +17,7 @@ CODE = b"any\nbytes"
 MANIFEST = artifact.Manifest(
     code_sha256=sha256(CODE).hexdigest(),
     fingerprint={"version.torch": "2.11.0"},
+    state={},
     traced_ranks=[0, 1],
 )
 
