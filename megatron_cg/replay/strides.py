@@ -55,6 +55,9 @@ class Noted:
         self._last: tuple[torch.Size, Strides] | None = None
         self.varies: Mismatch | None = None
         """What gradients came, if those of one shape were not alike."""
+        self.inside: Noted | None = None
+        """The same with uses inside of the unit, if it has any. Their strides count for a result
+        that no gradient comes for: a graph adds zeros, and that sum shall have them."""
 
     def note(self, gradient: torch.Tensor | None) -> None:
         """A gradient came; None stands for zeros, of which nothing depends on strides."""
@@ -68,7 +71,8 @@ class Noted:
 
     def of(self, tensor: torch.Tensor) -> Strides | None:
         """The strides of the gradient of such a result; None if none came."""
-        return self._last[1] if self._last and self._last[0] == tensor.shape else None
+        last = self._last or (self.inside and self.inside._last)
+        return last[1] if last and last[0] == tensor.shape else None
 
 
 class Gradients:

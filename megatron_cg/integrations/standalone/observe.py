@@ -215,7 +215,11 @@ class Observer:
             if not made.requires_grad or made.is_leaf:
                 continue
             seen, label = self._now[name], f"result {key if isinstance(key, int) else key[1]}"
-            notes.append((made, seen.gradients.setdefault(key, Noted(label)).note))
+            noted = seen.gradients.setdefault(key, Noted(label))
+            notes.append((made, noted.note))
+            if made is not tensor and not tensor.is_leaf:
+                noted.inside = noted.inside or Noted(label)
+                tensor.register_hook(noted.inside.note)
             if spec_of(made) is not None:
                 layout = seen.layouts.setdefault(key, Layout(made, label))
                 layout.refuse = lambda _varies: None  # At capture.

@@ -37,16 +37,19 @@ class Sharing(Unit):
         self, x: torch.Tensor, bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         skip, self.kept = self.linear(x).tanh(), x.exp()
-        return skip.sin() * self.kept.mean() + bias, skip, bias
+        return (skip.sin() * self.kept.mean() + bias).tanh(), skip, bias
 
 
 def with_skips(run: Training, x: torch.Tensor) -> torch.Tensor:
-    """Gradients from outside come as parts of a larger one, expanded, and from later units."""
-    bias, skips = x.new_full((ROWS, WIDTH), 0.1, requires_grad=True) * 1, []
+    """Gradients from outside come as parts of a larger one, expanded, and from later units.
+
+    The bias lies in memory otherwise than its gradients, and the last one gets none.
+    """
+    bias, skips = x.new_full((WIDTH, ROWS), 0.1, requires_grad=True).t() * 1, []
     for layer in run.model:
         x, skip, bias = layer(x, bias)
         skips += [skip, layer.kept]
-    (torch.cat([x, *skips], 1).square().mean() + 0.1 * skips[0].sum() + bias.sum()).backward()
+    (torch.cat([x, *skips], 1).square().mean() + 0.1 * skips[0].sum()).backward()
     return x.sum()
 
 
