@@ -8,8 +8,6 @@ Grammar of ``--cg-layers``: ``SCOPE:RANGE[,RANGE...]`` where RANGE is ``N``, ``N
 indices from 0, both ends included. A scope may be named more than once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,7 +56,7 @@ class LayerSelection:
     ranges: tuple[tuple[str, tuple[LayerRange, ...]], ...] = ()
 
     @classmethod
-    def parse(cls, tokens: Sequence[str]) -> LayerSelection:
+    def parse(cls, tokens: Sequence[str]) -> "LayerSelection":
         """Parse the values of ``--cg-layers``; no values select every scope on every layer.
 
         Raises ConfigurationError with every malformed token and unknown scope at once.

@@ -5,13 +5,11 @@ that the rules read. ``Environment`` holds the installed versions and environmen
 ``megatron.py`` fills the first two.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from megatron_cg.upstream.device_counts import NOT_LOADED, lacks_device_counts
 from megatron_cg.upstream.symbols import installed_version
@@ -282,7 +280,7 @@ class Environment:
     """Why Transformer Engine's grouped GEMM cannot read counts on the device; empty if it can."""
 
     @classmethod
-    def read(cls, backend: str = TRANSFORMER_ENGINE) -> Environment:
+    def read(cls, backend: str = TRANSFORMER_ENGINE) -> Self:
         """The environment of this process, from what it imports and ``os.environ``."""
         versions = {name: installed_version(name) for name in PACKAGES}
         return cls(

@@ -1,13 +1,11 @@
 """Installs the parts of the fast path and removes them in reverse order."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import ExitStack
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -132,7 +130,7 @@ class FastPath:
             self._detached = DetachedWeights(self._fsdp.module, self.bucketing, graphed)
         return self._detached
 
-    def _logged(self) -> FastPath:
+    def _logged(self) -> Self:
         for name, why in self.left_out.items():
             logger.info("FSDP fast path: %s left to Megatron-FSDP, because %s.", name, why)
         return self

@@ -4,14 +4,13 @@ A line is the text before the script (launcher, variables), the script, its flag
 after them. It may lie in a word of another line: ``srun bash -c 'python pretrain_gpt.py ...'``.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Self
 
 from megatron_cg.errors import MegatronCGError
 
@@ -87,18 +86,18 @@ class LaunchLine:
     def has(self, name: str) -> bool:
         return self.values(name) is not None
 
-    def kept(self, wanted: Callable[[str], bool]) -> LaunchLine:
+    def kept(self, wanted: Callable[[str], bool]) -> Self:
         return replace(self, flags=tuple(flag for flag in self.flags if wanted(flag.name)))
 
-    def without(self, *names: str) -> LaunchLine:
+    def without(self, *names: str) -> Self:
         """The line without these flags; a name may have wildcards."""
         return self.kept(lambda given: not any(fnmatchcase(given, name) for name in names))
 
-    def followed_by(self, *words: str) -> LaunchLine:
+    def followed_by(self, *words: str) -> Self:
         """The line with flags at its end, where they override others."""
         return replace(self, flags=(*self.flags, *read_flags(words)))
 
-    def with_flag(self, name: str, *values: str) -> LaunchLine:
+    def with_flag(self, name: str, *values: str) -> Self:
         flag, names = Flag(name, values), [given.name for given in self.flags]
         if name not in names:
             return replace(self, flags=(*self.flags, flag))
@@ -106,7 +105,7 @@ class LaunchLine:
         rest = tuple(given for given in self.flags[at + 1 :] if given.name != name)
         return replace(self, flags=(*self.flags[:at], flag, *rest))
 
-    def with_variable(self, name: str, value: str) -> LaunchLine:
+    def with_variable(self, name: str, value: str) -> Self:
         """The line with a variable set, where it sets it already or before its command."""
         pattern = re.compile(rf"(?<![^\s;&'\"]){name}{_VALUE}")
         if name in self.variables:
@@ -120,11 +119,11 @@ class LaunchLine:
         before = f"{self.before[:start]}{option}{name}={value} {self.before[start:]}"
         return replace(self, before=before)
 
-    def with_launcher(self) -> LaunchLine:
+    def with_launcher(self) -> Self:
         python = "" if _PYTHON.search(self.before) else "python "
         return replace(self, before=f"{self.before}{python}-m megatron_cg ")
 
-    def without_launcher(self) -> LaunchLine:
+    def without_launcher(self) -> Self:
         return replace(self, before=_LAUNCHER.sub("", self.before))
 
     def __str__(self) -> str:

@@ -17,8 +17,6 @@ Note [Registered generators]
     another one that is not registered is an error in the capture; see ``capture/refusals.py``.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,7 +32,7 @@ from megatron_cg.memory.storage import without_owners
 
 
 class CudaRecording(Recording):
-    def __init__(self, recorder: CudaRecorder) -> None:
+    def __init__(self, recorder: "CudaRecorder") -> None:
         self._recorder = recorder
         self.graph = torch.cuda.CUDAGraph()
 

@@ -15,8 +15,6 @@ A run under the fakes differs from a GPU, and therefore does *not* test the foll
   before a replay only to check that CUDA graphs may be used; no kernel of TE is called.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
@@ -24,7 +22,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,7 +82,7 @@ class FakeStream(FakeEvent):
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         return FakeEvent() if event is None else event
 
-    def __enter__(self) -> FakeStream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:

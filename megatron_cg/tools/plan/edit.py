@@ -4,8 +4,6 @@ What the user wrote stays if it can. Rules that flags mend are in ``_FIXES``, wh
 of the training. For the rest, scopes are tried in an order: the best first.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
@@ -157,7 +155,7 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
 
 
 def _on_fewer_layers(
-    editor: _Editor, choice: _Choice, why: str, whole: Tried, room: int
+    editor: "_Editor", choice: _Choice, why: str, whole: Tried, room: int
 ) -> list[Tried]:
     """The choice on as many of the first layers as fit; empty if not even one does."""
 
