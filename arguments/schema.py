@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
+from megatron_cg import version
 from megatron_cg.upstream.device_counts import NOT_LOADED, lacks_device_counts
 from megatron_cg.upstream.symbols import installed_version
 
@@ -289,3 +290,12 @@ class Environment:
             backend=backend,
             lacks_device_counts=lacks_device_counts(),
         )
+
+
+def shared_by_ranks() -> dict[str, str]:
+    """What is the same on all ranks of a run beside its settings, and how each part is called."""
+    versions = {name: installed_version(name) for name in PACKAGES}
+    versions["megatron_cg"] = version.__version__
+    return {f"version of {name}": found or "not installed" for name, found in versions.items()} | {
+        f"environment variable {name}": os.environ.get(name, "not set") for name in VARIABLES
+    }

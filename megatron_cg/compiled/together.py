@@ -37,9 +37,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_cg.consensus.decision import AgreementError, Decision, Kind, Vote, digest, ranks_text
+from megatron_cg.arguments.schema import shared_by_ranks
+from megatron_cg.consensus.decision import (
+    AgreementError,
+    Decision,
+    Kind,
+    Vote,
+    differing,
+    digest,
+    ranks_text,
+)
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement, under_capture
-from megatron_cg.errors import PhaseError
+from megatron_cg.errors import ArgumentError, PhaseError, Violation
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
 
@@ -176,13 +185,18 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[None]:
     ``timeout`` is how long a rank waits for another at a vote; longer than a compilation takes.
 
     Raises:
+        ArgumentError: ``timeout`` is no timedelta.
         PhaseError: no process groups, another guard-complete hook is installed, or Dynamo
             suppresses errors (``torch._dynamo.config.suppress_errors``).
         UpstreamChangedError: this torch is none that this was written for.
-        AgreementError: in the block or at its end: a rank is gone or late, or ranks called
+        AgreementError: ranks have other versions of packages or other settings. In the block or at
+            its end: a rank is gone or late, or ranks called
             different regions, or would compile for different static shapes. They no longer do the
             same, so this process must end.
     """
+    if not isinstance(timeout, timedelta):
+        reason, remedy = "it is a datetime.timedelta", "timeout=timedelta(seconds=600)"
+        raise ArgumentError([Violation("argument", f"timeout={timeout!r}", reason, remedy)])
     if not dist.is_initialized():
         raise PhaseError(
             "compile_together() needs the other ranks: call torch.distributed.init_process_group() "
@@ -196,6 +210,8 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[None]:
     with ExitStack() as undo:
         agreement = Agreement(timeout)
         undo.callback(agreement.close)
+        settings = {"call": "compile_together", "timeout": timeout}
+        agreement.require_same(settings | shared_by_ranks())
         together = _Votes(agreement)
         undo.callback(_SET_HOOK.find(), None)
         _SET_HOOK.find()(together.guards_checked)
@@ -234,16 +250,11 @@ def _require_no_suppression() -> None:
 def _require_one_shape(region: str, met: list[dict[str, Any]]) -> None:
     """Raise AgreementError if an input's sizes differ between ranks."""
     for name in met[0]:
-        ranks: dict[str, list[int]] = {}
-        for rank, entries in enumerate(met):
-            entry = entries.get(name)
-            size = entry.size if entry is not None and isinstance(entry.size, tuple) else None
-            found = size if size is not None else entry and entry.scalar
-            ranks.setdefault(str(found), []).append(rank)
-        if len(ranks) > 1:
+        entries = [entries.get(name) for entries in met]
+        sizes = [e and (e.size if isinstance(e.size, tuple) else e.scalar) for e in entries]
+        if found := differing(sizes, range(len(met))):
             raise AgreementError(
-                f"ranks would compile {region} for different static shapes: {name} is "
-                + ", ".join(f"{size} on {ranks_text(where)}" for size, where in ranks.items())
-                + ". Pad it to the largest size of all ranks before the call, or let sizes be "
-                "dynamic: torch.compile(..., dynamic=None)"
+                f"ranks would compile {region} for different static shapes: {name} is {found}. Pad "
+                "it to the largest size of all ranks before the call, or let sizes be dynamic: "
+                "torch.compile(..., dynamic=None)"
             )

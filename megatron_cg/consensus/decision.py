@@ -21,7 +21,10 @@ from megatron_cg.errors import MegatronCGError, NotRestoredError
 
 
 class AgreementError(MegatronCGError):
-    """Ranks are out of step: one is gone or late, or they are at different votes."""
+    """Ranks are out of step: one is gone or late, or they are at different votes.
+
+    Or they were started with other settings; then nothing has been changed.
+    """
 
 
 class Kind(IntEnum):
@@ -36,6 +39,8 @@ class Kind(IntEnum):
     """Whether a compiled region's guards pass (``compiled/together.py``)."""
     COMPILE = 6
     """Which function is being compiled."""
+    SETTINGS = 7
+    """Whether ranks that meet have the same settings, versions and variables."""
     PRECOMPILED = 8
     """Whether compiled code that was loaded may be used (``compiled/load.py``)."""
 
@@ -129,18 +134,22 @@ def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
 
 
 def _mixed_up(heads: list[list[int]], group: Sequence[int]) -> str:
-    votes: dict[tuple[int, ...], list[int]] = {}
-    for rank, head in zip(group, heads, strict=True):
-        votes.setdefault(tuple(head), []).append(rank)
-    each = ", ".join(
-        f"{ranks_text(ranks)} to {name_of(Kind(kind))} {serial}"
-        for (kind, serial), ranks in votes.items()
-    )
+    each = differing((f"{name_of(Kind(kind))} {serial}" for kind, serial in heads), group)
     return (
         f"ranks came to different votes: {each}. They no longer do the same, so this run ends on "
         "all of them. Compiled regions: call the same ones in the same order on all ranks. To "
         "train without graphs: --cuda-graph-impl none"
     )
+
+
+def differing(values: Iterable[object], ranks: Iterable[int]) -> str:
+    """``3 on ranks 0, 1, 5 on rank 2``, for the values of these ranks; empty if all are equal."""
+    found: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        found.setdefault(str(value), []).append(rank)
+    if len(found) == 1:
+        return ""
+    return ", ".join(f"{value} on {ranks_text(those)}" for value, those in found.items())
 
 
 def name_of(member: IntEnum) -> str:

@@ -9,7 +9,7 @@ never NCCL, never inside a graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_cg.consensus.decision import (
     Kind,
     Vote,
     decide,
+    differing,
     digest,
     encode,
     name_of,
@@ -119,6 +120,27 @@ class Agreement:
         with self._naming_lost_ranks():
             dist.all_gather_object(objects, mine, group=group)
         return objects
+
+    def require_same(self, settings: Mapping[str, object]) -> None:
+        """Raise AgreementError where ranks differ in these, each with the ranks of its values.
+
+        All ranks call it together, before they change anything. Raises as :meth:`agree`, too.
+        """
+        mine = {name: str(value) for name, value in settings.items()}
+        held = digest(f"{name}: {value}" for name, value in mine.items())
+        if not self.agree(Kind.SETTINGS, Vote(graphs=held)).minority:
+            return
+        of_ranks = self.gather(mine)
+        found = []
+        for name in dict.fromkeys(name for settings in of_ranks for name in settings):
+            values = [settings.get(name, "not given") for settings in of_ranks]
+            if differ := differing(values, self._ranks):
+                found.append(f"{name} is {differ}")
+        raise AgreementError(
+            f"ranks differ: {'; '.join(found)}. They would call other collectives, or the same at "
+            "other times. Nothing has been changed. Start all ranks with the same settings, "
+            "versions of packages and environment variables"
+        )
 
     def begin_capture(self) -> None:
         """Open the next capture; a new agreement has opened its first. Not a vote."""
@@ -234,8 +256,7 @@ class Agreement:
             raise CaptureError(
                 f"ranks would capture different graphs ({decision.difference()}), and their "
                 "collectives would not match. All ranks discard their graphs; hooks and state are "
-                "as before. Give all ranks the same --cg-layers, the same choice of "
-                "--cg-no-fsdp-fast-path and the same sequence length"
+                "as before. Give all ranks the same layers and inputs of the same shape"
             )
         self._next = Kind.CAPTURE_END if kind is Kind.CAPTURE_START else Kind.DELETION
         return decision

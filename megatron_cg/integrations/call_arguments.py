@@ -12,9 +12,17 @@ import torch.distributed as dist
 
 from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.rules_experts import rows_below_average
-from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments, argument_of
+from megatron_cg.arguments.schema import (
+    Environment,
+    GraphArguments,
+    RunArguments,
+    argument_of,
+    flag_of,
+    shared_by_ranks,
+)
 from megatron_cg.arguments.words import ENABLE, said
 from megatron_cg.backends.base import Backend
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArgumentError, Violation
 
 OnFailure = Literal["error", "eager"]
@@ -120,3 +128,23 @@ def backend_of(value: Backend | BackendName | None) -> Backend:
 
         return TransformerEngineBackend()
     return value
+
+
+def require_same(agreement: Agreement, call: str, given: Mapping[str, object]) -> None:
+    """Raise AgreementError where ranks differ in settings, versions or variables.
+
+    All ranks call it together, before they change anything. ``given`` are settings of our function
+    ``call`` by their names, or Megatron's flags where that is empty. Ranks may record to different
+    folders.
+    """
+    settings: dict[str, object] = {"call": call or "Megatron's training loop"}
+    for name, value in given.items():
+        is_folder = name.endswith(("record", "report")) and value is not None
+        settings[name if call else flag_of(name)] = "given" if is_folder else value
+    agreement.require_same(settings | shared_by_ranks())
+
+
+def by_argument(given: GraphArguments) -> dict[str, object]:
+    """Settings as arguments of the Python API: the inverse of :func:`with_settings`."""
+    made = {name: getattr(given, field.name) for name, field in _FIELDS.items()}
+    return made | {"fast_path": not given.cg_no_fsdp_fast_path}

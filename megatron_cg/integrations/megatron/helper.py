@@ -8,7 +8,7 @@ announces (``steps.py``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.find_sharding import of_megatron
+from megatron_cg.integrations.call_arguments import by_argument, require_same, several
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.repeat import repeat_if_needed
@@ -82,7 +83,7 @@ class FsdpHelper:
     """Captures one model's layers, and replaces methods of Megatron's helper until it is closed.
 
     All ranks create it together. ``made`` makes Megatron's helper. ``source`` announces the steps;
-    None if the caller runs :attr:`steps` itself.
+    None if the caller runs :attr:`steps` itself. ``agreement`` is of :func:`meet`.
     """
 
     def __init__(
@@ -91,9 +92,12 @@ class FsdpHelper:
         backend: Backend,
         given: GraphArguments | None = None,
         source: Source | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self.given, self._backend = given or GraphArguments(), backend
+        self._agreement = agreement or Agreement()
         with ExitStack() as undo:
+            undo.callback(self._agreement.close)
             undo.callback(_capture_without_te())
             self.helper = made()
             sharding: Any = of_megatron(self.helper.model[0])
@@ -102,8 +106,6 @@ class FsdpHelper:
             self._layers: list[Any] = self.helper.flattened_callables
             _require_units(sharding, self._layers)
             follow_captures()
-            self._agreement = Agreement()
-            undo.callback(self._agreement.close)
             self._inputs = ObservedInputs(self._layers)
             undo.callback(let_gradients_go(self.fsdp))
             goes_on = self.given.cg_on_failure == "eager"
@@ -231,6 +233,26 @@ class FsdpHelper:
         yield partial(shared_experts_idle, self._layers)
         yield recompute_in_layers(self.helper.model[0], self._inputs)
         yield self._scopes.give(self._layers)
+
+
+def meet(call: str, backend: str, settings: GraphArguments, given: Mapping[str, Any]) -> Agreement:
+    """The votes of all ranks, which have the same settings; all of them call it together.
+
+    ``call`` is our function that has the settings, empty for a Megatron script; ``given`` are
+    arguments of Megatron's helper. Raises AgreementError, with what ranks differ in.
+    """
+    by_name = by_argument(settings) if call else vars(settings)
+    by_name = by_name | {"backend" if call else "cg_backend": backend}
+    sizes = {name: given.get(name) for name in ("seq_length", "micro_batch_size")}
+    sizes["cuda_graph_warmup_steps"] = getattr(given["config"], "cuda_graph_warmup_steps", None)
+    scopes = getattr(given["config"], "cuda_graph_modules", None)
+    sizes["cuda_graph_modules"] = scopes and [getattr(one, "name", one) for one in several(scopes)]
+    agreement = Agreement()
+    with ExitStack() as failed:
+        failed.callback(agreement.close)
+        require_same(agreement, call, by_name | sizes)
+        failed.pop_all()
+    return agreement
 
 
 def _require_units(sharding: Any, layers: Sequence[Any]) -> None:

@@ -24,7 +24,7 @@ from megatron_cg.integrations.call_arguments import (
     settings_in,
     with_settings,
 )
-from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, new_helper
+from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet, new_helper
 from megatron_cg.integrations.megatron.patches import settings_now
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
@@ -52,6 +52,7 @@ class GraphedLayers:
 
     Raises:
         ArgumentError: with every argument that is wrong.
+        AgreementError: with settings, versions and variables in which ranks differ.
         ConfigurationError: with every reason why this model cannot be graphed.
         HookError: ``model`` is not under Megatron-FSDP.
     """
@@ -81,13 +82,16 @@ class GraphedLayers:
         before = settings_now()
         captures = backend_of(settings.pop("backend", before.cg_backend))
         given = with_settings(before, settings)
-        check_model(model, optimizer, given, captures.name, _CALL)
-        config: Any = model.config
-        self._warmup_steps = int(config.cuda_graph_warmup_steps)
-        self._steps = 0
+        config: Any = getattr(model, "config", None)
         made = partial(new_helper, [model], config, seq_length, micro_batch_size, [optimizer])
+        sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
+        agreement = meet(_CALL, captures.name, given, {"config": config, **sizes})
         with ExitStack() as undo:
-            self._helper = FsdpHelper(made, captures, given)
+            undo.callback(agreement.close)
+            check_model(model, optimizer, given, captures.name, _CALL)
+            self._warmup_steps = int(config.cuda_graph_warmup_steps)
+            self._steps = 0
+            self._helper = FsdpHelper(made, captures, given, agreement=agreement)
             undo.callback(self._helper.close)
             undo.callback(graphs_close_in_time())
             self._undo = undo.pop_all()

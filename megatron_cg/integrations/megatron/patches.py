@@ -30,6 +30,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
+from megatron_cg.arguments.words import ENABLE
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.integrations.call_arguments import (
@@ -336,24 +337,29 @@ def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], sourc
     """Initialise Megatron's ``helper`` and replace its methods."""
     from megatron_cg.fsdp.find_sharding import root_of
     from megatron_cg.integrations import call_arguments
-    from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model
+    from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet
     from megatron_cg.integrations.megatron.steps import by_optimizer
 
     model, settings = given["model"][0], _settings[-1]
     backend = call_arguments.backend_of(settings.cg_backend)
-    checked = any(given["config"] is config for config in _validated)
-    if source is by_optimizer and not checked:  # Megatron's loop has checked its flags.
-        settings = settings_now()
-        optimizers = given.get("optimizers") or [None]
-        check_model(model, optimizers[-1], settings, backend.name)
-    for earlier in [ours for ours in helpers if ours.fsdp is root_of(model)]:
-        earlier.close()
+    in_own_loop = source is by_optimizer  # or Megatron-Bridge's
+    agreement = meet(ENABLE if in_own_loop else "", backend.name, settings, given)
 
     def made() -> Any:
         init()
         return helper
 
-    ours = FsdpHelper(made, backend, settings, source)
+    with ExitStack() as failed:
+        failed.callback(agreement.close)
+        # Megatron's loop has checked its flags.
+        if in_own_loop and all(given["config"] is not config for config in _validated):
+            settings = settings_now()
+            optimizers = given.get("optimizers") or [None]
+            check_model(model, optimizers[-1], settings, backend.name)
+        for earlier in [ours for ours in helpers if ours.fsdp is root_of(model)]:
+            earlier.close()
+        ours = FsdpHelper(made, backend, settings, source, agreement)
+        failed.pop_all()
     helpers.append(ours)
     ours.undo.callback(helpers.remove, ours)
 

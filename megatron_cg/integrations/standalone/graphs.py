@@ -26,6 +26,7 @@ from megatron_cg.integrations.call_arguments import (
     check_settings,
     member_of,
     refuse,
+    require_same,
     settings_in,
     several,
 )
@@ -92,7 +93,8 @@ class GraphedUnits:
 
     Raises:
         ArgumentError: with every argument that is wrong.
-        AgreementError: not all ranks of ``group`` make this call; with those that do not.
+        AgreementError: not all ranks of ``group`` make this call; with those that do not. Or they
+            differ in settings, versions or variables; with all of them.
         HookError: the model is sharded in a way that is not known, or in more than one.
         ConfigurationError: with every reason why a unit cannot be captured.
         UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.
@@ -118,18 +120,22 @@ class GraphedUnits:
         broken += check_settings(given, "graph_units")
         broken += member_of(group)
         refuse(broken)
-        self._backend = backend_of(backend)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
         self._policy = ReplayPolicy(on_mismatch, verify_interval)
-        self._sharding = find_sharding(model)
-        self._units = find_units(self._sharding, wanted, self._backend.name)
         self._fast_path = fast_path
-        self._observer = Observer(self._units, self._sharding)
-        follow_captures()
         with ExitStack() as undo:
+            self._agreement = Agreement(group=group, remedy=_SOME_RANKS)
+            undo.callback(self._agreement.close)
+            given |= {"units": [*map(_named, wanted)], "warmup_steps": warmup_steps}
+            given["backend"] = getattr(backend, "name", backend)
+            require_same(self._agreement, "graph_units", given)
+            self._backend = backend_of(backend)
+            self._sharding = find_sharding(model)
+            self._units = find_units(self._sharding, wanted, self._backend.name)
+            self._observer = Observer(self._units, self._sharding)
+            follow_captures()
             undo.callback(self._observer.forget)
             undo.callback(graphs_close_in_time())
-            self._agreement = Agreement(group=group, remedy=_SOME_RANKS)
             self._controller = GraphController(
                 self._agreement,
                 self._capture,
@@ -233,6 +239,10 @@ class GraphedUnits:
             for layer, graph in zip((self._units[name] for name in seen), graphs, strict=True):
                 layer.cuda_graphs = [graph]
         return session
+
+
+def _named(unit: UnitName) -> str:
+    return unit if isinstance(unit, str) else getattr(unit, "__qualname__", type(unit).__name__)
 
 
 graph_units = GraphedUnits

@@ -233,7 +233,7 @@ def test_a_rank_that_fails_alone_does_not_go_on(outcome: Any) -> None:
 
 
 def test_ranks_at_different_votes_all_end_and_vote_no_more(outcome: Any) -> None:
-    mixed = "ranks came to different votes: rank 0 to mismatch 0, rank 1 to deletion 0"
+    mixed = "ranks came to different votes: mismatch 0 on rank 0, deletion 0 on rank 1"
     for told in outcome(came_to_different_votes):
         assert all(text.startswith(f"AgreementError: {mixed}") for text in told[:2])
         assert told[2].startswith("CaptureError: this rank's capture failed, and the other ranks")

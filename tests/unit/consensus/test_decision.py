@@ -72,15 +72,15 @@ def test_a_digest_is_of_a_set_and_fits_a_row() -> None:
 @pytest.mark.parametrize(
     ("others", "named"),
     [
-        (encode(Kind.MISMATCH, 3, Vote()), "rank 1 to mismatch 3"),
-        (encode(Kind.DELETION, 4, Vote()), "rank 1 to deletion 4"),
+        (encode(Kind.MISMATCH, 3, Vote()), "mismatch 3 on rank 1"),
+        (encode(Kind.DELETION, 4, Vote()), "deletion 4 on rank 1"),
     ],
 )
 def test_different_votes_are_an_error_that_names_them(others: torch.Tensor, named: str) -> None:
     own = encode(Kind.DELETION, 3, Vote(against=True))
     with pytest.raises(AgreementError) as caught:
         decide(torch.stack([own, others, own]))
-    assert f"ranks 0, 2 to deletion 3, {named}" in str(caught.value)
+    assert f"deletion 3 on ranks 0, 2, {named}" in str(caught.value)
     assert "--cuda-graph-impl none" in str(caught.value)
 
 

@@ -20,13 +20,14 @@ import megatron_cg
 from megatron_cg import GraphedLayers
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.capture.session import open_sessions
-from megatron_cg.consensus.decision import Kind
+from megatron_cg.consensus.decision import AgreementError, Kind
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.megatron import patches
 from megatron_cg.integrations.megatron.helper import FsdpHelper
 from megatron_cg.moe.dispatcher import DeviceDispatcher
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.upstream.patch import applied
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask
 from tests.unit.trainers import microbatch_of, new_trainer
@@ -85,6 +86,18 @@ def test_a_broken_rule_ends_the_run_before_anything_is_made(trainer: Any) -> Non
     patches._validated.append(trainer.model.config)  # as when Megatron-Bridge's run was checked
     helper_for(trainer)
     assert ours().helper.config is trainer.model.config
+
+
+def test_ranks_meet_before_anything_is_made(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs(_agreement: Agreement, settings: Any) -> None:
+        raise AgreementError(f"{settings['call']} {settings['verify_interval']}")
+
+    monkeypatch.setattr(Agreement, "require_same", differs)
+    megatron_cg.enable(verify_interval=3)
+    before = patches.helpers[:], trainer._optimizer.step, applied()
+    with pytest.raises(AgreementError, match=r"megatron_cg\.enable 3"):
+        helper_for(trainer)
+    assert (patches.helpers, trainer._optimizer.step, applied()) == before
 
 
 def test_settings_of_enable_hold_for_helpers_that_come_after(trainer: Any, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def train_on_some_ranks() -> list[Any]:
 
 def test_ranks_that_do_not_train_are_not_waited_for() -> None:
     none, first, second = on_ranks(train_on_some_ranks, 3)
-    words = "ranks came to different votes: rank 1 to deletion 1, rank 2 to deletion 2"
+    words = "ranks came to different votes: deletion 1 on rank 1, deletion 2 on rank 2"
     assert none == []
     assert first == [3, 0, [2], words] and second == [2, 1, [2], words]
 
