@@ -124,7 +124,6 @@ def _more(chance: random.Random, drawn: Draw, *, exchanges: bool) -> Draw:
         events = {step: event for step, event in events.items() if event not in outside}
     if chance.random() < 0.2:
         model = replace(model, options={**model.options, "mtp_num_layers": 1})
-    # Megatron-FSDP gives buffers that were made on the meta device no values.
     buffers = chance.choice(BUFFERS) if not drawn.on_meta else ""
     more = replace(drawn, model=model, events=events, rows=rows)
     return replace(more, schedule=schedule, buffers=buffers)
@@ -301,12 +300,14 @@ def training(drawn: Draw, *, graphs: bool) -> Iterator[Any]:
     numpy.random.seed(1)
     plan: dict[str, Any] = {"graphs": graphs, "microbatches": drawn.microbatches}
     with settings(drawn, graphs=graphs) as shape, ExitStack() as undo:
-        if not drawn.schedule:
-            yield undo.enter_context(trainers.trainer_of(shape, **plan))
-            return
-        made = steps_of_megatron.trainer_of(TrainingPlan(shape, **plan))
+        made = trainers.trainer_of(shape, **plan)
+        if drawn.schedule:
+            made = steps_of_megatron.trainer_of(TrainingPlan(shape, **plan))
         trainer = undo.enter_context(made)
-        undo.callback(steps_of_megatron.repeats(trainer))
+        if drawn.schedule:
+            undo.callback(steps_of_megatron.repeats(trainer))
+        for buffer in trainer.model.buffers() if drawn.on_meta else ():
+            buffer.zero_()  # Megatron-FSDP gives it no values.
         yield trainer
 
 

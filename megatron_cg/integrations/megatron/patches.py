@@ -315,9 +315,7 @@ def _help_models_under_fsdp() -> Undo:
             _help(self, partial(old, self, *args, **kwargs), given, source)
 
     def stop() -> None:
-        undo()
-        for helper in list(helpers):
-            helper.close()
+        all_of([*(helper.close for helper in helpers), undo])()
 
     undo = set_attribute(kind, "__init__", init)
     return stop
