@@ -33,21 +33,9 @@ from megatron_cg.replay.plain import is_container, is_plain
 from megatron_cg.upstream.symbols import Symbol
 
 RELIES_ON = (
-    Symbol(
-        "torch._dynamo.types:GuardFilterEntry",
-        "what a guard filter gets of a guard",
-        parameters=("value", "guard_type", "orig_guard"),
-    ),
-    Symbol(
-        "torch._dynamo.package:InlinedSource",
-        "where traced code is from",
-        parameters=("module", "firstlineno", "lastlineno"),
-    ),
-    Symbol(
-        "torch._dynamo.convert_frame:GraphRuntimeEnv",
-        "the modules in names of guards",
-        parameters=("import_sources",),
-    ),
+    Symbol("torch._dynamo.types:GuardFilterEntry", "a guard", ("value", "guard_type")),
+    Symbol("torch._dynamo.package:InlinedSource", "traced code", ("firstlineno", "lastlineno")),
+    Symbol("torch._dynamo.convert_frame:GraphRuntimeEnv", "modules", ("import_sources",)),
 )
 
 _IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
@@ -57,6 +45,7 @@ ABSENT = "absent"
 _ROOT = re.compile(r"(?<![\w.])modules\['([^']+)")
 _ELSEWHERE = re.compile(r"\b[GL]\[|^dict\(|\benviron\b")
 """Of arguments, of globals of torch's own call of a module, of all names in a class."""
+_SCRIPT = "__main__"
 _ENVIRONMENT = "modules['os'].environ._data"
 
 
@@ -148,12 +137,10 @@ class PlainState:
     def __init__(self, questions: Iterable[str], module: nn.Module) -> None:
         self._questions = tuple(questions)
         found = {name for text in self._questions for name in _ROOT.findall(text)}
-        modules = {
-            name: importlib.import_module(name) for name in found - {import_name("__main__")}
-        }
-        is_script = any(type(inner).__module__ == "__main__" for inner in module.modules())
+        modules = {name: importlib.import_module(name) for name in found - {import_name(_SCRIPT)}}
+        is_script = any(type(inner).__module__ == _SCRIPT for inner in module.modules())
         for name in found - modules.keys():
-            modules[name] = sys.modules["__main__"] if is_script else importlib.import_module(name)
+            modules[name] = sys.modules[_SCRIPT] if is_script else importlib.import_module(name)
         scope = {"nan": math.nan, "inf": math.inf, "modules": modules}
         self._all = eval(f"lambda self: ({''.join(f'{one}, ' for one in self._questions)})", scope)
         self._each = [eval(f"lambda self: {one}", scope) for one in self._questions]
@@ -161,10 +148,8 @@ class PlainState:
 
     def texts(self, module: nn.Module) -> dict[str, str]:
         """The answers for a module, in words that are the same in each process."""
-        return {
-            name: _answer(ask, module)
-            for name, ask in zip(self._questions, self._each, strict=True)
-        }
+        pairs = zip(self._questions, self._each, strict=True)
+        return {name: _answer(ask, module) for name, ask in pairs}
 
     def is_as(self, saved: Mapping[str, str], module: nn.Module) -> bool:
         """Whether the answers are those of ``saved``. Objects that were seen are not compared."""
@@ -203,17 +188,19 @@ def _text(value: Any) -> str:
 
 def import_name(module: str) -> str:
     """The name by which a file imports what is ``__main__`` where the file itself is run."""
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    return Path(main).stem if module == "__main__" and main else module
+    main = getattr(sys.modules[_SCRIPT], "__file__", None)
+    return Path(main).stem if module == _SCRIPT and main else module
 
 
 @contextmanager
 def script_importable() -> Iterator[None]:
     """In the block, importing the script that runs by its file's name does not run it once more."""
-    name = import_name("__main__")
-    is_new = sys.modules.setdefault(name, sys.modules["__main__"]) is sys.modules["__main__"]
+    name = import_name(_SCRIPT)
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = sys.modules[_SCRIPT]
     try:
         yield
     finally:
-        if is_new and name != "__main__":
-            del sys.modules[name]
+        del sys.modules[name]

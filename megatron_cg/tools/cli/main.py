@@ -31,6 +31,9 @@ INTERRUPTED = 130
 NO_READER = 141
 """A shell's exit code for a process that SIGPIPE ended: the reader is gone, as with ``| head``."""
 
+_received: list[int] = []
+"""Signals that have come since the command began."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: its own, or one of the above."""
@@ -49,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return NO_READER
         if isinstance(error, SystemExit):
             raise
-        text, code = _told(error)
+        # An import that a signal interrupts may end in another error, as numpy's does.
+        text, code = ("interrupted", 128 + _received[0]) if _received else _told(error)
         with contextlib.suppress(OSError):
             print(f"{name}: {text}", file=sys.stderr)
         return code
@@ -129,17 +133,19 @@ def _drop_unwritten() -> None:
 
 
 def _end_in_order() -> None:
-    """Let a signal of ``ENDING`` raise ``SystemExit`` in the main thread.
+    """Let a signal of ``ENDING`` raise ``SystemExit`` in the main thread, and note it and Ctrl-C.
 
     The exit code is 128 plus the signal's number, as in a shell. An ignored signal, as under
     ``nohup``, stays ignored.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        _received.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    for ending in ENDING:
-        if signal.getsignal(ending) is signal.SIG_DFL:
+    _received.clear()
+    for ending in (signal.SIGINT, *ENDING):
+        if signal.getsignal(ending) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(ending, end)
 
 

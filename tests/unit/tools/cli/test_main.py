@@ -1,5 +1,6 @@
 """What all commands have in common: words that are refused, how they end, what they import."""
 
+import contextlib
 import errno
 import os
 import shlex
@@ -116,6 +117,23 @@ def test_no_error_has_the_exit_code_of_a_difference(
     *before, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"megatron-cg align: {said}")
     assert bool(before) == (code == DEFECT)
+
+
+def test_an_interrupt_that_ends_in_another_error_is_still_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def swallowing(*_: object) -> int:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise RecursionError
+
+    monkeypatch.setattr("megatron_cg.tools.cli.align.run", swallowing)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["align"]) == INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "megatron-cg align: interrupted\n"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["align", "--help"], []])
