@@ -107,7 +107,7 @@ class GraphController:
     def begin_step(self) -> None:
         goes_on()
         if self.session is not None:
-            self.session.mismatches.verifications.begin_step()
+            self.session.mismatches.begin_step()
 
     def close(self) -> None:
         """Stop voting and release the votes' process group; call it before other groups go.

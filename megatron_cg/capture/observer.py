@@ -23,6 +23,7 @@ Note [Which warmup pass counts]
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -44,6 +45,7 @@ from megatron_cg.fsdp.sharding import REPLACED
 from megatron_cg.replay.depends_on import GLOBAL_HOOKS, Entry, KeySet
 from megatron_cg.replay.dtensors import ranks_of_meshes
 from megatron_cg.replay.guard.addresses import Addresses, Watched
+from megatron_cg.replay.switches import SDPA, Switches
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept
 
@@ -135,6 +137,7 @@ class Observer:
             self._pass.enter_context(frozen_kept(self._unit.graphed))
         elif warmup:
             self._pass.enter_context(recomputed_draws_refused(self._unit, self._device_type))
+            self._pass.enter_context(self._several_passes_refused())
         if self._state is not None and warmup:
             self._pass.enter_context(self._observed(self._state, forward))
         self._before = collectives_so_far()
@@ -210,6 +213,8 @@ class Observer:
         self._refuse_changes()
         self._refuse_leftovers()
         self.entries = list(state.entries())
+        if "scaled_dot_product_attention" in state.names:
+            self.entries.append(Entry(Switches(SDPA), "", "switches", "the kernels of SDPA"))
         for row in self.entries:
             if hasattr(type(row.holder.get(row.key)), "__next__"):
                 raise self._error(
@@ -307,6 +312,25 @@ class Observer:
                 f"keeps a tensor of its forward pass in {held}",
                 "A replay would not put its own there. Return it, or set it as an attribute of "
                 "the module.",
+            )
+
+    @contextmanager
+    def _several_passes_refused(self) -> Iterator[None]:
+        """Refuse an input or weight to which a backward pass and one inside it add gradients."""
+        counts = Counter[str]()
+        with ExitStack() as undo:
+            for name, leaf in (*self._samples.items(), *self._unit.layer.named_parameters()):
+                if leaf.requires_grad:
+                    count = partial(lambda name, _gradient: counts.update([name]), name)
+                    undo.callback(leaf.register_hook(count).remove)
+            yield
+        several = [name for name, count in counts.items() if count > 1]
+        if several:
+            raise self._error(
+                f"adds to the gradient of {several[0]} in {counts[several[0]]} backward passes, of "
+                "which one runs inside the other",
+                "A graph returns their sum, which rounds otherwise beside other microbatches. Take "
+                "use_reentrant=False in torch.utils.checkpoint, or use it in one of them only.",
             )
 
     def _refuse_writes(self) -> None:

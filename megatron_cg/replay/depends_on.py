@@ -26,6 +26,7 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs, described
 from megatron_cg.replay.plain import Contents, is_container, is_plain, same_value
+from megatron_cg.replay.switches import CAUSE
 from megatron_cg.upstream.symbols import Symbol
 
 GLOBAL_HOOKS = (
@@ -59,6 +60,9 @@ _CAUSES = {
     "begins.",
     "fp8": "The graph quantizes as it did at capture. Keep --fp8-format and --fp8-recipe for the "
     "whole run, and call the layer inside Megatron's own FP8 context.",
+    "sharing": "Without a view, autograd sums and torch.autocast casts together with uses outside "
+    "of the layer. Keep a full backward hook on it, or remove it before training begins.",
+    "switches": CAUSE,
     "hooks": "A replay runs no Python of the modules inside the graph, so such a hook is not "
     "called. Put it on the layer itself, where it runs around every replay.",
 }
@@ -116,6 +120,9 @@ class Hooks:
         self._quiet = [registry for registry, _ in self._empty]
         quiet = set(map(id, self._quiet))
         self._kept = [(r, tuple(r), name) for r, name in registries if id(r) not in quiet]
+        of_layer = (layer._backward_hooks, layer._backward_pre_hooks)
+        self._viewing = of_layer if any(of_layer) else None
+        """The layer's backward hooks, for which torch makes views of its inputs."""
 
     def broken(self) -> Mismatch | None:
         """The first module whose hooks have changed."""
@@ -126,6 +133,9 @@ class Hooks:
             if tuple(registry) != keys:
                 was, now = f"with {len(keys)} hooks", f"with {len(registry)} others"
                 return _mismatch("hooks", f"module {name}", was, now)
+        if self._viewing is not None and not any(self._viewing):
+            subject = "what makes views of the layer's inputs"
+            return _mismatch("sharing", subject, "a backward hook", "none")
         if self._layer._is_full_backward_hook is False:
             was = "without register_backward_hook"
             return _mismatch("hooks", "module the layer", was, "with one")
@@ -236,6 +246,8 @@ class DependsOn:
         entry, same = self._entries[number], self._objects[number][2]
         if entry.clause == "training":
             return _mismatch("training", entry.what, _mode(same), _mode(now))
+        if entry.clause == "switches":
+            return _mismatch(entry.clause, entry.what, same, now)
         if entry.clause == "state" and is_plain(same):
             return _mismatch(entry.clause, entry.what, _named(same), _named(now))
         expected = f"the {type(same).__name__} that was captured"

@@ -50,7 +50,7 @@ class GuardedGraph:
         self.graph, self._guard = graph, depends_on
         self._unit, self._index = unit, index
         self._eager = unit.eager or unit.run
-        self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
+        self._mismatches, self.in_flight, self._kept = mismatches, in_flight, kept
         self._verifications = mismatches.verifications
         self._replay, self._prepare_backward = replay, prepare_backward
         self._replayed = self._gives_copies = False
@@ -68,6 +68,7 @@ class GuardedGraph:
         counters = self._mismatches.counters
         with named_range("guard"):
             mismatch = self._guard.broken(args, kwargs)
+            mismatch = mismatch or self._mismatches.other_switch
             mismatch = mismatch or self._verifications.refuted.get(self._index)
         if mismatch is None and (self._index in self._verifications.due or not self._replayed):
             self._mismatches.issue_held()
@@ -82,7 +83,7 @@ class GuardedGraph:
             outputs = self._replayed_with(args, kwargs)
         if is_first:
             self._gives_copies = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
-        has_backward = self._in_flight.begin(
+        has_backward = self.in_flight.begin(
             self._index, self._unit, outputs, self._before_backward, len(args) + len(kwargs)
         )
         if self._constant:
@@ -99,8 +100,8 @@ class GuardedGraph:
 
         See Note [Outputs that outlive their pass] in ``in_flight.py``.
         """
-        mismatch = self._in_flight.broken(self._index)
-        if mismatch is None and self._in_flight.is_kept(self._index):
+        mismatch = self.in_flight.broken(self._index)
+        if mismatch is None and self.in_flight.is_kept(self._index):
             self._gives_copies = True
             return Mismatch(
                 "order",
@@ -115,7 +116,7 @@ class GuardedGraph:
     def _replayed_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # Only a replay gets aliases of leaves. Autocast casts a leaf once in a step and adds up
         # the gradients of its uses before it casts them back, so an eager pass must get the leaf.
-        is_replay = self._in_flight.has
+        is_replay = self.in_flight.has
         args, kwargs = self._unit.gradients.given(args, kwargs)
         given = partial(own_gradient, is_replay=is_replay, always=self._gives_copies)
         inputs, named = map(given, args), {name: given(value) for name, value in kwargs.items()}

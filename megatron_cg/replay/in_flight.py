@@ -102,6 +102,11 @@ class InFlight:
         """Whether a node of autograd is a replay that waits for its backward."""
         return any(replay.node() is node for replay in reversed(self._waiting.values()))
 
+    def nodes(self) -> dict[str, Any]:
+        """The nodes of autograd of all replays that wait for their backward, by unit."""
+        waiting = ((replay.unit.name, replay.node()) for replay in self._waiting.values())
+        return {name: node for name, node in waiting if node is not None}
+
     def begin(
         self,
         index: int,

@@ -20,6 +20,7 @@ from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_go
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.switches import Switches
 from megatron_cg.replay.verifications import Verifications
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,14 @@ class MismatchPolicy:
         self.capture = ""
         """Says in reports whose unit it is, if several models have graphs."""
         self._reported: set[tuple[str, tuple[str, str]]] = set()
+        self._switches = Switches()
+        self.other_switch: Mismatch | None = None
+        """What says that a switch of torch has changed, in this step."""
+
+    def begin_step(self) -> None:
+        """A training step begins."""
+        self.verifications.begin_step()
+        self.other_switch = self._switches.broken()
 
     @property
     def verifies_step(self) -> bool:

@@ -67,7 +67,13 @@ class Attachment:
         given = self._form.join(args, kwargs)
         leaves, spec = tree_flatten(given)
         before = attributes_of(self.unit.graphed)
+        gradients = self._gradients()
         value = self._eager(*given[0], **given[1])
+        if gradients != self._gradients():
+            raise self.unit.refused(
+                "runs a backward pass in its forward pass, which adds to gradients of weights",
+                "A replay would not add them. Call torch.autograd.grad and return the gradients.",
+            )
         left, left_spec = tree_flatten(given)
         if left_spec != spec or any(map(operator.is_not, left, leaves)):
             raise self.unit.refused(
@@ -93,6 +99,11 @@ class Attachment:
             raise self.unit.refused(problem, "Return tensors, None, numbers and strings alone.")
         self._results = results
         return tuple(tensors)
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Which gradients its weights have, and how often these were written."""
+        grads = (weight.grad for weight in self.unit.layer.parameters())
+        return [(id(grad), grad._version) for grad in grads if grad is not None]
 
     def _laid_out(self, number: int, output: torch.Tensor, key: Any) -> torch.Tensor:
         return self.unit.gradients.result(number, output, self._seen.gradients.get(key))

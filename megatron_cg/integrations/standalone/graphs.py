@@ -32,6 +32,7 @@ from megatron_cg.integrations.call_arguments import (
 )
 from megatron_cg.integrations.standalone.attachment import Attachment
 from megatron_cg.integrations.standalone.observe import Observer
+from megatron_cg.integrations.standalone.sums import Later
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
@@ -238,6 +239,11 @@ class GraphedUnits:
             layer: Any
             for layer, graph in zip((self._units[name] for name in seen), graphs, strict=True):
                 layer.cuda_graphs = [graph]
+        pairs = zip(seen.items(), samples, strict=True)
+        names = {unit: [*call.form.names, *named] for (unit, call), (_, named) in pairs}
+        found = session.mismatches.mismatched_in_backward
+        later = Later(self._observer.sums.seen, names, graphs[0].in_flight.nodes, found)
+        session.on_close(later.observe())
         return session
 
 

@@ -4,7 +4,8 @@ Autograd adds up the gradients of all uses of a tensor in the order in which it 
 graph's backward pass sums the uses inside the unit first, and autograd adds only that sum to the
 others. If uses outside of the unit come later in the forward pass, their gradients come earlier,
 and with two uses inside the order of additions is another one: the last bits differ. So the graphs
-of autograd of the steps before capture are looked at, and such a unit is refused.
+of autograd of the steps before capture are looked at, and such a unit is refused. If such a use is
+new in a backward pass of replays, that raises: see :class:`Later`.
 
 Note [Casts that autocast caches]
     With its cache, autocast casts a weight once in a forward pass, so gradients of all its uses are
@@ -20,8 +21,8 @@ started from Python goes through ``torch.autograd._engine_run_backward``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -29,6 +30,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import Undo, put_over
 from megatron_cg.upstream.symbols import Symbol
 
@@ -39,6 +42,14 @@ _Edge = tuple[Any, int]
 Note = Callable[[torch.Tensor | None], None]
 Autocast = dict[str, Any]
 """The arguments of a ``torch.autocast``."""
+_DEVICES = ("cpu", "cuda")
+_PASSES_ON = {"_CopiedBackward", "_LaidOutBackward"}
+"""Nodes of this package between a replay and its input."""
+_CAUSE = (
+    "Autograd sums the gradients of all uses one by one, and a graph its own first. Use it once in "
+    "the unit (x = x.view_as(x) as the first line of forward), train so from the first step on, or "
+    "leave the unit out of units."
+)
 _CAST = (
     "a weight that torch.autocast has cast once, for uses inside and outside (cache_enabled=False "
     "makes it cast for each use)"
@@ -56,6 +67,12 @@ class _Call:
     outputs: Sequence[_Edge] = ()
     last: int = 0
     """The number of the first node after the call."""
+    several: set[Any] = field(default_factory=set)
+    """The names of inputs, and the weights, that it uses several times."""
+    cast: set[Any] | None = None
+    """Those that it casts, if autocast keeps casts."""
+    replayed: bool = False
+    """Whether a replay was it, which is one node that uses each once."""
 
     def inside(self, edges: Iterable[_Edge]) -> set[Any]:
         """The nodes of the call that ``edges`` lead to."""
@@ -80,6 +97,8 @@ class Sums:
         self._calls: list[_Call] = []
         self.shared: dict[str, str] = {}
         """By unit: what is summed across its border, in words."""
+        self.seen: dict[str, _Call] = {}
+        """By unit, its last call."""
         self.autocast: dict[str, Autocast] = {}
         """By device type: around the last backward pass."""
         self.again: dict[str, str] = {}
@@ -105,7 +124,9 @@ class Sums:
     def begun(self, unit: str, inputs: Mapping[str, torch.Tensor]) -> None:
         """A forward pass of ``unit`` begins."""
         edges = {name: _edge(given) for name, given in inputs.items() if given.requires_grad}
-        self._calls.append(_Call(unit, _NUMBER.find()(), edges))
+        keeps = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _DEVICES))
+        call = _Call(unit, _NUMBER.find()(), edges, cast=set() if keeps else None)
+        self._calls.append(call)
 
     def ended(self, unit: str, outputs: Sequence[torch.Tensor]) -> set[int]:
         """It has returned or set these tensors.
@@ -142,20 +163,98 @@ class Sums:
     def _look(self, roots: Any) -> None:
         if not self._calls:
             return
-        self.autocast = {kind: autocast_now(kind) for kind in ("cpu", "cuda")}
-        users = _users([_edge(root) for root in roots if getattr(root, "requires_grad", True)])
+        self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
+        users = _users(roots)
         for call in self._calls:
             what = _crossing(call, users, self._varies)
+            self.seen[call.unit] = replace(call, inputs={}, outputs=())
             if what is not None:
                 self.shared.setdefault(call.unit, what)
         # Passes without a backward pass so far may have a later one, together with others.
         self._calls = [c for c in self._calls if not any(e in users for e in c.outputs)]
 
 
-def _users(roots: Sequence[_Edge]) -> dict[_Edge, list[Any]]:
+class Later:
+    """Looks for uses that are new since the capture, as a backward pass of replays begins.
+
+    It looks at all nodes of autograd, so only if there are others between the replays, or behind
+    the last ones, and in each fiftieth pass. ``inputs`` are those of each unit's graph, in its
+    order; ``waiting`` returns the nodes of replays by unit.
+    """
+
+    def __init__(
+        self,
+        seen: Mapping[str, _Call],
+        inputs: Mapping[str, Sequence[str]],
+        waiting: Callable[[], Mapping[str, Any]],
+        found: Callable[[Mismatch, str], None],
+    ) -> None:
+        self._seen, self._inputs, self._waiting, self._found = seen, inputs, waiting, found
+        self._last = self._passes = 0
+        self._fine: set[tuple[Any, ...]] = set()
+
+    def observe(self) -> Undo:
+        """Look at backward passes until the returned function is called."""
+        original, number = _RUN.find(), _NUMBER.find()
+
+        def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
+            replays = {node: unit for unit, node in self._waiting().items()}
+            if not replays or in_backward_pass():
+                return original(roots, *args, **kwargs)
+            places = (node._sequence_nr() - self._last for node in replays)
+            key = (number() - self._last, *places, *_shape(_edges(roots), replays))
+            self._passes += 1
+            if key not in self._fine or self._passes % 50 == 0:
+                self._look(_users(roots), replays)
+                self._fine.add(key)
+            try:
+                return original(roots, *args, **kwargs)
+            finally:
+                self._last = number()
+
+        return put_over(*_RUN.place(), run)
+
+    def _look(self, users: Mapping[_Edge, Sequence[Any]], replays: Mapping[Any, str]) -> None:
+        reached = {node for by in users.values() for node in by}
+        for node, unit in replays.items():
+            if node not in reached or unit not in self._seen:
+                continue
+            inputs, first, last = dict[str, _Edge](), node._sequence_nr(), node._sequence_nr() + 1
+            for name, following in zip(self._inputs[unit], node.next_functions, strict=False):
+                edge = following
+                while edge[0] is not None and edge[0].name() in _PASSES_ON:
+                    first = min(first, edge[0]._sequence_nr())
+                    edge = edge[0].next_functions[0]
+                inputs[name] = edge
+            outputs = [edge for edge in users if edge[0] is node]
+            seen = replace(self._seen[unit], inputs=inputs, outputs=outputs, replayed=True)
+            what = _crossing(replace(seen, first=first, last=last), users, varies=False)
+            if what is not None:
+                subject = "what is summed with gradients from outside"
+                self._found(Mismatch("sharing", subject, "something else", what, _CAUSE), unit)
+
+
+def _shape(edges: list[_Edge], replays: Mapping[Any, str]) -> Iterator[Any]:
+    """The first nodes behind the last replays, by name, and leaves."""
+    ahead = [node for node, _ in edges]
+    for _ in range(64):
+        if not ahead:
+            return
+        node = ahead.pop()
+        if node is not None:
+            yield replays.get(node) or node.name()
+            yield id(getattr(node, "variable", None))
+            ahead += [one for one, _ in node.next_functions] if node not in replays else ()
+
+
+def _edges(roots: Sequence[Any]) -> list[_Edge]:
+    return [_edge(root) for root in roots if getattr(root, "requires_grad", True)]
+
+
+def _users(roots: Sequence[Any]) -> dict[_Edge, list[Any]]:
     """The nodes that give a gradient to each edge of the graph below ``roots``."""
-    users: dict[_Edge, list[Any]] = {root: [] for root in roots}
-    ahead, seen = [node for node, _ in roots], set()
+    users: dict[_Edge, list[Any]] = {edge: [] for edge in _edges(roots)}
+    ahead, seen = [node for node, _ in users], set()
     while ahead:
         node = ahead.pop()
         if node in seen:
@@ -169,28 +268,43 @@ def _users(roots: Sequence[_Edge]) -> dict[_Edge, list[Any]]:
 
 
 def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -> str | None:
-    """What is summed over uses inside and outside of a call, or in varying dtypes; or None."""
+    """What is summed over uses inside and outside of a call, or in varying dtypes; or None.
+
+    Adds to what the call uses several times, and casts.
+    """
     inside = call.inside(edge for edge in call.outputs if edge in users)
     names = {edge: name for name, edge in call.inputs.items()}
     for edge, by in users.items():
         others = [node for node in by if node not in inside]
         count = len(by) - len(others)
-        leaf = getattr(edge[0], "variable", None) if varies and count > 1 else None
-        if leaf is not None and leaf.grad_dtype not in (None, leaf.dtype):
+        leaf: Any = getattr(edge[0], "variable", None)
+        key, returned = names.get(edge, leaf), edge in call.outputs
+        if count + returned > 1:
+            call.several.add(key)
+        if call.cast is not None and any(node in inside and _is_cast(node) for node in by):
+            call.cast.add(key)
+        is_varied = varies and count > 1 and leaf is not None
+        if is_varied and leaf.grad_dtype not in (None, leaf.dtype):
             return f"{_leaf_name(edge[0])}, used {count} times inside, has another reduce_dtype"
         if not count or not others:
             continue
         # One use of an input or weight that the unit returns gets its gradient by the graph. What
         # it reads besides, the capture refuses.
-        returned = edge in call.outputs
         what = names.get(edge) or _leaf_name(edge[0])
-        is_cast = what is None and edge[0].name().startswith("ToCopyBackward")
+        is_cast = what is None and _is_cast(edge[0])
+        if call.replayed and leaf is not None and call.cast and key in call.cast:
+            is_cast = any(map(_is_cast, others))  # Those of the unit are in its graph.
         if is_cast and not (returned and edge[0] in inside):
             return _CAST
         later = sum(node._sequence_nr() >= call.last for node in others)
-        if what is not None and count + returned > 1 and later > returned:
-            return f"{what}, used {count} times inside and {later} times later outside"
+        if what is not None and key in call.several and later > returned:
+            times = "several" if call.replayed else count
+            return f"{what}, used {times} times inside and {later} times later outside"
     return None
+
+
+def _is_cast(node: Any) -> bool:
+    return bool(node.name().startswith("ToCopyBackward"))
 
 
 def _leaf_name(node: Any) -> str | None:

@@ -121,7 +121,7 @@ class Trainer:
         """Train one step; return the mean loss per token (all processes) and the gradient norm."""
         with ExitStack() as stack:
             if self.session is not None:
-                self.session.mismatches.verifications.begin_step()
+                self.session.mismatches.begin_step()
             elif self.plan.graphs:
                 stack.callback(self._static_inputs.observe_step())
             return self._step()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 from megatron_cg import graph_units
@@ -162,6 +163,8 @@ class Unit(nn.Module):
         for read in self.reads:
             factor *= read()
         shift = torch.full((WIDTH,), 0.1, device=x.device) * 3  # of the default dtype
+        heads = made[None, None]
+        made = functional.scaled_dot_product_attention(heads, heads, heads)[0, 0]
         out: torch.Tensor = self.drop(torch.tanh(made * factor * self.table))
         return out + shift.to(x.dtype)
 
@@ -223,6 +226,14 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         lambda unit: setattr(unit.late.weight, "data", unit.late.weight.data.t()),
         *(1, "the layout of parameter late.weight was (4, 1) at capture and is (1, 4) now"),
     ),
+    "switches": (
+        lambda _: setattr(torch.backends.cudnn, "allow_tf32", False),
+        *(2, "was cudnn_allow_tf32=True at capture and is cudnn_allow_tf32=False now"),
+    ),
+    "switches: SDPA": (
+        lambda _: torch.backends.cuda.enable_flash_sdp(False),
+        *(2, "the kernels of SDPA was flash_sdp_enabled=True"),
+    ),
     "determinism": (lambda _: torch.use_deterministic_algorithms(True), 2, ""),
     "default dtype": (lambda _: torch.set_default_dtype(torch.float64), 2, ""),
     "none: frozen later": (lambda unit: unit.linear.weight.requires_grad_(False), 0, ""),
@@ -249,6 +260,8 @@ def restored() -> Iterator[None]:
             HANDLES.pop().remove()
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
+        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.enable_flash_sdp(True)
 
 
 @restored()

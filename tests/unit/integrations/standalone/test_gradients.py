@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,11 +12,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from megatron_cg.errors import CaptureError, ConfigurationError, ReplayMismatchError
 from tests.unit.integrations.standalone.plain import (
     REPLAYED,
     ROWS,
+    STEPS,
     UNITS,
+    WARMUP,
     WIDTH,
     Training,
     Unit,
@@ -42,6 +46,77 @@ def test_an_input_that_is_used_twice_inside_and_later_outside_is_refused() -> No
     said = "x, used 2 times inside and 1 times later outside"
     named = [(one.rule, one.found) for one in error.value.violations]
     assert named == [("unit-shared-gradients", f"unit {n}: {said}") for n in range(UNITS)]
+
+
+class Twice(Unit):
+    """Uses its input twice, and its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+USES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
+    "its input": (lambda _, x: x.sin(), "x"),
+    "its weight": (lambda layer, _: layer.linear.weight.sin(), "a parameter of shape (8, 8)"),
+}
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", USES)
+def test_a_use_that_comes_after_the_capture_is_an_error_if_sums_round_otherwise(
+    name: str, after: bool
+) -> None:
+    use, named = USES[name]
+
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        hidden, is_last, layer = x * 2, run.step == STEPS - 1, run.model[0]
+        term = use(layer, hidden).sum() if is_last and not after else 0.0
+        loss = layer(hidden).square().mean() + term
+        loss = loss + use(layer, hidden).sum() if is_last and after else loss
+        loss.backward()
+        return torch.as_tensor(loss)
+
+    def make() -> nn.ModuleList:
+        return nn.ModuleList([Twice()])
+
+    if not after:
+        replayed = (STEPS - WARMUP) * 2
+        assert_as_eager({"replayed": replayed, "mismatched": 0}, make, microbatch, 2)
+        return
+    training = Training(make, microbatch, 2)
+    said = re.escape(f"{named}, used several times inside and 1 times later outside now (sharing)")
+    with training.graphs() as graphs, pytest.raises(ReplayMismatchError, match=f"^0.*{said}"):
+        list(training.run(graphs))
+
+
+class Recomputed(Unit):
+    """Uses a weight inside of a reentrant checkpoint and outside of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = checkpoint(self.linear, x, use_reentrant=True)
+        return inner @ self.linear.weight
+
+
+class Differentiated(Unit):
+    """Runs a backward pass of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x.detach().requires_grad_()
+        super().forward(inner).sum().backward()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Recomputed, "adds to the gradient of linear.weight in 2 backward passes"),
+        (Differentiated, "runs a backward pass in its forward pass"),
+    ],
+)
+def test_a_backward_pass_inside_of_another_pass_is_refused(kind: type[Unit], said: str) -> None:
+    training = Training(lambda: nn.ModuleList([kind()]), train)
+    with training.graphs() as graphs, pytest.raises(CaptureError, match=f"^0.* {said}"):
+        list(training.run(graphs))
 
 
 class _NanUnlessZero(torch.autograd.Function):
@@ -167,12 +242,12 @@ class Pairs(nn.Module):
         self.layers, self.others = units(Pair), nn.Parameter(torch.randn(ROWS, WIDTH))
 
 
-USES = {"never": (), "in a step before capture": (0,), "in some replays": (2, 4)}
+UNUSED = {"never": (), "in a step before capture": (0,), "in some replays": (2, 4)}
 """In which steps the loss uses the second outputs: one of two microbatches."""
 
 
 @pytest.mark.parametrize("verify_interval", [0, 1])
-@pytest.mark.parametrize("uses", USES)
+@pytest.mark.parametrize("uses", UNUSED)
 def test_what_only_an_unused_output_needs_gets_no_gradient(uses: str, verify_interval: int) -> None:
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
         y, others, more = x * 1, run.model.others * 1, []
@@ -180,7 +255,7 @@ def test_what_only_an_unused_output_needs_gets_no_gradient(uses: str, verify_int
             y, second = layer(y, others)
             more.append(second)
         loss = y.square().mean()
-        if run.step in USES[uses] and run.number == 1:
+        if run.step in UNUSED[uses] and run.number == 1:
             loss = loss + torch.stack(more).mean()
         loss.backward()
         return loss
