@@ -105,7 +105,7 @@ class CaptureError(MegatronCGError):
 
 _READ = (
     "waits for the device and reads its memory on the host; a CUDA graph holds no host code. "
-    "Leave this module out of --cuda-graph-modules or units, or keep the value in a tensor"
+    "Leave this module out of --cuda-graph-modules, or keep the value in a tensor"
 )
 
 

@@ -80,7 +80,7 @@ WAITING_BYTES = 64 << 20
 _TWICE = (
     "A weight got gradients twice in one backward pass, as with two uses under reentrant "
     "activation recompute. The FSDP fast path cannot process these as Megatron-FSDP does. "
-    "Type --cg-no-fsdp-fast-path, or in Python fast_path=False."
+    "To mend this, type --cg-no-fsdp-fast-path."
 )
 REPLACES = fsdp_function(
     f"MegatronFSDP._register_fsdp_hooks.<locals>.{PROCESS}",
@@ -210,7 +210,7 @@ class GradientBucketing:
                 "A weight of a graph or a grouped GEMM got a gradient from another use after its "
                 "gradient was put into its bucket, so the sum would be incomplete. Either the "
                 "weight got another AccumulateGrad node, or it is used again under reentrant "
-                "activation recompute. Type --cg-no-fsdp-fast-path, or in Python fast_path=False."
+                "activation recompute. To mend this, type --cg-no-fsdp-fast-path."
             )
         return True
 

@@ -315,14 +315,14 @@ class Weights:
             raise FastPathError(
                 "A backward pass that names its inputs, as torch.autograd.grad does, reached a "
                 "graph or a grouped GEMM. The FSDP fast path has detached its weights from "
-                "autograd, and does not know whether the pass names them. Type "
-                "--cg-no-fsdp-fast-path, or in Python fast_path=False."
+                "autograd, and does not know whether the pass names them. To mend this, type "
+                "--cg-no-fsdp-fast-path."
             )
         if not self.may_be_detached():
             raise FastPathError(
                 "A weight of a graph or a grouped GEMM got a hook, or another AccumulateGrad node, "
                 "after the forward pass that uses it began. Register the hook before, or type "
-                "--cg-no-fsdp-fast-path, or in Python fast_path=False."
+                "--cg-no-fsdp-fast-path."
             )
         total = [
             _cast(gradients[place], weight)

@@ -102,7 +102,7 @@ def check_hook_of_unit(unit: nn.Module, record: HookRecord, name: str) -> None:
             f"{name}: {describe(record.fn)} was registered with register_backward_hook, which "
             "uses the autograd node of the module's last operation. After capture that is the "
             "graph's node, so the hook would get other gradients. Register it with "
-            "register_full_backward_hook, or leave the layer out of --cg-layers or units."
+            "register_full_backward_hook, or leave the layer out of --cg-layers."
         )
 
 
@@ -112,5 +112,5 @@ def never_called(name: str, module: nn.Module, record: HookRecord) -> HookError:
         f"{name}: {describe(record.fn)} is a {record.kind.value} hook on a {type(module).__name__} "
         "inside the part that becomes a CUDA graph. A replay runs no Python of that module, so the "
         "hook would no longer run after capture. Put it on the layer itself, where it runs around "
-        "every replay, remove it, or leave the layer out of --cg-layers or units."
+        "every replay, remove it, or leave the layer out of --cg-layers."
     )

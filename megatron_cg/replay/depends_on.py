@@ -52,13 +52,13 @@ _CAUSES = {
     "frozen": "The graph computes no gradient for a weight that was frozen at capture, and code of "
     "the unit may ask. Set requires_grad before training begins, or capture again.",
     "autocast": "The graph computes in the precision of capture. Keep one torch.autocast around "
-    "the same passes in all steps (with Megatron: none, but --bf16), or train without graphs.",
+    "the same passes in all steps, with Megatron none, or train without graphs.",
     "autocast cache": "The graph casts a weight once for all its uses, or for each, as at capture. "
     "Keep cache_enabled of torch.autocast in all steps.",
     "determinism": "The graph holds the kernels of capture. Set it before training begins.",
     "default dtype": "The graph makes tensors of the dtype of capture. Set it before training "
     "begins.",
-    "fp8": "The graph quantizes as it did at capture. Keep --fp8-format and --fp8-recipe for the "
+    "fp8": "The graph quantizes as it did at capture. Keep one FP8 format and recipe for the "
     "whole run, and call the layer inside Megatron's own FP8 context.",
     "sharing": "Without a view, autograd sums and torch.autocast casts together with uses outside "
     "of the layer. Keep a full backward hook on it, or remove it before training begins.",

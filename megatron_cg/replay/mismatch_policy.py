@@ -128,8 +128,7 @@ class MismatchPolicy:
             raise ReplayMismatchError(
                 f"{text} The graph holds collectives, which no rank may run eagerly while others "
                 f"replay them, and not all ranks found the same ({error}). Leave the layer "
-                "out (--cg-layers; units of graph_units), or train without graphs "
-                "(--cuda-graph-impl none; no graph_units)."
+                "out of --cg-layers. To train without graphs: --cuda-graph-impl none."
             ) from error
 
     def _report(self, mismatch: Mismatch, layer: str) -> str:

@@ -101,7 +101,7 @@ def refuse(
         raise CaptureError(
             f"The native backend cannot capture, {len(reasons)} "
             f"reason{'s' * (len(reasons) != 1)}:\n{listed}\n"
-            'Transformer Engine\'s backend captures FP8: --cg-backend te, or backend="te".'
+            "Transformer Engine's backend captures FP8: --cg-backend te."
         )
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from megatron_cg.arguments.megatron import run_of_configs
 from megatron_cg.arguments.schema import BACKENDS, Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.validation import notices, violations
-from megatron_cg.arguments.words import PACKING, said
-from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.arguments.words import PACKING, said, sentences
+from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation
 from megatron_cg.upstream.patch import Undo, put_over
 from megatron_cg.upstream.symbols import Symbol
 
@@ -82,6 +82,18 @@ def model_of(cfg: Any) -> Any:
     return getattr(cfg.model, "transformer", cfg.model)
 
 
+def _configs(cfg: Any) -> list[tuple[str, Any]]:
+    """Each overwrites fields of those before it."""
+    names = ("dataset", "optimizer", "ddp", "model", "comm_overlap", "mixed_precision")
+    return [("cfg.model", model_of(cfg)), *((f"cfg.{name}", getattr(cfg, name)) for name in names)]
+
+
+def errors_name_fields(cfg: Any) -> Undo:
+    """Errors of this package name fields of ``cfg`` and arguments of ``enable()``, and no flags."""
+    say, of_error = sentences(configs=_configs(cfg)), RuntimeError.__str__
+    return put_over(MegatronCGError, "__str__", lambda error: say(of_error(error)))
+
+
 def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
     """Megatron's settings of a run; None if it asks for no layerwise graphs under Megatron-FSDP.
 
@@ -107,10 +119,7 @@ def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
     environment = Environment.read(BACKENDS[given.cg_backend])
     broken = violations(run, given, environment) + (_WITHOUT_TRACKER,) * (not run.te_rng_tracker)
     if broken:
-        # Each overwrites fields of those before it.
-        names = ("dataset", "optimizer", "ddp", "model", "comm_overlap", "mixed_precision")
-        configs = [("cfg.model", model), *((f"cfg.{name}", getattr(cfg, name)) for name in names)]
-        raise ConfigurationError(said(broken, configs=configs))
+        raise ConfigurationError(said(broken, configs=_configs(cfg)))
     for line in notices(run, environment) if first else ():
         _warn_once("megatron_cg: %s", line)
     return run

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from megatron_cg.arguments.words import errors_name_arguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.integrations.call_arguments import (
     BackendName,
@@ -57,6 +58,7 @@ class GraphedLayers:
         HookError: ``model`` is not under Megatron-FSDP.
     """
 
+    @errors_name_arguments(_CALL)
     def __init__(
         self,
         model: nn.Module,
@@ -110,9 +112,10 @@ class GraphedLayers:
         Raises:
             CaptureError, AgreementError, ReplayMismatchError: as in a run of Megatron.
         """
-        if self._steps == self._warmup_steps and self._helper.controller.awaits_capture:
-            self._helper.capture()
-        with self._helper.steps.one(self._steps):
+        with errors_name_arguments(_CALL), ExitStack() as stack:
+            if self._steps == self._warmup_steps and self._helper.controller.awaits_capture:
+                self._helper.capture()
+            stack.enter_context(self._helper.steps.one(self._steps))
             yield
             self._steps += 1
 

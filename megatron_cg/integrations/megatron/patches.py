@@ -219,12 +219,15 @@ def _extend_bridge() -> Undo:
         if all(model is not other for other in _validated):  # pretrain() validates once more
             if run is not None:
                 _validated.append(model)
+                undo.callback(bridge.errors_name_fields(cfg))
             recomputes = run and run.recompute_granularity
             every = cfg.logger.log_interval
             args = SimpleNamespace(recompute_granularity=recomputes, log_interval=every)
             start(_settings[-1], args, wants_graphs=run is not None, loop=BRIDGE)
 
-    return bridge.before_validation(configured)
+    undo = ExitStack()
+    undo.callback(bridge.before_validation(configured))
+    return undo.close
 
 
 def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:

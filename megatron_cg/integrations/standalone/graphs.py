@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_cg.arguments.words import UNITS, errors_name_arguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
@@ -102,6 +103,7 @@ class GraphedUnits:
         CaptureError: the native backend, and there is no GPU.
     """
 
+    @errors_name_arguments(UNITS)
     def __init__(
         self,
         model: nn.Module,
@@ -118,7 +120,7 @@ class GraphedUnits:
         given, wanted = settings_in(locals()), several(units)
         broken = [] if wanted else [_NO_UNITS]
         broken += at_least("warmup_steps", warmup_steps, 1)
-        broken += check_settings(given, "graph_units")
+        broken += check_settings(given, UNITS)
         broken += member_of(group)
         refuse(broken)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
@@ -172,12 +174,12 @@ class GraphedUnits:
             ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.MismatchPolicy`.
         """
         warmed_up = self._observer.steps >= self._warmup_steps
-        if self._controller.awaits_capture and warmed_up and self._observer.is_recent:
-            self._controller.capture()
-        if self._controller.gave_up:
-            self._observer.forget()
-        self._controller.begin_step()
-        with ExitStack() as stack:
+        with errors_name_arguments(UNITS), ExitStack() as stack:
+            if self._controller.awaits_capture and warmed_up and self._observer.is_recent:
+                self._controller.capture()
+            if self._controller.gave_up:
+                self._observer.forget()
+            self._controller.begin_step()
             if self.session is None and self._controller.awaits_capture:
                 stack.enter_context(self._observer.observe_step())
             yield
@@ -203,6 +205,7 @@ class GraphedUnits:
             self._undo.close()
         self.close()
 
+    @errors_name_arguments(UNITS)
     def _capture(self) -> Session:
         seen = self._observer.calls
         check_seen(self._units, self._observer)

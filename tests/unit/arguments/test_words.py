@@ -1,8 +1,11 @@
 """What rules say to a caller from Python: real fields of Megatron's configs, and real arguments."""
 
+import ast
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_cg
 from megatron_cg.arguments import GraphArguments, violations
 from megatron_cg.arguments.schema import argument_of
-from megatron_cg.arguments.words import PACKING, said
-from megatron_cg.errors import Violation
+from megatron_cg.arguments.words import PACKING, UNITS, errors_name_arguments, said, sentences
+from megatron_cg.errors import CaptureError, Violation
+from megatron_cg.integrations.megatron.bridge import errors_name_fields
+from megatron_cg.upstream.patch import undone_after
 from tests.unit.arguments.rule_cases import ALL, LATER, Case
 
 CONFIGS: dict[str, Any] = {
@@ -75,3 +80,46 @@ def test_scopes_are_the_field_that_is_set() -> None:
         [Violation("rule", "", "", "type --cuda-graph-modules attn")], "f", configs.items()
     )
     assert one.remedy == "set cfg.model.cuda_graph_scope=['attn']"
+
+
+PACKAGE = Path(megatron_cg.__file__).parent
+OF_COMMANDS = ("tools", "telemetry", "moe", "integrations/megatron", "arguments", "__main__.py")
+"""What no loop of one's own reaches without megatron-core's configs."""
+
+
+def texts() -> Iterator[str]:
+    """Every string of code that an own loop runs, but docstrings, if it names a flag."""
+    for path in PACKAGE.rglob("*.py"):
+        if str(path.relative_to(PACKAGE)).startswith(OF_COMMANDS):
+            continue
+        tree = ast.parse(path.read_text())
+        plain = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and id(node) not in plain and re.search("--[a-z]", text):
+                yield text
+
+
+@pytest.mark.parametrize("call", [UNITS, "GraphedLayers"])
+def test_errors_of_own_loops_name_arguments_and_no_flags(call: str) -> None:
+    taken = inspect.signature(getattr(megatron_cg, call)).parameters
+    every = list(texts())
+    assert len(every) > 10
+    for text in every:
+        made = sentences(call)(text)
+        assert not re.search(r"(?<!align )(?<!doctor )--[a-z]|\bor units", made), made
+        assert set(re.findall(rf"{call}\((\w+)=", made)) <= taken.keys(), made
+
+
+def test_errors_are_said_anew_where_they_leave_a_loop() -> None:
+    text = "x. Leave it out of --cg-layers, or type --cg-no-fsdp-fast-path: --cuda-graph-impl none"
+    with pytest.raises(CaptureError) as error, errors_name_arguments(UNITS):
+        raise CaptureError(text)
+    expected = "x. Leave it out of units, or call graph_units(fast_path=False): no graph_units"
+    assert str(error.value) == expected
+    configs = {name.removeprefix("cfg."): config for name, config in CONFIGS.items()}
+    with undone_after(errors_name_fields(SimpleNamespace(**configs))):
+        assert "enable(fast_path=False): cfg.model.cuda_graph_impl='none'" in str(
+            CaptureError(text)
+        )
+    assert str(CaptureError(text)) == text
