@@ -195,7 +195,8 @@ HOOKS = {
 }
 FEATURES: dict[str, Feature] = {**COMPUTE, **STATE, **ARGUMENTS, **RESULTS, **HOOKS}
 HARD = (
-    "from a list, gradient inside, saved elsewhere, read on the host, rows by mask, "
+    "from a list, gradient inside, nested backward, nested backward beside, local class read, "
+    "saved elsewhere, read on the host, rows by mask, "
     "own generator, seed inside, checkpointed dropout, fork rng, python random, "
     "numpy random, reentrant checkpoint, input written, input data written, hidden module, "
     "weight written, frozen weight written, buffer replaced, attribute replaced, "

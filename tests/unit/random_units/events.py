@@ -50,6 +50,9 @@ _WAYS = {
     "inference mode": _way(after=torch.inference_mode, training=False),
     "forward alone": _way(abandoned=True),
     "outputs kept": _way(kept=True),
+    "input gradients kept": _way(hooked=True),
+    "hidden gradient kept": _way(by_hidden=True),
+    "hidden used later": _way(reused=True),
     "anomaly mode": _way(anomaly=True),
     "zeroed": _way(to_none=False),
     "autocast for a step": _way(autocast=True),
@@ -61,6 +64,8 @@ _WAYS = {
     "train mode": lambda run, u: run.net.train(),
     "seed": lambda run, u: torch.manual_seed(run.s),
     "state loaded": _loaded,
+    "no flash attention": lambda run, u: torch.backends.cuda.enable_flash_sdp(False),
+    "no TF32": lambda run, u: set_(torch.backends.cudnn, "allow_tf32", False),
     "deterministic": lambda run, u: torch.use_deterministic_algorithms(True),
 }
 _CHANGES = {
@@ -69,6 +74,7 @@ _CHANGES = {
     "parameter replaced": lambda run, u: set_(
         u.a, "weight", _trained(run, nn.Parameter(torch.full((W, W), 0.1)))
     ),
+    "head tied": lambda run, u: set_(run.net.head, "weight", u.a.weight),
     "module replaced": lambda run, u: set_(u, "act", nn.Sigmoid()),
     "buffer added": lambda run, u: u.register_buffer("bonus", torch.full((W,), 0.5)),
     "gain": lambda run, u: set_(u, "gain", torch.full((W,), 0.45 + run.s / 10)),
@@ -105,6 +111,10 @@ AFTER: dict[str, dict[str, Callable[..., Any]]] = {
     "attribute read": _TABLES,
     "same table": {"table written": lambda run, u: run.table.mul_(0.5)},
     "global read": {"mask replaced": lambda run, u: set_(WORLD, "mask", WORLD.mask * 0.9)},
+    "local class read": {
+        "class in a closure": lambda run, u: set_(u.classes[0], "power", 0.5),
+        "class in a class": lambda run, u: set_(u.classes[1], "power", 0.5),
+    },
     "closure read": {"closure replaced": lambda run, u: u.swap(torch.full((W,), 0.25))},
     "list attribute read": {"entry": lambda run, u: u.tensors.__setitem__(0, torch.ones(W))},
     "dict attribute read": {"value": lambda run, u: u.named.update(scale=torch.ones(W))},

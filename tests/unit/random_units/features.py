@@ -89,6 +89,23 @@ class Doubled(torch.autograd.Function):
         return grads[0] * ctx.factor + ctx.saved_tensors[0] * 0.01, None
 
 
+class Nested(torch.autograd.Function):
+    """Runs a module, and in its backward pass a backward pass of that module."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, module: Any) -> Any:
+        ctx.module = module
+        ctx.save_for_backward(y)
+        return module(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        y = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(y).backward(*grads)
+        return y.grad, None
+
+
 class Counting(torch.autograd.Function):
     """Counts its backward passes, where its owner has them."""
 
@@ -117,6 +134,7 @@ class Clamped(torch.autograd.Function):
 
 
 _counting: Any = Counting.apply
+_nested: Any = Nested.apply
 
 
 def tilted(u: Any, y: Tensor) -> Tensor:
@@ -197,6 +215,24 @@ def _saved(u: Any, y: Tensor) -> Any:
         return u.b(y).sin()
 
 
+def _local(u: Any) -> None:
+    class Local(torch.autograd.Function):
+        power = 1.0
+
+        class Inner:
+            power = 1.0
+
+        @staticmethod
+        def forward(_ctx: Any, y: Tensor) -> Tensor:
+            return y * Local.Inner.power
+
+        @staticmethod
+        def backward(_ctx: Any, *grads: Any) -> Any:
+            return grads[0] * Local.Inner.power * Local.power
+
+    u.local, u.classes = Local.apply, (Local, Local.Inner)
+
+
 def _closure(u: Any) -> None:
     held = [torch.full((W,), 0.5)]
     u.closed, u.swap = lambda y: y * held[0], lambda value: held.__setitem__(0, value)
@@ -252,6 +288,9 @@ COMPUTE = {
         b=linear,
     ),
     "gradient inside": do(lambda u, y, v: _penalty(u, y), b=linear),
+    "nested backward": do(lambda u, y, v: _nested(y, u.b), b=linear),
+    "nested backward beside": do(lambda u, y, v: _nested(y, u.b) + u.b(y), b=linear),
+    "sdpa": do(lambda u, y, v: F.scaled_dot_product_attention(*[y[None, None]] * 3)[0, 0]),
     "saved elsewhere": do(lambda u, y, v: _saved(u, y), b=linear),
     "read on the host": do(lambda u, y, v: y * (2.0 if y.sum().item() > 0 else 1.0)),
     "rows by mask": do(lambda u, y, v: y + y[y[:, 0] > 0].sum(0)),
@@ -344,6 +383,7 @@ STATE = {
     "default filled": do(
         lambda u, y, v: keep_loss(u, y, u.to_default), to_default=lambda: _to_default
     ),
+    "local class read": Feature(lambda u, y, v: u.local(y), build=_local),
     "closure read": Feature(lambda u, y, v: u.closed(y), build=_closure),
     "counter": do(lambda u, y, v: y * (1 + set_(u, "count", u.count + 1) % 2), count=lambda: 0),
     "counter in backward": do(lambda u, y, v: _counting(y, u), passes=lambda: 0),

@@ -201,11 +201,16 @@ class Net(nn.Module):
         for number in self.program.order:
             unit: Any = self.units[number]
             x = x.detach() if run.way.detached else x
+            run.hidden = x
             given = [one.give(run, x) for one in unit.features]
             out = self._call(unit, x, given, run, number == 0)
             for one in reversed(unit.features):
                 out = one.unwrap(run, unit, out)
-            x = BETWEEN[self.program.between](run, x, out)
+            if run.way.hooked and x.grad_fn is not None:
+                x.grad_fn.register_prehook(run.keep)
+            x, before = BETWEEN[self.program.between](run, x, out), x
+            if run.way.reused:
+                run.add(before.sin().mean())
         return self.head(x)
 
     def _call(self, unit: Any, x: Any, given: list[Any], run: Any, first: bool) -> Any:

@@ -32,6 +32,7 @@ REFUSED = {
     "dict attribute filled": "changes memo['loss'] in its forward pass",
     "global filled": "changes global WORLD",
     "default filled": "changes the defaults of _to_default[#] in its forward pass",
+    "nested backward beside": "adds to the gradient of b#bias in # backward passes",
     "counter": "changes count in its forward pass",
     "iterator": "reads attribute turns, an iterator",
     "drawn by an object": "draws from dice#random in its forward pass",

@@ -23,7 +23,19 @@ from megatron_cg.errors import ConfigurationError, MegatronCGError, ReplayMismat
 from tests.unit.random_units.features import BACKEND, DEVICE, WORLD, W
 from tests.unit.random_units.programs import HAPPENS, ROWS, STEPS, Net, Program, draw
 
-WAYS = ("abandoned", "kept", "anomaly", "autocast", "retain", "by_grad", "detached", "after")
+WAYS = (
+    "abandoned",
+    "kept",
+    "hooked",
+    "by_hidden",
+    "reused",
+    "anomaly",
+    "autocast",
+    "retain",
+    "by_grad",
+    "detached",
+    "after",
+)
 """What only some steps do."""
 
 
@@ -36,6 +48,8 @@ class Run:
         self.program, self.trace = program, list[tuple[str, Any]]()
         self.values = torch.Generator(DEVICE).manual_seed(program.seed)
         self.kept: list[Any] = []
+        self.hidden: Any = None
+        """What the last unit got."""
         self.s, self.terms, self.into = 0, list[Any](), dict[str, Any]()
         self.way = self._new_way()
         self.net = Net(program)
@@ -47,6 +61,10 @@ class Run:
         self.leaf = torch.ones(W, requires_grad=True)
         self.graphs: Any = None
         self.refused: MegatronCGError | None = None
+
+    def keep(self, gradients: Any) -> None:
+        """Keep gradients, and the ones of the pass before."""
+        self.kept = [*self.kept[-1:], gradients[0]]
 
     def see(self, name: str, value: Any) -> None:
         """Note the bits of what the loop reads."""
@@ -136,6 +154,9 @@ class Run:
             for weight, grad in zip(weights, grads, strict=True):
                 weight.grad = grad
             return
+        if self.way.by_hidden and self.hidden.requires_grad:
+            self.keep(torch.autograd.grad(loss, self.hidden, allow_unused=True))
+            return
         loss.backward(retain_graph=self.way.retain)
         if self.way.retain:
             loss.backward()
@@ -221,6 +242,8 @@ def clean() -> None:
     torch.clear_autocast_cache()
     torch.autograd.set_detect_anomaly(False)
     torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cudnn.allow_tf32 = True
     torch.set_grad_enabled(True)
     WORLD.reset()
 
