@@ -129,7 +129,8 @@ class GraphController:
                 exit_without_waiting()
             raise failure from (error if failure is not error else error.__cause__)
         self._agreement.report_failure()
-        logger.error("%s Training goes on eagerly (%s).", failure, self._option)
+        as_before = "Model, hooks, gradients, RNG and FP8 state are as before."
+        logger.error("%s %s Training goes on eagerly (%s).", failure, as_before, self._option)
         self.gave_up = True
         if self._clean_up is not None:
             self._clean_up()
@@ -141,7 +142,4 @@ class GraphController:
             return error
         has_advice = self._option and not self._goes_on
         advice = f" To train without graphs: {self._option}." if has_advice else ""
-        return CaptureError(
-            f"capture failed with {type(error).__name__}: {error}. Model, hooks, gradients, RNG "
-            f"and FP8 state are as before.{advice}"
-        )
+        return CaptureError(f"capture failed with {type(error).__name__}: {error}.{advice}")

@@ -39,7 +39,6 @@ _OF_GENERATOR = (
 )
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 """torch's error for that: samples are leaves."""
-_AS_BEFORE = "Model, hooks, gradients, RNG and FP8 state are as before."
 
 
 def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError | None:
@@ -68,13 +67,11 @@ def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError
         where += f", in {said}" if said else ""
     text = str(first).partition("\n")[0]
     if not _is_refusal(first):
-        return CaptureError(
-            f"Capture of {where} failed ({type(first).__name__}: {text}). {_AS_BEFORE}"
-        )
+        return CaptureError(f"Capture of {where} failed ({type(first).__name__}: {text}).")
     reason = _OF_GENERATOR if _NOT_REGISTERED in text else _REASON
     return CaptureError(
         f"CUDA cannot capture {where} ({type(first).__name__}: {text}). {reason} "
-        f"{unit.leave_out(module)} {_AS_BEFORE}"
+        f"{unit.leave_out(module)}"
     )
 
 

@@ -250,13 +250,13 @@ class Agreement:
         if decision.against:
             raise CaptureError(
                 f"capture failed on {ranks_text(decision.against)}, whose own log has the reason. "
-                "All ranks discard their graphs; hooks and state are as before"
+                "All ranks discard their graphs"
             )
         if decision.minority or other_sizes:
             raise CaptureError(
                 f"ranks would capture different graphs ({decision.difference()}), and their "
-                "collectives would not match. All ranks discard their graphs; hooks and state are "
-                "as before. Give all ranks the same layers and inputs of the same shape"
+                "collectives would not match. All ranks discard their graphs. Give all ranks the "
+                "same layers and inputs of the same shape"
             )
         self._next = Kind.CAPTURE_END if kind is Kind.CAPTURE_START else Kind.DELETION
         return decision
