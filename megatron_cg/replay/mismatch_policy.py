@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Literal
 
 from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
-from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.errors import ReplayMismatchError, ranged
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.switches import Switches
@@ -69,12 +69,20 @@ class MismatchPolicy:
         self.capture = ""
         """Says in reports whose unit it is, if several models have graphs."""
         self._reported: set[tuple[str, tuple[str, str]]] = set()
+        self._likewise: dict[tuple[str, str], list[str]] = {}
+        """Other units with a mismatch that was reported, to be named together."""
         self._switches = Switches()
         self.other_switch: Mismatch | None = None
         """What says that a switch of torch has changed, in this step."""
 
     def begin_step(self) -> None:
         """A training step begins."""
+        for (clause, subject), units in self._likewise.items():
+            names = ranged(units)
+            logger.warning(
+                "megatron_cg: no replay of %s for %s (%s) either.", names, subject, clause
+            )
+        self._likewise.clear()
         self.verifications.begin_step()
         self.other_switch = self._switches.broken()
 
@@ -134,7 +142,11 @@ class MismatchPolicy:
     def _report(self, mismatch: Mismatch, layer: str) -> str:
         self.counters.mismatched += 1
         text = mismatch.text(f"{layer}{self.capture}")
-        if (layer, mismatch.key) not in self._reported:
-            self._reported.add((layer, mismatch.key))
+        if (layer, mismatch.key) in self._reported:
+            return text
+        if any(key == mismatch.key for _, key in self._reported):
+            self._likewise.setdefault(mismatch.key, []).append(layer)
+        else:
             logger.warning("megatron_cg: no replay of %s Reported once.", text)
+        self._reported.add((layer, mismatch.key))
         return text

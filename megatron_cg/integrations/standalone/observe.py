@@ -228,7 +228,8 @@ class Observer:
         self._views += [
             (name, tensor, version_of(tensor)) for tensor in returned if key_of(tensor) in given
         ]
-        return tree_unflatten([views.get(id(leaf), leaf) for leaf in leaves], spec)
+        made_of = [views.get(id(leaf), leaf) for leaf in leaves]
+        return tree_unflatten(made_of, spec) if views else outputs
 
 
 def _may_be_viewed(tensor: torch.Tensor) -> bool:

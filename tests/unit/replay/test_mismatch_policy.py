@@ -97,3 +97,14 @@ def test_a_mismatch_ends_the_run_if_asked_for_or_if_ranks_cannot_agree(collectiv
         with pytest.raises(ReplayMismatchError, match="cannot run eagerly"):
             policy.mismatched_in_backward(MISMATCHES[1], "unit")
     assert asked == ["unit/eager"] * collectives
+
+
+def test_units_with_the_same_mismatch_are_named_together(caplog: pytest.LogCaptureFixture) -> None:
+    policy = MismatchPolicy(ReplayPolicy(), Counters())
+    with caplog.at_level(logging.WARNING, LOGGER):
+        for _ in range(3):
+            policy.begin_step()
+            for number in range(9, 13):
+                policy.mismatched(MISMATCHES[0], f"layers.{number}", collectives=False)
+    first, others = caplog.messages
+    assert "no replay of layers.9: " in first and "of layers.10 to layers.12 for " in others
