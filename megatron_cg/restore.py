@@ -60,9 +60,8 @@ class Restores(ExitStack):
         super().__exit__(*raised)
         if self._errors:
             failed = [text for _, texts in self._errors for text in texts]
-            raise NotRestoredError([*failed, *getattr(raised[1], "failed", ())]) from (
-                self._errors[0][0]
-            )
+            failed += getattr(raised[1], "failed", ())
+            raise NotRestoredError(failed) from self._errors[0][0]
 
 
 @contextmanager
@@ -85,8 +84,10 @@ def write_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Write values that ``tensor`` had before into its memory."""
     # By ``data``, which no backward pass that is to come takes for a change.
     into = tensor.data
-    if into.layout is torch.strided and not into.is_nested and 0 in into.stride():
-        # ``copy_`` refuses expanded memory, whose equal elements are one.
+    if type(into) is torch.Tensor and into.layout is torch.strided and not into.is_nested:
+        if into.numel() and not into.untyped_storage().nbytes():
+            raise RuntimeError("its memory was freed")  # ``copy_`` would end the process.
+        # Nor does it take expanded memory, whose equal elements are one.
         once = tuple(slice(1) if stride == 0 else slice(None) for stride in into.stride())
         into, values = into[once], values[once]
     with torch.no_grad():

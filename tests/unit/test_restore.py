@@ -54,6 +54,12 @@ def test_all_others_are_restored_and_all_that_failed_is_named(work_fails: bool) 
     assert not any(map(torch.any, tensors))
 
 
+def test_freed_memory_is_named() -> None:
+    tensor, words = torch.zeros(2), "it: RuntimeError: its memory was freed"
+    with pytest.raises(NotRestoredError, match=words), values_kept([("it", tensor)]):
+        tensor.untyped_storage().resize_(0)
+
+
 def test_an_error_of_the_work_alone_stays() -> None:
     with pytest.raises(KeyError, match="work"), Restores() as stack, values_kept([]):
         stack.restore("nothing", lambda: None)
