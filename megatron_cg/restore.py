@@ -58,10 +58,11 @@ class Restores(ExitStack):
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        if self._errors:
-            failed = [text for _, texts in self._errors for text in texts]
-            failed += getattr(raised[1], "failed", ())
-            raise NotRestoredError(failed) from self._errors[0][0]
+        errors = self._errors[:]
+        self._errors.clear()
+        if errors:
+            failed = [text for _, texts in errors for text in texts]
+            raise NotRestoredError([*failed, *getattr(raised[1], "failed", ())]) from errors[0][0]
 
 
 @contextmanager

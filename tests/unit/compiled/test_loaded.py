@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,12 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.compiled.load import Precompiled, load
+from megatron_cg.compiled.load import Precompiled, first_difference, load
 from megatron_cg.compiled.region import Region
 from megatron_cg.compiled.save import save
 from megatron_cg.consensus.decision import ranks_text
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import ArtifactRefusedError
+from megatron_cg.errors import ArtifactRefusedError, NotRestoredError
 from megatron_cg.replay.verify import bytes_of
 from tests.unit.compiled.regions import REGIONS, REPLAYS, WORLD, captured
 from tests.unit.ranks import on_ranks
@@ -103,6 +104,11 @@ def scaled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def not_restored(region: Region, compiled: Any) -> None:
+    first_difference(region, compiled)
+    raise NotRestoredError(["buffer count"])
+
+
 def refusals(folder: Path, own: Path, votes: Agreement) -> dict[str, Any]:
     """What ranks come to where one of them has a bad artifact. ``own`` is this rank's folder."""
     rank = dist.get_rank()
@@ -116,7 +122,7 @@ def refusals(folder: Path, own: Path, votes: Agreement) -> dict[str, Any]:
         try:
             load(own, "mlp", region, votes)
             return "loaded"
-        except ArtifactRefusedError as error:
+        except (ArtifactRefusedError, NotRestoredError) as error:
             return str(error)
 
     if rank == 2:
@@ -148,6 +154,10 @@ def refusals(folder: Path, own: Path, votes: Agreement) -> dict[str, Any]:
         if rank == 0:
             patch.setattr(region.module, "forward", scaled(region.module.forward))
         found["other numbers"] = all_load()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 3:
+            patch.setattr("megatron_cg.compiled.load.first_difference", not_restored)
+        found["not restored"] = all_load()
     found["good again"] = all_load()
     return found
 
@@ -232,6 +242,7 @@ def test_ranks_that_do_not_do_the_same_all_refuse(results: list[dict[str, Any]])
         ("not decoded", [1], "the artifact could not be decoded: EOFError: half of it"),
         # Its neighbour gets another gradient.
         ("other numbers", [0, 1], "does not compute what eager computes: "),
+        ("not restored", [3], "not restored after a capture, .*: buffer count"),
     ],
 )
 def test_what_a_rank_finds_at_a_later_check_is_a_refusal_of_all(
@@ -239,5 +250,6 @@ def test_what_a_rank_finds_at_a_later_check_is_a_refusal_of_all(
 ) -> None:
     texts = across(results, name)
     for rank in range(WORLD):
-        refused = f"{ranks_text(ranks)} refused the artifact"
-        assert (text if rank in ranks else refused) in texts[rank]
+        ends = f"state of {ranks_text(ranks)}, whose own log names it"
+        refused = ends if name == "not restored" else f"{ranks_text(ranks)} refused the artifact"
+        assert re.search(text if rank in ranks else refused, texts[rank])
