@@ -275,6 +275,8 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -
     inside = call.inside(edge for edge in call.outputs if edge in users)
     names = {edge: name for name, edge in call.inputs.items()}
     for edge, by in users.items():
+        if call.replayed and len(by) < 2:
+            continue
         others = [node for node in by if node not in inside]
         count = len(by) - len(others)
         leaf: Any = getattr(edge[0], "variable", None)
