@@ -29,28 +29,22 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "a count": lambda v: type(v) is int and 0 <= v < _MOST,
     "a time": lambda v: type(v) in (int, float) and 0 <= v < _MOST,
     "a number": lambda v: type(v) is float or (type(v) is int and abs(v) < _MOST),
-    "any value": lambda _v: True,
 }
-_COUNTS = {str: "a count"}
-_NUMBERS = {str: "a number"}
-_STEP = {
-    **{"losses": _NUMBERS, "grad_norm": ("a number",)},
-    **{"skipped": "true or false", "milliseconds": "a time"},
-}
-_CAPTURE = {
-    **{"after_step": "a count", "layers": "a count", "graphs": "a count"},
-    **{"seconds": "a time", "error": ("a text",)},
-}
+_TEXTS, _COUNTS, _NUMBERS = {str: "a text"}, {str: "a count"}, {str: "a number"}
+_STEP = {"losses": _NUMBERS, "grad_norm": ("a number",), "skipped": "true or false"}
+_CAPTURE = {**dict.fromkeys(("after_step", "layers", "graphs"), "a count"), "error": ("a text",)}
 _INTERVAL = {"step": "a count", "counters": _COUNTS, "memory": ({"allocated_bytes": "a count"},)}
 _EVENT = {"after_step": "a count", "level": "a text", "text": "a text"}
 _KEYS: Mapping[str, Any] = {
-    **{"format": "a count", "rank": "a count", "world_size": "a count"},
-    **{"began": "a text", "device": "a text", "command": ["a text"]},
-    **{"versions": {str: ("a text",)}, "environment": {str: "a text"}},
-    **{"setup": {str: {str: "any value"}}, "evaluation": _NUMBERS, "parameters": {str: "a text"}},
-    **{"steps": [_STEP], "captures": [_CAPTURE], "intervals": [_INTERVAL], "events": [_EVENT]},
-    **{"graphs": (_COUNTS,), "finished": "true or false", "error": ("a text",)},
-    "peak_allocated_bytes": "a count",
+    **dict.fromkeys(("format", "rank", "world_size", "peak_allocated_bytes"), "a count"),
+    **{"began": "a text", "device": "a text", "command": ["a text"], "error": ("a text",)},
+    **{"versions": {str: ("a text",)}, "environment": _TEXTS, "parameters": _TEXTS},
+    **{"setup": {str: {}}, "evaluation": _NUMBERS, "graphs": (_COUNTS,)},
+    **{"finished": "true or false", "intervals": [_INTERVAL], "events": [_EVENT]},
+    **{
+        "steps": [_STEP | {"milliseconds": "a time"}],
+        "captures": [_CAPTURE | {"seconds": "a time"}],
+    },
 }
 """The kind of each key that is read. ``str`` is any key; a kind in brackets may also be null."""
 
