@@ -87,6 +87,12 @@ _SUPPRESS = _dynamo(
 RELIES_ON = (_SET_HOOK, _BEGIN, _EXCHANGE, _STATE, _MET, _RESTART, _WRAPPED, _DYNAMIC, _SUPPRESS)
 
 
+_REMEDY = (
+    "Call the same compiled regions in the same order on all ranks; what one rank alone evaluates "
+    "or logs calls the module that is not compiled."
+)
+
+
 class _Votes:
     """The votes of all ranks on compiled regions."""
 
@@ -150,11 +156,11 @@ class _Votes:
 
     def _exchange(self, code: Any, met: Any) -> list[Any]:
         region = f"{code.co_name}, line {code.co_firstlineno}"
-        decision = self._vote(Kind.COMPILE, Vote(graphs=digest([region])))
+        decision = self._vote(Kind.COMPILE, Vote(graphs=digest([region])), region)
         if decision.minority:
             raise AgreementError(
                 f"this rank is at {region}, and {ranks_text(decision.minority)} differ from most "
-                "ranks. Call the same regions in the same order on all of them"
+                f"ranks. {_REMEDY}"
             )
         states = self._agreement.gather(met)
         if not _DYNAMIC.find():
@@ -170,9 +176,9 @@ class _Votes:
             )
         return not decision.against
 
-    def _vote(self, kind: Kind, vote: Vote) -> Decision:
+    def _vote(self, kind: Kind, vote: Vote, name: str = "") -> Decision:
         self._serial += 1
-        return self._agreement.agree(kind, vote, serial=self._serial)
+        return self._agreement.agree(kind, vote, serial=self._serial, name=name)
 
 
 @contextmanager
@@ -208,7 +214,7 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[None]:
         symbol.find()
     _require_no_suppression()
     with ExitStack() as undo:
-        agreement = Agreement(timeout)
+        agreement = Agreement(timeout, remedy=_REMEDY)
         undo.callback(agreement.close)
         settings = {"call": "compile_together", "timeout": timeout}
         agreement.require_same(settings | shared_by_ranks())

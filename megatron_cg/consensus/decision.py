@@ -137,8 +137,7 @@ def _mixed_up(heads: list[list[int]], group: Sequence[int]) -> str:
     each = differing((f"{name_of(Kind(kind))} {serial}" for kind, serial in heads), group)
     return (
         f"ranks came to different votes: {each}. They no longer do the same, so this run ends on "
-        "all of them. Compiled regions: call the same ones in the same order on all ranks. To "
-        "train without graphs: --cuda-graph-impl none"
+        "all of them."
     )
 
 

@@ -8,6 +8,7 @@ never NCCL, never inside a graph.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,27 +31,25 @@ from megatron_cg.consensus.decision import (
     ranks_text,
 )
 from megatron_cg.consensus.process_exit import exit_without_waiting
+from megatron_cg.consensus.whereabouts import SOON, STORE, Whereabouts, caller
 from megatron_cg.errors import CaptureError, NotRestoredError, PhaseError
 from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
-_STORE = Symbol(
-    "torch.distributed.distributed_c10d:_get_default_store",
-    "where all ranks of the default group can write",
-)
 _NAME = Symbol(
     "torch.distributed.distributed_c10d:_process_group_name",
     "the name of a new group, equal on its ranks",
     parameters=("ranks", "use_hashed_name"),
 )
-RELIES_ON = (_STORE, _NAME)
+RELIES_ON = (STORE, _NAME)
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others' votes. Capture of a large model takes minutes."""
 FALLING_BACK = timedelta(seconds=60)
 """How long a rank waits for the others to fall back to eager after a mismatch. They find the same
 mismatch at the same call."""
+WITHOUT = "To train without graphs: --cuda-graph-impl none."
 
 
 class Agreement:
@@ -64,8 +63,8 @@ class Agreement:
     :meth:`begin_capture` opens the next capture.
 
     ``timeout`` is how long this call and a vote wait for a rank that does not arrive. The ranks of
-    ``group`` vote; None is the default group. ``remedy`` says what a user does if only some ranks
-    make this call. Then it raises AgreementError.
+    ``group`` vote; None is the default group. If only some ranks make this call, it raises
+    AgreementError, which ends with ``alone``; errors of votes end with ``remedy``.
     """
 
     def __init__(
@@ -73,25 +72,37 @@ class Agreement:
         timeout: timedelta = TIMEOUT,
         *,
         group: dist.ProcessGroup | None = None,
-        remedy: str = "",
+        remedy: str = WITHOUT,
+        alone: str = "",
     ) -> None:
         self._group: dist.ProcessGroup | None = None
         self._ranks = [0]
+        self._timeout, self._remedy = timeout, remedy
         if dist.is_initialized():
-            self._group = _gloo_group(group, timeout, remedy)
-            self._ranks = dist.get_process_group_ranks(self._group)
-        self._timeout = timeout
+            self._ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
+            self._where = Whereabouts(self._ranks)
+            self._name = _new_name(self._ranks)
+            self._group = self._connect(alone)
+        self._exchanges = 0
+        self._last, self._heard = ("settings", 0, ""), time.monotonic()
         self._closed, self._broken = False, ""
         self._captures = 1
         self._next: Kind | None = Kind.CAPTURE_START
 
     def agree(
-        self, kind: Kind, vote: Vote, *, serial: int = 0, timeout: timedelta | None = None
+        self,
+        kind: Kind,
+        vote: Vote,
+        *,
+        serial: int = 0,
+        timeout: timedelta | None = None,
+        name: str = "",
     ) -> Decision:
         """Vote and wait for all ranks.
 
         ``kind`` is what the vote is about, ``serial`` a count of the caller, such as the training
         step: ranks with different counts are at different votes. ``timeout`` replaces the own one.
+        ``name`` is that of the unit, for an error.
 
         Raises:
             AgreementError: a rank is gone, late or at another vote. No vote can follow, since
@@ -99,12 +110,13 @@ class Agreement:
             PhaseError: a CUDA graph is being captured.
         """
         _require_no_capture()
-        rows = self._exchange(encode(kind, serial, vote), timeout)
+        about = (name_of(kind), serial, name)
+        rows = self._exchange(encode(kind, serial, vote), timeout or self._timeout, about)
         try:
             return decide(rows, self._ranks)
         except AgreementError as error:
-            self._break(str(error))
-            raise
+            self._break(f"{error} {self._remedy}")
+            raise AgreementError(self._broken) from None
 
     def gather(self, mine: Any) -> list[Any]:
         """The objects of all ranks, in rank order. Not a vote; all ranks call it after the same.
@@ -117,7 +129,7 @@ class Agreement:
             return [mine]
         objects = [None] * group.size()
         _gloo_backend(group).set_timeout(self._timeout)
-        with self._naming_lost_ranks():
+        with self._naming_lost_ranks(self._timeout, self._last):
             dist.all_gather_object(objects, mine, group=group)
         return objects
 
@@ -193,16 +205,15 @@ class Agreement:
             if self._broken:
                 raise AgreementError(self._broken)
             if kind is Kind.DELETION and len(self._ranks) > 1:
-                self._break("all ranks had agreed on their graphs before")
+                self._break(f"all ranks had agreed on their graphs before. {self._remedy}")
                 raise AgreementError(self._broken)
             if kind in (Kind.CAPTURE_START, Kind.CAPTURE_END):
                 with suppress(CaptureError, *[NotRestoredError] * ends):
                     self._vote_on_capture(kind, Vote(against=True, ends=ends))
         except AgreementError as error:
             raise CaptureError(
-                "this rank's capture failed, and the other ranks did not complete the vote on it "
-                f"({error}). Training cannot continue, because ranks no longer do the same. To "
-                "train without graphs: --cuda-graph-impl none"
+                "this rank's capture failed, and the other ranks did not complete the vote on it, "
+                f"so training cannot continue: {error}"
             ) from error
 
     def on_any_rank(self, name: str, here: bool = True, timeout: timedelta | None = None) -> bool:
@@ -214,9 +225,10 @@ class Agreement:
         if len(self._ranks) == 1:  # No rank could wait for this one.
             return here
         vote = Vote(size=int(here), graphs=digest([name]))
-        decision = self.agree(Kind.MISMATCH, vote, timeout=timeout or FALLING_BACK)
+        decision = self.agree(Kind.MISMATCH, vote, timeout=timeout or FALLING_BACK, name=name)
         if decision.minority:
-            self._break(f"{ranks_text(decision.minority)} voted on another graph than {name}")
+            others = ranks_text(decision.minority)
+            self._break(f"{others} voted on another graph than {name}. {self._remedy}")
             raise AgreementError(self._broken)
         return bool(decision.largest)
 
@@ -227,7 +239,7 @@ class Agreement:
         """
         if self._group is None or len(self._ranks) == 1:
             return here
-        store: Any = _STORE.find()()
+        store: Any = STORE.find()()
         key = f"{self._group.group_name}/{self._captures}/{name}"
         if here:
             store.set(key, "noted")
@@ -241,6 +253,29 @@ class Agreement:
             # torch 2.11 raises ValueError if destroy_process_group() has destroyed this group too.
             with suppress(ValueError):
                 dist.destroy_process_group(group)
+
+    def _connect(self, alone: str) -> dist.ProcessGroup:
+        """A new gloo group; all of the ranks, and no others, call this together."""
+        here, timeout = f"{self._name}/0", self._timeout
+        self._where.wait_at(here, "the first call of this package")
+        made: dist.ProcessGroup
+        try:
+            # torch takes the number of the groups that this process knows into the name. Ranks of
+            # one group may be in other groups too, which differ.
+            with undone_after(put_over(*_NAME.place(), lambda *_args, **_kwargs: self._name)):
+                made = dist.new_group(self._ranks, timeout, "gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            absent, elsewhere = self._where.absent_from(here)
+            found = f"another rank has ended (gloo: {error}), and did not wait for"
+            if absent:
+                late = f"did not come here within {timeout.total_seconds():g} seconds of"
+                found = f"{ranks_text(absent)} {late}"
+            raise AgreementError(
+                f"{found} rank {dist.get_rank()}: each rank of the group votes, so all of them "
+                f"make this call, together. {elsewhere}{alone}"
+            ) from error
+        self._where.wait_no_more()
+        return made
 
     def _vote_on_capture(self, kind: Kind, vote: Vote) -> Decision:
         decision = self.agree(kind, vote, serial=self._captures)
@@ -278,30 +313,57 @@ class Agreement:
         return self._group
 
     @in_range("vote")
-    def _exchange(self, row: torch.Tensor, timeout: timedelta | None) -> torch.Tensor:
+    def _exchange(
+        self, row: torch.Tensor, timeout: timedelta, about: tuple[str, int, str]
+    ) -> torch.Tensor:
         group = self._require_sound()
         if group is None:
             return row.view(1, -1)
         rows = row.new_empty(group.size() * len(row))
         # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
         # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
-        _gloo_backend(group).set_timeout(timeout or self._timeout)
-        with self._naming_lost_ranks():
-            dist.all_gather_into_tensor(rows, row, group)
+        _gloo_backend(group).set_timeout(timeout)
+        with self._naming_lost_ranks(timeout, about):
+            work: Any = dist.all_gather_into_tensor(rows, row, group, async_op=True)
+            with suppress(RuntimeError):
+                work.wait(SOON)
+            if late := not work.is_completed():
+                self._where.wait_at(f"{self._name}/{self._exchanges}", _words(about))
+            work.wait()
+            if late:
+                self._where.wait_no_more()
         return rows.view(group.size(), -1)
 
     @contextmanager
-    def _naming_lost_ranks(self) -> Iterator[None]:
+    def _naming_lost_ranks(self, timeout: timedelta, about: tuple[str, int, str]) -> Iterator[None]:
         """Turn what gloo raises in the block into an AgreementError; no vote can follow."""
+        self._exchanges += 1
+        begun = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            self._break(
-                f"a rank is gone, or did not join a vote in time (gloo: {error}). This rank ends: "
-                "it cannot know what the others do, and its next collective would wait forever. "
-                "The reason is in the log of the rank that ended first."
-            )
+            # One whose time is over ends the others' exchange, just before theirs is.
+            late = time.monotonic() - begun > 0.9 * timeout.total_seconds()
+            self._break(self._lost(_words(about), timeout if late else error))
             raise AgreementError(self._broken) from error
+        self._last, self._heard = about, time.monotonic()
+
+    def _lost(self, vote: str, cause: timedelta | RuntimeError) -> str:
+        silent, here = time.monotonic() - self._heard, f"{self._name}/{self._exchanges}"
+        self._where.wait_at(here, vote)
+        absent, elsewhere = self._where.absent_from(here)
+        who = ranks_text(absent) if absent else "a rank"
+        if isinstance(cause, timedelta):
+            found = f"{who} did not come to {vote} within {cause.total_seconds():g} seconds of"
+        else:
+            ended = f"another rank has ended, or waits no longer (gloo: {cause})"
+            found = f"{ended}; {who} did not come to {vote} with" if absent else f"{ended}, before"
+        return (
+            f"{found} this rank, which is {caller()}. All ranks were last heard from "
+            f"{silent:.0f} seconds ago, at {_words(self._last)}. {elsewhere}This rank ends: it "
+            "cannot know what the others do, and its next collective would wait forever. "
+            f"{self._remedy}"
+        )
 
     def _break(self, reason: str) -> None:
         """Vote no more; the process ends soon."""
@@ -314,37 +376,15 @@ _made: Counter[str] = Counter()
 """How many groups of these ranks were made; equal on all of them."""
 
 
-def _gloo_group(
-    group: dist.ProcessGroup | None, timeout: timedelta, remedy: str
-) -> dist.ProcessGroup:
-    """A new gloo group of the ranks of ``group``; all of them, and no others, call this together.
-
-    Raises AgreementError, with the ranks that did not come in time.
-    """
-    ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
+def _new_name(ranks: Iterable[int]) -> str:
     those = f"megatron_cg/{digest(map(str, ranks))}"
-    name = f"{those}/{_made[those]}"
     _made[those] += 1
-    store: Any = _STORE.find()()
-    here = {rank: f"{name}/{rank}" for rank in ranks}
-    store.set(here[dist.get_rank()], "here")
-    made: dist.ProcessGroup
-    try:
-        # torch takes the number of the groups that this process knows into the name. Ranks of one
-        # group may be in other groups too, which differ.
-        with undone_after(put_over(*_NAME.place(), lambda *_args, **_kwargs: name)):
-            made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-    except RuntimeError as error:
-        absent: list[int] = []
-        with suppress(RuntimeError):  # The rank that has the store may be gone.
-            absent = [rank for rank, key in here.items() if not store.check([key])]
-        late = f"did not come here within {timeout.total_seconds():g} seconds of"
-        gone = f"another rank has ended (gloo: {error}), and did not wait for"
-        raise AgreementError(
-            f"{f'{ranks_text(absent)} {late}' if absent else gone} rank {dist.get_rank()}: each "
-            f"rank of the group votes, so all of them make this call, together. {remedy}"
-        ) from error
-    return made
+    return f"{those}/{_made[those]}"
+
+
+def _words(about: tuple[str, int, str]) -> str:
+    what, serial, name = about
+    return f"the vote on {what} {serial}" + (f" ({name})" if name else "")
 
 
 def _gloo_backend(group: dist.ProcessGroup) -> Any:

@@ -29,7 +29,7 @@ from megatron_cg.arguments.words import ENABLE, said
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Phase, Session
-from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.consensus.exchange import WITHOUT, Agreement
 from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.find_sharding import of_megatron
 from megatron_cg.integrations.call_arguments import by_argument, require_same, several
@@ -75,6 +75,7 @@ RELIES_ON = (
         attributes=(_SCALE, _SET_SCALE),
     ),
 )
+_ALONE = "Ask for graphs (cuda_graph_impl) on all ranks, or on none."
 for _symbol in RELIES_ON:
     _symbol.find()
 
@@ -247,7 +248,8 @@ def meet(call: str, backend: str, settings: GraphArguments, given: Mapping[str, 
     sizes["cuda_graph_warmup_steps"] = getattr(given["config"], "cuda_graph_warmup_steps", None)
     scopes = getattr(given["config"], "cuda_graph_modules", None)
     sizes["cuda_graph_modules"] = scopes and [getattr(one, "name", one) for one in several(scopes)]
-    agreement = Agreement()
+    without = 'To train without graphs: cuda_graph_impl="none" in the config of the model.'
+    agreement = Agreement(remedy=without if call else WITHOUT, alone=_ALONE)
     with ExitStack() as failed:
         failed.callback(agreement.close)
         require_same(agreement, call, by_name | sizes)

@@ -49,6 +49,9 @@ _NO_UNITS = Violation(
     'units=["layers.*"], with names as in model.module.named_modules()',
 )
 
+_ALIKE = (
+    "Run the same steps and passes on all ranks. To train without graphs: leave graph_units out."
+)
 _SOME_RANKS = (
     "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
     "GROUP = torch.distributed.new_group(RANKS), which all ranks call"
@@ -127,7 +130,7 @@ class GraphedUnits:
         self._policy = ReplayPolicy(on_mismatch, verify_interval)
         self._fast_path = fast_path
         with ExitStack() as undo:
-            self._agreement = Agreement(group=group, remedy=_SOME_RANKS)
+            self._agreement = Agreement(group=group, remedy=_ALIKE, alone=_SOME_RANKS)
             undo.callback(self._agreement.close)
             given |= {"units": [*map(_named, wanted)], "warmup_steps": warmup_steps}
             given["backend"] = getattr(backend, "name", backend)

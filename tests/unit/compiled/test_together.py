@@ -16,7 +16,7 @@ from megatron_cg import compile_together
 from megatron_cg.compiled import together
 from megatron_cg.compiled.together import _Votes
 from megatron_cg.consensus.decision import AgreementError, Decision
-from megatron_cg.errors import PhaseError, UpstreamChangedError
+from megatron_cg.errors import ArgumentError, PhaseError, UpstreamChangedError
 from megatron_cg.upstream.patch import applied
 from megatron_cg.upstream.symbols import Symbol
 from tests.unit.ranks import on_ranks
@@ -26,6 +26,7 @@ SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
 RANKS, WIDTH, USUAL, MORE = 4, 3, 8, 12
 SLOW = 2
 """The rank whose batch is larger, or that does not come."""
+MISSED = f"rank {SLOW} did not come to the vote on guard 1 with"
 
 
 class Region:
@@ -248,14 +249,14 @@ def test_a_rank_that_does_not_come_ends_the_others_by_the_timeout(outcome: Any) 
         if rank == SLOW:
             assert errors == [""]
         else:
-            expected = "AgreementError: a rank is gone, or did not join a vote in time"
-            assert len(errors) == 2 and all(error.startswith(expected) for error in errors)
+            assert len(errors) == 2
+            assert all(MISSED in error and "is not compiled" in error for error in errors)
 
 
 def test_the_error_comes_at_the_end_where_dynamo_does_not_compile(outcome: Any) -> None:
     for rank, (error, after) in enumerate(outcome(one_does_not_come_and_none_compiles)):
         assert after == ([] if rank == SLOW else [""])
-        assert error.startswith("" if rank == SLOW else "AgreementError: a rank is gone, or did")
+        assert (error == "") if rank == SLOW else (MISSED in error)
 
 
 def set_hook(hook: Any) -> Any:
@@ -284,6 +285,11 @@ def test_a_dynamo_that_suppresses_errors_is_refused(one_rank: None) -> None:
     assert set_hook(None) is None and applied() == before
 
 
+def test_a_number_of_seconds_is_refused_first() -> None:
+    with pytest.raises(ArgumentError, match=r"timeout=20: it is a datetime\.timedelta"):
+        compile_together(timeout=20).__enter__()  # type: ignore[arg-type]
+
+
 def test_process_groups_come_first() -> None:
     refused("init_process_group")
 
@@ -310,7 +316,7 @@ def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
     class Failed:
         posted = 0
 
-        def agree(self, *_vote: Any, serial: int) -> Decision:
+        def agree(self, *_vote: Any, serial: int, **_named: str) -> Decision:
             self.posted = serial
             return Decision(against=(0,))
 
@@ -332,7 +338,7 @@ class FirstVoteFails:
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
-    def agree(self, *_vote: Any, serial: int) -> Decision:
+    def agree(self, *_vote: Any, serial: int, **_named: str) -> Decision:
         self.posted = serial
         if serial == 1:
             raise self._error
