@@ -72,7 +72,7 @@ def check_seen(units: Iterable[str], observer: Observer) -> None:
             " for sharding does that is not known here. A graph reads weights at one address. Keep "
             "them there, shard by FSDP2 or Megatron-FSDP, or leave these units out of units."
         )
-    broken = [*_caches(observer.calls), *_wrong_around(observer)]
+    broken = [*_wrong_around(observer)]
     for name, call in observer.calls.items():
         broken += _wrong_calls(name, call, observer)
     broken += [
@@ -96,19 +96,6 @@ def _distributed(name: str) -> Violation:
         "graphs of Transformer Engine take and return plain tensors",
         'take backend="native", or take the unit out of units',
     )
-
-
-def _caches(calls: Mapping[str, Seen]) -> Iterator[Violation]:
-    """One sentence for all units: it is one setting of the model."""
-    given = {name: call.form.caches[0] for name, call in calls.items() if call.form.caches}
-    if given:
-        (name, argument), *_ = given.items()
-        yield Violation(
-            "unit-cache",
-            f"{len(given)} units, such as {name}, get a Cache of transformers as {argument}",
-            "it holds keys and values to generate text, and a graph takes only tensors",
-            "call the model with use_cache=False, or set model.config.use_cache = False",
-        )
 
 
 def _wrong_around(observer: Observer) -> Iterator[Violation]:
@@ -138,6 +125,13 @@ def _wrong_calls(name: str, call: Seen, observer: Observer) -> Iterator[Violatio
             "its weights, while its weights are gathered for each pass",
             "a later microbatch of eager training would use the casts of an earlier one",
             "enter torch.autocast with cache_enabled=False, or around the forward pass alone",
+        )
+    for argument in call.form.caches[:1]:
+        yield Violation(
+            "unit-cache",
+            f"unit {name} gets a Cache of transformers as {argument}",
+            "it holds keys and values to generate text, and a graph takes only tensors",
+            "call the model with use_cache=False, or set model.config.use_cache = False",
         )
     for problem in call.form.problems():
         yield Violation(

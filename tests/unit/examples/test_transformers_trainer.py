@@ -75,6 +75,7 @@ def test_it_trains_the_same_numbers(printed: dict[str, str], case: str) -> None:
 
 
 def test_a_cache_is_refused_in_one_sentence(printed: dict[str, str]) -> None:
-    found = "2 units, such as model.layers.0, get a Cache of transformers as cache:"
+    named = "each of the units model.layers.0, model.layers.1"
+    found = f"{named} gets a Cache of transformers as cache:"
     assert f"1 reason:\n  1. [unit-cache] {found}" in printed["a cache"]
     assert "call the model with use_cache=False" in printed["a cache"]
