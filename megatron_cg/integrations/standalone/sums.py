@@ -206,7 +206,7 @@ class Later:
             self._passes += 1
             if key not in self._fine or self._passes % 50 == 0:
                 self._look(_users(roots), replays)
-                self._fine.add(key)
+                self._fine = {key, *self._fine} if len(self._fine) < 99 else {key}
             try:
                 return original(roots, *args, **kwargs)
             finally:
