@@ -131,6 +131,8 @@ def variables_of(function: FunctionType) -> list[Entry]:
 def imported_by(code: CodeType, package: str) -> Iterator[str]:
     """The names that the modules may have that some code imports while it runs."""
     parents = ["", *accumulate(package.split("."), "{}.{}".format)]
+    if "import_module" in code.co_names:
+        yield from texts(code.co_consts)
     for one in get_instructions(code):
         if one.opname == "IMPORT_NAME":
             yield from (f"{parent}.{one.argval}".strip(".") for parent in parents)
