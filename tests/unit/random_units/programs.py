@@ -197,17 +197,16 @@ class Net(nn.Module):
                 parameter.requires_grad_(False)
 
     def forward(self, x: Any, run: Any) -> Any:
-        x = self.embed(x)
+        run.hidden = x = self.embed(x)
+        if run.way.hooked and x.grad_fn is not None:
+            x.grad_fn.register_prehook(run.keep)
         for number in self.program.order:
             unit: Any = self.units[number]
             x = x.detach() if run.way.detached else x
-            run.hidden = x
             given = [one.give(run, x) for one in unit.features]
             out = self._call(unit, x, given, run, number == 0)
             for one in reversed(unit.features):
                 out = one.unwrap(run, unit, out)
-            if run.way.hooked and x.grad_fn is not None:
-                x.grad_fn.register_prehook(run.keep)
             x, before = BETWEEN[self.program.between](run, x, out), x
             if run.way.reused:
                 run.add(before.sin().mean())

@@ -49,7 +49,7 @@ class Run:
         self.values = torch.Generator(DEVICE).manual_seed(program.seed)
         self.kept: list[Any] = []
         self.hidden: Any = None
-        """What the last unit got."""
+        """What the first unit gets."""
         self.s, self.terms, self.into = 0, list[Any](), dict[str, Any]()
         self.way = self._new_way()
         self.net = Net(program)
