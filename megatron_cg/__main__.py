@@ -1,7 +1,5 @@
 """The launcher: ``torchrun ... -m megatron_cg SCRIPT ARGUMENTS`` runs a script with graphs."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

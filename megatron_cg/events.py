@@ -5,8 +5,6 @@ in the thread that captures, so it must not queue work on the GPU or wait for it
 subscriber propagates to the core as an error of capture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -21,8 +21,6 @@ Note [Which warmup pass counts]
     before the capture shows what replays would miss.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress

@@ -13,8 +13,6 @@ Note [Order of entering]
     off: restoring RNG and FP8 state runs no module code, but a hook that fires on it would.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any

@@ -10,8 +10,6 @@ Note [What is trusted]
     bytes that are checked are the bytes that are decoded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

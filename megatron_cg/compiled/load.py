@@ -6,8 +6,6 @@ comparison for one that has refused. If the comparison itself fails on a rank, o
 it in a collective of the region, until the time limit of the vote ends the run.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

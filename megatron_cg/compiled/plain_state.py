@@ -7,8 +7,6 @@ defaults of positional arguments, and for variables of the environment that are 
 names are in the traced source are added. Globals of libraries are trusted.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

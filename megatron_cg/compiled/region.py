@@ -6,8 +6,6 @@ addresses and names of groups are not in it, so it is the same on all ranks. Pla
 code read are compared by ``plain_state.py``; what neither names, the comparison with eager finds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import platform
 import re

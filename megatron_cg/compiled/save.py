@@ -5,8 +5,6 @@ torch's ``fake`` one, whose collectives do nothing. Requests for the current CUD
 meta device, so that what is traced names no GPU.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Iterator

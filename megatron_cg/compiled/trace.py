@@ -12,8 +12,6 @@ Note [Operations that only GPUs have]
     the meta device, which computes shapes alone, torch keeps the operation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar

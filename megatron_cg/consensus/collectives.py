@@ -10,8 +10,6 @@ of what they saw (``Agreement.confirm``), so it then votes more often than it ha
 alike.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

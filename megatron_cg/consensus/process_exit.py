@@ -17,8 +17,6 @@ Note [Errors that a script may catch]
     under way.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import logging

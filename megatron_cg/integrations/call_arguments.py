@@ -1,7 +1,5 @@
 """Arguments of the Python API: settings under the names of the flags, and every mistake at once."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace

@@ -11,8 +11,6 @@ Note [The same object, or the same value]
     place, so their contents are compared too, by identity first as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """One graph with its guard: an item of ``layer.cuda_graphs``, which Megatron calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

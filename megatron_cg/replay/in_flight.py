@@ -25,8 +25,6 @@ exactly as long as the node is in the autograd graph; ``Node.register_prehook``;
 storage's users includes the Python object that is asked.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial

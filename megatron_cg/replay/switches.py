@@ -4,8 +4,6 @@ Most take a microsecond to read and are set once, so they are compared as a step
 SDPA are set around passes too (``sdpa_kernel``): units that call it have a row for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -11,8 +11,6 @@ Note [Refuted on all ranks]
     rank alone. That rank leaves a note, and the others read it when the next verification is due.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

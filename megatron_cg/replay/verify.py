@@ -25,8 +25,6 @@ Note [Results that differ by themselves]
     many eager passes. Ranks whose passes hold collectives go on, and decide, together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace

@@ -4,8 +4,6 @@ Nothing here waits for the GPU or queries it. Times are host times. Memory is wh
 has on record.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

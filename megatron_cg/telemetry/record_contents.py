@@ -3,8 +3,6 @@
 Compared runs must agree on the setup: what is trained, on which data and in which layout.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path

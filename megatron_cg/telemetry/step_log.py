@@ -6,8 +6,6 @@ has the writers of ``megatron.training.global_vars``; they are None on other ran
 disabled.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps

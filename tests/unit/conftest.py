@@ -1,7 +1,5 @@
 """What the unit tests share: one process, the real Megatron-FSDP on the CPU."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import multiprocessing

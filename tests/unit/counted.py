@@ -1,7 +1,5 @@
 """What counters of graphs are expected to be."""
 
-from __future__ import annotations
-
 from megatron_cg.replay.counters import Counters
 
 

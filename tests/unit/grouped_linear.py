@@ -1,7 +1,5 @@
 """Transformer Engine's grouped linear layer for a CPU: one GEMM per expert, counts on the host."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Kernels on a CPU: Triton's interpreter is chosen before an import, so by a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

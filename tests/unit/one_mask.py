@@ -1,7 +1,5 @@
 """Backends for Megatron's capture helper on the CPU: tapes, and the double of ``torch.cuda``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend

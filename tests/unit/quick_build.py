@@ -14,8 +14,6 @@ The fast path reads the source of Megatron's functions. At its first call, ``ins
 file of every module, here for all processes.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What a function returns in each of several processes, and whether a process ends."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -4,8 +4,6 @@
 scripts call ``torch.set_default_device``.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

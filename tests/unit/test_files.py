@@ -1,7 +1,5 @@
 """Outputs are whole or as they were, whatever ends the writing."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

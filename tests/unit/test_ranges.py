@@ -1,7 +1,5 @@
 """A profiler names what this package does."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 from torch.profiler import ProfilerActivity, profile

@@ -1,7 +1,5 @@
 """Trainers on the CPU, and their layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any

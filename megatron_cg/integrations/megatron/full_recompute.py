@@ -30,8 +30,6 @@ Note [Lost gradients]
     weights too, and gives them their gradients. So the two would train other numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any

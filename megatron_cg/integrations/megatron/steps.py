@@ -4,8 +4,6 @@ In Megatron's loop a step is a call of ``train_step``. A loop that creates Megat
 has no such function, and its step ends with the optimizer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps

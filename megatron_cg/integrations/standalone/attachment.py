@@ -1,7 +1,5 @@
 """Attaches a graph to a plain module: it replaces the whole forward."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

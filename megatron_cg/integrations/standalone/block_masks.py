@@ -11,8 +11,6 @@ Note [What a mask_mod may read]
     at capture, and no guard would see a change. So it is refused by name.
 """
 
-from __future__ import annotations
-
 import dis
 from dataclasses import dataclass, field
 from functools import cache

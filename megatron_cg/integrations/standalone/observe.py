@@ -16,8 +16,6 @@ Note [Gradients from outside]
     uses outside come later in the forward pass, so their gradients come first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

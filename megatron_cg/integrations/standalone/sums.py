@@ -19,8 +19,6 @@ Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every bac
 started from Python goes through ``torch.autograd._engine_run_backward``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -3,8 +3,6 @@
 Relied on: ``fuse_wgrad_accumulation`` of TE 2.20.2's modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import accumulate

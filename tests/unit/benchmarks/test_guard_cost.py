@@ -1,7 +1,5 @@
 """Every clause of a real guard is timed."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.guard_cost import measure

@@ -1,7 +1,5 @@
 """Accumulators that an old graph of autograd holds on to, and new ones."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Capture-time hooks run in the order that is expected, in TE's own loops and on the tape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

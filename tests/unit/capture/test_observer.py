@@ -1,7 +1,5 @@
 """What is noted for a capture: memory in other tensors, collectives, constant inputs."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """What a pass changes of Python's state, at any depth, is restored: random states and changes."""
 
-from __future__ import annotations
-
 import copy
 from random import Random
 from typing import Any

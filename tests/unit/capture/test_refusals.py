@@ -1,7 +1,5 @@
 """What CUDA refuses in a capture is reported with module, line, statement and what to type."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

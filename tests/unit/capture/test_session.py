@@ -1,7 +1,5 @@
 """Capture is a transaction: after any failure the model is as it was; closing undoes it all."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

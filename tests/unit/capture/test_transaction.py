@@ -1,7 +1,5 @@
 """After the passes of a capture all tensors of a module are as before: the same ones and values."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, suppress
 from typing import Any
 

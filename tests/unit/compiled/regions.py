@@ -3,8 +3,6 @@
 The functional tests train them on GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is checked of an artifact before anything in it is decoded."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

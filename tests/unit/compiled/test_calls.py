@@ -1,7 +1,5 @@
 """Calls of loaded code for which it was not made, and modules that changed since."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

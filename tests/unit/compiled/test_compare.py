@@ -1,7 +1,5 @@
 """The comparison of one step finds wrong outputs, gradients and buffers, and changes nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

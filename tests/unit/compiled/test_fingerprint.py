@@ -1,7 +1,5 @@
 """A fingerprint sees every change of what an artifact was made for."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Artifacts of one offline process, loaded on four ranks: their bits, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """What the code has as constants is compared when it is loaded, attached and called."""
 
-from __future__ import annotations
-
 import enum
 import importlib
 import os

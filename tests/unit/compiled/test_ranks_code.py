@@ -1,7 +1,5 @@
 """A loaded graph has this rank's device and groups, and no other device changes."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

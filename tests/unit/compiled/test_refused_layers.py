@@ -1,7 +1,5 @@
 """Layers of Megatron that cannot be compiled for all ranks, and what is said then."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What cannot be compiled on one rank for all is refused by name, or is right all the same."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

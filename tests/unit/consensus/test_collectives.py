@@ -1,7 +1,5 @@
 """Whether code called collectives is seen from the counters of all process groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

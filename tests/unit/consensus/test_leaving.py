@@ -1,7 +1,5 @@
 """The end of a process that is out of step with the other ranks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

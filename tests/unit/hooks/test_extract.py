@@ -1,7 +1,5 @@
 """Hooks are taken off and put back as the identical objects, in the identical order."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Arguments of the Python API that are wrong are named, all at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

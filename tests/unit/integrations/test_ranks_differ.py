@@ -1,7 +1,5 @@
 """Ranks that were started with other settings, packages or variables learn it when they meet."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What a step changes beside what ``tests/unit/moe/test_repeats.py`` trains with is restored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Graphs go before the process groups and the interpreter, and never hide why a run ended."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

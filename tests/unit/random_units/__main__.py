@@ -7,8 +7,6 @@ still ends in that way is printed. Exit code 1: there was one. On a GPU, with
 ``RANDOM_UNITS_BACKEND=native`` (or ``te``), programs are captured as CUDA graphs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """What random units take, what they return, and the hooks on them; and all features by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What happens between the steps of random units, and what the model does between its units."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 A feature knows nothing of graphs. ``calls.py`` has those of arguments, results and hooks.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Random programs: a model of units, and what happens while it is trained."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields

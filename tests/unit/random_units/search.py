@@ -1,7 +1,5 @@
 """Tries many programs, in several processes, and finds the smallest of those that fail."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import multiprocessing

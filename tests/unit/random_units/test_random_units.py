@@ -1,7 +1,5 @@
 """Random units: fixed seeds of :mod:`tests.unit.random_units`, which tries as many as asked."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 

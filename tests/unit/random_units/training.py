@@ -1,7 +1,5 @@
 """Trains a program eagerly and with graphs, and compares the bits of all that can be seen."""
 
-from __future__ import annotations
-
 import random
 import re
 from contextlib import ExitStack, nullcontext

@@ -1,7 +1,5 @@
 """What a unit depends on: a change after the capture is used at once, and only a change."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

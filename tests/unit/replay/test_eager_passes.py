@@ -1,7 +1,5 @@
 """Where graphs hold collectives, no rank runs eagerly what others replay without a vote."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What one call of a unit does: which pass runs, what comes before it, and what is said."""
 
-from __future__ import annotations
-
 import logging
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Which replays may run while others wait for their backward, and which backward is an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

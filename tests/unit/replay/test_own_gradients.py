@@ -1,7 +1,5 @@
 """Which gradients of a replay's inputs are copied: those that somebody ahead may keep."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Contents that are compared by identity first, and by value only where an object is another."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

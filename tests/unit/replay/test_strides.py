@@ -1,7 +1,5 @@
 """Gradients at the border of a graph have the strides that they have in eager training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Units that are verified in turn: which comes when, what is found, and that ranks agree."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from random import Random

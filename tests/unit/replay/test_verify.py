@@ -1,7 +1,5 @@
 """Replays beside eager passes: equal bits pass, one changed bit does not, and training stays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """A capture as the user sees it, and what its record holds, with the real model and the tape."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

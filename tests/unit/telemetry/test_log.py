@@ -1,7 +1,5 @@
 """Counters in Megatron's log and writers, at Megatron's intervals."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Records: written around Megatron's own module, with loops made for the test, and read back."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

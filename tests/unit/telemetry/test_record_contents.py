@@ -1,7 +1,5 @@
 """A rank digests the weights that it owns, and no copies of what other ranks own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

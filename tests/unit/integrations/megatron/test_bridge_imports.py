@@ -3,8 +3,6 @@
 Here a package with the symbols of Megatron-Bridge 0.6.2 holds real configs of megatron-core.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

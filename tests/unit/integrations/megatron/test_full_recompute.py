@@ -3,8 +3,6 @@
 Every model here is built with ``--recompute-granularity full``. The eager runs are Megatron's own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Megatron's own capture helper, made to work under Megatron-FSDP, with the tape as the backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace

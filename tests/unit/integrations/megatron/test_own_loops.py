@@ -3,8 +3,6 @@
 Whole trainings of this kind are in ``tests/unit/backends/tape/test_own_loop.py``.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What enable() changes in Megatron, and that disable() undoes it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

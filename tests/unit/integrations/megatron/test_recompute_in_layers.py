@@ -1,7 +1,5 @@
 """What full recompute changes in Megatron and in layers, and that it is put back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """When a step is repeated, and what Megatron's schedule is called with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

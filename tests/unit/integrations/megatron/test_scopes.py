@@ -1,7 +1,5 @@
 """A layer's view of the config it shares with all others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

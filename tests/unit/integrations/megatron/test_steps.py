@@ -1,7 +1,5 @@
 """Steps before the capture are observed from their begin to their end, also one that fails."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """One process group for all tests of a module: groups and the end of models cost most here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

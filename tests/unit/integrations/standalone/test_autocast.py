@@ -1,7 +1,5 @@
 """Units under autocast: a pass is captured under the one around it in eager training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

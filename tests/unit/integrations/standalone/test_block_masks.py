@@ -1,7 +1,5 @@
 """Units that take a BlockMask: a new one each step, with other documents, goes into the graph."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which arguments and results of a call go through a graph, and which must be as they were."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A model that is dropped is freed with its graphs, though nobody closed them."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 from weakref import ref

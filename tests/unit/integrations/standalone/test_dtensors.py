@@ -1,7 +1,5 @@
 """Units of DTensors: tensor and sequence parallel, and FSDP2 or SimpleFSDP around them."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from random import Random

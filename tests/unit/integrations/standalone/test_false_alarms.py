@@ -1,7 +1,5 @@
 """What is right is neither refused nor refuted: shared results, layouts, skipped units."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

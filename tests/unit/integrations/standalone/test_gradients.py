@@ -1,7 +1,5 @@
 """Gradients that units sum, leave out, check for NaN, or that are differentiated again."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Graphs of plain modules under the standalone package: bit-equal, guarded, undone."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

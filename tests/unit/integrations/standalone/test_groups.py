@@ -1,7 +1,5 @@
 """Which ranks train a model together: all that call ``graph_units``, and no others."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Outputs and inputs of units that a loop keeps while the same units run again."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

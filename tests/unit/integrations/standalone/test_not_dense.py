@@ -1,7 +1,5 @@
 """Tensors without one block of memory, sparse and nested ones, where a unit may meet them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One rank runs units of several outputs eagerly, alone: buckets are reduced as on the others."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Activation checkpointing around a unit: refused before the capture, and run eagerly after it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

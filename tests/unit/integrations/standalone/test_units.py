@@ -1,7 +1,5 @@
 """What cannot become a graph is refused before anything is changed, all of it at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

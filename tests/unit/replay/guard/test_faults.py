@@ -3,8 +3,6 @@
 Each fault is put into an eager run and into one with graphs, at the same step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext

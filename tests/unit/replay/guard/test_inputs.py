@@ -1,7 +1,5 @@
 """What differs in a call from that at capture is found, and nothing else: random calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import Any
