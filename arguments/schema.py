@@ -57,6 +57,10 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+VERIFY_STEPS = 3
+"""What alignments set ``--cg-verify-steps`` to."""
+
+
 def argument_of(name: str) -> str:
     return "fast_path" if name == "cg_no_fsdp_fast_path" else name.removeprefix("cg_")
 

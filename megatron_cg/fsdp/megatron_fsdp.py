@@ -22,6 +22,7 @@ _NEEDED = (
     "is_param_fsdp_distributed",
     "synchronize_param_gather",
     "start_param_sync",
+    "synchronize_gradient_reduce",
     "param_and_grad_buffer",
     "all_gather_pipeline",
 )
@@ -31,7 +32,8 @@ RELIES_ON = (
     *fsdp_class("AllGatherPipeline", "param_gather_event_map", "wait_bucket_ready"),
     *fsdp_class("ParamAndGradBuffer", "double_buf_units", "ddp_config"),
     *fsdp_class("ParamAndGradBuffer", "param_to_param_group", "parameter_groups"),
-    *fsdp_class("ParameterGroup", "fsdp_unit_id", "transpose_weight_buffer"),
+    *fsdp_class("ParamAndGradBuffer", "optimizer_named_parameters"),
+    *fsdp_class("ParameterGroup", "fsdp_unit_id", "main_grad_buffer", "transpose_weight_buffer"),
     *fsdp_function("fp8_create_transpose_cache", "what transposes a quantized weight"),
 )
 _KEEP_ADDRESSES = (
@@ -109,6 +111,18 @@ class MegatronFsdp(Sharding):
     def is_unit(self, module: nn.Module) -> bool:
         """Whether its class is one of ``fsdp_unit_modules``."""
         return isinstance(module, tuple(self.megatron_fsdp.fsdp_unit_modules))
+
+    def gradients(self) -> Iterator[tuple[str, Any]]:
+        """Those in the buffers too, which an optimizer's step attaches in a loop of one's own."""
+        yield from super().gradients()
+        fsdp, store = self.megatron_fsdp, self.megatron_fsdp.param_and_grad_buffer
+        if not fsdp.is_param_fsdp_distributed:
+            fsdp.synchronize_gradient_reduce()
+            for name, parameter in reversed(store.optimizer_named_parameters):
+                own = parameter.orig_param
+                buffer = store.parameter_groups[store.param_to_param_group[own]].main_grad_buffer
+                if buffer is not None:
+                    yield name, buffer.get_item(buffer.param_idx[own], only_shard=True)
 
     def unit_hooks(self, unit: Unit) -> UnitHooks:
         return unit_hooks(unit)

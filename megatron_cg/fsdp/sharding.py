@@ -123,6 +123,15 @@ class Sharding:
         """
         return watched_tensors(layer, graphed, lambda _parameter, name: (name, self.moved))
 
+    def gradients(self) -> Iterator[tuple[str, Any]]:
+        """What the optimizer gets for each parameter, if anything, the last parameter first.
+
+        All ranks call it, behind the last backward pass of a step.
+        """
+        for name, parameter in reversed(list(self.network.named_parameters())):
+            for attribute in ("grad", "decoupled_grad"):
+                yield name, getattr(parameter, attribute, None)
+
     def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Restore what a pass without hooks through ``modules`` changes in the sharding."""
         return nullcontext()

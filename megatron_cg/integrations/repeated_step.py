@@ -11,6 +11,7 @@ Note [Numbers that differ by themselves]
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import TIMEOUT
 from megatron_cg.events import StepRepeated, StepVerified, emit
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.step_state import StepState
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.replay.digests import Digests
@@ -27,7 +29,56 @@ from megatron_cg.replay.plain import is_plain
 from megatron_cg.upstream.patch import set_attribute, undone_after
 
 _SHOWN = 8
-_GRADIENTS = ("grad", "decoupled_grad")
+
+
+def gradients_saved(sharding: Sharding) -> Callable[[], None]:
+    """Save the gradients of a model; returns what restores them, or clears Megatron-FSDP's."""
+    clear: Any = getattr(sharding.wrapped, "zero_grad_buffer", None)
+    if clear is not None:
+        return clear  # type: ignore[no-any-return]
+    grads = {p: p.grad for p in sharding.network.parameters()}
+    saved: dict[Any, Any] = {p: (g, None if g is None else g.clone()) for p, g in grads.items()}
+
+    def restore() -> None:
+        # FSDP2's modules may have held other parameters before: the unsharded ones.
+        now = dict.fromkeys(sharding.network.parameters(), (None, None))
+        for parameter, (grad, values) in (now | saved).items():
+            parameter.grad = grad
+            if grad is not None:
+                grad.copy_(values)
+
+    return restore
+
+
+class Batches:
+    """The batches of one step, which can be read again."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._read: list[Any] = []
+        self._next = 0
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next == len(self._read):
+            self._read.append(next(self._iterator))
+        self._next += 1
+        # Megatron's functions add to the dictionary of a batch.
+        return copy.copy(self._read[self._next - 1])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    @property
+    def was_read(self) -> bool:
+        """Whether the step took a batch from it."""
+        return bool(self._read)
+
+    def rewind(self) -> None:
+        """Begin again with the first batch of the step."""
+        self._next = 0
 
 
 def train_step(
@@ -43,7 +94,7 @@ def train_step(
     ``eagerly`` trains them once more, with the same batches and cleared gradients. ``number`` is
     the step's in the log. All ranks call it. Raises ReplayMismatchError as ``step_differed``.
     """
-    mismatches = session.mismatches
+    mismatches, counters = session.mismatches, session.counters
     verifies = mismatches.verifies_step
     if mismatches.repeats or not (verifies or bound):
         return by_graphs()
@@ -63,7 +114,8 @@ def train_step(
 
     if bound is not None and rows:
         emit(StepRepeated(number, rows, bound.bound, bound.enough(rows)))
-        session.counters.repeated += 1
+        counters.repeated += 1
+    eager_passes = counters.eager
     result = repeated()
     if replayed is None:
         return result
@@ -75,7 +127,7 @@ def train_step(
         unstable = eager.differences(_digests(session, state, result))
         found = [name for name in found if name not in unstable]
         differs = mismatches.on_any_rank("a verified step, again", bool(found), TIMEOUT)
-    session.counters.steps_verified += 1
+    counters.steps_verified, counters.eager = counters.steps_verified + 1, eager_passes
     emit(StepVerified(number, str(eager)))
     if differs:
         mismatches.step_differed(_text(number, found, eager))
@@ -89,10 +141,9 @@ def _digests(session: Session, state: StepState, result: Any) -> Digests:
         leaves, _ = tree_flatten_with_path(result)
         for path, value in leaves:
             if isinstance(value, torch.Tensor) or is_plain(value):
-                yield f"result {keystr(path)}", value
-        for name, parameter in reversed(list(session.sharding.network.named_parameters())):
-            for attribute in _GRADIENTS:
-                yield f"gradient {name}", getattr(parameter, attribute, None)
+                yield f"result{keystr(path)}", value
+        for name, gradient in session.sharding.gradients():
+            yield f"gradient {name}", gradient
         yield from state.tensors()
 
     return Digests(named())

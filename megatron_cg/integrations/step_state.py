@@ -164,9 +164,11 @@ class StepState:
 
         for path, module in _modules(self._model):
             is_compared = module not in self._graphed
-            add(_Holder(f"buffer {path}.{{}}", module._buffers))
+            add(_Holder(f"buffer {path}{{}}", module._buffers))
             attributes = vars(module)
-            one = _Holder(f"{path}.{{}}", attributes, namespace=True, is_compared=is_compared)
+            one = _Holder(
+                f"attribute {path}{{}}", attributes, namespace=True, is_compared=is_compared
+            )
             add(one, objects=False)
         for path, space in _namespaces(len(sys.modules)):
             add(_Holder(f"{path}.{{}}", space, namespace=True))
@@ -185,14 +187,14 @@ def step_state_kept(model: Iterable[nn.Module] = ()) -> Iterator[None]:
 
 def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """As ``named_modules``, in less time."""
-    left, seen = [("module", root) for root in roots], set[int]()
+    left, seen = [("", root) for root in roots], set[int]()
     while left:
         path, module = left.pop()
         if id(module) not in seen:
             seen.add(id(module))
             yield path, module
             children = module._modules.items()
-            left += [(f"{path}.{name}", child) for name, child in children if child is not None]
+            left += [(f"{path}{name}.", child) for name, child in children if child is not None]
 
 
 @cache

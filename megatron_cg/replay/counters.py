@@ -19,7 +19,7 @@ class Counters(Mapping[str, int]):
     """Forward passes that were replayed."""
     eager: int = 0
     """Forward passes of a graphed layer that ran eagerly: in evaluation, after a mismatch, or in a
-    step that is repeated or verified."""
+    step that is repeated; not those of a verification."""
     mismatched: int = 0
     """Times that a guard forbade a replay."""
     verified: int = 0
@@ -36,6 +36,8 @@ class Counters(Mapping[str, int]):
     """Steps that were repeated eagerly: a rank had more rows than its graphs have room for."""
     steps_verified: int = 0
     """Steps that were trained with graphs and once more eagerly, and compared."""
+    steps_differed: int = 0
+    """Those of them that had other numbers with graphs; the first one turns graphs off."""
 
     def count_unstable(self, gradients: int) -> None:
         """Count gradients that are not compared."""

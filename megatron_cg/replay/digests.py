@@ -18,6 +18,7 @@ import torch
 from megatron_cg.replay.dtensors import local
 
 _COLUMNS = 4096
+_KINDS = ("result", "gradient", "buffer", "attribute", "random state")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,8 +40,8 @@ class Digests:
                 self._sums.append(torch.zeros(2, dtype=torch.int64, device="cpu"))
 
     def __str__(self) -> str:
-        kinds = Counter(name.partition(" ")[0] if " " in name else "other" for name in self._kinds)
-        return ", ".join(f"{count} {kind}" + "s" * (count > 1) for kind, count in kinds.items())
+        kinds = Counter(next(filter(name.startswith, _KINDS), "other") for name in self._kinds)
+        return ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items())
 
     def differences(self, other: Digests) -> list[str]:
         """The names of what differs, in the order of both. Waits for the GPU."""

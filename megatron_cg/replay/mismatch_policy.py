@@ -97,7 +97,7 @@ class MismatchPolicy:
 
         Raises ReplayMismatchError: ``--cg-on-mismatch error``.
         """
-        self.counters.mismatched += 1
+        self.counters.steps_differed += 1
         if self._policy.on_mismatch == "error":
             raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
         logger.warning("megatron_cg: %s This step has eager numbers; so will all others.", text)

@@ -17,6 +17,8 @@ from megatron_cg.upstream.symbols import installed_version
 HAS_V2 = Version(installed_version("megatron-core") or "0").release >= (0, 20)
 WITHOUT_V2 = "megatron-core has Megatron-FSDP v2 for its models from 0.20 on"
 STEPS, MICROBATCHES, BATCH = 20, 2, 2
+VERIFY_STEPS = 2
+"""Not all: the others show that training continues with the numbers of graphs."""
 WARMUP = 3 if torch.cuda.is_available() else 1
 """Tapes need no step in which cuBLAS and the caching allocator settle."""
 PREPROCESS = ("attn", "moe_router", "moe_preprocess")

@@ -51,6 +51,7 @@ from tests.functional.loops import (
     MICROBATCHES,
     NATIVE,
     STEPS,
+    VERIFY_STEPS,
     WARMUP,
     Group,
     Run,
@@ -240,6 +241,7 @@ def with_api(
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
         backend=backend if GPU else "tape",
+        verify_steps=VERIFY_STEPS,
     )
     done = []
     with graphs:
@@ -305,7 +307,7 @@ def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
 def enabled() -> Iterator[None]:
     """``megatron_cg.enable()``, and tapes instead of CUDA graphs where there is no GPU."""
     with nullcontext() if GPU else tapes():
-        megatron_cg.enable()
+        megatron_cg.enable(verify_steps=VERIFY_STEPS)
         try:
             yield
         finally:

@@ -105,3 +105,5 @@ def check(group: Group, eager: dict[str, Any], graphs: dict[str, Any], steps: in
     assert (counts["repeated"] > 0) == (group.moe_rows is not None)
     eager_passes = counts["captured"] * counts["repeated"] * MICROBATCHES
     assert counts["eager"] == eager_passes and counts["mismatched"] == 0
+    # A step beyond the bound is repeated and not compared.
+    assert counts["steps_verified"] + counts["repeated"] > 0 == counts["steps_differed"]

@@ -27,6 +27,7 @@ from megatron_cg.integrations.call_arguments import (
 )
 from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet, new_helper
 from megatron_cg.integrations.megatron.patches import settings_now
+from megatron_cg.integrations.megatron.repeat import repeat_steps
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
 
@@ -39,7 +40,8 @@ class GraphedLayers:
     All ranks create it together, after the model is wrapped and before the first step. Steps inside
     :meth:`step` train eagerly for the first ``config.cuda_graph_warmup_steps`` steps. Then the
     scopes in ``config.cuda_graph_modules`` are captured. Settings are as those of ``enable()``,
-    which hold where none is given; ``backend`` may be an object too.
+    which hold where none is given; ``backend`` may be an object too. With ``verify_steps`` a loop
+    calls ``get_forward_backward_func()`` after this, for all passes of each step.
 
     Args:
         model: megatron-core's ``FullyShardedDataParallel`` around one model. Its config has
@@ -71,6 +73,7 @@ class GraphedLayers:
         on_failure: OnFailure | None = None,
         on_mismatch: OnMismatch | None = None,
         verify_interval: int | None = None,
+        verify_steps: int | None = None,
         fast_path: bool | None = None,
     ) -> None:
         settings = settings_in(locals())
@@ -93,6 +96,8 @@ class GraphedLayers:
             check_model(model, optimizer, given, captures.name, _CALL)
             self._warmup_steps = int(config.cuda_graph_warmup_steps)
             self._steps = 0
+            if given.cg_verify_steps:
+                undo.callback(repeat_steps())
             self._helper = FsdpHelper(made, captures, given, agreement=agreement)
             undo.callback(self._helper.close)
             undo.callback(graphs_close_in_time())

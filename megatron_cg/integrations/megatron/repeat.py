@@ -24,7 +24,6 @@ Note [What a loop must do]
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -38,7 +37,7 @@ from megatron_cg.capture.session import Session
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.find_sharding import root_of
 from megatron_cg.integrations.megatron.steps import Steps
-from megatron_cg.integrations.repeated_step import train_step
+from megatron_cg.integrations.repeated_step import Batches, train_step
 from megatron_cg.moe.install import bound_of
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.patch import (
@@ -201,7 +200,7 @@ class _Repeater:
         data = options[_DATA]
         if isinstance(data, list):
             (data,) = data  # one chunk of the model, without pipeline parallelism
-        batches = options[_DATA] = None if data is None else _Batches(data)
+        batches = options[_DATA] = None if data is None else Batches(data)
 
         def by_graphs() -> Any:
             with ExitStack() as stack:
@@ -243,34 +242,3 @@ class _Repeater:
             return result
 
         return forward_step
-
-
-class _Batches:
-    """The batches of one step, which can be read again."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-        self._read: list[Any] = []
-        self._next = 0
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Any:
-        if self._next == len(self._read):
-            self._read.append(next(self._iterator))
-        self._next += 1
-        # Megatron's functions add to the dictionary of a batch.
-        return copy.copy(self._read[self._next - 1])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-    @property
-    def was_read(self) -> bool:
-        """Whether the step took a batch from it."""
-        return bool(self._read)
-
-    def rewind(self) -> None:
-        """Begin again with the first batch of the step."""
-        self._next = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import Violation
+from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.find_sharding import find_sharding
 from megatron_cg.integrations.call_arguments import (
     BackendName,
@@ -31,6 +31,7 @@ from megatron_cg.integrations.call_arguments import (
     settings_in,
     several,
 )
+from megatron_cg.integrations.repeated_step import gradients_saved, train_step
 from megatron_cg.integrations.standalone.attachment import Attachment
 from megatron_cg.integrations.standalone.observe import Observer
 from megatron_cg.integrations.standalone.sums import Later
@@ -52,6 +53,14 @@ _NO_UNITS = Violation(
 _ALIKE = (
     "Run the same steps and passes on all ranks. To train without graphs: leave graph_units out."
 )
+_NOT_VERIFIED = Violation(
+    "step-not-verified",
+    "verify_steps, and a step that did not give its passes to graphs.verified()",
+    "only a function that trains all passes of a step can be run twice and compared",
+    "loss = graphs.verified(lambda: train(batch)) before optimizer.step(), or leave verify_steps "
+    "out",
+)
+
 _SOME_RANKS = (
     "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
     "GROUP = torch.distributed.new_group(RANKS), which all ranks call"
@@ -92,6 +101,7 @@ class GraphedUnits:
         verify_interval: None compares one unit's replay with an eager pass in every tenth step, in
             turn (if there are fewer than 20 units, less often after some rounds: each once in 200
             steps). A number N compares all replays of every N-th step; 0 means never.
+        verify_steps: in every N-th step :meth:`verified` trains twice and compares; 0 means never.
         fast_path: False is as ``--cg-no-fsdp-fast-path``.
         group: the ranks that train this model together, if those are not all ranks of the default
             process group, such as ``mesh.get_group()``. They vote on what all of them must do.
@@ -117,6 +127,7 @@ class GraphedUnits:
         on_failure: OnFailure = "error",
         on_mismatch: OnMismatch = "eager",
         verify_interval: int | None = None,
+        verify_steps: int = 0,
         fast_path: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -127,8 +138,8 @@ class GraphedUnits:
         broken += member_of(group)
         refuse(broken)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
-        self._policy = ReplayPolicy(on_mismatch, verify_interval)
-        self._fast_path = fast_path
+        self._policy = ReplayPolicy(on_mismatch, verify_interval, verify_steps)
+        self._fast_path, self._awaits_verified = fast_path, False
         with ExitStack() as undo:
             self._agreement = Agreement(group=group, remedy=_ALIKE, alone=_SOME_RANKS)
             undo.callback(self._agreement.close)
@@ -183,9 +194,40 @@ class GraphedUnits:
             if self._controller.gave_up:
                 self._observer.forget()
             self._controller.begin_step()
+            session = self.session
+            self._awaits_verified = session is not None and session.mismatches.verifies_step
             if self.session is None and self._controller.awaits_capture:
                 stack.enter_context(self._observer.observe_step())
             yield
+        if self._awaits_verified:
+            raise ConfigurationError([_NOT_VERIFIED])
+
+    def verified[T](self, step: Callable[[], T]) -> T:
+        """What ``step`` returns, which runs all passes of a training step, inside :meth:`step`.
+
+        In every ``verify_steps``-th step it runs once more, eagerly, from the state and gradients
+        of before (Megatron-FSDP: from cleared gradients), and the numbers of both are compared; see
+        ``--cg-verify-steps``. So it must not update weights or read its batch by itself::
+
+            with graphs.step():
+                batch = next(batches)
+                optimizer.zero_grad()
+                loss = graphs.verified(lambda: train(batch))
+                optimizer.step()
+
+        Raises ReplayMismatchError: with ``on_mismatch="error"``, if they differ on any rank.
+        """
+        self._awaits_verified, session = False, self.session
+        if session is None or not session.mismatches.verifies_step:
+            return step()
+        restore = gradients_saved(self._sharding)
+
+        def eagerly() -> T:
+            restore()
+            return step()
+
+        made: T = train_step(session, step, eagerly)
+        return made
 
     def close(self) -> None:
         """Release the graphs and undo all changes. Safe to call twice.

@@ -95,11 +95,15 @@ def compare(
     if first is not None:
         reason = _describe(first, different, labels) + _before_capture(first, eager, graphed)
         return Comparison(DIFFERENT, reason, *facts)
-    if different:
+    reason = ""
+    if counts.get("steps_differed"):
+        reason = "a verified step has other numbers with graphs than eagerly; the log names them"
+    elif different:
         reason = (
             f"every loss and gradient norm agrees, but {len(different)} of {shards} parameter "
             f"shards differ, first {different[0]}"
         )
+    if reason:
         return Comparison(DIFFERENT, reason, *facts)
     return Comparison(IDENTICAL, "", *facts)
 

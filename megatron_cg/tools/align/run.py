@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron_cg.arguments.schema import GraphArguments, flag_of
+from megatron_cg.arguments.schema import VERIFY_STEPS, GraphArguments, flag_of
 from megatron_cg.arguments.validation import ANY_RUN
 from megatron_cg.tools.align.processes import LaunchError, Run
 from megatron_cg.tools.align.token_data import data_flags
@@ -118,6 +118,7 @@ def graph_flags(plan: Plan) -> list[str]:
     if plan.scopes:
         words += ["--cuda-graph-modules", *plan.scopes]
     words += ["--cuda-graph-warmup-steps", str(plan.warmup_steps)]
+    words += ["--cg-verify-steps", str(VERIFY_STEPS)]
     return [*words, *(GRAPH_FLAGS if plan.fsdp_version == 1 else ()), *plan.graph_extra]
 
 

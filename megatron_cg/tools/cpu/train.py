@@ -13,11 +13,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_cg.arguments.schema import VERIFY_STEPS
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.find_sharding import of_megatron
+from megatron_cg.integrations import repeated_step
 from megatron_cg.integrations.megatron.full_recompute import (
     allow_full_recompute,
     recompute_in_layers,
@@ -25,6 +27,7 @@ from megatron_cg.integrations.megatron.full_recompute import (
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.moe.dispatcher import shared_experts_idle
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.telemetry.record import Recorder, recording
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
@@ -95,7 +98,7 @@ class Trainer:
             self._fsdp._replace_param_with_distributed_if_needed()
         self._parameters = list(self._fsdp.parameters())
         self._optimizer = self._made_optimizer()
-        self._batches = Batches(
+        self._batches: Iterator[Any] = Batches(
             plan.tokens,
             plan.micro_batch_size,
             plan.model.sequence_length,
@@ -127,6 +130,30 @@ class Trainer:
             return self._step()
 
     def _step(self) -> tuple[float, float]:
+        verifies = self.session is not None and self.session.mismatches.verifies_step
+        loss = self._verified() if verifies else self._passes()
+        norm = self._gradient_norm()
+        with_synced = {} if self.plan.model.under_v2 else {"sync_grad_before_optimizer_step": False}
+        self._optimizer.step(**with_synced)
+        return loss, norm
+
+    def _verified(self) -> float:
+        assert self.session is not None
+        batches = self._batches
+        self._batches = again = repeated_step.Batches(batches)
+
+        def eagerly() -> float:
+            again.rewind()
+            return self._passes()
+
+        try:
+            loss: float = repeated_step.train_step(self.session, self._passes, eagerly)
+        finally:
+            self._batches = batches
+        return loss
+
+    def _passes(self) -> float:
+        """All passes of a step; returns the mean loss."""
         self._optimizer.zero_grad()
         total = torch.zeros(2, dtype=torch.float64)
         for microbatch in range(self.plan.microbatches):
@@ -138,10 +165,7 @@ class Trainer:
         dist.all_reduce(total)
         self._fsdp.finish_grad_sync()
         self._fsdp.scale_gradients(1.0 / float(total[1]))
-        norm = self._gradient_norm()
-        with_synced = {} if self.plan.model.under_v2 else {"sync_grad_before_optimizer_step": False}
-        self._optimizer.step(**with_synced)
-        return float(total[0] / total[1]), norm
+        return float(total[0] / total[1])
 
     def _scaled(self, losses: torch.Tensor) -> torch.Tensor:
         """Version 2 averages gradients over ranks and does not scale them afterwards."""
@@ -237,7 +261,8 @@ def record_steps(plan: TrainingPlan, trainer: Trainer, recorder: Recorder) -> No
     """Train the steps of ``plan``, and record their numbers and the counts of graphs."""
     for number in range(plan.steps):
         if plan.graphs and number == plan.warmup_steps:
-            trainer.capture(TapeBackend(), Agreement())
+            policy = ReplayPolicy(verify_steps=VERIFY_STEPS)
+            trainer.capture(TapeBackend(), Agreement(), policy=policy)
         start = time.perf_counter()
         loss, norm = trainer.step()
         losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -227,20 +227,25 @@ class Run:
     def step(self, microbatches: int = 1) -> torch.Tensor:
         """The losses of one step."""
         self.case.before_step(self, self.steps)
-        losses = []
+        passes = partial(self.passes, microbatches)
         with self.graphs.step() if self.graphs is not None else nullcontext():
-            for microbatch in range(microbatches):
-                last = microbatch == microbatches - 1
-                self.model.later = self.steps >= LATER
-                with self.case.microbatch(self.model, last):
-                    loss = self.loss(self.steps * microbatches + microbatch)
-                    loss.backward()
-                losses.append(loss.detach().clone())
+            losses = passes() if self.graphs is None else self.graphs.verified(passes)
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.steps += 1
         self.losses += losses
         return torch.stack(losses)
+
+    def passes(self, microbatches: int) -> list[torch.Tensor]:
+        losses = []
+        for microbatch in range(microbatches):
+            last = microbatch == microbatches - 1
+            self.model.later = self.steps >= LATER
+            with self.case.microbatch(self.model, last):
+                loss = self.loss(self.steps * microbatches + microbatch)
+                loss.backward()
+            losses.append(loss.detach().clone())
+        return losses
 
     def loss(self, number: int = 0) -> torch.Tensor:
         """The loss on a batch of this rank."""

@@ -161,7 +161,10 @@ WRAPS: dict[str, Callable[[Network], Any]] = {
 }
 CASES = {
     f"{way}, evaluated, units of two shapes{', verified' * verify_interval}": Case(
-        wrap, (16, 24, 16), {"verify_interval": verify_interval}, evaluate
+        wrap,
+        (16, 24, 16),
+        {"verify_interval": verify_interval, "verify_steps": 2 * verify_interval},
+        evaluate,
     )
     for way, wrap in WRAPS.items()
     for verify_interval in (0, 1)
@@ -376,6 +379,7 @@ def test_a_verified_replay_compares_gradients_too(reports: list[dict[str, Any]],
     for report in reports:
         counters = report[f"{way}, evaluated, units of two shapes, verified"]["counters"]
         assert counters["verified"] == counters["replayed"] > counters["outputs_only"] == 0
+        assert counters["steps_verified"] > counters["steps_differed"] == 0
 
 
 def test_every_part_of_the_fast_path_is_on_under_v2(reports: list[dict[str, Any]]) -> None:

@@ -38,7 +38,7 @@ def test_the_runs_differ_in_the_graph_flags_alone() -> None:
     flags = graphed[start : graphed.index("--seed", start)]
     assert " ".join(flags) == (
         "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router "
-        "--cuda-graph-warmup-steps 3 --fsdp-double-buffer "
+        "--cuda-graph-warmup-steps 3 --cg-verify-steps 3 --fsdp-double-buffer "
         "--fsdp-db-use-persist-buf-on-alloc-fail --cg-layers attn:0-1"
     )
     rest = [word.replace("/graphs", "/eager") for word in graphed[start + len(flags) :]]

@@ -41,6 +41,12 @@ def test_equal_runs_are_identical(eager: Run, graphed: Run) -> None:
     assert result.graphs == {"captured": 4, "replayed": 36, "eager": 0}
 
 
+def test_a_verified_step_that_differed_is_a_difference(eager: Run, graphed: Run) -> None:
+    """Its numbers, and those of all later steps, are the eager ones."""
+    graphed[1]["graphs"]["steps_differed"] = 1
+    assert compare(eager, graphed).status == DIFFERENT
+
+
 def one_bit_more(numbers: dict[str, Any], name: str) -> None:
     numbers[name] = math.nextafter(numbers[name], math.inf)
 

@@ -1,0 +1,122 @@
+"""Steps of ``graph_units`` that are trained twice: what is restored, and what is found."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from tests.unit.integrations.standalone.plain import (
+    ROWS,
+    STEPS,
+    UNITS,
+    WARMUP,
+    WIDTH,
+    Training,
+    Unit,
+    in_turn,
+    units,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Counting(Unit):
+    """State of a unit: a sum in place, a buffer that is rebound, and a draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Any
+        self.register_buffer("total", torch.zeros(WIDTH))
+        self.dropout = torch.nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total += x.detach().sum(0)
+        out: torch.Tensor = self.dropout(super().forward(x)) + self.total
+        return out
+
+
+def passes(training: Training, x: torch.Tensor, fault: Callable[[Any], object]) -> torch.Tensor:
+    """Two passes whose gradients add to those of before, around a count that is rebound."""
+    model: Any = training.model
+    total = torch.zeros(())
+    for _ in range(2):
+        model.seen = model.seen + 1
+        out = in_turn(model, x) * (1 + model.seen / 8)
+        fault(out)
+        loss = out.square().mean()
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def train(on_mismatch: str | None, fault: Callable[[Any, Any], object], step: int) -> Any:
+    """The numbers of all steps and the counts; with ``fault`` in this step's passes."""
+    training = Training(lambda: units(Counting))
+    model: Any = training.model
+    model.register_buffer("seen", torch.zeros(()))
+    numbers = list[float]()
+    options: Any = {"verify_steps": 1, "verify_interval": 1, "on_mismatch": on_mismatch}
+    graphs = training.graphs(**options) if on_mismatch else None
+
+    def fault_now(out: Any) -> None:
+        session = graphs.session if graphs is not None else None
+        if number == step and session is not None and not session.mismatches.repeats:
+            fault(model, out)
+
+    with graphs if graphs is not None else nullcontext():
+        for number in range(STEPS):
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+            training.optimizer.zero_grad()
+            in_turn(
+                model, x
+            ).square().sum().backward()  # outside of what is verified, eager or by graphs
+            run = partial(passes, training, x, fault_now)
+            if graphs is None:
+                numbers.append(float(run()))
+            else:
+                with graphs.step():
+                    numbers.append(float(graphs.verified(run)))
+            numbers += [float(p.grad.double().sum()) for p in model.parameters()]
+            training.optimizer.step()
+    counts = graphs.counters.as_dict() if graphs is not None else {}
+    return [n.hex() for n in numbers], counts
+
+
+def nothing(*_: Any) -> None:
+    """No fault."""
+
+
+FAULTS: dict[str, Callable[[Any, Any], object]] = {
+    r"gradient 1\.linear": lambda _model, out: out.register_hook(lambda gradient: 2 * gradient),
+    r"buffer 0\.total": lambda model, _out: model[0].total.add_(1),
+    "buffer seen": lambda model, _out: model.seen.add_(1),
+    "random state of the host": lambda *_: torch.rand(()),
+}
+
+
+def test_verified_steps_train_as_eager_ones() -> None:
+    expected, _ = train(None, nothing, 0)
+    found, counts = train("error", nothing, 0)
+    assert found == expected and counts["steps_verified"] == STEPS - WARMUP
+    assert counts["replayed"] > UNITS and counts["mismatched"] == counts["eager"] == 0
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_and_training_goes_on_as_eagerly(name: str) -> None:
+    with pytest.raises(ReplayMismatchError, match=name):
+        train("error", FAULTS[name], WARMUP + 1)
+    found, counts = train("eager", FAULTS[name], WARMUP + 1)
+    assert found == train(None, nothing, 0)[0] and counts["steps_differed"] == 1
+
+
+def test_a_step_that_is_due_gives_its_passes_to_verified() -> None:
+    training = Training()
+    with (
+        training.graphs(verify_steps=1) as graphs,
+        pytest.raises(ConfigurationError, match=r"graphs\.verified\(lambda: train\(batch\)\)"),
+    ):
+        list(training.run(graphs))
