@@ -352,7 +352,9 @@ class Agreement:
         silent, here = time.monotonic() - self._heard, f"{self._name}/{self._exchanges}"
         self._where.wait_at(here, vote)
         absent, elsewhere = self._where.absent_from(here)
-        who = ranks_text(absent) if absent else "a rank"
+        others = [rank for rank in self._ranks if rank != dist.get_rank()]
+        one_of = "one of " if not absent and len(others) > 1 else ""
+        who = one_of + ranks_text(absent or others)
         if isinstance(cause, timedelta):
             found = f"{who} did not come to {vote} within {cause.total_seconds():g} seconds of"
         else:
