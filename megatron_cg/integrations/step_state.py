@@ -154,7 +154,7 @@ class StepState:
                 seen.add(id(value))
                 name = holder.name.format(key)
                 if type(value) is torch.Tensor:
-                    if holder.is_compared or not compared:
+                    if (holder.is_compared or not compared) and _has_memory(value):
                         tensors.append((value, name))
                 elif type(value) is torch.Generator:
                     generators.append((name, value))
@@ -175,10 +175,17 @@ class StepState:
         return holders, tensors, generators
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its values can be copied: it is dense, and nobody has freed its memory."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
 @contextmanager
-def step_state_kept(model: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Restore on exit the state of megatron-core and of ``model``."""
-    state = StepState(model)
+def step_state_kept() -> Iterator[None]:
+    """Restore on exit the state of megatron-core."""
+    state = StepState()
     try:
         yield
     finally:

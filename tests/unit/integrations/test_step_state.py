@@ -81,6 +81,17 @@ def test_buffers_and_attributes_of_modules(change: Callable[[Counting], None]) -
         assert module.seen is seen and module.logits is logits  # graphs write there
 
 
+def test_tensors_without_memory_to_copy_are_left_alone() -> None:
+    module: Any = nn.Module()
+    module.sparse, module.freed = torch.eye(2).to_sparse(), torch.ones(2)
+    module.freed.untyped_storage().resize_(0)
+    before = module.sparse
+    state = StepState([module])
+    module.sparse = None
+    state.restore()
+    assert module.sparse is before
+
+
 def test_what_cannot_be_restored_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer import multi_token_prediction as mtp
 
