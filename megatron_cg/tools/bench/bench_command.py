@@ -19,27 +19,25 @@ from megatron_cg.tools.align.run import DETERMINISTIC_ENVIRONMENT, PACKAGE, envi
 from megatron_cg.tools.align.token_data import from_text, python_sources
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.configurations import captured, chosen, edited, given_line, preset_line
-from megatron_cg.tools.bench.readings import read_log, read_trace
+from megatron_cg.tools.bench.readings import read_log
 from megatron_cg.tools.bench.results import SCHEMA, machine, print_results, summaries
 from megatron_cg.tools.launch_line import LaunchLine
 
 INCOMPLETE = 3  # the exit code when a run failed
 _TAIL = 20  # lines of a failed run's log
-_PROFILED = 2  # steps in a trace
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: a configuration in a round, or under the profiler, with its edited line."""
+    """One run: a configuration in a round, with its edited line."""
 
     configuration: str
     round: int
     line: LaunchLine
-    profile: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.configuration}.{'profile' if self.profile else self.round}"
+        return f"{self.configuration}.{self.round}"
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -47,7 +45,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         folder = (args.work_dir or Path(temporary)).resolve()
         line = _line(args, extra, folder)
         names = chosen(args.only, line)
-        runs = _planned(args, line, names, folder)
+        runs = _planned(args, line, names)
         if args.dry_run:
             for run in runs:
                 print(f"# {run.name}\n{shlex.join(run.line.command)}")
@@ -93,25 +91,13 @@ def _line(args: argparse.Namespace, extra: Sequence[str], folder: Path) -> Launc
     )
 
 
-def _planned(
-    args: argparse.Namespace, line: LaunchLine, names: Sequence[str], folder: Path
-) -> list[PlannedRun]:
+def _planned(args: argparse.Namespace, line: LaunchLine, names: Sequence[str]) -> list[PlannedRun]:
     """The runs in their order. Every other round is in reverse, against a steady drift."""
-    runs = []
+    runs, steps = [], args.settle_steps + args.steps
     for number in range(1, args.rounds + 1):
         for name in names if number % 2 else reversed(names):
-            steps = args.settle_steps + args.steps
-            runs.append(
-                PlannedRun(name, number, edited(line, name, steps=steps, every=args.log_interval))
-            )
-    for name in names if args.profile else ():
-        begin = args.settle_steps
-        made = edited(line, name, steps=begin + _PROFILED + 1)
-        flags = ["--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
-        flags += ["--profile-step-start", str(begin), "--profile-step-end", str(begin + _PROFILED)]
-        # Megatron writes the trace beside this folder.
-        flags += ["--tensorboard-dir", str(folder / f"{name}.profile" / "tensorboard")]
-        runs.append(PlannedRun(name, 0, made.followed_by(*flags), profile=True))
+            made = edited(line, name, steps=steps, every=args.log_interval)
+            runs.append(PlannedRun(name, number, made))
     return runs
 
 
@@ -126,7 +112,6 @@ def _made(planned: PlannedRun, folder: Path, args: argparse.Namespace) -> dict[s
     made: dict[str, Any] = {
         "configuration": planned.configuration,
         "round": planned.round,
-        "profiled": planned.profile,
         "captured": captured(planned.line),
         "command": planned.line.command,
         "error": "",
@@ -135,12 +120,7 @@ def _made(planned: PlannedRun, folder: Path, args: argparse.Namespace) -> dict[s
     try:
         if failure:
             raise BenchError(failure)
-        if planned.profile:
-            made |= read_trace(folder / "torch_profile" / "rank-0.json.gz", _PROFILED)
-        else:
-            made |= read_log(
-                text, settle=args.settle_steps, steps=args.steps, every=args.log_interval
-            )
+        made |= read_log(text, settle=args.settle_steps, steps=args.steps, every=args.log_interval)
     except BenchError as error:
         made["error"] = str(error)
         made["tail"] = log_tail(text).splitlines()[-_TAIL:]

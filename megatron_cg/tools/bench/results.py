@@ -14,7 +14,6 @@ SCHEMA = {"name": "megatron_cg.bench", "version": 4}
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
 _PEAKS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
 """Dense BF16 TFLOP/s by the whole name: those of other cards (PCIe, NVL) are lower."""
-_NAME_WIDTH = 90
 _UNKNOWN = "-"
 
 
@@ -40,7 +39,7 @@ def summaries(results: Mapping[str, Any], names: Sequence[str]) -> dict[str, dic
     Ratios are to the first of them, within a round, because machines drift. What no log has is
     None.
     """
-    timed = [run for run in results["runs"] if not run["error"] and not run["profiled"]]
+    timed = [run for run in results["runs"] if not run["error"]]
     runs = {name: [run for run in timed if run["configuration"] == name] for name in names}
     made = {name: found for name, found in runs.items() if found}
     base = {run["round"]: _median(run["step_ms"]) for run in next(iter(made.values()), ())}
@@ -83,20 +82,9 @@ def print_results(results: dict[str, Any]) -> None:
     print(f"\n{kinds or 'no GPU found'}, driver {here['driver']}; {versions}\n")
     if results["summary"]:
         print(_table(_step_rows(results)))
-    profiled = [run for run in results["runs"] if run["profiled"] and not run["error"]]
-    if profiled:
-        print(f"\n{_table(_busy_rows(results, profiled))}")
-    for run in profiled:
-        rows = [["ms", "calls", f"largest kernels of {run['configuration']}, per step"]]
-        rows += [
-            [f"{kernel['ms']:.2f}", f"{kernel['calls']:.0f}", kernel["name"][:_NAME_WIDTH]]
-            for kernel in run["kernels"]
-        ]
-        print(f"\n{_table(rows)}")
     for run in results["runs"]:
         if run["error"]:
-            of = "under the profiler" if run["profiled"] else f"in round {run['round']}"
-            print(f"\n{run['configuration']} failed {of}: {run['error']}")
+            print(f"\n{run['configuration']} failed in round {run['round']}: {run['error']}")
 
 
 def _step_rows(results: dict[str, Any]) -> list[list[str]]:
@@ -129,17 +117,6 @@ def _ratio(found: dict[str, Any]) -> str:
     low, high = found["ratio_range"]
     spread = f" ({low:.3f} to {high:.3f})" if len(found["ms_of_rounds"]) > 1 else ""
     return f"{found['ratio']:.3f}{spread}"
-
-
-def _busy_rows(results: dict[str, Any], profiled: Sequence[dict[str, Any]]) -> list[list[str]]:
-    rows = [["profiled", "GPU busy ms a step", "step / busy", "exposed NCCL ms a step"]]
-    for run in profiled:
-        name = run["configuration"]
-        step = results["summary"][name]["ms"] if name in results["summary"] else None
-        ratio = step / run["busy_ms"] if step else None
-        busy, exposed = f"{run['busy_ms']:.1f}", f"{run['exposed_nccl_ms']:.1f}"
-        rows.append([name, busy, _number(ratio, ".2f"), exposed])
-    return rows
 
 
 def _number(value: float | None, form: str) -> str:

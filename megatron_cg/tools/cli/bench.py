@@ -48,14 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make all runs in turn N times, every other time in reverse order (default 1). "
         "Machines drift by 10%% within minutes, so ratios are taken within a round",
     )
-    add(
-        "--profile",
-        action="store_true",
-        help="one more run of each under torch.profiler: GPU busy time, exposed NCCL, the largest "
-        "kernels",
-    )
     add("--out", type=Path, metavar="JSON", help="write all numbers, commands and versions here")
-    add("--work-dir", type=Path, metavar="DIR", help="keep logs and traces here")
+    add("--work-dir", type=Path, metavar="DIR", help="keep logs here")
     add("--timeout", type=positive, default=1800, help="seconds that a run may take")
     add("--dry-run", action="store_true", help="print the command lines, and run nothing")
 

@@ -94,21 +94,6 @@ def test_a_log_with_too_few_steps_is_a_failure_and_not_a_number(
     assert "graphs failed in round 1: the log has 5 steps, and 3 + 4" in capfd.readouterr().out
 
 
-def test_the_profiler_tells_busy_time_exposed_nccl_and_kernels(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    made = bench(f"{STEPS} --only graphs --profile", tmp_path / "out.json")
-    run = made["runs"][1]
-    # Two steps: [0, 5] and [6, 11] ms are busy, of which NCCL alone has [4, 5].
-    assert (run["busy_ms"], run["exposed_nccl_ms"]) == (5.0, 0.5)
-    assert run["kernels"][0] == {"name": "gemm", "ms": 4.0, "calls": 1.0}
-    assert [kernel["name"] for kernel in run["kernels"][1:]] == [
-        "ncclDevKernel_AllGather",
-        "Memcpy DtoD",
-    ]
-    assert "| graphs   | 5.0                | 40.10       |" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
