@@ -178,6 +178,9 @@ def _dropless_by_cublas() -> list[Case]:
         ("fp8-recomputed", MOE, EXPERTS, (*EP2, *TENSORWISE, *RECOMPUTED[:-1]), ours),
         ("fp8-long", MIXTRAL, EXPERTS, (*long, *TENSORWISE), (*PEER_MEMORY, *VERIFIED)),
         ("fp8-blockwise", MOE, EXPERTS, (*EP2, *blockwise), (*ours, *VERIFIED)),
+        # A router with groups, sigmoid and bias, whose ranks get very different numbers of rows.
+        ("fp8-groups-peers", MLA, EXPERTS, (*EP2, *TENSORWISE), peers),
+        ("fp8-groups-blockwise", MLA, EXPERTS, (*EP2, *blockwise), ours),
     )
     return [replace(case, needs=DEVICE_COUNTS) for case in rows]
 
