@@ -94,10 +94,15 @@ def came_late(rank: int, votes: Agreement) -> Any:
 
 
 def waits_elsewhere(rank: int, votes: Agreement) -> Any:
-    """Each rank waits at a vote of its own agreement, longer than until it says so."""
-    own = [Agreement(LONG), Agreement(LONG)][rank]
-    dist.barrier()
-    return said(partial(own.on_any_rank, f"layer {rank}", timeout=10 * SHORT))
+    """Rank 1 waits at a vote of another agreement, and rank 0 asks when that is written."""
+    other = Agreement(LONG)
+    write, find = other._where.wait_at, votes._where.absent_from
+    if rank == 1:
+        vars(other._where)["wait_at"] = lambda *there: (write(*there), dist.barrier())
+        return said(partial(other.on_any_rank, "layer 1", timeout=LONG))
+    vars(votes._where)["absent_from"] = lambda vote: (dist.barrier(), find(vote))[1]
+    told = said(partial(votes.on_any_rank, "layer 0", timeout=SHORT))
+    return [*told, *said(partial(other.on_any_rank, "layer 1", timeout=LONG))]
 
 
 def left_a_graph(rank: int, votes: Agreement) -> Any:
@@ -264,12 +269,10 @@ def test_a_vote_that_a_rank_misses_ends_on_both(outcome: Any) -> None:
 
 
 def test_a_rank_that_waits_at_another_vote_is_named_with_it(outcome: Any) -> None:
-    for rank, (told,) in enumerate(outcome(waits_elsewhere)):
-        other = (
-            f"Rank {1 - rank} waits at the vote on mismatch 0 (layer {1 - rank}), at {__file__}:"
-        )
-        assert f"rank {1 - rank} did not come to the vote on mismatch 0 (layer {rank})" in told
-        assert other in told
+    (told, joined), waited = outcome(waits_elsewhere)
+    assert "rank 1 did not come to the vote on mismatch 0 (layer 0)" in told
+    assert f"Rank 1 waits at the vote on mismatch 0 (layer 1), at {__file__}:" in told
+    assert [joined] == waited == ["went on"]
 
 
 def test_a_rank_that_died_ends_the_others(outcome: Any) -> None:
