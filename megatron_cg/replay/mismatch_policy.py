@@ -35,6 +35,8 @@ class ReplayPolicy:
     """Steps between two verifications of all graphs; 0 means never, None one unit in turn."""
     verify_steps: int = 0
     """Steps from one that is trained twice and compared to the next; 0 means never."""
+    say: Callable[[str], str] = str
+    """Errors name flags; says the same with the settings of the caller."""
 
 
 class MismatchPolicy:
@@ -99,7 +101,7 @@ class MismatchPolicy:
         """
         self.counters.steps_differed += 1
         if self._policy.on_mismatch == "error":
-            raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
+            raise self._error(f"{text} (--cg-on-mismatch error)")
         logger.warning("megatron_cg: %s This step has eager numbers; so will all others.", text)
         self.repeats = True
 
@@ -112,7 +114,7 @@ class MismatchPolicy:
         text = self._report(mismatch, layer)
         if self._policy.on_mismatch == "error":
             exit_without_waiting_unless_it_goes_on()
-            raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
+            raise self._error(f"{text} (--cg-on-mismatch error)")
         if collectives:
             self.fall_back_together(f"{layer}/eager", text)
 
@@ -120,7 +122,7 @@ class MismatchPolicy:
         """Raise ReplayMismatchError: the backward of a replay cannot run eagerly."""
         text = self._report(mismatch, layer)
         exit_without_waiting_unless_it_goes_on()
-        raise ReplayMismatchError(
+        raise self._error(
             f"{text} The forward pass was replayed, so its backward cannot run eagerly."
         )
 
@@ -133,11 +135,14 @@ class MismatchPolicy:
         try:
             self.on_any_rank(name, True, timeout)
         except RuntimeError as error:
-            raise ReplayMismatchError(
+            raise self._error(
                 f"{text} The graph holds collectives, which no rank may run eagerly while others "
                 f"replay them, and not all ranks found the same ({error}). Leave the layer "
                 "out of --cg-layers. To train without graphs: --cuda-graph-impl none."
             ) from error
+
+    def _error(self, text: str) -> ReplayMismatchError:
+        return ReplayMismatchError(self._policy.say(text))
 
     def _report(self, mismatch: Mismatch, layer: str) -> str:
         self.counters.mismatched += 1

@@ -84,7 +84,8 @@ class FsdpHelper:
     """Captures one model's layers, and replaces methods of Megatron's helper until it is closed.
 
     All ranks create it together. ``made`` makes Megatron's helper. ``source`` announces the steps;
-    None if the caller runs :attr:`steps` itself. ``agreement`` is of :func:`meet`.
+    None if the caller runs :attr:`steps` itself. ``agreement`` is of :func:`meet`. ``say`` is as in
+    ReplayPolicy.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class FsdpHelper:
         given: GraphArguments | None = None,
         source: Source | None = None,
         agreement: Agreement | None = None,
+        *,
+        say: Callable[[str], str] = str,
     ) -> None:
-        self.given, self._backend = given or GraphArguments(), backend
+        self.given, self._backend, self._say = given or GraphArguments(), backend, say
         self._agreement = agreement or Agreement()
         with ExitStack() as undo:
             undo.callback(self._agreement.close)
@@ -196,7 +199,7 @@ class FsdpHelper:
             self._agreement,
             joins=given.cg_on_failure == "eager",
             policy=ReplayPolicy(
-                given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps
+                given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps, self._say
             ),
             static_inputs=self._inputs,
             fast_path=not given.cg_no_fsdp_fast_path,

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from megatron_cg.arguments.words import errors_name_arguments
+from megatron_cg.arguments.words import errors_name_arguments, sentences
 from megatron_cg.backends.base import Backend
 from megatron_cg.integrations.call_arguments import (
     BackendName,
@@ -98,7 +98,8 @@ class GraphedLayers:
             self._steps = 0
             if given.cg_verify_steps:
                 undo.callback(repeat_steps())
-            self._helper = FsdpHelper(made, captures, given, agreement=agreement)
+            say = sentences(_CALL)
+            self._helper = FsdpHelper(made, captures, given, agreement=agreement, say=say)
             undo.callback(self._helper.close)
             undo.callback(graphs_close_in_time())
             self._undo = undo.pop_all()

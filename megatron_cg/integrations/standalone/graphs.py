@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.arguments.words import UNITS, errors_name_arguments
+from megatron_cg.arguments.words import UNITS, errors_name_arguments, sentences
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
@@ -138,7 +138,7 @@ class GraphedUnits:
         broken += member_of(group)
         refuse(broken)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
-        self._policy = ReplayPolicy(on_mismatch, verify_interval, verify_steps)
+        self._policy = ReplayPolicy(on_mismatch, verify_interval, verify_steps, sentences(UNITS))
         self._fast_path, self._awaits_verified = fast_path, False
         with ExitStack() as undo:
             self._agreement = Agreement(group=group, remedy=_ALIKE, alone=_SOME_RANKS)

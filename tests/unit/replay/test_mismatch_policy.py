@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from megatron_cg.arguments.words import UNITS, sentences
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.eager_passes import EagerPasses, replay_instead
@@ -76,7 +77,16 @@ def test_what_was_deferred_is_issued_before_each_eager_pass_and_after_an_error(
 
 
 @pytest.mark.parametrize("collectives", [False, True])
-def test_a_mismatch_ends_the_run_if_asked_for_or_if_ranks_cannot_agree(collectives: bool) -> None:
+@pytest.mark.parametrize(
+    ("say", "asked_for", "instead"),
+    [
+        (str, "(--cg-on-mismatch error)", "train without graphs: --cuda-graph-impl none."),
+        (sentences(UNITS), "(graph_units(on_mismatch='error'))", "without graphs: no graph_units."),
+    ],
+)
+def test_a_mismatch_ends_the_run_if_asked_for_or_if_ranks_cannot_agree(
+    say: Any, asked_for: str, instead: str, collectives: bool
+) -> None:
     asked: list[str] = []
 
     def disagree(name: str, here: bool, timeout: Any = None) -> bool:
@@ -84,12 +94,12 @@ def test_a_mismatch_ends_the_run_if_asked_for_or_if_ranks_cannot_agree(collectiv
         raise RuntimeError("rank 1 is elsewhere")
 
     for on_mismatch in ("eager", "error"):
-        policy = MismatchPolicy(ReplayPolicy(on_mismatch), Counters(), disagree)
+        policy = MismatchPolicy(ReplayPolicy(on_mismatch, say=say), Counters(), disagree)
         ends = collectives or on_mismatch == "error"
         try:
             policy.mismatched(MISMATCHES[0], "unit", collectives=collectives)
         except ReplayMismatchError as error:
-            assert ends and ("--cg-on-mismatch" in str(error)) == (on_mismatch == "error")
+            assert ends and (asked_for if on_mismatch == "error" else instead) in str(error)
         else:
             assert not ends
         with pytest.raises(ReplayMismatchError, match="cannot run eagerly"):

@@ -120,3 +120,12 @@ def test_a_step_that_is_due_gives_its_passes_to_verified() -> None:
         pytest.raises(ConfigurationError, match=r"graphs\.verified\(lambda: train\(batch\)\)"),
     ):
         list(training.run(graphs))
+
+
+def test_an_error_that_is_caught_inside_a_step_names_arguments() -> None:
+    training = Training()
+    with training.graphs(on_mismatch="error") as graphs:
+        list(training.run(graphs))
+        said = r"\(graph_units\(on_mismatch='error'\)\)"
+        with graphs.step(), pytest.raises(ReplayMismatchError, match=said):
+            training.microbatch(training, torch.ones(ROWS + 1, WIDTH))
