@@ -17,7 +17,6 @@ Note [Transformer Engine's contract]
     detach its weights from autograd as it does for Transformer Engine's.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -27,8 +26,6 @@ from torch.nn.functional import grouped_mm
 
 from megatron_cg.errors import ConfigurationError, Violation
 
-logger = logging.getLogger(__name__)
-_copied: set[tuple[int, ...]] = set()
 _ALIGNMENT = 16
 """Bytes, of each row and address that ``grouped_mm`` reads or writes."""
 _HOPPER = 9
@@ -52,20 +49,12 @@ def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """``[experts, out, in]`` of weights ``[out, in]`` each, all of one shape and dtype.
 
     The result is a view if the weights lie in one storage at equal distances and aligned, as in a
-    bucket of Megatron-FSDP. Otherwise it is a copy, which is logged once per shape.
+    bucket of Megatron-FSDP. Otherwise it is a copy.
     """
     first = weights[0]
     distance = _distance(weights)
     if distance is not None:
         return first.as_strided((len(weights), *first.shape), (distance, *first.stride()))
-    shape = (len(weights), *first.shape)
-    if shape not in _copied:
-        _copied.add(shape)
-        logger.info(
-            "megatron_cg: %d expert weights of %s do not lie aligned at equal distances in one "
-            "storage, so each grouped GEMM copies them (%d bytes).",
-            *(len(weights), tuple(first.shape), len(weights) * first.nbytes),
-        )
     return torch.stack(tuple(weights))
 
 

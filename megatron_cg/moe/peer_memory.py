@@ -33,7 +33,6 @@ Note [Left to the driver]
 """
 
 import ctypes
-import logging
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -46,7 +45,6 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.moe.slots import Collective, Places
 from megatron_cg.upstream.symbols import Symbol, changed
 
-logger = logging.getLogger(__name__)
 _CANNOT = "the {} expert-parallel ranks cannot map each other's GPU memory: {}. {}"
 _INSTEAD = (
     "--cg-moe-exchange peer is for expert-parallel ranks of one host whose GPUs access each "
@@ -183,11 +181,6 @@ class PeerMemory:
         addresses = list(handle.buffer_ptrs)
         if addresses[handle.rank] != rows.data_ptr():
             raise changed("torch", _RENDEZVOUS.path, "where each rank's tensor begins")
-        logger.info(
-            "megatron_cg: %.1f MiB of GPU memory for rows that other ranks write, outside of "
-            "torch's allocator.",
-            rows.nbytes / 2**20,
-        )
         return _Slots(rows, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
 
 

@@ -138,18 +138,6 @@ def test_a_capture_that_fails_leaves_no_stream_pool_or_graph(
     assert graph(torch.ones(2, 4)).isfinite().all()
 
 
-def test_the_keeper_that_cannot_be_captured_leaves_nothing_either(
-    cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def zeros(*_args: Any, **_kwargs: Any) -> None:
-        cuda.refuse()
-
-    monkeypatch.setattr(torch, "zeros", zeros)
-    with pytest.raises(torch.AcceleratorError):
-        capture(nn.Linear(4, 4))
-    assert cuda.stream == DEFAULT and cuda.underway is None and cuda.users == {(0, 1): 0}
-
-
 def test_a_device_that_failed_does_not_hide_its_first_error(
     cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:

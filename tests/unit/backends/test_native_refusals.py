@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.cuda_cleanup import generators_of
-from megatron_cg.backends.native.native_backend import NativeBackend, refuse
+from megatron_cg.backends.native.native_backend import refuse
 from megatron_cg.errors import CaptureError
 from tests.unit.backends.cuda_double import Calling, CudaDouble, OnCpu, capture
 from tests.unit.backends.test_te_backend import QuantizationState, fake_te
@@ -115,11 +115,6 @@ def test_fp8_is_refused_at_capture_and_seen_by_the_guard(
     assert backend.numerics() == "delayed"
     with pytest.raises(CaptureError, match="FP8 is on"):
         capture(nn.Linear(4, 4))
-
-
-def test_without_a_gpu_it_names_the_tape() -> None:
-    with pytest.raises(CaptureError, match=r"torch sees no GPU.*--backend tape"):
-        NativeBackend()
 
 
 def test_autocast_with_its_cache_is_refused(cuda: CudaDouble) -> None:

@@ -15,7 +15,6 @@ from megatron_cg.consensus.decision import (
     decide,
     digest,
     encode,
-    ranks_text,
 )
 
 
@@ -81,8 +80,3 @@ def test_different_votes_are_an_error_that_names_them(others: torch.Tensor, name
     with pytest.raises(AgreementError) as caught:
         decide(torch.stack([own, others, own]))
     assert f"deletion 3 on ranks 0, 2, {named}" in str(caught.value)
-
-
-def test_long_lists_of_ranks_are_shortened() -> None:
-    assert ranks_text([1]) == "rank 1"
-    assert ranks_text(range(4096)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4088 more"

@@ -41,6 +41,9 @@ WRONG = [
     (units, {"warmup_steps": 0}),
     (enable, {"record": 5}),
     (enable, {"moe_rows": True}),
+    (enable, {"moe_rows": "2"}),
+    (enable, {"grouped_gemm": "torhc"}),
+    (enable, {"moe_exchange": "pear"}),
 ]
 
 

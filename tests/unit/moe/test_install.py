@@ -13,10 +13,8 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-import megatron_cg
 from megatron_cg.arguments.schema import GraphArguments
-from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
-from megatron_cg.integrations.megatron import patches
+from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron.helper import check_model
 from megatron_cg.moe import install
 from megatron_cg.moe.dispatcher import DISPATCHING
@@ -151,27 +149,31 @@ def test_a_function_that_is_wrapped_here_already_is_a_known_one() -> None:
     undo()
 
 
-@pytest.mark.parametrize("gemm", ["cublas", "torch"])
-def test_the_undo_puts_everything_back(in_place_of_te: None, gemm: Any) -> None:
+@pytest.mark.parametrize(("gemm", "other"), [("cublas", "torch"), ("torch", "cublas")])
+def test_the_undo_puts_everything_back_and_a_second_kernel_changes_nothing(
+    in_place_of_te: None, gemm: Any, other: Any
+) -> None:
     def found() -> list[Any]:
         return [
             moe_layer.MoEAlltoAllTokenDispatcher,
             TransformerConfig.__post_init__,
-            *(
-                (grouped_linear.GroupedLinear.forward, experts.skip_routed_expert_padding)
-                if gemm == "cublas"
-                else (grouped_linear._GroupedLinear,)
-            ),
+            *(grouped_linear.GroupedLinear.forward, experts.skip_routed_expert_padding),
+            grouped_linear._GroupedLinear,
         ]
 
     before = found()
     first = use_device_counts(gemm=gemm)
     during = found()
-    assert all(a is not b for a, b in zip(before, during, strict=True))
+    changed = [a is not b for a, b in zip(before, during, strict=True)]
+    assert changed == [True, True, *[gemm == "cublas"] * 2, gemm == "torch"]
     use_device_counts(gemm=gemm)()
-    assert found() == during and (gemm == "cublas" or during[2] is GroupedGemm)
+    assert found() == during and (gemm == "cublas" or during[-1] is GroupedGemm)
+    with pytest.raises(ConfigurationError, match=r"call megatron_cg.disable\(\) before"):
+        use_device_counts(gemm=other)
+    assert found() == during
     first()
     assert found() == before
+    use_device_counts(gemm=other)()
 
 
 def test_a_changed_dispatcher_is_refused_before_anything_is_changed(
@@ -212,23 +214,6 @@ def test_dispatchers_of_a_group_share_peer_memory(
 
 def of_two_ranks(self: Any, *args: Any, **named: Any) -> None:
     self.ep_size, self.ep_group = 2, torch.distributed.group.WORLD
-
-
-@pytest.mark.parametrize(
-    ("given", "remedy"),
-    [
-        ({"grouped_gemm": "torhc"}, r"grouped_gemm='torhc'.*one of .*'torch'"),
-        ({"grouped_gemm": "torch", "moe_rows": 0.5}, r"enable\(moe_rows=0.5\): .* average"),
-        ({"grouped_gemm": "torch", "moe_rows": "2"}, "moe_rows='2': it is a number"),
-        ({"grouped_gemm": "torch", "moe_exchange": "pear"}, r"one of .*'peer'"),
-    ],
-)
-def test_a_wrong_bound_or_exchange_is_refused_before_anything_changes(
-    given: dict[str, Any], remedy: str
-) -> None:
-    with pytest.raises(ArgumentError, match=remedy):
-        megatron_cg.enable(**given)
-    assert patches._active is None
 
 
 def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: None) -> None:
@@ -279,18 +264,3 @@ def test_a_gpu_or_a_recipe_without_the_kernel_is_refused_in_the_first_pass(
             forward(layer, on_gpu, on_gpu)
     else:
         assert forward(layer, on_gpu, on_gpu)
-
-
-@pytest.mark.parametrize("first", ["cublas", "torch"])
-def test_a_second_kernel_is_refused_and_changes_nothing(in_place_of_te: None, first: Any) -> None:
-    def found() -> tuple[Any, ...]:
-        replaced = grouped_linear.GroupedLinear.forward, grouped_linear._GroupedLinear
-        return (moe_layer.MoEAlltoAllTokenDispatcher, *replaced)
-
-    undo = use_device_counts(gemm=first)
-    before, second = found(), "torch" if first == "cublas" else "cublas"
-    with pytest.raises(ConfigurationError, match=r"call megatron_cg.disable\(\) before"):
-        use_device_counts(gemm=second)  # type: ignore[arg-type]
-    assert before == found()
-    undo()
-    use_device_counts(gemm=second)()  # type: ignore[arg-type]
