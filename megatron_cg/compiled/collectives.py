@@ -31,19 +31,15 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
-def _of_megatron(path: str, expected: str, *fingerprints: str) -> Symbol:
-    return Symbol(path, expected, fingerprints=fingerprints)
-
-
-_TRACKER_CLASS = _of_megatron(f"{_RANDOM}:CudaRNGStatesTracker", "a tracker of random states")
-_TRACKER = _of_megatron(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the tracker, or None")
-_TRACKER_MADE = _of_megatron(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER_INITIALIZED", "whether it is made")
-_WARNED = _of_megatron(
+_TRACKER_CLASS = Symbol(f"{_RANDOM}:CudaRNGStatesTracker", "a tracker of random states")
+_TRACKER = Symbol(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the tracker, or None")
+_TRACKER_MADE = Symbol(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER_INITIALIZED", "whether it is made")
+_WARNED = Symbol(
     f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce.warned",
     "is set while it is traced, once it has warned",
 )
 _BOUND = {
-    _of_megatron(f"{module}:{ours}", "a collective of torch, bound at import"): torchs
+    Symbol(f"{module}:{ours}", "a collective of torch, bound at import"): torchs
     for module in (_MAPPINGS, _LAYERS)
     for ours, torchs in (
         ("dist_all_gather_func", "all_gather_into_tensor"),
@@ -102,7 +98,7 @@ def _in_place_of(
     """Trace the decorated function in place of one of Megatron, if that has this body."""
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        _functions[_of_megatron(path, expected, fingerprint)] = function
+        _functions[Symbol(path, expected, fingerprints=(fingerprint,))] = function
         return function
 
     return declare

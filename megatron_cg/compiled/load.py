@@ -35,7 +35,7 @@ from megatron_cg.errors import (
     NotRestoredError,
     ReplayMismatchError,
 )
-from megatron_cg.hooks import HookKind, describe, module_hooks
+from megatron_cg.hooks import describe, module_hooks
 from megatron_cg.replay.verify import difference, synthetic_gradient
 from megatron_cg.restore import values_kept
 from megatron_cg.upstream.patch import Undo, all_of, set_attribute
@@ -144,17 +144,13 @@ class Precompiled:
                 "this module out"
             )
         for inner in attached[1:]:
-            for hook in module_hooks(inner) if _has_hooks(inner) else ():
+            for hook in module_hooks(inner):
                 raise ReplayMismatchError(
                     f"a {type(inner).__name__} inside has the hook {describe(hook.fn)}, which "
                     f"{self._name} would never run: register it on the module that is attached, or "
                     "leave this module out. If Megatron-FSDP put it there, name the class of the "
                     "attached module in fsdp_unit_modules"
                 )
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return any(getattr(module, kind.value) for kind in HookKind)
 
 
 def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> Precompiled:

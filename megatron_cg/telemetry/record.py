@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.replay.counters import Counters
 from megatron_cg.telemetry.read_record import FORMAT
 from megatron_cg.telemetry.record_contents import Setup, of_megatron, parameter_digests
@@ -41,8 +42,6 @@ from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 from megatron_cg.version import __version__
 
 logger = logging.getLogger(__name__)
-
-_PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
 
 
 def _loop(train: str, step: str, evaluate: str) -> tuple[Symbol, ...]:
@@ -141,7 +140,7 @@ class Recorder(logging.Handler):
             rank=rank,
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             began=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions={name: installed_version(name) for name in _PACKAGES}
+            versions={name: installed_version(name) for name in PACKAGES}
             | {"megatron-cg": __version__},
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             command=list(sys.argv),

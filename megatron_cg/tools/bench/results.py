@@ -5,13 +5,13 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.tools.bench.configurations import CONFIGURATIONS
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__
 
 SCHEMA = {"name": "megatron_cg.bench", "version": 4}
 """Versions 1 to 3 were those of another measurement."""
-_PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
 _PEAKS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
 """Dense BF16 TFLOP/s by the whole name: those of other cards (PCIe, NVL) are lower."""
 _UNKNOWN = "-"
@@ -25,7 +25,7 @@ def machine() -> dict[str, Any]:
         rows = [line.rsplit(", ", 1) for line in done.stdout.splitlines() if ", " in line]
     except (OSError, subprocess.SubprocessError):
         rows = []
-    versions = {name: installed_version(name) for name in _PACKAGES}
+    versions = {name: installed_version(name) for name in PACKAGES}
     return {
         "gpus": [name for name, _ in rows],
         "driver": rows[0][1] if rows else None,

@@ -14,12 +14,6 @@ from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="name each symbol of another package that this one uses or replaces, and by which "
-        "module",
-    )
-    parser.add_argument(
         "--backend",
         choices=(TRANSFORMER_ENGINE, NATIVE, TAPE),
         default=TRANSFORMER_ENGINE,
@@ -37,5 +31,5 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     with Console(stderr=True).status("checking, which takes some seconds"):
         here = System(run_probe(args.backend, os.environ), args.backend, os.environ)
         findings = examine(here)
-    print_report(Console(highlight=False), here, findings, verbose=args.verbose)
+    print_report(Console(highlight=False), here, findings)
     return 0 if can_run(findings) else 1

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from megatron_cg.tools.cli import positive
 
-READY, REFUSED = 0, 1
 _USABLE = 0.99
 """The part of a card's nominal memory that a process can have: 79.2 GiB of 80."""
 
@@ -31,4 +30,4 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
 
     plan = edit(line, int(args.gpu_memory * _USABLE * 2**30), args.gpus)
     sys.stdout.write(text_of(plan))
-    return READY if plan.accepted else REFUSED
+    return 0 if plan.accepted else 1

@@ -136,17 +136,18 @@ def symbols(system: System) -> Iterator[Finding]:
     rows = system.told("symbols")
     for package in sorted({row["package"] for row in rows}):
         states = [row for row in rows if row["package"] == package]
-        broken, unknown = (sum(bool(row[key]) for row in states) for key in ("error", "unknown"))
-        names = "megatron-cg doctor --verbose  # names them"
-        remedy = f"{names}; or: {INSTALL[package]}" if package in INSTALL else names
+        broken, unknown = (
+            [row["symbol"] for row in states if row[key]] for key in ("error", "unknown")
+        )
+        remedy = INSTALL.get(package, f"python -c 'import {states[0]['module']}'")
         if broken:
-            why = "this package uses them, and refuses to capture without them"
-            yield error(f"{broken} symbols of {package} are missing or changed", why, remedy)
+            found = f"symbols of {package} are missing or changed: {', '.join(broken)}"
+            yield error(found, "this package refuses to capture without them", remedy)
         if unknown:
-            what = f"{unknown} functions of {package} that this package replaces have unknown code"
-            yield warning(what, "their replacements stay off, and the rest works", remedy)
-        skipped = sum(row["skipped"] for row in states)
-        here = "not installed" if skipped else f"{len(states) - broken} found"
+            found = f"functions of {package} have unknown code: {', '.join(unknown)}"
+            yield warning(found, "what replaces them stays off, and the rest works", remedy)
+        skipped = any(row["skipped"] for row in states)
+        here = "not installed" if skipped else f"{len(states) - len(broken)} found"
         yield ok(f"{package}: {here}")
 
 
@@ -209,9 +210,7 @@ def can_run(findings: Iterable[Finding]) -> bool:
     return all(finding.level is not Level.ERROR for finding in findings)
 
 
-def print_report(
-    console: Console, system: System, findings: Sequence[Finding], *, verbose: bool
-) -> None:
+def print_report(console: Console, system: System, findings: Sequence[Finding]) -> None:
     """What is wrong and what to type, then the facts, a line for each check."""
     what = "the comparison on the CPU tape" if system.backend == TAPE else "CUDA graphs"
     errors = sum(finding.level is Level.ERROR for finding in findings)
@@ -228,7 +227,4 @@ def print_report(
         text.append(f"  type: {finding.remedy}\n" if finding.remedy else "", style="bold")
     for check, found in facts.items():
         text.append(f"\n{check:10}", style="cyan").append(" " + ", ".join(found), style="default")
-    for row in system.told("symbols") or () if verbose else ():
-        state = row["error"] or row["unknown"] or ("replaced" if row["replaced"] else "")
-        text.append(f"\n{row['module']}  {row['package']} {row['symbol']}  {state}", style="dim")
     console.print(text, soft_wrap=True)

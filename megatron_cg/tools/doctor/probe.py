@@ -150,18 +150,17 @@ def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
 
 def _row(module: str, package: str, symbol: str, **state: Any) -> dict[str, Any]:
     row = {"module": module, "package": package, "symbol": symbol}
-    return {**row, "replaced": False, "error": None, "unknown": None, "skipped": False, **state}
+    return {**row, "error": None, "unknown": None, "skipped": False, **state}
 
 
 def _state(symbol: Symbol) -> dict[str, Any]:
-    replaced = bool(symbol.fingerprints)
     if symbol.distribution != "megatron-core" and installed_version(symbol.distribution) is None:
-        return {"replaced": replaced, "skipped": True}
+        return {"skipped": True}
     try:
         symbol.find()
-        return {"replaced": replaced, "unknown": symbol.unknown_body()}
+        return {"unknown": symbol.unknown_body()}
     except Exception as error:
-        return {"replaced": replaced, "error": _text(error)}
+        return {"error": _text(error)}
 
 
 def _text(error: BaseException) -> str:
