@@ -42,7 +42,7 @@ _NAME = Symbol(
     "the name of a new group, equal on its ranks",
     parameters=("ranks", "use_hashed_name"),
 )
-RELIES_ON = (STORE, _NAME)
+RELIES_ON = (_NAME,)
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others' votes. Capture of a large model takes minutes."""

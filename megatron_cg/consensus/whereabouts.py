@@ -28,6 +28,7 @@ STORE = Symbol(
     "torch.distributed.distributed_c10d:_get_default_store",
     "where all ranks of the default group can write",
 )
+RELIES_ON = (STORE,)
 SOON = timedelta(seconds=1)
 _LONGEST = 10.0
 _NOT_THE_CALLER = (
