@@ -31,7 +31,7 @@ from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.depends_on import DependsOn, Hooks, autocast_of, entries_of, frozen_of
 from megatron_cg.replay.eager_passes import EagerPasses
-from megatron_cg.replay.guard.inputs import Inputs
+from megatron_cg.replay.guard import Inputs
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy

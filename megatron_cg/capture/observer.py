@@ -42,8 +42,7 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
 from megatron_cg.replay.depends_on import GLOBAL_HOOKS, Entry, KeySet
 from megatron_cg.replay.dtensors import ranks_of_meshes
-from megatron_cg.replay.guard.addresses import Addresses, Watched
-from megatron_cg.replay.switches import SDPA, Switches
+from megatron_cg.replay.guard import SDPA, Addresses, Switches, Watched
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept
 

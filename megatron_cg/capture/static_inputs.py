@@ -7,7 +7,7 @@ each replay. A graph that is captured with the table itself needs no copy.
 Note [A borrowed input is never written]
     TE copies an input at another address into the static input (``Graphed.forward``). Here that
     would overwrite the model's own table. So the guard forbids the replay if a borrowed input is
-    not at the captured address; see ``replay/guard/inputs.py``.
+    not at the captured address; see ``replay/guard.py``.
 """
 
 import inspect

@@ -12,7 +12,7 @@ from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.fsdp.sharding import REPLACED, Sharding, watched_tensors
 from megatron_cg.fsdp.transform import UnitHooks, unit_hooks
-from megatron_cg.replay.guard.addresses import Watched, is_quantized
+from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import changed

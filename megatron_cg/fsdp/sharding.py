@@ -20,7 +20,7 @@ from megatron_cg.fsdp.transform import (
 )
 from megatron_cg.hooks import HookRecord, module_hooks
 from megatron_cg.replay.dtensors import exchanges
-from megatron_cg.replay.guard.addresses import Watched, is_quantized
+from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo, all_of
 

@@ -2,8 +2,8 @@
 
 A graph holds addresses, and the operations that Python code led to when it was captured. An eager
 pass follows whatever has changed since; a replay does not. The rows are what the capture observed
-(``capture/observer.py``), the cheap ones first: inputs (``guard/inputs.py``), modes, objects, key
-sets, frozen parameters and memory (``guard/addresses.py``). ``docs/how-it-works.md`` lists them.
+(``capture/observer.py``), the cheap ones first: inputs (``guard.py``), modes, objects, key
+sets, frozen parameters and memory (``guard.py``). ``docs/how-it-works.md`` lists them.
 
 Note [The same object, or the same value]
     A row is compared by identity first, at about 40 ns. A plain value that was set again to the
@@ -20,11 +20,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from megatron_cg.hooks import HookKind
-from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.guard.addresses import Addresses
-from megatron_cg.replay.guard.inputs import Inputs, described
+from megatron_cg.replay.guard import CAUSE, Addresses, Inputs, Mismatch, described
 from megatron_cg.replay.plain import Contents, is_container, is_plain, same_value
-from megatron_cg.replay.switches import CAUSE
 from megatron_cg.upstream.symbols import Symbol
 
 GLOBAL_HOOKS = (

@@ -27,17 +27,16 @@ class Digests:
 
     def __init__(self, named: Iterable[tuple[str, Any]]) -> None:
         self._kinds: dict[str, Any] = {}
-        self._sums: list[torch.Tensor] = []
+        self._sums: dict[str, torch.Tensor] = {}
         for first, value in named:
             name, tensor = first, local(value)
             while name in self._kinds:
                 name = f"{name}'"
             if isinstance(tensor, torch.Tensor):
                 self._kinds[name] = tensor.dtype, tensor.shape
-                self._sums.append(_sums(tensor.detach()))
+                self._sums[name] = _sums(tensor.detach())
             elif value is not None:
                 self._kinds[name] = repr(value)
-                self._sums.append(torch.zeros(2, dtype=torch.int64, device="cpu"))
 
     def __str__(self) -> str:
         kinds = Counter(next(filter(name.startswith, _KINDS), "other") for name in self._kinds)
@@ -49,21 +48,8 @@ class Digests:
         return [n for n in dict.fromkeys([*ours, *theirs]) if ours.get(n) != theirs.get(n)]
 
     def _by_name(self) -> dict[str, Any]:
-        sums = [pair.tolist() for pair in _on_host(self._sums)]
-        return dict(zip(self._kinds, zip(self._kinds.values(), sums, strict=True), strict=True))
-
-
-def _on_host(pairs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """By one copy for each device."""
-    found: dict[torch.device, list[int]] = {}
-    for index, pair in enumerate(pairs):
-        found.setdefault(pair.device, []).append(index)
-    made = list(pairs)
-    for indices in found.values():
-        rows = torch.stack([pairs[index] for index in indices]).cpu()
-        for index, row in zip(indices, rows, strict=True):
-            made[index] = row
-    return made
+        sums = {name: pair.tolist() for name, pair in self._sums.items()}
+        return {name: (kind, sums.get(name)) for name, kind in self._kinds.items()}
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,7 @@ from typing import Literal
 from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
 from megatron_cg.errors import ReplayMismatchError, ranged
 from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.switches import Switches
+from megatron_cg.replay.guard import Mismatch, Switches
 from megatron_cg.replay.verifications import Verifications
 
 logger = logging.getLogger(__name__)

@@ -108,7 +108,7 @@ def _copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
     ``torch._foreach_copy_`` copies tensors of one dtype and device by one kernel, and others one by
     one (torch 2.11, ``ForeachUtils.h``, ``can_use_fast_route``). No value lies in the static memory
-    of another one; see ``guard/inputs.py``.
+    of another one; see ``replay/guard.py``.
     """
     groups: dict[
         tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]

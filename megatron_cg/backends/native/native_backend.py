@@ -28,7 +28,7 @@ from megatron_cg.backends.driver.capture import capture_modules
 from megatron_cg.backends.driver.graphed import GraphedModule
 from megatron_cg.backends.native.cuda_recorder import CudaRecorder
 from megatron_cg.errors import CaptureError
-from megatron_cg.replay.guard.addresses import is_quantized
+from megatron_cg.replay.guard import is_quantized
 from megatron_cg.upstream.te_if_loaded import fp8_recipe, told_of_capture
 
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")

@@ -39,8 +39,7 @@ from megatron_cg.capture.static_inputs import positional_names
 from megatron_cg.integrations.standalone.block_masks import Parts, opened
 from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.dtensors import Layout, is_awaited, local, spec_of, there
-from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.guard.inputs import described
+from megatron_cg.replay.guard import Mismatch, described
 from megatron_cg.replay.plain import contents, is_plain, same_value
 
 

@@ -19,7 +19,7 @@ from megatron_cg.capture.operations import holder_of
 from megatron_cg.capture.random_draws import seeds_refused
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.errors import CaptureError
-from megatron_cg.replay.guard.addresses import Addresses, Watched
+from megatron_cg.replay.guard import Addresses, Watched
 from megatron_cg.replay.unit import Unit
 
 

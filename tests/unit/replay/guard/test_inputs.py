@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.replay.guard.inputs import NOT_INPUTS, Inputs
+from megatron_cg.replay.guard import NOT_INPUTS, Inputs
 
 Given = dict[str, Any]
 """A call: positional arguments by number, as text, and keywords."""
