@@ -33,6 +33,7 @@ Note [DDP finds parameters by their accumulators]
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,25 +108,16 @@ class OtherLeaves:
 
         Returns the undo.
         """
-        return replay.replace(_OnParameters(self, replay))
+        function, first = replay.function, replay.first_weight
 
-    def weights(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What replays take for these leaves or parameters."""
-        places = self._leaves if self._held else self._parameters
-        return tuple(places.get(weight, weight) for weight in weights)
+        def apply(*args: Any) -> Any:
+            places = self._leaves if self._held else self._parameters
+            return function.apply(*args[:first], *(places.get(one, one) for one in args[first:]))
 
-
-class _OnParameters:
-    """Called instead of a graph's autograd function."""
-
-    def __init__(self, leaves: OtherLeaves, replay: ReplayFunction) -> None:
-        self._leaves, self._first = leaves, replay.first_weight
-        self._function = replay.function
-        self.forward, self.backward = self._function.forward, self._function.backward
-
-    def apply(self, *args: Any) -> Any:
-        weights = self._leaves.weights(args[self._first :])
-        return self._function.apply(*args[: self._first], *weights)
+        on_these = SimpleNamespace(
+            apply=apply, forward=function.forward, backward=function.backward
+        )
+        return replay.replace(on_these)
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.own_gradients import PassedOn, same_memory
 from megatron_cg.upstream.symbols import Symbol
 
 _PARTS = ("_local_tensor", "_spec")
@@ -141,11 +142,9 @@ class Layout:
             same = self._last[1]()
             if same is not None:
                 return same
-        made: torch.Tensor
         if tensor.requires_grad:
-            made = _Closed.apply(tensor, self)  # type: ignore[no-untyped-call]
-            return made
-        made = laid_out(tensor, self.spec)
+            return _closed(tensor, self)  # type: ignore[no-any-return]
+        made: torch.Tensor = laid_out(tensor, self.spec)
         self._last = ref(tensor), ref(made)
         return made
 
@@ -170,42 +169,29 @@ def _refuse(mismatch: Mismatch) -> NoReturn:
     raise CaptureError(mismatch.text("a unit"))
 
 
-class _Opened(torch.autograd.Function):
+class _Opened(PassedOn):
     """The tensor inside of another, whose gradient gets the layout that was noted."""
 
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, layout: Layout | None) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.layout, own = layout, local(tensor)
-        ctx.copies = tensor.retains_grad or bool(tensor._backward_hooks)
-        return own.view_as(own)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None
-        gradient = gradient.clone() if ctx.copies else gradient  # See own_gradients.py.
-        layout = ctx.layout
-        return laid_out(gradient, layout and (layout.gradient or layout.spec)), None
+def _opened(tensor: torch.Tensor, layout: Layout | None) -> Any:
+    copies = tensor.retains_grad or bool(tensor._backward_hooks)
+
+    def give(gradient: torch.Tensor) -> Any:
+        gradient = gradient.clone() if copies else gradient  # See own_gradients.py.
+        return laid_out(gradient, layout and (layout.gradient or layout.spec))
+
+    apply: Any = _Opened.apply
+    return apply(tensor, lambda outer: same_memory(local(outer)), give)
 
 
-_opened: Any = _Opened.apply
-
-
-class _Closed(torch.autograd.Function):
+class _Closed(PassedOn):
     """A DTensor around a local tensor, whose gradient's layout is noted."""
 
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, layout: Layout) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.layout = layout
-        return laid_out(tensor.view_as(tensor), layout.spec)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None
-        ctx.layout.note(gradient)
-        return local(gradient), None
+def _closed(tensor: torch.Tensor, layout: Layout) -> Any:
+    def give(gradient: torch.Tensor) -> Any:
+        layout.note(gradient)
+        return local(gradient)
+
+    apply: Any = _Closed.apply
+    return apply(tensor, lambda inner: laid_out(same_memory(inner), layout.spec), give)

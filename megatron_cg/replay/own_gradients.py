@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+Change = Callable[[torch.Tensor], torch.Tensor]
 _FAR = 16
 """How many nodes are looked at; a gradient that goes further is copied."""
 _COMPUTES = frozenset(
@@ -54,7 +55,7 @@ def own_gradient(value: Any, is_replay: Callable[[Any], bool], *, always: bool =
     if not (is_kept or _may_stay(value.grad_fn, is_replay)):
         return value
     apply: Any = _Copied.apply
-    return apply(value)
+    return apply(value, same_memory, torch.clone)
 
 
 def _may_stay(node: Any, is_replay: Callable[[Any], bool]) -> bool:
@@ -90,14 +91,24 @@ def _passes_on(kind: Any) -> bool:
     return bool(function.__module__.startswith(_KNOWN)) and "Checkpoint" not in function.__name__
 
 
-class _Copied(torch.autograd.Function):
-    """Passes a tensor on, and a copy of its gradient."""
+class PassedOn(torch.autograd.Function):
+    """Passes a tensor on as ``make`` makes it, and its gradient, if one comes, as ``give`` does."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, make: Change, give: Change) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return tensor.view_as(tensor)
+        ctx.give = give
+        return make(tensor)
 
     @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None if gradients[0] is None else gradients[0].clone()
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        (gradient,) = gradients
+        return None if gradient is None else ctx.give(gradient), None, None
+
+
+class _Copied(PassedOn):
+    """And a copy of its gradient."""
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)

@@ -21,6 +21,7 @@ import torch
 
 from megatron_cg.replay.dtensors import local
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.own_gradients import PassedOn, same_memory
 from megatron_cg.upstream.patch import Undo
 
 Strides = tuple[int, ...]
@@ -135,24 +136,18 @@ def _mismatch(name: str, expected: Strides, actual: Strides) -> Mismatch:
     return Mismatch("layout", subject, f"strides {expected}", f"strides {actual}", _CAUSE)
 
 
-class _LaidOut(torch.autograd.Function):
-    """Passes a tensor on, and its gradient in memory of its own with these strides."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.strides = strides
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None
-        once = gradient
-        for dim, stride in enumerate(ctx.strides):
-            once = once if stride else once.narrow(dim, 0, min(1, once.shape[dim]))
-        return once.new_empty_strided(once.shape, ctx.strides).copy_(once).expand_as(gradient), None
+class _LaidOut(PassedOn):
+    """And its gradient in memory of its own with other strides."""
 
 
-_laid_out: Any = _LaidOut.apply
+def _laid_out(tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
+    apply: Any = _LaidOut.apply
+    made: torch.Tensor = apply(tensor, same_memory, partial(_copied_to, strides))
+    return made
+
+
+def _copied_to(strides: Strides, gradient: torch.Tensor) -> torch.Tensor:
+    once = gradient
+    for dim, stride in enumerate(strides):
+        once = once if stride else once.narrow(dim, 0, min(1, once.shape[dim]))
+    return once.new_empty_strided(once.shape, strides).copy_(once).expand_as(gradient)
