@@ -5,20 +5,18 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.eager_passes import EagerPasses, replay_instead
+from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.tools.cpu.launch import run_processes
@@ -142,21 +140,6 @@ def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta 
     else:
         passes.for_mismatch(WRONG)
     assert [given[2] for given in asked] == [waits] * (2 if turn else 1)
-
-
-def test_gathers_that_wait_for_a_replay_are_issued_if_it_raises() -> None:
-    """Other ranks wait in them."""
-    layer: Any = nn.Linear(1, 1)
-    layer.cuda_graphs = [SimpleNamespace(eager_passes=SimpleNamespace(replay_follows=list))]
-    issued: list[str] = []
-    mismatches: Any = SimpleNamespace(issue_held=lambda: issued.append("gathers"))
-    results = iter(["replayed"])
-    undo = replay_instead(layer, lambda args, kwargs: lambda: next(results), mismatches)
-    assert layer(1) == "replayed" and not issued
-    with pytest.raises(StopIteration):
-        layer(1)
-    assert issued == ["gathers"]
-    undo()
 
 
 def alone(root: Path, change: str) -> None:

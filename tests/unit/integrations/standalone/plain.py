@@ -49,17 +49,21 @@ def train(run: Training, x: torch.Tensor) -> torch.Tensor:
 
 
 class Training:
-    """A model and its steps; ``microbatch`` runs the passes of one and returns a loss."""
+    """A model and its steps; ``microbatch`` runs the passes of one and returns a loss.
+
+    ``before`` is called before each step.
+    """
 
     def __init__(
         self,
         make: Callable[[], Any] = units,
         microbatch: Callable[[Training, torch.Tensor], torch.Tensor] = train,
         microbatches: int = 1,
+        before: Callable[[Training], object] = lambda _run: None,
     ) -> None:
         torch.manual_seed(0)
         self.model = make()
-        self.microbatch, self.microbatches = microbatch, microbatches
+        self.microbatch, self.microbatches, self.before = microbatch, microbatches, before
         self.step = self.number = 0
         """Of the step, and of the microbatch in it."""
         trained = [one for one in self.model.parameters() if one.requires_grad]
@@ -72,12 +76,13 @@ class Training:
         """Losses, gradients (None where a weight has none) and weights."""
         for step in range(STEPS):
             self.step = step
+            self.before(self)
             torch.manual_seed(step)
             self.optimizer.zero_grad()
             with graphs.step() if graphs is not None else nullcontext():
                 for number in range(self.microbatches):
                     self.number = number
-                    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+                    x = torch.randn(ROWS, WIDTH, dtype=torch.float32, requires_grad=True)
                     yield self.microbatch(self, x).detach()
                     yield x.grad
                 for weight in self.model.parameters():
