@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_cg.capture.guarded_capture import clear_frames
 from megatron_cg.capture.hook_order import OutOfStepError
-from megatron_cg.capture.refusals import clear_frames
 from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.decision import Kind, Vote
 from megatron_cg.consensus.exchange import Agreement

@@ -32,9 +32,14 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from megatron_cg.capture.operations import Operations, Use, bytes_in, holder_of, key_of, overlap
-from megatron_cg.capture.python_state import Change, PythonState, tensor_hooks_observed
+from megatron_cg.capture.python_state import (
+    KNOWN,
+    Change,
+    PythonState,
+    is_known,
+    tensor_hooks_observed,
+)
 from megatron_cg.capture.random_draws import recomputed_draws_refused, seeds_refused
-from megatron_cg.capture.reached import KNOWN, is_known
 from megatron_cg.capture.static_inputs import version_of
 from megatron_cg.capture.transaction import frozen_kept
 from megatron_cg.consensus.collectives import collectives_so_far

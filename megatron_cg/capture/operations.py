@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends.aten import has_wrapper, run_inside, tensors_in, written
 from megatron_cg.backends.places import place_of
-from megatron_cg.capture.reached import is_known
+from megatron_cg.capture.python_state import is_known
 from megatron_cg.memory.storage import StorageReference
 from megatron_cg.replay.dtensors import local
 from megatron_cg.restore import Restores, write_back

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from megatron_cg.capture.reached import LIBRARIES, is_known
+from megatron_cg.capture.python_state import LIBRARIES, is_known
 from megatron_cg.replay.plain import is_container, is_plain
 from megatron_cg.upstream.symbols import Symbol
 

@@ -32,7 +32,7 @@ Note [One order over all communicators]
     this unit's weights, (2) the collectives in its graph, replayed on all ranks or on none, (3) the
     gather for the next unit, (4) the collectives of the eager rest. If all ranks fall back to eager
     for a graph with collectives, (3) comes before (2) on all of them. Every eager pass of a graphed
-    unit begins in ``megatron_cg/replay/eager_passes.py``, which issues what is held. An error
+    unit begins in ``megatron_cg/replay/guarded_graph.py``, which issues what is held. An error
     before a replay, and a verification, issue it too.
     A unit may reach neither a launch nor such an eager pass, because other code replaced its
     forward. Then the held gather is issued after the unit's forward pass, or before the next

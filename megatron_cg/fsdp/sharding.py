@@ -45,7 +45,7 @@ class Sharding:
     """Megatron-FSDP v2's groups of parameters, for which the same is done."""
     counts_gradients = False
     """Whether gradients are reduced as soon as all parameters of a bucket have got theirs; see
-    ``replay/eager_passes.py``."""
+    ``replay/guarded_graph.py``."""
     varies_sums = False
     """Whether autograd sums a gradient with ``grad_dtype`` in another dtype in some passes."""
     moved = REPLACED

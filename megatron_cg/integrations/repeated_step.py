@@ -24,8 +24,8 @@ from megatron_cg.events import StepRepeated, StepVerified, emit
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.step_state import StepState
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.replay.digests import Digests
 from megatron_cg.replay.plain import is_plain
+from megatron_cg.replay.verify import Digests
 from megatron_cg.upstream.patch import set_attribute, undone_after
 
 _SHOWN = 8

@@ -14,7 +14,7 @@ Note [Tensors without an owner]
 Note [Registered generators]
     A graph is given, at each replay, the seed and offset of every generator that is registered with
     it. Torch registers the device's own generator (``CUDAGraph.capture_begin``). A draw from
-    another one that is not registered is an error in the capture; see ``capture/refusals.py``.
+    another one that is not registered is an error; see ``capture/guarded_capture.py``.
 """
 
 import gc

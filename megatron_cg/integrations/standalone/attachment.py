@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from megatron_cg.integrations.standalone.observe import Seen, not_recomputed
 from megatron_cg.integrations.standalone.results import Results, attributes_of
 from megatron_cg.integrations.standalone.sums import Autocast
-from megatron_cg.replay.eager_passes import Prepared, replay_instead
+from megatron_cg.replay.guarded_graph import Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.patch import all_of, put_over

@@ -13,7 +13,7 @@ from torch import nn
 from megatron_cg.backends.places import place_of
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import recording
-from megatron_cg.capture.refusals import refusal
+from megatron_cg.capture.guarded_capture import refusal
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.replay.unit import Unit
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig

@@ -10,8 +10,8 @@ from torch import nn
 from megatron_cg.arguments.words import UNITS, sentences
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.eager_passes import EagerPasses, replay_instead
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.guarded_graph import EagerPasses, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 
 LOGGER = "megatron_cg.replay.mismatch_policy"

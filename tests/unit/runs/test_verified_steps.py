@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.replay.digests import Digests
+from megatron_cg.replay.verify import Digests
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import layers_of, trainer_of
