@@ -341,31 +341,31 @@ def assert_replayed(report: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Any]]:
-    """What each rank found."""
     return on_ranks(run_all)
 
 
+@pytest.fixture(params=[0, 1])
+def report(request: pytest.FixtureRequest, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a rank found."""
+    return reports[request.param]
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_replays_train_the_same_bits(reports: list[dict[str, Any]], name: str) -> None:
-    for report in reports:
-        assert_replayed(report[name])
+def test_replays_train_the_same_bits(report: dict[str, Any], name: str) -> None:
+    assert_replayed(report[name])
 
 
 @pytest.mark.skipif(not IN_CONTEXT, reason="needs megatron_fsdp of Megatron-LM's main")
 @pytest.mark.parametrize("name", ON_MAIN)
-def test_replays_train_the_same_bits_on_main(reports: list[dict[str, Any]], name: str) -> None:
-    for report in reports:
-        assert_replayed(report[name])
+def test_replays_train_the_same_bits_on_main(report: dict[str, Any], name: str) -> None:
+    assert_replayed(report[name])
 
 
 @pytest.mark.parametrize("name", WITH_OTHER_BATCHES)
-def test_eager_passes_beside_graphs_train_the_same_bits(
-    reports: list[dict[str, Any]], name: str
-) -> None:
-    for report in reports:
-        case = report["eager"][name]
-        assert case["equal"]
-        assert case["counters"]["eager"] == 3 * (STEPS - LATER) * MICROBATCHES
+def test_eager_passes_beside_graphs_train_the_same_bits(report: dict[str, Any], name: str) -> None:
+    case = report["eager"][name]
+    assert case["equal"]
+    assert case["counters"]["eager"] == 3 * (STEPS - LATER) * MICROBATCHES
 
 
 def test_replays_train_the_same_bits_on_four_ranks() -> None:
@@ -375,76 +375,67 @@ def test_replays_train_the_same_bits_on_four_ranks() -> None:
 
 
 @pytest.mark.parametrize("way", WRAPS)
-def test_a_verified_replay_compares_gradients_too(reports: list[dict[str, Any]], way: str) -> None:
-    for report in reports:
-        counters = report[f"{way}, evaluated, units of two shapes, verified"]["counters"]
-        assert counters["verified"] == counters["replayed"] > counters["outputs_only"] == 0
-        assert counters["steps_verified"] > counters["steps_differed"] == 0
+def test_a_verified_replay_compares_gradients_too(report: dict[str, Any], way: str) -> None:
+    counters = report[f"{way}, evaluated, units of two shapes, verified"]["counters"]
+    assert counters["verified"] == counters["replayed"] > counters["outputs_only"] == 0
+    assert counters["steps_verified"] > counters["steps_differed"] == 0
 
 
-def test_every_part_of_the_fast_path_is_on_under_v2(reports: list[dict[str, Any]]) -> None:
-    for report, name in ((report, name) for report in reports for name in CASES):
+def test_every_part_of_the_fast_path_is_on_under_v2(report: dict[str, Any]) -> None:
+    for name in CASES:
         if name.startswith("v2"):
             assert report[name]["parts"] == ["layouts", "views"]
 
 
-def test_units_of_one_shape_share_their_unsharded_memory(reports: list[dict[str, Any]]) -> None:
+def test_units_of_one_shape_share_their_unsharded_memory(report: dict[str, Any]) -> None:
     """Under v2 they alternate between two buffers."""
-    for report in reports:
-        one, two, other = report["memory"]["FSDP2"]["addresses"]
-        assert one == two and not set(one) & set(other)
-        one, two, three, four, other = (place for (place,) in report["memory"]["v2"]["addresses"])
-        assert one == three and two == four and len({one, two, other}) == 3
+    one, two, other = report["memory"]["FSDP2"]["addresses"]
+    assert one == two and not set(one) & set(other)
+    one, two, three, four, other = (place for (place,) in report["memory"]["v2"]["addresses"])
+    assert one == three and two == four and len({one, two, other}) == 3
 
 
 @pytest.mark.parametrize("way", ["FSDP2", "v2"])
 def test_memory_is_given_back_and_modules_hold_shards_between_steps(
-    reports: list[dict[str, Any]], way: str
+    report: dict[str, Any], way: str
 ) -> None:
-    for report in reports:
-        memory = report["memory"][way]
-        assert memory["held"] == 0
-        assert memory["sharded"] == [True] * STEPS * MICROBATCHES
+    memory = report["memory"][way]
+    assert memory["held"] == 0
+    assert memory["sharded"] == [True] * STEPS * MICROBATCHES
 
 
-def test_graphs_are_closed_while_a_unit_is_unsharded(reports: list[dict[str, Any]]) -> None:
-    for report in reports:
-        assert report["closed"] == [True] * 3
+def test_graphs_are_closed_while_a_unit_is_unsharded(report: dict[str, Any]) -> None:
+    assert report["closed"] == [True] * 3
 
 
-def test_units_that_begin_to_need_one_buffer_end_the_run(reports: list[dict[str, Any]]) -> None:
-    for report in reports:
-        fsdp2, v2 = report["in use"]
-        words = r"FSDP2 gathers layers\.1 while layers\.2 is inside of its backward pass"
-        assert re.match(words, fsdp2) and "while another unit holds the buffer" in v2
+def test_units_that_begin_to_need_one_buffer_end_the_run(report: dict[str, Any]) -> None:
+    fsdp2, v2 = report["in use"]
+    words = r"FSDP2 gathers layers\.1 while layers\.2 is inside of its backward pass"
+    assert re.match(words, fsdp2) and "while another unit holds the buffer" in v2
 
 
-def test_training_goes_on_after_an_exception_in_a_unit(reports: list[dict[str, Any]]) -> None:
-    for report in reports:
-        assert report["interrupted"]["equal"]
-        counters = report["interrupted"]["counters"]
-        assert counters["replayed"] == 3 * (STEPS - WARMUP) * MICROBATCHES
-        assert counters["eager"] == 2  # of the pass that was interrupted in its second unit
+def test_training_goes_on_after_an_exception_in_a_unit(report: dict[str, Any]) -> None:
+    assert report["interrupted"]["equal"]
+    counters = report["interrupted"]["counters"]
+    assert counters["replayed"] == 3 * (STEPS - WARMUP) * MICROBATCHES
+    assert counters["eager"] == 2  # of the pass that was interrupted in its second unit
 
 
-def test_a_unit_whose_buffer_is_in_use_runs_eagerly(reports: list[dict[str, Any]]) -> None:
+def test_a_unit_whose_buffer_is_in_use_runs_eagerly(report: dict[str, Any]) -> None:
     """The third unit would have the first one's buffer."""
-    for report in reports:
-        assert report["moved"]["equal"]
-        assert report["moved"]["counters"]["mismatched"] == (STEPS - LATER) * MICROBATCHES
+    assert report["moved"]["equal"]
+    assert report["moved"]["counters"]["mismatched"] == (STEPS - LATER) * MICROBATCHES
 
 
 def test_units_whose_gradients_are_summed_in_varying_dtypes_are_refused(
-    reports: list[dict[str, Any]],
+    report: dict[str, Any],
 ) -> None:
     words = "unit layers.0: a parameter of shape (8,), used 2 times inside, has another reduce_"
-    for report in reports:
-        assert (words in report["varying"]) == FullyShard.varies_sums
+    assert (words in report["varying"]) == FullyShard.varies_sums
 
 
-def test_refusals_under_v2_name_the_unit_and_what_to_do(reports: list[dict[str, Any]]) -> None:
-    for report in reports:
-        inside, symmetric, order = report["refused"]
-        assert "unit layers.0.up is a Linear without fully_shard of its own" in inside
-        assert "unit layers.0 was sharded with use_symm_mem=True" in symmetric
-        assert "units run in the order layers.2, layers.1, layers.0, and were registered" in order
+def test_refusals_under_v2_name_the_unit_and_what_to_do(report: dict[str, Any]) -> None:
+    inside, symmetric, order = report["refused"]
+    assert "unit layers.0.up is a Linear without fully_shard of its own" in inside
+    assert "unit layers.0 was sharded with use_symm_mem=True" in symmetric
+    assert "units run in the order layers.2, layers.1, layers.0, and were registered" in order
