@@ -74,10 +74,9 @@ def run(
 
 
 @cache
-def eagerly(experts: int = 0) -> tuple[list[Any], Any]:
-    """Numbers and MoE metrics of the same run without graphs; equal in every test."""
-    numbers, _, metrics = run(None, experts=experts)
-    return numbers, metrics
+def eagerly() -> list[Any]:
+    """Numbers of the same run without graphs."""
+    return run(None)[0]
 
 
 WRONG: dict[str, tuple[str, Callable[[Any], torch.Tensor], str]] = {
@@ -93,29 +92,24 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-@pytest.mark.parametrize("fast_path", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "fast_path"),
+    [
+        *(("optim_grads_params", True), ("optim_grads_params", False)),
+        *(("optim_grads", True), ("optim", True), ("no_shard", True)),
+    ],
+)
 def test_verification_finds_nothing_and_changes_nothing(
-    experts: int, fast_path: bool, one_rank: None
-) -> None:
-    policy = ReplayPolicy("error", 2)
-    numbers, counters, metrics = run(policy, experts=experts, fast_path=fast_path)
-    assert (numbers, metrics) == eagerly(experts)
-    assert bool(metrics) == bool(experts)
-    passes = LAYERS * STEPS
-    expect(counters, replayed=passes, backwards=passes, mismatched=0)
-    expect(counters, verified=passes // 2, outputs_only=0, gradients_unstable=0)
-
-
-@pytest.mark.parametrize("experts", [0, 4])
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
-def test_gradients_are_verified_under_every_strategy(
-    strategy: str, experts: int, one_rank: None
+    strategy: str, fast_path: bool, experts: int, one_rank: None
 ) -> None:
     options: dict[str, Any] = {"microbatches": 2, "data_parallel_sharding_strategy": strategy}
-    eager, _, _ = run(None, experts=experts, **options)
-    numbers, counters, _ = run(ReplayPolicy("error", 2), experts=experts, **options)
-    assert numbers == eager
-    expect(counters, verified=LAYERS * STEPS, outputs_only=0, mismatched=0)
+    eager, _, expected = run(None, experts=experts, **options)
+    policy = ReplayPolicy("error", 2)
+    numbers, counters, metrics = run(policy, experts=experts, fast_path=fast_path, **options)
+    assert (numbers, metrics) == (eager, expected) and bool(metrics) == bool(experts)
+    passes = 2 * LAYERS * STEPS
+    expect(counters, replayed=passes, backwards=passes, mismatched=0)
+    expect(counters, verified=passes // 2, outputs_only=0, gradients_unstable=0)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -124,7 +118,7 @@ def test_one_wrong_bit_is_found_and_the_part_run_eagerly_or_the_run_ends(
     wrong: str, fast_path: bool, one_rank: None
 ) -> None:
     numbers, counters, _ = run(ReplayPolicy("eager", 1), wrong=wrong, fast_path=fast_path)
-    assert numbers == eagerly()[0]
+    assert numbers == eagerly()
     expect(counters, mismatched=STEPS, replayed=(LAYERS - 1) * STEPS, eager=STEPS)
     with pytest.raises(ReplayMismatchError, match=f"layer 1.*{WRONG[wrong][2]}.*different in 1 of"):
         run(ReplayPolicy("error", 3), wrong=wrong, fast_path=fast_path)
