@@ -10,6 +10,7 @@ import torch
 
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
 from tests.unit.integrations.standalone.plain import (
+    ROWS,
     STEPS,
     UNITS,
     WARMUP,
