@@ -347,7 +347,8 @@ def reports() -> list[dict[str, Any]]:
 @pytest.fixture(params=[0, 1])
 def report(request: pytest.FixtureRequest, reports: list[dict[str, Any]]) -> dict[str, Any]:
     """What a rank found."""
-    return reports[request.param]
+    found: dict[str, Any] = reports[request.param]
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
