@@ -168,13 +168,7 @@ class _Votes:
         return states
 
     def _vote_on_guards(self, passed: bool) -> bool:
-        decision = self._vote(Kind.GUARD, Vote(against=not passed))
-        if decision.against:
-            logger.info(
-                "megatron_cg: guards of a compiled region failed on %s; all ranks compile it.",
-                ranks_text(decision.against),
-            )
-        return not decision.against
+        return not self._vote(Kind.GUARD, Vote(against=not passed)).against
 
     def _vote(self, kind: Kind, vote: Vote, name: str = "") -> Decision:
         self._serial += 1

@@ -28,7 +28,6 @@ _COUNTS = (
     *("captured", "replayed", "eager", "mismatched", "verified", "outputs_only"),
     *("gradients_unstable", "repeated", "steps_verified"),
 )
-Totals = dict[str, int]
 
 
 def follow_log(counted: Callable[[], Sequence[Counters]]) -> Callable[[], None]:
@@ -41,7 +40,7 @@ def follow_log(counted: Callable[[], Sequence[Counters]]) -> Callable[[], None]:
     signature = inspect.signature(training_log)
     get_args, print_line = _ARGS.find(), _PRINT.find()
     get_tensorboard, get_wandb = _TENSORBOARD.find(), _WANDB.find()
-    last: Totals = {}
+    last: dict[str, int] = {}
 
     @wraps(training_log)
     def log(*args: Any, **kwargs: Any) -> Any:
@@ -70,12 +69,12 @@ def follow_log(counted: Callable[[], Sequence[Counters]]) -> Callable[[], None]:
     return put_over(*_LOG.place(), log)
 
 
-def totals(counted: Sequence[Counters]) -> Totals:
+def totals(counted: Sequence[Counters]) -> dict[str, int]:
     """The values to show, by name, summed over models: since the run began, on this rank."""
     return {name: sum(getattr(counters, name) for counters in counted) for name in _COUNTS}
 
 
-def log_line(last: Totals, now: Totals) -> str:
+def log_line(last: dict[str, int], now: dict[str, int]) -> str:
     """One line in Megatron's format: the increments since the previous line, on this rank."""
     new = {name: value - last.get(name, 0) for name, value in now.items()}
     counts = " | ".join(f"{name.replace('_', ' ')}: {new[name]}" for name in _COUNTS)

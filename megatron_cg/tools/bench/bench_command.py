@@ -24,6 +24,7 @@ from megatron_cg.tools.bench.results import SCHEMA, machine, print_results, summ
 from megatron_cg.tools.launch_line import LaunchLine
 
 INCOMPLETE = 3  # the exit code when a run failed
+_SETTINGS = ("settle_steps", "steps", "log_interval")
 _TAIL = 20  # lines of a failed run's log
 
 
@@ -53,11 +54,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         results: dict[str, Any] = {
             "schema": SCHEMA,
             "machine": machine(),
-            "settings": {
-                "settle_steps": args.settle_steps,
-                "steps": args.steps,
-                "log_interval": args.log_interval,
-            },
+            "settings": {name: getattr(args, name) for name in _SETTINGS},
             "runs": [],
         }
         _write(args.out, results)  # It may not be writable, and the runs take long.

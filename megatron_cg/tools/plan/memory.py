@@ -24,7 +24,6 @@ _POOL_FRAGMENTED = 1.05
 _LENT = 0.65
 """The part of the graphs' pool in which gradient copies find room."""
 
-
 _ALWAYS, _POOL = "in every phase", "graphs' pool"
 _PASSES, _STEP = "forward and backward passes", "optimizer step"
 _OUTSIDE = "outside of torch's allocator"

@@ -310,17 +310,26 @@ def test_no_vote_is_held_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert regions.unraised is None
 
 
+class FirstVote:
+    """Votes of which the first has this outcome, and which all pass from then on."""
+
+    posted = 0
+
+    def __init__(self, first: Decision | BaseException) -> None:
+        self._first = first
+
+    def agree(self, *_vote: Any, serial: int, **_named: str) -> Decision:
+        self.posted = serial
+        first = self._first if serial == 1 else Decision()
+        if isinstance(first, BaseException):
+            raise first
+        return first
+
+
 def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Failed:
-        posted = 0
-
-        def agree(self, *_vote: Any, serial: int, **_named: str) -> Decision:
-            self.posted = serial
-            return Decision(against=(0,))
-
-    votes: Any = Failed()
+    votes: Any = FirstVote(Decision(against=(0,)))
     regions = _Votes(votes)
     assert not regions.guards_checked(False)
     with monkeypatch.context() as capture:
@@ -330,24 +339,9 @@ def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
     assert votes.posted == 2
 
 
-class FirstVoteFails:
-    """Votes of which the first raises an error."""
-
-    posted = 0
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def agree(self, *_vote: Any, serial: int, **_named: str) -> Decision:
-        self.posted = serial
-        if serial == 1:
-            raise self._error
-        return Decision()
-
-
 def test_an_interrupt_in_the_hook_is_raised_where_the_region_is_compiled() -> None:
     """Once; the vote after it is held."""
-    votes: Any = FirstVoteFails(KeyboardInterrupt())
+    votes: Any = FirstVote(KeyboardInterrupt())
     regions = _Votes(votes)
     assert not regions.guards_checked(True)
     with pytest.raises(KeyboardInterrupt):
@@ -358,7 +352,7 @@ def test_an_interrupt_in_the_hook_is_raised_where_the_region_is_compiled() -> No
 
 def test_an_error_that_no_compilation_raised_outlives_the_next_call() -> None:
     """Dynamo may not compile, so the end of the block has to raise it."""
-    votes: Any = FirstVoteFails(AgreementError("another rank is at another vote"))
+    votes: Any = FirstVote(AgreementError("another rank is at another vote"))
     regions = _Votes(votes)
     assert not regions.guards_checked(True)
     assert not regions.guards_checked(True) and votes.posted == 1

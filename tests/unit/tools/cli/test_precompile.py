@@ -12,7 +12,6 @@ from megatron_cg.tools.cli.main import main
 
 BUILDER = """
 import torch
-import torch.distributed as dist
 from megatron_cg.compiled.region import Region
 
 class Twice(torch.nn.Module):
@@ -23,16 +22,9 @@ class Twice(torch.nn.Module):
     def forward(self, given):
         return self.linear(given) * 2
 
-class Ranked(Twice):
-    def forward(self, given):
-        return self.linear(given) * (1 + dist.get_rank())
-
-def region(kind=Twice):
+def region():
     with torch.device("meta"):
-        return Region(kind(), (torch.randn(2, 4, requires_grad=True),))
-
-def ranked():
-    return region(Ranked)
+        return Region(Twice(), (torch.randn(2, 4, requires_grad=True),))
 
 def wrong():
     return 3
@@ -62,16 +54,6 @@ def test_it_writes_an_artifact_and_says_what_it_is(
     assert "traced as ranks 0, 1 of 2" in said
     assert manifest["fingerprint"]["deterministic"] == "True"
     assert manifest["fingerprint"]["device"] == "cpu"
-
-
-def test_a_region_that_differs_between_ranks_is_an_error_that_names_it(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = f"precompile {file}:ranked --world-size 2 --out {tmp_path}/out".split()
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert "on rank 0 and " in said and "on rank 1" in said and "Ranked" in said
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

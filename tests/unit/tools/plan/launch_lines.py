@@ -104,10 +104,6 @@ LINES = {
         "python -m torch.distributed.run --nproc_per_node 8 --nnodes 1 pretrain_gpt.py "
         f"{_LLAMA_8B}{_FP8}--fp8-param-gather {_FSDP}"
     ),
-    "Llama 3 8B, DDP, BF16": (
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node=8 pretrain_gpt.py "
-        f"{_LLAMA_8B}--ckpt-format torch_dist --cuda-graph-impl none"
-    ),
     "Llama 3 70B, pipeline": (
         "CUDA_DEVICE_MAX_CONNECTIONS=1 srun -N 8 --ntasks-per-node 8 python -u pretrain_gpt.py "
         f"{_LLAMA_70B}--micro-batch-size 1 --global-batch-size 128 --tensor-model-parallel-size 4 "
@@ -151,11 +147,6 @@ LINES = {
         "--moe-flex-dispatcher-backend hybridep --recompute-granularity selective "
         "--recompute-modules mlp moe mla_up_proj layernorm --moe-router-force-load-balancing "
         "--megatron-fsdp-grad-comm-dtype bf16 --megatron-fsdp-main-grads-dtype bf16"
-    ),
-    "GPT-OSS 20B, FP8": (
-        f"torchrun --standalone --nproc_per_node 8 pretrain_gpt.py {_GPT_OSS}--num-layers 24 "
-        f"--num-experts 32 --global-batch-size 128 {_FP8}--tensor-model-parallel-size 1 "
-        "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --recompute-activations"
     ),
     "GPT-OSS 120B, BF16": (
         f"srun -N 8 torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py {_GPT_OSS}--num-layers "

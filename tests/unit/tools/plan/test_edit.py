@@ -102,11 +102,9 @@ def test_quantized_experts_are_in_graphs_by_cublas(
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "llama"])
 def test_whole_layers_of_large_experts_need_fused_permutation(name: str, plan: Plan) -> None:
     assert ("GEMMs are large" in said(plan(preset(name)))) is (name == "mixtral")
-
-
-def test_large_experts_with_fused_permutation_are_in_graphs(plan: Plan) -> None:
-    fused = plan(preset("mixtral", "--moe-permute-fusion"))
-    assert fused.best.settings.run.cuda_graph_modules == ("attn", "moe")
+    if name == "mixtral":
+        fused = plan(preset(name, "--moe-permute-fusion"))
+        assert fused.best.settings.run.cuda_graph_modules == ("attn", "moe")
 
 
 REFUSED = {

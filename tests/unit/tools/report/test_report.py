@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.telemetry.read_record import RecordError
 from megatron_cg.tools.align.compare import graph_counts
 from megatron_cg.tools.cli.main import main
 from megatron_cg.tools.report import report_page
@@ -84,16 +83,6 @@ def test_folders_of_align_of_one_run_and_of_two_are_found(made_up: Path, tmp_pat
         str(made_up / "graphs"),
         str(tmp_path / "graphs"),
     ]
-
-
-def test_what_is_no_record_is_named(made_up: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"holds no record .*--cg-record"):
-        read_story(tmp_path)
-    with pytest.raises(RecordError, match="holds no record"):
-        read_story(made_up, made_up / "eager")
-    (tmp_path / "rank0.jsonl").write_text("{")
-    with pytest.raises(RecordError, match=r"rank0\.jsonl is not a record"):
-        read_story(tmp_path)
 
 
 @pytest.mark.parametrize(
