@@ -256,7 +256,8 @@ class Digests:
                 name = f"{name}'"
             if isinstance(tensor, torch.Tensor):
                 self._kinds[name] = tensor.dtype, tensor.shape
-                self._sums[name] = _sums(tensor.detach())
+                if not tensor.is_meta:
+                    self._sums[name] = _sums(tensor.detach())
             elif value is not None:
                 self._kinds[name] = repr(value)
 

@@ -155,4 +155,4 @@ def _check(value: Any, kind: Any, where: str) -> None:
             if name not in value:
                 raise ValueError(f"{where} has no {name}")
             place = f"{where}[{reprlib.repr(name)}]" if where != "it" else name
-            _check(value[name], kind.get(str) or kind[name], place)
+            _check(value[name], kind[str if str in kind else name], place)

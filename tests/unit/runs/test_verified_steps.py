@@ -167,3 +167,5 @@ def test_digests_see_bits_that_compare_equal_or_never() -> None:
     assert not differ(nan, nan.clone())
     assert differ(torch.zeros(2), torch.zeros(2, dtype=torch.int32))
     assert Digests([("it", None)]).differences(Digests([("it", torch.zeros(1))])) == ["it"]
+    on_meta = torch.empty(2, device="meta")
+    assert not Digests([("it", on_meta)]).differences(Digests([("it", on_meta)]))
