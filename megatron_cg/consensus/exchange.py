@@ -84,7 +84,7 @@ class Agreement:
             self._name = _new_name(self._ranks)
             self._group = self._connect(alone)
         self._exchanges = 0
-        self._last, self._heard = ("settings", 0, ""), time.monotonic()
+        self._last, self._heard = "the vote on settings 0", time.monotonic()
         self._closed, self._broken = False, ""
         self._captures = 1
         self._next: Kind | None = Kind.CAPTURE_START
@@ -110,13 +110,12 @@ class Agreement:
             PhaseError: a CUDA graph is being captured.
         """
         _require_no_capture()
-        about = (name_of(kind), serial, name)
-        rows = self._exchange(encode(kind, serial, vote), timeout or self._timeout, about)
+        words = f"the vote on {name_of(kind)} {serial}" + (f" ({name})" if name else "")
+        rows = self._exchange(encode(kind, serial, vote), timeout or self._timeout, words)
         try:
             return decide(rows, self._ranks)
         except AgreementError as error:
-            self._break(f"{error} {self._remedy}")
-            raise AgreementError(self._broken) from None
+            raise self._ended(f"{error} {self._remedy}") from None
 
     def gather(self, mine: Any) -> list[Any]:
         """The objects of all ranks, in rank order. Not a vote; all ranks call it after the same.
@@ -205,8 +204,7 @@ class Agreement:
             if self._broken:
                 raise AgreementError(self._broken)
             if kind is Kind.DELETION and len(self._ranks) > 1:
-                self._break(f"all ranks had agreed on their graphs before. {self._remedy}")
-                raise AgreementError(self._broken)
+                raise self._ended(f"all ranks had agreed on their graphs before. {self._remedy}")
             if kind in (Kind.CAPTURE_START, Kind.CAPTURE_END):
                 with suppress(CaptureError, *[NotRestoredError] * ends):
                     self._vote_on_capture(kind, Vote(against=True, ends=ends))
@@ -228,8 +226,7 @@ class Agreement:
         decision = self.agree(Kind.MISMATCH, vote, timeout=timeout or FALLING_BACK, name=name)
         if decision.minority:
             others = ranks_text(decision.minority)
-            self._break(f"{others} voted on another graph than {name}. {self._remedy}")
-            raise AgreementError(self._broken)
+            raise self._ended(f"{others} voted on another graph than {name}. {self._remedy}")
         return bool(decision.largest)
 
     def noted(self, name: str, here: bool) -> bool:
@@ -313,9 +310,7 @@ class Agreement:
         return self._group
 
     @in_range("vote")
-    def _exchange(
-        self, row: torch.Tensor, timeout: timedelta, about: tuple[str, int, str]
-    ) -> torch.Tensor:
+    def _exchange(self, row: torch.Tensor, timeout: timedelta, vote: str) -> torch.Tensor:
         group = self._require_sound()
         if group is None:
             return row.view(1, -1)
@@ -323,19 +318,19 @@ class Agreement:
         # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
         # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
         _gloo_backend(group).set_timeout(timeout)
-        with self._naming_lost_ranks(timeout, about):
+        with self._naming_lost_ranks(timeout, vote):
             work: Any = dist.all_gather_into_tensor(rows, row, group, async_op=True)
             with suppress(RuntimeError):
                 work.wait(SOON)
             if late := not work.is_completed():
-                self._where.wait_at(f"{self._name}/{self._exchanges}", _words(about))
+                self._where.wait_at(f"{self._name}/{self._exchanges}", vote)
             work.wait()
             if late:
                 self._where.wait_no_more()
         return rows.view(group.size(), -1)
 
     @contextmanager
-    def _naming_lost_ranks(self, timeout: timedelta, about: tuple[str, int, str]) -> Iterator[None]:
+    def _naming_lost_ranks(self, timeout: timedelta, vote: str) -> Iterator[None]:
         """Turn what gloo raises in the block into an AgreementError; no vote can follow."""
         self._exchanges += 1
         begun = time.monotonic()
@@ -344,9 +339,8 @@ class Agreement:
         except RuntimeError as error:
             # One whose time is over ends the others' exchange, just before theirs is.
             late = time.monotonic() - begun > 0.9 * timeout.total_seconds()
-            self._break(self._lost(_words(about), timeout if late else error))
-            raise AgreementError(self._broken) from error
-        self._last, self._heard = about, time.monotonic()
+            raise self._ended(self._lost(vote, timeout if late else error)) from error
+        self._last, self._heard = vote, time.monotonic()
 
     def _lost(self, vote: str, cause: timedelta | RuntimeError) -> str:
         silent, here = time.monotonic() - self._heard, f"{self._name}/{self._exchanges}"
@@ -362,16 +356,17 @@ class Agreement:
             found = f"{ended}; {who} did not come to {vote} with" if absent else f"{ended}, before"
         return (
             f"{found} this rank, which is {caller()}. All ranks were last heard from "
-            f"{silent:.0f} seconds ago, at {_words(self._last)}. {elsewhere}This rank ends: it "
+            f"{silent:.0f} seconds ago, at {self._last}. {elsewhere}This rank ends: it "
             "cannot know what the others do, and its next collective would wait forever. "
             f"{self._remedy}"
         )
 
-    def _break(self, reason: str) -> None:
-        """Vote no more; the process ends soon."""
+    def _ended(self, reason: str) -> AgreementError:
+        """An error after which this rank votes no more; its process ends soon."""
         self._broken = reason
         if len(self._ranks) > 1:
             exit_without_waiting()
+        return AgreementError(reason)
 
 
 _made: Counter[str] = Counter()
@@ -382,11 +377,6 @@ def _new_name(ranks: Iterable[int]) -> str:
     those = f"megatron_cg/{digest(map(str, ranks))}"
     _made[those] += 1
     return f"{those}/{_made[those]}"
-
-
-def _words(about: tuple[str, int, str]) -> str:
-    what, serial, name = about
-    return f"the vote on {what} {serial}" + (f" ({name})" if name else "")
 
 
 def _gloo_backend(group: dist.ProcessGroup) -> Any:
