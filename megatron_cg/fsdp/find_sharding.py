@@ -24,12 +24,7 @@ def root_of(model: nn.Module) -> nn.Module | None:
 
     Raises UpstreamChangedError if the former lacks a member that we rely on.
     """
-    for module in model.modules():
-        if is_sharded(module):
-            return module
-        if type(module).__name__ == "MegatronFSDP":
-            return find_megatron_fsdp(module)
-    return None
+    return next(filter(is_sharded, model.modules()), None) or find_megatron_fsdp(model)
 
 
 def of_megatron(model: nn.Module) -> MegatronFsdp | MegatronFsdpV2 | None:

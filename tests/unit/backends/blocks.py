@@ -54,6 +54,13 @@ def capture(
         )
 
 
+def small(backend: Backend, *modules: nn.Module, hooks: Any = None, **options: Any) -> Any:
+    """Graphs of modules of one small input, with nothing restored."""
+    samples = [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
+    hooks = [{} for _ in modules] if hooks is None else hooks
+    return backend.capture(modules, samples, capture_time_hooks=hooks, **options)
+
+
 def train(modules: tuple[Block, ...], calls: tuple[Callable[..., Any], ...]) -> list[torch.Tensor]:
     """Three passes of different inputs; everything a user can see of them."""
     torch.manual_seed(5)

@@ -19,6 +19,7 @@ from megatron_cg.backends.native.native_backend import NativeBackend
 from megatron_cg.backends.tape.tape_memory import Pool, window
 from megatron_cg.backends.tape.tape_recording import recording
 from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes, replaced
+from tests.unit.backends.blocks import small
 
 DEFAULT = "the default stream"
 INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
@@ -226,10 +227,8 @@ WARMUPS = 3
 def capture(*modules: nn.Module, **options: Any) -> Any:
     """Graphs of these modules, with everything restored as a session does."""
     backend = OnCpu()
-    samples = [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
-    hooks = options.pop("hooks", [{} for _ in modules])
     with backend.preserved(modules):
-        return backend.capture(modules, samples, capture_time_hooks=hooks, **options)
+        return small(backend, *modules, **options)
 
 
 class Calling(nn.Linear):

@@ -15,7 +15,7 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.backends.driver.graphed import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import CaptureError, HookError
-from tests.unit.backends.blocks import MASK, Scale, capture, make_blocks, train
+from tests.unit.backends.blocks import MASK, Scale, capture, make_blocks, small, train
 from tests.unit.backends.cuda_double import OnCpu, cuda_double
 
 
@@ -27,12 +27,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with cuda_double() as cuda:
         yield OnCpu()
         assert cuda.underway is None and not cuda.invalid
-
-
-def small(backend: Backend, *modules: nn.Module, hooks: Any = None, **options: Any) -> Any:
-    samples = [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
-    hooks = [{} for _ in modules] if hooks is None else hooks
-    return backend.capture(modules, samples, capture_time_hooks=hooks, **options)
 
 
 def test_a_buffer_that_requires_a_gradient_is_refused(backend: Backend) -> None:

@@ -216,17 +216,6 @@ def of_two_ranks(self: Any, *args: Any, **named: Any) -> None:
     self.ep_size, self.ep_group = 2, torch.distributed.group.WORLD
 
 
-def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: None) -> None:
-    undo = use_device_counts(RowBound(1.25))
-    trainer = new_trainer(WHOLE)
-    undo()
-    with pytest.raises(ConfigurationError) as error:
-        check_model(trainer.model, None, GraphArguments(), "tape")
-    rules = [violation.rule for violation in error.value.violations]
-    assert rules == ["no-exchange"]
-    assert "call megatron_cg.enable(moe_rows=None)" in str(error.value)
-
-
 def test_a_model_without_the_dispatcher_is_refused_for_what_may_be_the_cause(
     one_rank: None, in_place_of_te: None
 ) -> None:

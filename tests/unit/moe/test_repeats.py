@@ -2,9 +2,10 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -23,30 +24,16 @@ from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 from tests.unit.moe.steps_of_megatron import MegatronTrainer, repeats, trainer_of
 from tests.unit.ranks import on_ranks
 
-WARMUP, LAYERS, MICROBATCHES, FACTOR = 1, 2, 2, 1.05
+WARMUP, LAYERS, MICROBATCHES, RANKS, FACTOR = 1, 2, 2, 2, 1.05
+Passes = frozenset[tuple[int, int, int]]
+"""In which the bound counts as exceeded, on the rank's device: rank, microbatch and layer."""
+NEVER: Passes = frozenset()
+EVERY: Passes = frozenset(product(range(RANKS), range(MICROBATCHES), range(LAYERS)))
 
 
-@dataclass(frozen=True)
-class Pass:
-    rank: int
-    microbatch: int
-    layer: int
-
-
-Exceeds = Callable[[Pass], bool]
-"""Whether the bound counts as exceeded in this pass, on this rank's device."""
-
-
-def never(_: Pass) -> bool:
-    return False
-
-
-def every_pass(_: Pass) -> bool:
-    return True
-
-
-def only(rank: int, microbatch: int, layer: int) -> Exceeds:
-    return lambda one: one == Pass(rank, microbatch, layer)
+def of(place: int, number: int) -> Passes:
+    """Those of one rank, microbatch or layer."""
+    return frozenset(one for one in EVERY if one[place] == number)
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,7 @@ class Case:
     With ``real`` the bound is a real one, of ``FACTOR``, and every step exceeds it.
     """
 
-    exceeds: tuple[Exceeds, ...] = (never, every_pass, never)
+    exceeds: tuple[Passes, ...] = (NEVER, EVERY, NEVER)
     real: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
@@ -75,7 +62,7 @@ class Case:
     @property
     def repeated(self) -> list[int]:
         found = enumerate(self.exceeds, WARMUP)
-        return [step for step, exceeds in found if self.real or exceeds is not never]
+        return [step for step, exceeds in found if self.real or exceeds]
 
     @property
     def verified(self) -> list[int]:
@@ -99,19 +86,20 @@ SIGMOID = {
 }
 LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
 RECOMPUTED = {**RECOMPUTE, **SIGMOID}
-PLACES: dict[str, Exceeds] = {
-    "every pass, at first": every_pass,
-    "never": never,
-    "one rank": lambda one: one.rank == 1,
-    "never after one rank": never,
-    "the other rank": lambda one: one.rank == 0,
-    "first microbatch": lambda one: one.microbatch == 0,
-    "last microbatch": lambda one: one.microbatch == 1,
-    "never after both microbatches": never,
-    "last layer of one rank": only(0, 1, LAYERS - 1),
-    "first layer of one rank": only(1, 0, 0),
-    "never after one layer": never,
-    **{f"every pass, {number} in a row": every_pass for number in (1, 2, 3)},
+FIRST_OF_ONE = of(0, 1) & of(1, 0) & of(2, 0)
+PLACES: dict[str, Passes] = {
+    "every pass, at first": EVERY,
+    "never": NEVER,
+    "one rank": of(0, 1),
+    "never after one rank": NEVER,
+    "the other rank": of(0, 0),
+    "first microbatch": of(1, 0),
+    "last microbatch": of(1, 1),
+    "never after both microbatches": NEVER,
+    "last layer of one rank": of(0, 0) & of(1, 1) & of(2, LAYERS - 1),
+    "first layer of one rank": FIRST_OF_ONE,
+    "never after one layer": NEVER,
+    **{f"every pass, {number} in a row": EVERY for number in (1, 2, 3)},
 }
 """Steps of one run, in this order."""
 ALL_AT_ONCE = SIGMOID | LOSSES
@@ -119,14 +107,14 @@ CASES = {
     "each place in its step": Case(tuple(PLACES.values())),
     "loss over all microbatches, without the fast path": Case(options=GLOBAL, fast_path=False),
     "captured again, evaluated, all at once": Case(
-        (never, every_pass, every_pass, never, every_pass),
+        (NEVER, EVERY, EVERY, NEVER, EVERY),
         options=ALL_AT_ONCE,
         dropout=0.2,
         again=3,
         evaluated=4,
         verifies_steps=True,
     ),
-    "verified": Case((never, every_pass, never, only(1, 0, 0), never), verify_interval=1),
+    "verified": Case((NEVER, EVERY, NEVER, FIRST_OF_ONE, NEVER), verify_interval=1),
     "a real bound, all at once, made on meta": Case(
         real=True, options=ALL_AT_ONCE | ON_META, dropout=0.2
     ),
@@ -135,7 +123,7 @@ CASES = {
 """What a step changes is compared after each, so one case has all that draws numbers or counts."""
 
 
-def forced_bound(steps: tuple[Exceeds, ...]) -> Any:
+def forced_bound(steps: tuple[Passes, ...]) -> Any:
     """A bound that counts as exceeded in these passes of each step with graphs."""
     from megatron_cg.moe.row_bound import RowBound
 
@@ -151,9 +139,9 @@ def forced_bound(steps: tuple[Exceeds, ...]) -> Any:
             counts.mul_(1 - switch)
 
         def before(self, step: int, microbatch: int) -> None:
-            exceeds = steps[step - WARMUP] if step >= WARMUP else never
+            exceeds = steps[step - WARMUP] if step >= WARMUP else NEVER
             here = dist.get_rank(), microbatch
-            on = [exceeds(Pass(*here, layer)) for layer in range(LAYERS)]
+            on = [(*here, layer) in exceeds for layer in range(LAYERS)]
             self.switches.copy_(torch.tensor(on))
 
     return Forced(1000.0)

@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends import aten
+from megatron_cg.backends.aten import tensors_in
 from megatron_cg.backends.tape import tape_memory
 from megatron_cg.backends.tape.tape_memory import Pool
 from megatron_cg.backends.tape.tape_recording import Tape
 from megatron_cg.tools.cpu.fakes import replaced
-from tests.unit.ordering.streams import Device, tensors_in
+from tests.unit.ordering.streams import Device
 from tests.unit.ordering.trace import Allocate, Launch, Release, Span, Trace, caller
 
 _NO_KERNEL = frozenset({"aten::set_", "aten::set_data", "aten::detach_"})
@@ -36,10 +37,7 @@ class _Facts(NamedTuple):
 @cache
 def _facts_of(func: torch._ops.OpOverload) -> _Facts:
     schema = func._schema
-    writes = any(
-        argument.alias_info is not None and argument.alias_info.is_write
-        for argument in schema.arguments
-    )
+    writes = bool(aten._places(func))
     makes_views = bool(schema.returns) and all(
         value.alias_info is not None and not value.alias_info.is_write for value in schema.returns
     )

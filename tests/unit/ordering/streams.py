@@ -19,6 +19,7 @@ import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Work
 
 import megatron_cg.fastpath  # noqa: F401 - all modules that ask for the stream
+from megatron_cg.backends.aten import tensors_in
 from megatron_cg.fastpath import buckets as fast_streams
 from megatron_cg.tools.cpu.fakes import FakeEvent, FakeStream, replaced
 from tests.unit.ordering.trace import (
@@ -218,13 +219,3 @@ class Device:
                 stack.enter_context(replaced(ProcessGroup, name, self._method(name)))
             stack.enter_context(replaced(Work, "wait", wait))
             yield
-
-
-def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found

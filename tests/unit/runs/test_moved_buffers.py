@@ -17,7 +17,7 @@ from tests.functional.tampering.replay import (
     parameter_replaced,
 )
 from tests.unit.ranks import on_ranks
-from tests.unit.trainers import layers_of, new_trainer
+from tests.unit.trainers import new_trainer
 
 pytestmark = pytest.mark.fault
 BEFORE, AFTER, LAYERS = 2, 2, 3
@@ -51,33 +51,13 @@ def play() -> dict[str, Any]:
 
     return {
         "nothing": run(None),
-        "other shape eagerly": run(None, shape_changes, ranks=(1,)),
         "other parameter eagerly": run(None, parameter_changes),
         "untouched": run("eager"),
         "eager": run("eager", buffers_move, ranks=(1,)),
         "other parameter": run("eager", parameter_changes),
-        "other shape": run("eager", shape_changes, ranks=(1,)),
-        "table": run("eager", table_changes, ranks=(1,)),
         "error": run("error", buffers_move),
         "backward": run("eager", buffers_move_in_forward),
     }
-
-
-def shape_changes(trainer: Any) -> None:
-    from megatron_cg.tools.cpu.train import Batches
-
-    shape = trainer.plan.model
-    trainer._batches = Batches(None, 1, shape.sequence_length, shape.vocabulary)
-
-
-def table_changes(trainer: Any) -> None:
-    """From now on every pass has a rotary table of its own."""
-
-    def copied(_module: Any, args: Any, kwargs: Any) -> Any:
-        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"].clone()}
-
-    for layer in layers_of(trainer):
-        layer.register_forward_pre_hook(copied, with_kwargs=True)
 
 
 def of_model(change: Callable[[Any], None]) -> Change:
@@ -116,21 +96,6 @@ def test_a_replaced_parameter_is_used_at_once(ranks: list[dict[str, Any]]) -> No
         assert rank["other parameter"]["numbers"] == rank["other parameter eagerly"]["numbers"]
         assert rank["other parameter"]["numbers"] != rank["nothing"]["numbers"]
         assert rank["other parameter"]["graphs"]["mismatched"] == AFTER
-
-
-def test_a_table_that_changes_after_all_runs_eagerly(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["table"]["numbers"] == rank["nothing"]["numbers"]
-    counts = ranks[1]["table"]["graphs"]
-    assert counts["mismatched"] == LAYERS * AFTER and counts["replayed"] == 0
-
-
-def test_another_shape_runs_eagerly_on_one_rank(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["other shape"]["numbers"] == rank["other shape eagerly"]["numbers"]
-        assert rank["other shape"]["numbers"] != rank["nothing"]["numbers"]
-    assert ranks[1]["other shape"]["graphs"]["replayed"] == 0
-    assert ranks[0]["other shape"]["graphs"]["replayed"] == LAYERS * AFTER
 
 
 def test_with_the_policy_error_the_run_ends_with_unit_and_cause(

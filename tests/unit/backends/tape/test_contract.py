@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +14,9 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
 from megatron_cg.errors import HostSyncError
 from megatron_cg.tools.cpu.fakes import cpu_fakes
+from tests.unit.backends.blocks import small
 
-
-def capture(*modules: nn.Module, hooks: Any = None, **options: Any) -> Any:
-    samples = [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
-    hooks = [{} for _ in modules] if hooks is None else hooks
-    return TapeBackend().capture(modules, samples, capture_time_hooks=hooks, **options)
+capture = partial(small, TapeBackend())
 
 
 class Reading(nn.Module):
