@@ -183,7 +183,7 @@ def test_what_was_seen_before_the_other_process_ended_is_kept(
     communicate = subprocess.Popen.communicate
 
     def once_written(process: Any, *given: Any, **named: Any) -> Any:
-        while end == "wait" and not Path(process.args[3]).exists():
+        while end == "wait" and not Path(process.args[-2]).exists():
             time.sleep(0.01)
         return communicate(process, *given, **named)
 
