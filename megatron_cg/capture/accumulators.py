@@ -26,8 +26,7 @@ Note [DDP finds parameters by their accumulators]
     of that moment, and their hooks count gradients. Other wrappers do the same and may not even be
     in the module tree. So while a module of a model that is not sharded is captured or verified,
     and somebody holds its accumulators, it holds other leaves of autograd: parameters on the same
-    memory with accumulators of their own. Replays give their gradients to the parameters
-    themselves.
+    memory with accumulators of their own. Replays give gradients to the parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -80,8 +79,7 @@ class OtherLeaves:
     def held(self, *, captures: bool = True) -> Iterator[None]:
         """Modules hold the leaves inside the block.
 
-        Raises CaptureError if it ``captures``, and a pass in it uses a parameter itself, or moves a
-        leaf to other memory.
+        Raises CaptureError if it ``captures``, and a pass uses a parameter itself or moves a leaf.
         """
         with ExitStack() as undo:
             for owner, name, parameter in self._places:

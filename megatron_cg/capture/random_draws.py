@@ -78,8 +78,7 @@ def seeds_refused(
 def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
     """Observe one backward pass of ``unit``; see Note [Two graphs, two draws].
 
-    Raises CaptureError after it: a random state was restored, and was another one when the next one
-    was restored.
+    Raises CaptureError after it: a restored random state was another one at the next restoring.
     """
     generators = _generators(unit, device_type)
     restored: list[torch.Tensor] = []

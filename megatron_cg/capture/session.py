@@ -113,8 +113,7 @@ class Session:
         """The transaction in which the caller captures the units and sets their graphs.
 
         The body calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit. If it ends
-        normally, the units replay from then on. If it raises, everything is restored and the
-        session can try again.
+        normally, the units replay from then on. If it raises, all is restored, for another try.
 
         Raises:
             PhaseError: graphs exist already, also of another session, or the session is closed.

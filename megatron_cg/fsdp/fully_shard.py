@@ -119,9 +119,8 @@ class FullyShard(PerModule):
     def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
         """Learn which units are unsharded at the same time; they get buffers of their own.
 
-        Examples are ``set_reshard_after_backward(False)``, which users call for all microbatches
-        but the last one, and units whose inputs need no gradient, which FSDP2 reshards at the end
-        of the backward pass.
+        Examples are ``set_reshard_after_backward(False)`` for all microbatches but the last, and
+        units whose inputs need no gradient: FSDP2 reshards them as the backward pass ends.
         """
         groups = {unit: groups_of(unit) for unit in units}
 

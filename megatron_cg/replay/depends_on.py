@@ -91,8 +91,7 @@ class Hooks:
     """Since a capture, no hook was added to a module inside the graph or removed from one.
 
     To be made while the unit's hooks are installed. Its own run around the replay and may change,
-    but for one in the old form of ``register_backward_hook``. Those inside that are ``moved`` will
-    run around it too.
+    but for one of ``register_backward_hook``. So will those inside that are ``moved``.
     """
 
     def __init__(

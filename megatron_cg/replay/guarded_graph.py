@@ -12,8 +12,7 @@ Note [Turns]
     For a mismatch, ranks vote in each pass. For evaluation and deleted graphs, ranks vote only when
     a unit turns from replays to eager passes, and when it turns back. If one rank turns alone, its
     vote fails, in either direction. A vote on a turn has the long timeout: before the first pass
-    after a turn, ranks may fetch data or write a checkpoint, and one rank may take minutes longer
-    than another.
+    after a turn, ranks may fetch data or write a checkpoint, and one may take minutes longer.
 
 Note [When gradients are counted]
     Megatron-FSDP reduces a bucket once all its parameters have got a gradient. A replay is one

@@ -10,8 +10,7 @@ Note [A gradient that a leaf takes over]
 Note [Where a gradient ends]
     The nodes ahead of an input are followed until each path is known to keep nothing: at a replay,
     which copies what it receives, or at an operation that only passes on gradients that it has
-    computed. A path that reaches a leaf, code that is not known, or more than a few nodes: the
-    gradient is copied.
+    computed. If a path reaches a leaf, unknown code or more than a few nodes, it is copied.
 """
 
 from collections.abc import Callable

@@ -54,8 +54,7 @@ _Named = list[tuple[str, torch.Tensor | None]]
 _ALIGNED = 16
 """Bytes that kernels read at once, if the address allows it."""
 ROUNDS = 8
-"""Replays, and eager passes beside them, that must show a difference without deterministic
-algorithms."""
+"""Replays and eager passes that must show a difference without deterministic algorithms."""
 _STEPS, _SCALE = 251, 128
 """Synthetic gradients are multiples of 1/128 from -125/128 to 125/128, which are exact in every
 floating dtype of training."""
