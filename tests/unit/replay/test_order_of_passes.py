@@ -12,6 +12,7 @@ from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.unit import Unit
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.unit.replay.test_own_gradients import Replay
 from tests.unit.trainers import trainer_of
 
 pytestmark = pytest.mark.fault
@@ -57,16 +58,6 @@ def test_a_pass_out_of_order_is_an_error(
     with pytest.raises(ReplayMismatchError, match=words):
         for number in order:
             made[number].backward(retain_graph=True)
-
-
-class Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 def test_only_later_units_replay_until_the_backward_has_run_or_cannot() -> None:

@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
-from tests.unit.integrations.standalone.plain import REPLAYED, WARMUP, Training, assert_as_eager
+from tests.unit.integrations.standalone.plain import (
+    REPLAYED,
+    WARMUP,
+    Training,
+    assert_as_eager,
+    backward,
+)
 
 ROWS, WIDTH = 99, 40
 """Of a batch on which sums in another order have other bits."""
@@ -39,9 +45,7 @@ def train(choose: Callable[[int], Loss], counts: dict[str, int]) -> None:
     """Train with the loss of each step, and compare with eager training."""
 
     def microbatch(run: Training, _x: torch.Tensor) -> torch.Tensor:
-        loss = choose(run.step)(run.model(torch.randn(ROWS, WIDTH)))
-        loss.backward()
-        return loss
+        return backward(choose(run.step)(run.model(torch.randn(ROWS, WIDTH))))
 
     assert_as_eager(counts, Network, microbatch, units="units.*")
 

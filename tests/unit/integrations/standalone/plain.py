@@ -41,11 +41,15 @@ def in_turn(layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def train(run: Training, x: torch.Tensor) -> torch.Tensor:
-    """The loss of a microbatch after its backward pass."""
-    loss = in_turn(run.model, x).square().mean()
+def backward(loss: torch.Tensor) -> torch.Tensor:
+    """The same, after its backward pass."""
     loss.backward()
     return loss
+
+
+def train(run: Training, x: torch.Tensor) -> torch.Tensor:
+    """The loss of a microbatch after its backward pass."""
+    return backward(in_turn(run.model, x).square().mean())
 
 
 class Training:

@@ -19,6 +19,7 @@ from tests.unit.integrations.standalone.plain import (
     Training,
     Unit,
     assert_as_eager,
+    backward,
     in_turn,
     same,
     units,
@@ -154,9 +155,7 @@ def with_a_weight(run: Any, x: torch.Tensor) -> torch.Tensor:
         y = unit(x, head.linear.weight)
         if is_last or "hook" in vars(run.model):
             y = head(y)
-    loss: torch.Tensor = y.float().square().mean()
-    loss.backward()
-    return loss
+    return backward(y.float().square().mean())
 
 
 def test_without_the_hook_that_kept_casts_apart_a_unit_runs_eagerly() -> None:

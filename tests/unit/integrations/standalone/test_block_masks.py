@@ -17,6 +17,7 @@ from tests.unit.integrations.standalone.plain import (
     WIDTH,
     Training,
     assert_as_eager,
+    backward,
     units,
 )
 
@@ -68,9 +69,7 @@ def train(run: Training, x: torch.Tensor) -> torch.Tensor:
     made = mask(causal, documents(ids), window(3))
     for layer in run.model:
         x = layer(x, made)
-    loss = x.square().mean()
-    loss.backward()
-    return loss
+    return backward(x.square().mean())
 
 
 def test_other_documents_in_each_step_are_replayed() -> None:

@@ -20,6 +20,7 @@ from tests.unit.integrations.standalone.plain import (
     Training,
     Unit,
     assert_as_eager,
+    backward,
     in_turn,
     train,
     units,
@@ -66,9 +67,7 @@ class InChannels(Unit):
 def on_images(run: Training, x: torch.Tensor) -> torch.Tensor:
     images = (x[:, :, None, None] * torch.rand(9, 9)).to(memory_format=torch.channels_last)
     y = in_turn(run.model, images)
-    loss = (y * y.sin()).mean()
-    loss.backward()
-    return loss
+    return backward((y * y.sin()).mean())
 
 
 def with_rollouts(run: Training, x: torch.Tensor) -> torch.Tensor:
@@ -76,9 +75,7 @@ def with_rollouts(run: Training, x: torch.Tensor) -> torch.Tensor:
     y = in_turn(run.model, x)
     with torch.no_grad():
         target = in_turn(run.model, x)
-    loss = (y * target).square().mean()
-    loss.backward()
-    return loss
+    return backward((y * target).square().mean())
 
 
 def dropping(run: Training, x: torch.Tensor) -> torch.Tensor:
@@ -86,9 +83,7 @@ def dropping(run: Training, x: torch.Tensor) -> torch.Tensor:
     left = [layer for n, layer in enumerate(run.model) if n != run.step % UNITS]
     for layer in left:
         x = layer(x, torch.full((ROWS, WIDTH), 0.5))
-    loss = x.square().mean()
-    loss.backward()
-    return loss
+    return backward(x.square().mean())
 
 
 class Masked(Unit):

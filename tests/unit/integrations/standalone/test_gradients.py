@@ -21,6 +21,7 @@ from tests.unit.integrations.standalone.plain import (
     Training,
     Unit,
     assert_as_eager,
+    backward,
     in_turn,
     train,
     units,
@@ -31,9 +32,7 @@ def used_later(run: Training, x: torch.Tensor) -> torch.Tensor:
     """Each unit's input has one more use after it."""
     for layer in run.model:
         x = layer(x) + x.sin() * 3
-    loss = x.square().mean()
-    loss.backward()
-    return loss
+    return backward(x.square().mean())
 
 
 def test_an_input_that_is_used_twice_inside_and_later_outside_is_refused() -> None:
@@ -70,9 +69,7 @@ def test_a_use_that_comes_after_the_capture_is_an_error_if_sums_round_otherwise(
         hidden, is_last, layer = x * 2, run.step == STEPS - 1, run.model[0]
         term = use(layer, hidden).sum() if is_last and not after else 0.0
         loss = layer(hidden).square().mean() + term
-        loss = loss + use(layer, hidden).sum() if is_last and after else loss
-        loss.backward()
-        return torch.as_tensor(loss)
+        return backward(loss + use(layer, hidden).sum() if is_last and after else loss)
 
     def make() -> nn.ModuleList:
         return nn.ModuleList([Twice()])
@@ -193,9 +190,7 @@ def of_weights_behind(run: Training, x: torch.Tensor) -> torch.Tensor:
 
 
 def train_on(y: torch.Tensor) -> torch.Tensor:
-    loss = y.square().sum()
-    loss.backward()
-    return loss
+    return backward(y.square().sum())
 
 
 REFUSED = {twice: r"twice .*\(retain_graph=True\)", penalty: "with create_graph=True"}

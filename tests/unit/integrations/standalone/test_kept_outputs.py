@@ -16,6 +16,7 @@ from tests.unit.integrations.standalone.plain import (
     Training,
     Unit,
     assert_as_eager,
+    backward,
     in_turn,
     units,
 )
@@ -109,9 +110,7 @@ def test_an_input_that_comes_back_is_read_before_it_is_overwritten() -> None:
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
         state = states.get(run, torch.zeros(ROWS, WIDTH))
         y, states[run] = run.model[0](x.detach(), state)
-        loss = torch.as_tensor(y).square().mean()
-        loss.backward()
-        return loss
+        return backward(torch.as_tensor(y).square().mean())
 
     counts = {"replayed": (STEPS - WARMUP) * 3, "mismatched": 0}
     assert_as_eager(counts, lambda: nn.ModuleList([Shifted()]), microbatch, 3)

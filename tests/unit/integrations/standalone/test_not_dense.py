@@ -10,7 +10,15 @@ from torch import nn
 from megatron_cg.errors import CaptureError, ConfigurationError
 from megatron_cg.replay.counters import Counters
 from tests.unit.counted import expect
-from tests.unit.integrations.standalone.plain import ROWS, STEPS, WARMUP, WIDTH, Training, Unit
+from tests.unit.integrations.standalone.plain import (
+    ROWS,
+    STEPS,
+    WARMUP,
+    WIDTH,
+    Training,
+    Unit,
+    backward,
+)
 
 Reads = Callable[[Any, torch.Tensor, Any], Any]
 """What a unit returns, of itself, its output and its second argument."""
@@ -31,9 +39,7 @@ def trained(reads: Reads, *others: Any) -> Counters:
 
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
         out = run.model[0](x, others[min(run.step, len(others) - 1)])
-        loss: torch.Tensor = (out[0] if isinstance(out, tuple) else out).square().mean()
-        loss.backward()
-        return loss
+        return backward((out[0] if isinstance(out, tuple) else out).square().mean())
 
     training = Training(lambda: nn.ModuleList([Reading(reads)]), microbatch)
     training.optimizer = torch.optim.SGD(training.model[0].linear.parameters())

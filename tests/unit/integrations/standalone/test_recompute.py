@@ -14,6 +14,7 @@ from tests.unit.integrations.standalone.plain import (
     UNITS,
     Training,
     assert_as_eager,
+    backward,
     train,
     units,
 )
@@ -34,9 +35,7 @@ def around_units(how: str, since: int = 0) -> Callable[[Training, torch.Tensor],
                 return torch.sin(layer(torch.tanh(y)))
 
             x = CHECKPOINTS[how](around, x) if run.step >= since else around(x)
-        loss = x.square().mean()
-        loss.backward()
-        return loss
+        return backward(x.square().mean())
 
     return microbatch
 
