@@ -34,7 +34,7 @@ def two_passes(trainer: Any) -> list[torch.Tensor]:
 def layers_of_one_pass(trainer: Any) -> list[torch.Tensor]:
     kept: list[torch.Tensor] = []
     with ExitStack() as hooks:
-        for unit in trainer.session._units:
+        for unit in trainer.session.units:
             hook = unit.layer.register_forward_hook(lambda _, __, out: kept.append(out[0]))
             hooks.enter_context(hook)
         trainer._forward()
