@@ -66,8 +66,8 @@ def test_a_gradient_taken_off_its_parameter_is_still_held_by_fsdp(one_rank: None
 
 
 @pytest.fixture
-def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
-    """Makes trainers that pass no mask, as Megatron's data loader does where it makes none."""
+def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trainers pass no mask, as Megatron's data loader where it makes none, or their own."""
     from megatron.core.transformer import cuda_graphs
 
     from megatron_cg.tools.cpu.train import Trainer
@@ -78,36 +78,23 @@ def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     def forward(self: Any) -> torch.Tensor:
         tokens, labels = next(self._batches)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        losses: torch.Tensor = self.model(tokens, positions, masks[0], labels=labels)
+        losses: torch.Tensor = self.model(tokens, positions, vars(self).get("mask"), labels=labels)
         return losses.float()
 
-    masks: list[torch.Tensor | None] = [None]
     monkeypatch.setattr(Trainer, "_forward", forward)
 
-    def make() -> Any:
-        trainer = make_trainer()
-        trainer.masks = masks
-        return trainer
-
     with microbatch_of(BATCH):
-        yield make
+        yield
 
 
-def observed(trainer: Any) -> Any:
-    from megatron_cg.integrations.megatron.masks import ObservedInputs
+def captured(trainer: Any, leave_out: bool) -> tuple[Any, Callable[[], None]]:
+    from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
+    from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 
     inputs = ObservedInputs(layers_of(trainer))
     stop = inputs.observe_step()
     trainer.first = trainer.step()
     stop()
-    return inputs
-
-
-def captured(trainer: Any, leave_out: bool) -> tuple[Any, Callable[[], None]]:
-    from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
-    from megatron_cg.integrations.megatron.masks import without_unused_masks
-
-    inputs = observed(trainer)
     undo = without_unused_masks(layers_of(trainer), inputs) if leave_out else lambda: None
     given = [trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer]
     helper = FsdpHelper(lambda: new_helper(*given), TapeBackend())
@@ -117,11 +104,11 @@ def captured(trainer: Any, leave_out: bool) -> tuple[Any, Callable[[], None]]:
 
 @pytest.mark.parametrize("leave_out", [True, False])
 def test_a_layer_without_a_mask_trains_as_eagerly_whether_its_graph_has_one_or_not(
-    unmasked: Callable[[], Any], leave_out: bool
+    unmasked: None, leave_out: bool
 ) -> None:
-    eager = unmasked()
+    eager = make_trainer()
     expected = [eager.step() for _ in range(1 + STEPS)]
-    trainer = unmasked()
+    trainer = make_trainer()
     helper, undo = captured(trainer, leave_out)
     names = layers_of(trainer)[1].cuda_graphs[0].graph._recorded.kwarg_names
     assert ("attention_mask" in names) is not leave_out
@@ -134,16 +121,15 @@ def test_a_layer_without_a_mask_trains_as_eagerly_whether_its_graph_has_one_or_n
     undo()
 
 
-def test_a_mask_that_comes_later_is_not_left_aside(unmasked: Callable[[], Any]) -> None:
+def test_a_mask_that_comes_later_is_not_left_aside(unmasked: None) -> None:
     mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)
-    eager = unmasked()
+    eager = make_trainer()
     eager.step()
-    eager.masks[0] = mask
+    eager.mask = mask
     expected = eager.step()
-    trainer = unmasked()
-    trainer.masks[0] = None
+    trainer = make_trainer()
     helper, undo = captured(trainer, leave_out=True)
-    trainer.masks[0] = mask
+    trainer.mask = mask
     assert trainer.step() == expected
     expect(helper.session.counters, replayed=0, eager=2)
     helper.delete()
