@@ -352,7 +352,7 @@ def _make_loss_scales() -> None:
     no dimension, and a schedule could not copy into it.
     """
     for scaler in torch.autograd.Function.__subclasses__():
-        if getattr(scaler, _SCALE, torch.empty(0)) is None and hasattr(scaler, _SET_SCALE):
+        if getattr(scaler, _SCALE, False) is None and hasattr(scaler, _SET_SCALE):
             getattr(scaler, _SET_SCALE)(torch.ones(1, device=torch.cuda.current_device()))
 
 

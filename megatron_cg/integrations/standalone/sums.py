@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -192,25 +193,37 @@ class Later:
         self._fine: set[tuple[Any, ...]] = set()
 
     def observe(self) -> Undo:
-        """Look at backward passes until the returned function is called."""
-        original, number = _RUN.find(), _NUMBER.find()
+        """Look at backward passes until the returned function is called, or the model is freed."""
+        original, number, here = _RUN.find(), _NUMBER.find(), ref(self)
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
-            replays = {node: unit for unit, node in self._waiting().items()}
-            if not replays or in_backward_pass():
+            later = here()  # torch's function must not keep a model that is dropped
+            if later is None or not later._begun(roots, number()):
                 return original(roots, *args, **kwargs)
-            places = (node._sequence_nr() - self._last for node in replays)
-            key = (number() - self._last, *places, *_shape(_edges(roots), replays))
-            self._passes += 1
-            if key not in self._fine or self._passes % 50 == 0:
-                self._look(_users(roots), replays)
-                self._fine = {key, *self._fine} if len(self._fine) < 99 else {key}
             try:
                 return original(roots, *args, **kwargs)
             finally:
-                self._last = number()
+                later._last = number()
 
-        return put_over(*_RUN.place(), run)
+        self._undo = finalize(self, put_over(*_RUN.place(), run))
+        self._undo.atexit = False
+        return self._stop
+
+    def _stop(self) -> None:
+        self._undo()
+
+    def _begun(self, roots: Any, number: int) -> bool:
+        """Whether a backward pass of replays begins; looks at it if it may have new uses."""
+        replays = {node: unit for unit, node in self._waiting().items()}
+        if not replays or in_backward_pass():
+            return False
+        places = (node._sequence_nr() - self._last for node in replays)
+        key = (number - self._last, *places, *_shape(_edges(roots), replays))
+        self._passes += 1
+        if key not in self._fine or self._passes % 50 == 0:
+            self._look(_users(roots), replays)
+            self._fine = {key, *self._fine} if len(self._fine) < 99 else {key}
+        return True
 
     def _look(self, users: Mapping[_Edge, Sequence[Any]], replays: Mapping[Any, str]) -> None:
         reached = {node for by in users.values() for node in by}

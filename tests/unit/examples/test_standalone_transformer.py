@@ -33,7 +33,7 @@ example, *flags = sys.argv[1:]
 for sharding in flags.pop().split(","):
     if sharding.startswith("megatron-fsdp"):
         sitecustomize.Blocker.names.discard("megatron_fsdp")
-    print("with", sharding, flush=True)
+    print("\\nwith", sharding, flush=True)
     runpy.run_path(example)["main"]([*flags, sharding])
 """
 """The example with each sharding, whose processes need not import everything anew.
@@ -63,7 +63,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("blocked")
     ended = python(folder, "-c", FORKED, EXAMPLE, *FLAGS.split(), ",".join(TOGETHER))
     found = dict.fromkeys(TOGETHER, ended.stderr)
-    for part in ended.stdout.split("with ")[1:]:
+    for part in ended.stdout.split("\nwith ")[1:]:
         name, _, text = part.partition("\n")
         found[name] = text + (ended.stderr if ended.returncode else "")
     ended = python(folder, EXAMPLE, *FLAGS.split(), AS_A_USER)

@@ -360,7 +360,6 @@ def test_gradients_of_graphs_are_borrowed_once_a_pass(results: list[dict[str, An
 def test_ranks_that_choose_otherwise_capture_nothing() -> None:
     for found in on_ranks(capture_unlike):
         assert "ranks would capture different graphs" in found["error"]
-        assert "the same choice of --cg-no-fsdp-fast-path" in found["error"]
         assert found["hooks are back"] and found["steps"] == 3
 
 

@@ -60,7 +60,7 @@ def no_graphs(trainer: Any, _patch: pytest.MonkeyPatch) -> None:
 def verified(trainer: Any, patch: pytest.MonkeyPatch) -> None:
     """A verification that finds another number on this rank."""
     patch.setattr(graphed, "verify", lambda *_, **__: WRONG)
-    patch.setattr(type(trainer.session.mismatches), "verifies", True)
+    patch.setattr(trainer.session.mismatches.verifications, "_interval", 1)
 
 
 WAYS = [no_change, refused, evaluation, no_tensor, no_graphs, verified]
