@@ -11,10 +11,19 @@ Note [Order of entering]
     Raw parameters are entered before the parameters' hooks, because the hooks are on the raw
     parameters. The backend's state is entered last, so it is restored first, while hooks are still
     off: restoring RNG and FP8 state runs no module code, but a hook that fires on it would.
+
+Note [Compiled for a size]
+    Dynamo compiles a function for the sizes of its first call, and at the first other size once
+    more for any. The two kernels may sum in another order. megatron-core 0.19.2 compiles the
+    backward pass of the experts' activation, which sums the gradients of probabilities. If a rank
+    has had one number of rows in all steps and the capture has another (FP8 pads), eager passes
+    after the capture would run by the second kernel, and verification would find no difference to
+    a run without graphs. So a capture compiles for its own size.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +62,16 @@ def capturing(
         always.callback(_quiet_parameters(parameters))
         always.callback(quiet_modules(layers, modules, sharding.made))
         always.enter_context(backend.preserved(layers))
+        always.enter_context(compiled_kept())
         yield hooks, lasting
+
+
+@contextmanager
+def compiled_kept() -> Iterator[None]:
+    """Functions run by the same compiled code before and after; see Note [Compiled for a size]."""
+    dynamo = sys.modules.get("torch._dynamo")
+    with dynamo.config.patch(automatic_dynamic_shapes=False) if dynamo else nullcontext():
+        yield
 
 
 def quiet_modules(

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from megatron_cg.capture.transaction import (
     buffers_kept,
+    compiled_kept,
     frozen_kept,
     gradients_kept,
     without_gradients,
@@ -56,3 +58,22 @@ def test_buffers_frozen_parameters_and_gradients_are_as_before(fails: bool, repl
     assert all(torch.equal(now[name], value) for name, value in values.items())
     net.weight.sum().backward()
     assert len(called) == 1
+
+
+@pytest.mark.parametrize(("before", "compiled"), [((8,), 1), ((8, 9), 0)])
+def test_eager_passes_keep_their_compiled_code(before: tuple[int, ...], compiled: int) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    twice = torch.compile(lambda x: x * 2, backend=counter)
+    for size in before:
+        twice(torch.ones(size))
+    with compiled_kept():
+        twice(torch.ones(20))
+    assert counter.frame_count == len(before) + compiled
+    # Code that was compiled last is tried first: for any size it would take this one too.
+    shapes = [torch.ones(size) for size in before]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for given in shapes:
+            twice(given)
+    twice(torch.ones(33))
+    assert counter.frame_count == len(before) + 2 * compiled
