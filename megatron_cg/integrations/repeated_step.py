@@ -26,6 +26,7 @@ from megatron_cg.integrations.step_state import StepState
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.replay.plain import is_plain
 from megatron_cg.replay.verify import Digests
+from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import set_attribute, undone_after
 
 _SHOWN = 8
@@ -42,10 +43,11 @@ def gradients_saved(sharding: Sharding) -> Callable[[], None]:
     def restore() -> None:
         # FSDP2's modules may have held other parameters before: the unsharded ones.
         now = dict.fromkeys(sharding.network.parameters(), (None, None))
-        for parameter, (grad, values) in (now | saved).items():
-            parameter.grad = grad
-            if grad is not None:
-                grad.copy_(values)
+        with Restores() as stack:
+            for parameter, (grad, values) in (now | saved).items():
+                stack.restore("a gradient", setattr, parameter, "grad", grad)
+                if grad is not None:
+                    stack.restore("a gradient", grad.copy_, values)
 
     return restore
 

@@ -60,7 +60,7 @@ from megatron_cg.tools.cli import main, report
 report.run = lambda *_: print("\\u2026 " * 100) or open("/dev/null").fileno() < 3
 sys.exit(main.main(["report", "x"]))
 """
-"""A command in a new interpreter that prints and opens a file, in the place of no stream."""
+"""A command in a new interpreter that prints and opens a file, where a stream is closed."""
 
 
 def started(redirection: str, **environment: str) -> tuple[int, str]:
