@@ -1,18 +1,156 @@
-"""What a capture backend does."""
+"""What a capture backend does, and how it restores what a capture leaves changed.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+Note [A generator can stay in a capture]
+    If CUDA refuses a capture (for example because of a host read), ``capture_end`` raises before it
+    notifies the generators. Every later draw then fails with "Offset increment outside graph
+    capture" (torch 2.11, not 2.12 to 2.15). A clone of a generator's state is not in a
+    capture, so a generator that cannot draw gets a clone of its own state. A generator that can
+    draw is left unchanged, since graphs of another model may be registered with it.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_cg.backends.cuda_cleanup import random_states_kept, stream_kept
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.upstream.te_if_loaded import fp8_recipe
+from megatron_cg.restore import Restores
+from megatron_cg.upstream.symbols import Symbol
+from megatron_cg.upstream.te_if_loaded import fp8_recipe, rng_states
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_TRACKER = Symbol(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the RNG tracker; None before it is made")
+_STATES = Symbol(
+    f"{_RANDOM}:CudaRNGStatesTracker",
+    "the RNG tracker, which draws from one of its states",
+    attributes=("states_",),
+)
+_ENDS = tuple(
+    Symbol(f"torch._C:{name}", "the allocator's end of a capture that CUDA refused")
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
+)
+RELIES_ON = (_TRACKER, _STATES, *_ENDS)
+
+
+def device_generator() -> list[torch.Generator]:
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
+@contextmanager
+def generators_kept(on_device: Sequence[torch.Generator]) -> Iterator[None]:
+    """Restore the states of the host's generator and of those ``on_device``.
+
+    See Note [A generator can stay in a capture].
+    """
+    generators = [torch.default_generator, *on_device]
+    with Restores() as stack:
+        for generator in generators:
+            stack.restore("a random generator", generator.set_state, generator.get_state())
+        try:
+            yield
+        except BaseException:
+            for generator in on_device:
+                _end_capture_of(generator)
+            raise
+
+
+def _end_capture_of(generator: torch.Generator) -> None:
+    """See Note [A generator can stay in a capture]. The caller restores the state."""
+    try:
+        torch.empty(1, device=generator.device).uniform_(generator=generator)
+    except RuntimeError:
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def megatron_tracker() -> Any:
+    """Megatron's RNG tracker, or None: Megatron is not in use, or nobody has seeded it.
+
+    ``get_cuda_rng_tracker`` would make one, which a later seeding does not replace.
+    """
+    return _TRACKER.find() if _RANDOM in sys.modules else None
+
+
+def generators_of(callables: Iterable[nn.Module], device_type: str) -> list[torch.Generator]:
+    """The generators that captured code may draw from, besides the device's own.
+
+    Those of Megatron's and of TE's RNG trackers, and attributes of the modules. A tracker that is
+    not graph-safe holds states as tensors, and torch refuses to set one in a capture.
+    """
+    tracker = megatron_tracker()
+    states = [*rng_states().values(), *(tracker.states_.values() if tracker is not None else ())]
+    states += [value for root in callables for m in root.modules() for value in vars(m).values()]
+    generators = {id(value): value for value in states if isinstance(value, torch.Generator)}
+    return [generator for generator in generators.values() if generator.device.type == device_type]
+
+
+@contextmanager
+def random_states_kept(callables: Iterable[nn.Module], device_type: str) -> Iterator[None]:
+    """Restore all generators that captured code may draw from, and what the tracker holds.
+
+    A fork replaces states of Megatron's tracker.
+    """
+    own = device_generator() if device_type == "cuda" else []
+    tracker = megatron_tracker()
+    tracked = dict(tracker.states_) if tracker is not None else {}
+    try:
+        with generators_kept([*own, *generators_of(callables, device_type)]):
+            yield
+    finally:
+        if tracker is not None:
+            tracker.states_.clear()
+            tracker.states_.update(tracked)
+
+
+def leave_pool(pool: tuple[int, int]) -> None:
+    """Make the allocator leave a capture that CUDA refused to end; torch 2.11 and 2.12.
+
+    ``CUDAGraph.capture_end`` raises before it notifies the allocator, which then defers frees and
+    keeps the pool's memory. Later torch does this itself, but 2.13 keeps the memory all the same.
+    """
+    device = torch.cuda.current_device()
+    # The first call raises if every capture has ended: then nothing is held.
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+
+
+@contextmanager
+def waited_for() -> Iterator[None]:
+    """Wait for the device after the block: what follows may undo what its kernels still change.
+
+    If the block raises, an error of the wait does not hide its own.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()
+        raise
+    torch.cuda.synchronize()
+
+
+@contextmanager
+def stream_kept() -> Iterator[None]:
+    """Restore the stream: ``torch.cuda.graph`` stays on its own if ending a capture raises.
+
+    In torch 2.11 to 2.13, ``graph.__exit__`` leaves it after ``capture_end``, without ``finally``.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(stream)
 
 
 class Backend:

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.places import Place, place_of
+from megatron_cg.backends.calls import Place, place_of
 from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.observer import Observer

@@ -19,8 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.aten import has_wrapper, run_inside, tensors_in, written
-from megatron_cg.backends.places import place_of
+from megatron_cg.backends.calls import has_wrapper, place_of, run_inside, tensors_in, written
 from megatron_cg.capture.python_state import is_known
 from megatron_cg.memory.storage import StorageReference
 from megatron_cg.replay.dtensors import local

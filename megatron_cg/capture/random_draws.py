@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.backends.cuda_cleanup import device_generator, generators_of
+from megatron_cg.backends.base import device_generator, generators_of
 from megatron_cg.capture.python_state import attribute
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.unit import Unit

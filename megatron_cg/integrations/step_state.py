@@ -31,7 +31,7 @@ import numpy
 import torch
 from torch import nn
 
-from megatron_cg.backends.cuda_cleanup import device_generator
+from megatron_cg.backends.base import device_generator
 from megatron_cg.restore import Restores, put_back
 from megatron_cg.upstream.te_if_loaded import rng_states
 

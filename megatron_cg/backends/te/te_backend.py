@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.backends.base import Backend
-from megatron_cg.backends.cuda_cleanup import leave_pool, stream_kept, waited_for
+from megatron_cg.backends.base import Backend, leave_pool, stream_kept, waited_for
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.unit import ReplayFunction

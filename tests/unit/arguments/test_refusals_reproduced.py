@@ -13,8 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.qk_clip import clip_qk
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.backends.tape.tape_memory import FreedStorageError
+from megatron_cg.backends.tape.tape_backend import FreedStorageError, TapeBackend
 from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.native.native_backend import NativeBackend
-from megatron_cg.backends.tape.tape_memory import Pool, window
-from megatron_cg.backends.tape.tape_recording import recording
+from megatron_cg.backends.tape.tape_backend import Pool, recording, window
 from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes, replaced
 from tests.unit.backends.blocks import small
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.driver.graphed import GraphResetError
+from megatron_cg.backends.driver.capture import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import CaptureError, HookError
 from tests.unit.backends.blocks import MASK, Scale, capture, make_blocks, small, train

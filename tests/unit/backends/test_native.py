@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.driver.graphed import GraphResetError, _lies_in
+from megatron_cg.backends.driver.capture import GraphResetError, _lies_in
 from tests.unit.backends.cuda_double import (
     DEFAULT,
     REFUSED,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.cuda_cleanup import generators_of
+from megatron_cg.backends.base import generators_of
 from megatron_cg.backends.native.native_backend import refuse
 from megatron_cg.errors import CaptureError
 from tests.unit.backends.cuda_double import Calling, CudaDouble, OnCpu, capture

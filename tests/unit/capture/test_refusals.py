@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.places import place_of
-from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.backends.tape.tape_recording import recording
+from megatron_cg.backends.calls import place_of
+from megatron_cg.backends.tape.tape_backend import TapeBackend, recording
 from megatron_cg.capture.guarded_capture import refusal
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.replay.unit import Unit

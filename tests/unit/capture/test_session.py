@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_cg.backends.driver.graphed import GraphResetError
+from megatron_cg.backends.driver.capture import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement

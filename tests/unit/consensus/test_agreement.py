@@ -293,8 +293,7 @@ def test_a_closed_agreement_leaves_nothing_open(outcome: Any) -> None:
 
 
 def test_no_vote_is_taken_while_a_graph_is_captured(one_rank: None) -> None:
-    from megatron_cg.backends.tape.tape_memory import Pool
-    from megatron_cg.backends.tape.tape_recording import recording
+    from megatron_cg.backends.tape.tape_backend import Pool, recording
 
     votes = Agreement(LONG)
     with recording(Pool(), torch.nn.Identity(), "a layer"):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.backends.driver.graphed import GraphResetError
+from megatron_cg.backends.driver.capture import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.accumulators import forget_accumulators
 from megatron_cg.errors import FastPathError

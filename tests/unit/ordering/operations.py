@@ -9,11 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends import aten
-from megatron_cg.backends.aten import tensors_in
-from megatron_cg.backends.tape import tape_memory
-from megatron_cg.backends.tape.tape_memory import Pool
-from megatron_cg.backends.tape.tape_recording import Tape
+from megatron_cg.backends import calls
+from megatron_cg.backends.calls import tensors_in
+from megatron_cg.backends.tape import tape_backend
+from megatron_cg.backends.tape.tape_backend import Pool, Tape
 from megatron_cg.tools.cpu.fakes import replaced
 from tests.unit.ordering.streams import Device
 from tests.unit.ordering.trace import Allocate, Launch, Release, Span, Trace, caller
@@ -37,7 +36,7 @@ class _Facts(NamedTuple):
 @cache
 def _facts_of(func: torch._ops.OpOverload) -> _Facts:
     schema = func._schema
-    writes = bool(aten._places(func))
+    writes = bool(calls._places(func))
     makes_views = bool(schema.returns) and all(
         value.alias_info is not None and not value.alias_info.is_write for value in schema.returns
     )
@@ -84,7 +83,7 @@ class Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         given = tensors_in([args, *kwargs.values()] if kwargs else args)
         known = {tensor.untyped_storage()._cdata for tensor in given}
-        writes = self._spans(aten.written(func, args, kwargs)) if facts.writes else []
+        writes = self._spans(calls.written(func, args, kwargs)) if facts.writes else []
         reads = [span for span in self._spans(given) if span not in writes]
         result = func(*args, **kwargs)
         for value in tensors_in([result]):
@@ -161,7 +160,7 @@ def modelled_device() -> Iterator[Trace]:
 
     with ExitStack() as stack:
         stack.enter_context(device.modelled())
-        for module, name in ((Pool, "tensor"), (tape_memory, "window")):
+        for module, name in ((Pool, "tensor"), (tape_backend, "window")):
             stack.enter_context(replaced(module, name, _unseen(getattr(module, name))))
         stack.enter_context(replaced(torch.UntypedStorage, "resize_", resize_))
         stack.enter_context(replaced(Tape, "replay", replayed))

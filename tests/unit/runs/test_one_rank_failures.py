@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_cg.backends.driver import capture as driver
-from megatron_cg.backends.tape.tape_recording import is_recording
+from megatron_cg.backends.tape.tape_backend import is_recording
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError
 from megatron_cg.fastpath import bucketing, main_weights

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
+from megatron_cg.backends.tape.tape_backend import TapeBackend, is_recording, recorded_action
 from megatron_cg.errors import HostSyncError
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 from tests.unit.backends.blocks import small

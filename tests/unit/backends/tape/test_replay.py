@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.driver.graphed import GraphedModule
-from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.backends.tape.tape_memory import FreedStorageError
+from megatron_cg.backends.driver.capture import GraphedModule
+from megatron_cg.backends.tape.tape_backend import FreedStorageError, TapeBackend
 from tests.unit.backends import blocks
 from tests.unit.backends.blocks import Scale
 

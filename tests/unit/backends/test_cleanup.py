@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.cuda_cleanup import (
+from megatron_cg.backends.base import (
     device_generator,
     generators_kept,
     megatron_tracker,
