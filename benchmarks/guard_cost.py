@@ -24,7 +24,7 @@ from rich.table import Table
 from megatron_cg.replay.depends_on import DependsOn
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.telemetry.capture_report import counts_text
-from megatron_cg.tools.cli import positive
+from megatron_cg.tools.cli.main import positive
 from megatron_cg.tools.cpu.launch import run_processes
 
 REPEATS = 50

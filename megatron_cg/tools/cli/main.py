@@ -1,8 +1,9 @@
-"""``megatron-cg COMMAND ...``: finds the command's module and runs it."""
+"""``megatron-cg COMMAND ...``: the options of each command, and how each ends."""
 
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import io
 import logging
 import os
@@ -10,15 +11,24 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import getdoc
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from megatron_cg.arguments.schema import NATIVE, SCOPES, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cli import ENDING
+from megatron_cg.tools.align.presets import preset_names
 from megatron_cg.version import __version__
 
-COMMANDS = ("align", "bench", "doctor", "plan", "precompile", "report")
-"""The module of each has ``add_arguments(parser)`` and ``run(args, extra) -> int``."""
+Add = Callable[..., Any]
+"""``add_argument`` of a command's parser."""
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals of ``timeout``, batch systems and closed terminals. Python converts only SIGINT to an
+exception. The others would end it at once, and its runs on GPUs would continue and disturb later
+ones."""
 
 TAKING_FLAGS = ("align", "bench", "plan")
 """The commands that take Megatron's flags after a bare ``--``."""
@@ -33,6 +43,168 @@ NO_READER = 141
 
 _received: list[int] = []
 """Signals that have come since the command began."""
+
+
+def whole(text: str, least: int = 0) -> int:
+    """A whole number of ``least`` or more."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    return whole(text, 1)
+
+
+def capability(text: str) -> tuple[int, int] | None:
+    """``9.0`` as (9, 0); ``cpu`` as None. Raises ValueError otherwise."""
+    if text == "cpu":
+        return None
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def align(add: Add) -> None:
+    """Train twice, eagerly and with CUDA graphs, and compare bit for bit.
+
+    The same model, data and seed; loss and gradient norm of every step and, at the end, every
+    parameter shard. Exit code 0: identical; 1: different; 3: a run failed; 2: cannot be run or
+    compared as asked. Arguments after a bare -- are for the script: Megatron's flags and
+    --cg-grouped-gemm for both runs, and flags of this package about graphs, such as --cg-layers,
+    for the run with graphs. Without --data-path there, the data are Python's own sources, as bytes.
+    """
+    names = ", ".join(preset_names())
+    add("--preset", default="llama-tiny", metavar="NAME", help=f"model shape: {names}")
+    add("--steps", type=positive, default=12, help="training steps (default 12)")
+    add("--warmup-steps", type=whole, default=3, help="eager steps first (default 3)")
+    text = f"what to capture, of {', '.join(SCOPES)}; none: whole layers"
+    add("--scopes", nargs="*", choices=SCOPES, metavar="SCOPE", help=text)
+    text = "of both runs; 2 needs megatron-core 0.20 (default 1)"
+    add("--megatron-fsdp-version", type=int, choices=(1, 2), default=1, help=text)
+    text = "processes, one a GPU (default: the preset's, or as many as there are GPUs)"
+    add("--nproc", type=positive, help=text)
+    add("--script", type=Path, help="a Megatron pretraining script (default: the shipped one)")
+    backends = ("auto", TRANSFORMER_ENGINE, NATIVE, TAPE)
+    add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
+    text = "keep logs and records here; 'megatron-cg report DIR' makes a page of them"
+    add("--work-dir", type=Path, metavar="DIR", help=text)
+    add("--timeout", type=positive, default=1800, help="seconds that a run may take")
+
+
+def bench(add: Add) -> None:
+    """Measure what graphs save: step time, TFLOP/s, MFU, tokens/s, memory, from Megatron's own log.
+
+    Starts one training in turn: under Megatron-FSDP eagerly, under DDP with Megatron's own graphs,
+    and under Megatron-FSDP with graphs. Give the launch line of your script after a bare --, with
+    --use-megatron-fsdp; its flags are edited for each run, and --dry-run shows them. Nothing is
+    loaded or saved. Or give --preset, and further flags of Megatron after --. Exit code 0: all runs
+    were made; 3: a run failed; 2: cannot be run as asked.
+    """
+    add("--preset", metavar="NAME", help=f"a model: {', '.join(preset_names())}")
+    add("--nproc", type=positive, help="GPUs of a preset's run (default: the preset's)")
+    add("--microbatches", type=positive, default=2, help="of a preset's step (default 2)")
+    text = (
+        "runs, separated by commas (default: eager,ddp,graphs). For a model with experts also "
+        "eager-gemm: with the --cg-grouped-gemm of the line, or torch's"
+    )
+    add("--only", metavar="NAMES", help=text)
+    add("--steps", type=positive, default=20, help="steps that are measured (default 20)")
+    text = "steps before them, capture included (default 30)"
+    add("--settle-steps", type=positive, default=30, help=text)
+    text = "Megatron logs the mean of N steps, and waits for the GPU to do so (default 1)"
+    add("--log-interval", type=positive, default=1, metavar="N", help=text)
+    text = (
+        "make all runs in turn N times, every other time in reverse order (default 1). "
+        "Machines drift by 10%% within minutes, so ratios are taken within a round"
+    )
+    add("--rounds", type=positive, default=1, metavar="N", help=text)
+    add("--out", type=Path, metavar="JSON", help="write all numbers, commands and versions here")
+    add("--work-dir", type=Path, metavar="DIR", help="keep logs here")
+    add("--timeout", type=positive, default=1800, help="seconds that a run may take")
+    add("--dry-run", action="store_true", help="print the command lines, and run nothing")
+
+
+def doctor(add: Add) -> None:
+    """Check this machine: what prevents CUDA graphs here, and what to type.
+
+    Prints what is wrong first, with the reason and what to type, then the facts: versions, driver,
+    libraries, symbols that this package relies on, environment variables. Nothing is changed. Exit
+    code 0: graphs can run (with --backend tape: the comparison on the CPU can); 1: something
+    prevents them.
+    """
+    text = (
+        "what captures: TE on GPUs (default), only torch on GPUs, or the tape, which needs neither"
+    )
+    add(
+        "--backend",
+        choices=(TRANSFORMER_ENGINE, NATIVE, TAPE),
+        default=TRANSFORMER_ENGINE,
+        help=text,
+    )
+
+
+def plan(add: Add) -> None:
+    """Without a GPU: a launch line that trains with graphs, what it captures, and whether it fits.
+
+    Give after a bare -- the whole command that starts the run now. Exit code 0: the printed command
+    starts and fits; 1: it is refused or does not fit; 2: the command cannot be read.
+    """
+    add("--gpus", type=positive, help="GPUs of the whole run (default: what the launcher says)")
+    add("--gpu-memory", type=positive, default=80, help="GB of one GPU (default: 80)")
+
+
+def precompile(add: Add) -> None:
+    """Compile a layer once, without a GPU and without weights, for all ranks of a run.
+
+    The function makes the process groups, builds the module on the meta device, and returns a
+    megatron_cg.compiled.region.Region. It is called once for each traced rank. Exit code 0:
+    written; 2: the layer cannot be compiled, with the module and what to do.
+    """
+    add("build", metavar="FILE.py:FUNCTION", help="what builds the layer")
+    add("--out", type=Path, metavar="DIR", required=True, help="where to write the artifact")
+    text = (
+        "ranks while tracing, as many as the groups of the region need at least; the artifact "
+        "serves any run with groups of these sizes"
+    )
+    add("--world-size", type=positive, required=True, help=text)
+    text = "compute capability of the GPUs that will load it, or cpu (default: 9.0)"
+    add("--capability", type=capability, default=(9, 0), help=text)
+    text = (
+        "trace under torch.use_deterministic_algorithms(True), as Megatron's "
+        "--deterministic-mode runs"
+    )
+    add("--deterministic", action="store_true", help=text)
+
+
+def report(add: Add) -> None:
+    """Make one HTML page of a run, or of two: losses, times, memory, graphs.
+
+    DIR is what 'megatron-cg align --work-dir' or a run with --cg-report or --cg-record has left.
+    The page loads nothing, from no network and no other file. Exit code 0: written; 2: cannot be
+    done.
+    """
+    add("directory", type=Path, metavar="DIR", help="records of a run, or of align's two")
+    add("--against", type=Path, metavar="DIR2", help="another run, the eager one, as the reference")
+    add("--out", type=Path, metavar="FILE", help="the page (default DIR/report.html)")
+
+
+_MODULES = {
+    align: "align.align_command",
+    bench: "bench.bench_command",
+    doctor: "doctor.checks",
+    plan: "plan.report",
+    precompile: "cli.precompile",
+    report: "report.report_page",
+}
+"""The module of each command; its function ``invoke`` runs it, and returns the exit code."""
+COMMANDS = {command.__name__: command for command in _MODULES}
+
+
+def invoke(command: str, args: argparse.Namespace, extra: Sequence[str]) -> int:
+    if command == "report" and importlib.util.find_spec("matplotlib") is None:
+        raise MegatronCGError("the plots need matplotlib: pip install 'megatron-cg[report]'.")
+    module = importlib.import_module(f"megatron_cg.tools.{_MODULES[COMMANDS[command]]}")
+    return int(module.invoke(args, extra))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +246,7 @@ def _run(words: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     # And torch warns if there is nvcc but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    return int(args.run(args, extra))
+    return invoke(args.command, args, extra)
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -83,12 +255,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        module = importlib.import_module(f"megatron_cg.tools.cli.{name}")
-        text = (module.__doc__ or "").strip()
-        sub = commands.add_parser(name, help=text.splitlines()[0], description=text)
-        module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
+    for name, command in COMMANDS.items():
+        text = getdoc(command) or ""
+        command(commands.add_parser(name, help=text.splitlines()[0], description=text).add_argument)
     args, unknown = parser.parse_known_args(words)
     if unknown:
         takes_flags = args.command in TAKING_FLAGS

@@ -1,9 +1,4 @@
-"""Compile a layer once, without a GPU and without weights, for all ranks of a run.
-
-The function makes the process groups, builds the module on the meta device, and returns a
-megatron_cg.compiled.region.Region. It is called once for each traced rank. Exit code 0: written; 2:
-the layer cannot be compiled, with the module and what to do.
-"""
+"""What builds a layer for ``megatron-cg precompile``, and the call that compiles it."""
 
 import argparse
 import importlib
@@ -16,43 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cli import ENDING, positive
+from megatron_cg.tools.cli.main import ENDING
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("build", metavar="FILE.py:FUNCTION", help="what builds the layer")
-    add("--out", type=Path, metavar="DIR", required=True, help="where to write the artifact")
-    add(
-        "--world-size",
-        type=positive,
-        required=True,
-        help="ranks while tracing, as many as the groups of the region need at least; the artifact "
-        "serves any run with groups of these sizes",
-    )
-    add(
-        "--capability",
-        type=capability,
-        default=(9, 0),
-        help="compute capability of the GPUs that will load it, or cpu (default: 9.0)",
-    )
-    add(
-        "--deterministic",
-        action="store_true",
-        help="trace under torch.use_deterministic_algorithms(True), as Megatron's "
-        "--deterministic-mode runs",
-    )
-
-
-def capability(text: str) -> tuple[int, int] | None:
-    """``9.0`` as (9, 0); ``cpu`` as None. Raises ValueError otherwise."""
-    if text == "cpu":
-        return None
-    major, minor = text.split(".")
-    return int(major), int(minor)
-
-
-def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
+def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     build = builder(args.build)
     import torch
 

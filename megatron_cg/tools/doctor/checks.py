@@ -7,7 +7,9 @@ Note [Two copies of cuDNN]
     ``CUDNN_HOME`` first (transformer-engine 2.20.2, ``_load_cuda_library_from_system``).
 """
 
+import os
 import platform
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,7 +33,7 @@ from megatron_cg.arguments.schema import (
     RunArguments,
 )
 from megatron_cg.errors import Violation
-from megatron_cg.tools.doctor.system import Finding, Level, System, error, ok, warning
+from megatron_cg.tools.doctor.system import Finding, Level, System, error, ok, run_probe, warning
 from megatron_cg.upstream.device_counts import UPGRADE
 
 _TE = "transformer-engine"
@@ -189,6 +191,14 @@ CHECKS: dict[Callable[[System], Iterable[Finding]], str] = {
 """Each check, and the stage without which there is nothing to check."""
 _OF_GPUS = (driver, libraries, variables)
 _STYLE = {Level.WARNING: "yellow", Level.ERROR: "bold red"}
+
+
+def invoke(args: Namespace, _extra: Sequence[str]) -> int:
+    with Console(stderr=True).status("checking, which takes some seconds"):
+        here = System(run_probe(args.backend, os.environ), args.backend, os.environ)
+        findings = examine(here)
+    print_report(Console(highlight=False), here, findings)
+    return 0 if can_run(findings) else 1
 
 
 def examine(system: System) -> list[Finding]:

@@ -1,23 +1,33 @@
 """Prints a plan for a terminal."""
 
 import shutil
+import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from megatron_cg.tools.launch_line import LaunchLine
-from megatron_cg.tools.plan.edit import LAUNCHER, Edited, gib
+from megatron_cg.tools.launch_line import LaunchLine, read_line
+from megatron_cg.tools.plan.edit import LAUNCHER, Edited, edit, gib
 from megatron_cg.tools.plan.layers import Layer, Part
 from megatron_cg.tools.plan.memory import Memory
 
 WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
+_USABLE = 0.99
+"""The part of a card's nominal memory that a process can have: 79.2 GiB of 80."""
 _SMALLER = (
     "It does not fit without graphs either: use more GPUs, a larger --expert-model-parallel-size "
     "or --tensor-model-parallel-size, a shorter --seq-length or a smaller --micro-batch-size, or "
     "--recompute-granularity."
 )
 _FEWER = "Capture fewer layers, as with --cg-layers attn:0-15, or leave scopes out."
+
+
+def invoke(args: Namespace, extra: Sequence[str]) -> int:
+    plan = edit(read_line(extra), int(args.gpu_memory * _USABLE * 2**30), args.gpus)
+    sys.stdout.write(text_of(plan))
+    return 0 if plan.accepted else 1
 
 
 class Change(NamedTuple):

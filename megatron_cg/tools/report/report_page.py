@@ -9,7 +9,8 @@ import math
 import shlex
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megatron_cg.files import whole_file
 from megatron_cg.telemetry.read_record import captured_after, read_run, record_files
 from megatron_cg.tools.align.compare import (
     DIFFERENT,
@@ -51,6 +53,15 @@ _STYLE: Any = {
     "grid.color": "#d5dae0",
     "text.parse_math": False,
 }
+
+
+def invoke(args: Namespace, _extra: Sequence[str]) -> int:
+    story = read_story(args.directory, args.against)
+    out = args.out or args.directory / "report.html"
+    with whole_file(out) as part:
+        part.write_text(page(story), encoding="utf-8")
+    print(f"written: {out}")
+    return 0
 
 
 @dataclass(frozen=True)

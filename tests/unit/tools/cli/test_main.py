@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.cli import ENDING
-from megatron_cg.tools.cli.main import DEFECT, INTERRUPTED, NO_READER, USAGE_ERROR, main
+from megatron_cg.tools.cli.main import DEFECT, ENDING, INTERRUPTED, NO_READER, USAGE_ERROR, main
 from tests.unit.ranks import ends
 
 
@@ -56,8 +55,8 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_no_verdict(
 
 SAYING = """
 import sys
-from megatron_cg.tools.cli import main, report
-report.run = lambda *_: print("\\u2026 " * 100) or open("/dev/null").fileno() < 3
+from megatron_cg.tools.cli import main
+main.invoke = lambda *_: print("\\u2026 " * 100) or open("/dev/null").fileno() < 3
 sys.exit(main.main(["report", "x"]))
 """
 """A command in a new interpreter that prints and opens a file, where a stream is closed."""
@@ -112,7 +111,7 @@ def test_no_error_has_the_exit_code_of_a_difference(
     def failing(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr("megatron_cg.tools.cli.align.run", failing)
+    monkeypatch.setattr("megatron_cg.tools.cli.main.invoke", failing)
     assert main(["align"]) == code and code != 1
     *before, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"megatron-cg align: {said}")
@@ -127,7 +126,7 @@ def test_an_interrupt_that_ends_in_another_error_is_still_one(
             signal.raise_signal(signal.SIGINT)
         raise RecursionError
 
-    monkeypatch.setattr("megatron_cg.tools.cli.align.run", swallowing)
+    monkeypatch.setattr("megatron_cg.tools.cli.main.invoke", swallowing)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main(["align"]) == INTERRUPTED
@@ -157,18 +156,18 @@ for ending in (signal.SIGTERM, signal.SIGHUP):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from megatron_cg.tools.align import processes
-from megatron_cg.tools.cli import align, main
+from megatron_cg.tools.cli import main
 
 processes._STOP_SECONDS = 0.5
 # As torchrun starts its workers: in sessions of their own.
 LAUNCHER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True).wait()"
 
-def run(args, extra):
+def invoke(*_):
     words = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", {worker!r}]
     started = processes.Run("a", words, dict(os.environ), Path({folder!r}))
     return started.make(60.0)
 
-align.run = run
+main.invoke = invoke
 sys.exit(main.main(["align"]))
 """
 
