@@ -17,13 +17,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron_cg.files import whole_file
-from megatron_cg.telemetry.read_record import captured_after, read_run, record_files
+from megatron_cg.telemetry.read_record import (
+    UNREADABLE,
+    RecordError,
+    captured_after,
+    of_damage,
+    read_run,
+    record_files,
+)
 from megatron_cg.tools.align.compare import (
     DIFFERENT,
     FAILED,
@@ -56,10 +63,14 @@ _STYLE: Any = {
 
 
 def invoke(args: Namespace, _extra: Sequence[str]) -> int:
-    story = read_story(args.directory, args.against)
+    try:
+        text = page(read_story(args.directory, args.against))
+    except (*UNREADABLE, TemplateError) as error:
+        what = f"{args.directory} holds a record with values that no run writes"
+        raise RecordError(f"{what}: {of_damage(error)}.") from error
     out = args.out or args.directory / "report.html"
     with whole_file(out) as part:
-        part.write_text(page(story), encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
     print(f"written: {out}")
     return 0
 
