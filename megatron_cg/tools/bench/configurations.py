@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.align.run import BASE_FLAGS, FLAGS_OF_V1, GRAPH_FLAGS, example_script
 from megatron_cg.tools.align.token_data import data_flags
-from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.launch_line import LaunchLine, joined, read_flags, read_line
 from megatron_cg.upstream.symbols import installed_version
 
@@ -39,6 +39,10 @@ _OF_PRESETS = (
 )
 _OF_EXPERTS = "--moe-permute-fusion"
 """Both fused kernels need Transformer Engine, and lines are also checked where it is not."""
+
+
+class BenchError(MegatronCGError):
+    """A benchmark cannot be made as asked."""
 
 
 class Configuration(NamedTuple):

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from megatron_cg.tools.align.presets import load_preset
-from megatron_cg.tools.bench import BenchError
+from megatron_cg.tools.bench.bench_command import read_log
 from megatron_cg.tools.bench.configurations import (
     CONFIGURATIONS,
+    BenchError,
     chosen,
     edited,
     given_line,
     preset_line,
 )
-from megatron_cg.tools.bench.readings import read_log
 from tests.unit.grouped_linear import in_place_of_te
 
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
