@@ -21,8 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cg.replay.depends_on import DependsOn
-from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.telemetry.capture_report import counts_text
 from megatron_cg.tools.cli.main import positive
 from megatron_cg.tools.cpu.launch import run_processes
@@ -40,13 +39,13 @@ class TimedGuard:
         calls: how often each clause is asked for one timing.
     """
 
-    def __init__(self, guard: DependsOn, calls: int) -> None:
+    def __init__(self, guard: Guard, calls: int) -> None:
         self._guard, self._calls = guard, calls
         self.inputs, self.addresses = guard.inputs, guard.addresses
         self.costs: Costs = {}
 
     def broken(self, args: Sequence[Any], kwargs: Any) -> Mismatch | None:
-        """See :meth:`DependsOn.broken`."""
+        """See :meth:`Guard.broken`."""
         if not self.costs:
             guard: Any = self._guard
             clauses: dict[str, Callable[[], Any]] = {
@@ -61,7 +60,7 @@ class TimedGuard:
         return self._guard.broken(args, kwargs)
 
     def broken_in_backward(self) -> Mismatch | None:
-        """See :meth:`DependsOn.broken_in_backward`."""
+        """See :meth:`Guard.broken_in_backward`."""
         name = "memory, backward"
         if name not in self.costs:
             self.costs[name] = self._timed(self._guard.broken_in_backward)

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.memory.scratch import IdlePool
-from megatron_cg.replay.depends_on import Entry
+from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.restore import Restores
 from megatron_cg.upstream.symbols import Symbol

@@ -45,8 +45,7 @@ from megatron_cg.capture.transaction import (
 from megatron_cg.errors import CaptureError, MegatronCGError
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.replay.depends_on import DependsOn, Hooks, autocast_of, entries_of, frozen_of
-from megatron_cg.replay.guard import Inputs
+from megatron_cg.replay.guard import Guard, Hooks, Inputs, autocast_of, entries_of
 from megatron_cg.replay.guarded_graph import EagerPasses, GuardedGraph
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
@@ -268,21 +267,21 @@ class GuardedCapture:
 
     def _table(
         self, index: int, inputs: Inputs, device_type: str, options: Mapping[str, Any]
-    ) -> DependsOn:
+    ) -> Guard:
         unit, observer = self._units[index], self._observers[index]
         layer, graphed = unit.layer, unit.graphed
         more = [*unit.entries(), *self._backend.entries(graphed)]
+        own = entries_of(layer, graphed, asked=observer.asks_for_gradients)
         observer.forget_passes()
         with unit.in_backward():
             in_backward = autocast_of(device_type)
         with unit.in_forward():
-            return DependsOn(
+            return Guard(
                 inputs,
                 observer.addresses,
-                objects=[*entries_of(layer, graphed), *observer.entries, *more],
+                objects=[*own, *observer.entries, *more],
                 key_sets=observer.key_sets(),
                 hooks=self._hooks[index],
-                frozen=frozen_of(layer, graphed, asked=observer.asks_for_gradients),
                 captured_numerics=self._backend.captured_numerics(index, options),
                 numerics=self._backend.numerics,
                 device_type=device_type,

@@ -4,7 +4,7 @@ Every pass is observed by what is cheap: collectives, the memory of parameters, 
 place, buffers replaced. A module of a class that this package does not know is a stranger: then
 the passes of the warmup run under a dispatch mode (``operations.py``) and a profile function
 (``python_state.py``), and each thing they read, write or leave has a row in the table of
-``replay/depends_on.py``, or the capture ends with its name.
+``replay/guard.py``, or the capture ends with its name.
 
 Note [A made-up pass must leave no trace]
     Warmup and capture run the unit's own code on made-up inputs. All memory that it writes is
@@ -45,9 +45,8 @@ from megatron_cg.capture.transaction import frozen_kept
 from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
-from megatron_cg.replay.depends_on import GLOBAL_HOOKS, Entry, KeySet
 from megatron_cg.replay.dtensors import ranks_of_meshes
-from megatron_cg.replay.guard import SDPA, Addresses, Switches, Watched
+from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySet, Switches, Watched
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept
 

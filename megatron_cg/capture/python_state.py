@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.replay.depends_on import Entry
+from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.plain import is_array, is_plain, same_value
 from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import put_over, undone_after

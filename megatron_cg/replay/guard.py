@@ -1,4 +1,14 @@
-"""What one graph's guard compares: inputs, memory and switches; see ``replay/depends_on.py``.
+"""The guard of one graph: a table whose rows are compared before each replay.
+
+A graph holds addresses, and the operations that Python code led to when it was captured. An eager
+pass follows whatever has changed since; a replay does not. The rows are what the capture observed
+(``capture/observer.py``), the cheap ones first: inputs, modes, objects, key sets, hooks and memory.
+``docs/how-it-works.md`` lists them.
+
+Note [The same object, or the same value]
+    A row is compared by identity first, at about 40 ns. A plain value that was set again to the
+    same value, also of a container, is the same (``plain.py``). Containers may be changed in
+    place, so their contents are compared too, by identity first as well.
 
 Note [What a graph does with its inputs]
     TE 2.20.2 (``graph.py``, ``functionalized`` and ``Graphed.forward``) copies each tensor into
@@ -23,13 +33,34 @@ Note [Switches of torch]
     set around passes too (``sdpa_kernel``): units that call it have a row for them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as torch_module
+
+from megatron_cg.hooks import HookKind
+from megatron_cg.replay.plain import Contents, is_container, is_plain, same_value
+from megatron_cg.upstream.symbols import Symbol
+
+_NEEDS = SimpleNamespace(get=attrgetter("requires_grad"))
+"""Whether a parameter, as a key, needs a gradient: a row like others."""
+GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+"""Registries of hooks on every module; torch 2.11, ``torch/nn/modules/module.py``."""
+RELIES_ON = tuple(
+    Symbol(f"torch.nn.modules.module:{name}", "hooks on every module") for name in GLOBAL_HOOKS
+)
 
 SDPA = [f"{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn", "fa3")]
 _OTHERS = [
@@ -39,7 +70,6 @@ _OTHERS = [
     *("sdp_priority_order", "math_sdp_allow_fp16_bf16_reduction", "mkldnn_enabled"),
     *("blas_preferred_backend", "linalg_preferred_backend"),
 ]
-CAUSE = "The graph holds the kernels of capture. Set it before the capture, and around whole steps."
 _RAW = ("_data", "_transpose", "_rowwise_data", "_columnwise_data", "_scale_inv")
 """Where TE 2.20.2 keeps the memory of a quantized tensor; its own address has no meaning."""
 _FIELDS = ("shape", "dtype", "stride", "device", "requires_grad")
@@ -49,13 +79,42 @@ NOT_INPUTS = frozenset({"is_first_microbatch", "cuda_graph_stream", "cuda_graph_
 """Keywords that control a replay and are not inputs of the graph: ``GraphableMegatronModule.
 _get_te_cuda_graph_replay_args`` of megatron-core 0.19.2 adds them."""
 
-_CAUSE = {
-    "shape": "The sequence length or micro batch is another than at capture",
-    "dtype": "The precision of this input has changed",
-    "stride": "The strides of the input have changed, for example by a transpose or expand",
-    "device": "The input is on another device",
-    "requires_grad": "The graph computes gradients for the inputs that needed one at capture",
+_REPLACED = (
+    "It was replaced after capture, and the graph still uses the old one. Replace it before "
+    "training begins, or delete the graphs and capture again."
+)
+_CAUSES = {
+    "structure": "A graph takes the tensors of capture, and would silently ignore another input.",
+    "shape": "The sequence length or micro batch is another than at capture.",
+    "dtype": "The precision of this input has changed.",
+    "stride": "The strides of the input have changed, for example by a transpose or expand.",
+    "device": "The input is on another device.",
+    "requires_grad": "The graph computes gradients for the inputs that needed one at capture.",
+    "static input": "It was one tensor in all steps before capture, so the graph reads it in "
+    "place. Copying another tensor there would overwrite the model's own.",
+    "training": "It was switched alone, but the graph would run it in the old mode. Switch the "
+    "whole model with model.train() and model.eval().",
+    "state": "Python code of the unit reads it, and a replay runs no Python. Set it before "
+    "training begins, or keep it in a tensor that is written in place.",
+    "frozen": "The graph computes no gradient for a weight that was frozen at capture, and code of "
+    "the unit may ask. Set requires_grad before training begins, or capture again.",
+    "autocast": "The graph computes in the precision of capture. Keep one torch.autocast around "
+    "the same passes in all steps, with Megatron none, or train without graphs.",
+    "autocast cache": "The graph casts a weight once for all its uses, or for each, as at capture. "
+    "Keep cache_enabled of torch.autocast in all steps.",
+    "determinism": "The graph holds the kernels of capture. Set it before training begins.",
+    "default dtype": "The graph makes tensors of the dtype of capture. Set it before training "
+    "begins.",
+    "fp8": "The graph quantizes as it did at capture. Keep one FP8 format and recipe for the "
+    "whole run, and call the layer inside Megatron's own FP8 context.",
+    "sharing": "Without a view, autograd sums and torch.autocast casts together with uses outside "
+    "of the layer. Keep a full backward hook on it, or remove it before training begins.",
+    "switches": "The graph holds the kernels of capture. Set it before the capture, and around "
+    "whole steps.",
+    "hooks": "A replay runs no Python of the modules inside the graph, so such a hook is not "
+    "called. Put it on the layer itself, where it runs around every replay.",
 }
+_MODES = ("autocast", "autocast cache", "determinism", "default dtype", "fp8")
 
 
 @dataclass(frozen=True)
@@ -84,143 +143,27 @@ class Mismatch:
         )
 
 
-class Switches:
-    """Those of these names that this release of torch has, as a row; see the note above."""
+@dataclass(frozen=True)
+class Entry:
+    """One object that must stay the same, or plain value."""
 
-    def __init__(self, names: Sequence[str] = _OTHERS) -> None:
-        found = ((name, getattr(torch._C, f"_get_{name}", None)) for name in names)
-        self._read = {name: read for name, read in found if read is not None}
-        self._seen: dict[str, str] = {}
-        self._first: str | None = None
-
-    def get(self, _key: str = "") -> str:
-        """Their values in words: one object for each choice, as a row wants it."""
-        now = str([read() for read in self._read.values()])
-        text = self._seen.get(now)
-        if text is None:
-            values = (read() for read in self._read.values())
-            text = self._seen[now] = "; ".join(map("{}={}".format, self._read, values))
-        return text
-
-    def broken(self) -> Mismatch | None:
-        """A change since the first call."""
-        now = self.get()
-        self._first = self._first or now
-        if now == self._first:
-            return None
-        before, after = self._first.split("; "), now.split("; ")
-        changed = next(pair for pair in zip(before, after, strict=True) if len(set(pair)) == 2)
-        return Mismatch("switches", "a switch of torch", *changed, CAUSE)
+    holder: Any
+    """A dictionary, or another object whose ``get(key)`` returns the object or None."""
+    key: Any
+    clause: str
+    what: str
+    """What it is, in words."""
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A tensor that a graph reads at a fixed address, its name, and why it might move."""
+class KeySet:
+    """A dictionary of a module to which nothing may be added."""
 
-    tensor: torch.Tensor
-    name: str
-    cause: str
-
-
-class Addresses:
-    """The tensors of one unit, and their addresses in capture's forward and backward passes."""
-
-    def __init__(self, watched: Iterable[Watched] = ()) -> None:
-        self._watched: list[Watched] = []
-        self._at: dict[bool, list[object]] = {True: [], False: []}
-        """The addresses in the forward pass, and in the backward pass."""
-        self._layout: list[object] = []
-        """Strides and shapes in the forward pass."""
-        self.add(watched)
-
-    def add(self, watched: Iterable[Watched]) -> None:
-        """Watch more tensors, of which none is watched already."""
-        known = {id(item.tensor) for item in self._watched}
-        self._watched += [item for item in watched if id(item.tensor) not in known]
-        tensors = [item.tensor for item in self._watched]
-        on_device = any(tensor.device.type != "cpu" for tensor in tensors)
-        self._read = [_reader(tensor, on_device=on_device) for tensor in tensors]
-        # Of quantized tensors neither address nor layout has a meaning.
-        self._plain = [item for item in self._watched if not is_quantized(item.tensor)]
-        both = [(item.tensor.stride, item.tensor.size) for item in self._plain]
-        self._read_layout = [read for pair in both for read in pair]
-
-    def note(self, *, forward: bool) -> None:
-        """Record all addresses as a forward or a backward pass begins; the last call counts."""
-        self._at[forward] = self._now()
-        if forward:
-            self._layout = self._layout_now()
-
-    def are_as_in_backward(self) -> bool:
-        """Whether all weights are already at the addresses that the backward pass reads."""
-        return self._now() == self._at[False]
-
-    def broken(self, *, forward: bool) -> Mismatch | None:
-        """The first tensor that has moved, before a replay of that pass."""
-        expected, now = self._at[forward], self._now()
-        if now == expected:
-            return self._moved_in_place() if forward else None
-        index = next(n for n, (a, b) in enumerate(zip(expected, now, strict=True)) if a != b)
-        item, phase = self._watched[index], "forward" if forward else "backward"
-        return Mismatch(
-            "address",
-            f"the memory of {item.name} in the {phase} pass",
-            _hex(expected[index]),
-            _hex(now[index]),
-            item.cause,
-        )
-
-    def _moved_in_place(self) -> Mismatch | None:
-        """The first tensor that reads the same memory in another layout (``w.data = w.data.t()``).
-
-        A graph reads memory in the layout of capture.
-        """
-        now = self._layout_now()
-        if now == self._layout:
-            return None
-        pairs = enumerate(zip(self._layout, now, strict=True))
-        number, before, after = next((n, a, b) for n, (a, b) in pairs if a != b)
-        item = self._plain[number // 2]
-        return Mismatch(
-            "address", f"the layout of {item.name}", str(before), str(after), item.cause
-        )
-
-    def _now(self) -> list[object]:
-        return [read() for read in self._read]
-
-    def _layout_now(self) -> list[object]:
-        return [read() for read in self._read_layout]
-
-
-def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` keeps its values in other tensors, as TE's quantized ones do."""
-    return any(isinstance(getattr(tensor, name, None), torch.Tensor) for name in _RAW)
-
-
-def _reader(tensor: torch.Tensor, *, on_device: bool) -> Callable[[], object]:
-    """Return a function that reads the address of ``tensor``, or all addresses if quantized."""
-    if on_device and tensor.device.type == "cpu":
-        # Kernels of the device got its value at capture, so a change in place counts too.
-        return lambda: (tensor.data_ptr(), tensor._version)
-    if not is_quantized(tensor):
-        return partial(_address, tensor) if isinstance(tensor, DTensor) else tensor.data_ptr
-
-    def read() -> tuple[int, ...]:
-        raw = (getattr(tensor, name, None) for name in _RAW)
-        return tuple(part.data_ptr() for part in raw if isinstance(part, torch.Tensor))
-
-    return read
-
-
-def _address(tensor: DTensor) -> int:
-    """Of its local tensor, which others may replace."""
-    return tensor._local_tensor.data_ptr()
-
-
-def _hex(address: object) -> str:
-    if isinstance(address, tuple):
-        return ", ".join(map(hex, address))
-    return hex(address) if isinstance(address, int) else str(address)
+    keys: Mapping[Any, Any]
+    clause: str
+    what: str
+    reads: Collection[str] | None = None
+    """The keys that matter; None means all."""
 
 
 class Inputs:
@@ -261,8 +204,7 @@ class Inputs:
         """The first input that is not as it was at capture."""
         given = [name for name, value in kwargs.items() if value is not None]
         if given != self._given or len(args) != self._positional:
-            mismatch = self._structure(args, kwargs)
-            if mismatch is not None:
+            if (mismatch := self._structure(args, kwargs)) is not None:
                 return mismatch
             self._given = given
         flat = [*args, *[kwargs[name] for name in self._keywords]]
@@ -280,29 +222,19 @@ class Inputs:
                     return mismatch
         for number, address in self._borrowed:
             if flat[number].data_ptr() != address:
-                return Mismatch(
-                    "static input",
-                    f"the memory of argument {self._names[number]}",
-                    hex(address),
-                    hex(flat[number].data_ptr()),
-                    "It was one tensor in all steps before capture, so the graph reads it in "
-                    "place. Copying another tensor there would overwrite the model's own.",
-                )
+                subject, now = f"the memory of argument {self._names[number]}", flat[number]
+                return _mismatch("static input", subject, hex(address), hex(now.data_ptr()))
         return None
 
     def _other_kind(self, name: str, captured: tuple[Any, ...], tensor: Any) -> Mismatch | None:
         if not isinstance(tensor, torch.Tensor):
-            subject, cause = f"argument {name}", "A graph takes only tensors."
-            return Mismatch("structure", subject, "a tensor", described(tensor), cause)
+            return _mismatch("structure", f"argument {name}", "a tensor", described(tensor))
         for clause, before, now in zip(_FIELDS, captured, _fields(tensor), strict=True):
             # An input that needs no gradient any more gets one that nobody reads. But code may look
             # at that: torch's reentrant checkpoint then computes no gradients of weights either.
             is_allowed = clause == "requires_grad" and before and not self._same_gradients
             if before != now and not is_allowed:
-                cause = f"{_CAUSE[clause]}: replaying would compute something else."
-                return Mismatch(
-                    clause, f"{clause} of argument {name}", _text(before), _text(now), cause
-                )
+                return _mismatch(clause, f"{clause} of argument {name}", str(before), str(now))
         return None
 
     def are_returned(self, outputs: Iterable[Any]) -> bool:
@@ -318,19 +250,355 @@ class Inputs:
 
     def _structure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         if len(args) != self._positional:
-            subject, cause = "the number of positional arguments", "The layer is called otherwise."
-            return Mismatch("structure", subject, str(self._positional), str(len(args)), cause)
+            subject = "the number of positional arguments"
+            return _mismatch("structure", subject, str(self._positional), str(len(args)))
         for name in self._keywords:
             if kwargs.get(name) is None:
                 given = "missing" if name not in kwargs else "None"
-                cause = "The layer is called with fewer inputs than at capture."
-                return Mismatch("structure", f"argument {name}", "a tensor", given, cause)
+                return _mismatch("structure", f"argument {name}", "a tensor", given)
         for name, value in kwargs.items():
             if value is not None and name not in self._keywords and name not in NOT_INPUTS:
-                cause = "The graph would silently ignore this input."
-                subject = f"argument {name}"
-                return Mismatch("structure", subject, "not given", described(value), cause)
+                return _mismatch("structure", f"argument {name}", "not given", described(value))
         return None
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A tensor that a graph reads at a fixed address, its name, and why it might move."""
+
+    tensor: torch.Tensor
+    name: str
+    cause: str
+
+
+class Addresses:
+    """The tensors of one unit, and their addresses in capture's forward and backward passes.
+
+    In the forward pass also their layout (``w.data = w.data.t()``): a graph reads memory in that of
+    capture. Of quantized tensors neither has a meaning.
+    """
+
+    def __init__(self, watched: Iterable[Watched] = ()) -> None:
+        self._watched: list[Watched] = []
+        self._at: dict[bool, list[object]] = {True: [], False: []}
+        """What was read in the forward pass, and in the backward pass."""
+        self.add(watched)
+
+    def add(self, watched: Iterable[Watched]) -> None:
+        """Watch more tensors, of which none is watched already."""
+        known = {id(item.tensor) for item in self._watched}
+        self._watched += [item for item in watched if id(item.tensor) not in known]
+        on_device = any(item.tensor.device.type != "cpu" for item in self._watched)
+        rows = [(_reader(one.tensor, on_device=on_device), "memory", one) for one in self._watched]
+        for item in self._watched:
+            if not is_quantized(item.tensor):
+                rows += [(item.tensor.stride, "layout", item), (item.tensor.size, "layout", item)]
+        self._rows = {True: rows, False: rows[: len(self._watched)]}
+        self._read = {forward: [read for read, _, _ in of] for forward, of in self._rows.items()}
+
+    def note(self, *, forward: bool) -> None:
+        """Record all addresses as a forward or a backward pass begins; the last call counts."""
+        self._at[forward] = self._now(forward)
+
+    def are_as_in_backward(self) -> bool:
+        """Whether all weights are already at the addresses that the backward pass reads."""
+        return self._now(False) == self._at[False]
+
+    def broken(self, *, forward: bool) -> Mismatch | None:
+        """The first tensor that has moved, before a replay of that pass."""
+        expected, now = self._at[forward], self._now(forward)
+        if now == expected:
+            return None
+        pairs = zip(self._rows[forward], expected, now, strict=True)
+        (_, part, item), *values = next(pair for pair in pairs if pair[1] != pair[2])
+        subject = f"the {part} of {item.name} in the {'forward' if forward else 'backward'} pass"
+        was, is_now = map(_hex if part == "memory" else str, values)
+        return Mismatch("address", subject, was, is_now, item.cause)
+
+    def _now(self, forward: bool) -> list[object]:
+        return [read() for read in self._read[forward]]
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` keeps its values in other tensors, as TE's quantized ones do."""
+    return any(isinstance(getattr(tensor, name, None), torch.Tensor) for name in _RAW)
+
+
+def _reader(tensor: torch.Tensor, *, on_device: bool) -> Callable[[], object]:
+    """Return a function that reads the address of ``tensor``, or all addresses if quantized."""
+    if on_device and tensor.device.type == "cpu":
+        # Kernels of the device got its value at capture, so a change in place counts too.
+        return lambda: (tensor.data_ptr(), tensor._version)
+    if not is_quantized(tensor):
+        return partial(_address, tensor) if isinstance(tensor, DTensor) else tensor.data_ptr
+
+    def read() -> tuple[int, ...]:
+        raw = (getattr(tensor, name, None) for name in _RAW)
+        return tuple(part.data_ptr() for part in raw if isinstance(part, torch.Tensor))
+
+    return read
+
+
+def _address(tensor: DTensor) -> int:
+    """Of its local tensor, which others may replace."""
+    return tensor._local_tensor.data_ptr()
+
+
+def _hex(address: object) -> str:
+    if isinstance(address, tuple):
+        return ", ".join(map(hex, address))
+    return hex(address) if isinstance(address, int) else str(address)
+
+
+class Hooks:
+    """Since a capture, no hook was added to a module inside the graph or removed from one.
+
+    To be made while the unit's hooks are installed. Its own run around the replay and may change,
+    but for one of ``register_backward_hook``. So will those inside that are ``moved``.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        graphed: Iterable[nn.Module],
+        moved: Callable[[Callable[..., Any]], bool] = lambda _hook: False,
+    ) -> None:
+        self._layer = layer
+        names = {id(module): name for name, module in layer.named_modules()}
+        registries = [
+            (getattr(module, kind.value), names.get(id(module), type(module).__name__))
+            for module in graphed
+            for kind in HookKind
+            if module is not layer
+        ]
+        registries += [(getattr(torch_module, name), f"torch's {name}") for name in GLOBAL_HOOKS]
+        # Most registries are empty, and any() over empty dictionaries is the cheapest check.
+        self._empty = [(r, name) for r, name in registries if all(map(moved, r.values()))]
+        self._quiet = [registry for registry, _ in self._empty]
+        quiet = set(map(id, self._quiet))
+        self._kept = [(r, tuple(r), name) for r, name in registries if id(r) not in quiet]
+        of_layer = (layer._backward_hooks, layer._backward_pre_hooks)
+        self._viewing = of_layer if any(of_layer) else None
+        """The layer's backward hooks, for which torch makes views of its inputs."""
+
+    def broken(self) -> Mismatch | None:
+        """The first module whose hooks have changed."""
+        if any(self._quiet):
+            name = next(name for registry, name in self._empty if registry)
+            return _mismatch("hooks", f"module {name}", "without hooks", "with a hook")
+        for registry, keys, name in self._kept:
+            if tuple(registry) != keys:
+                was, now = f"with {len(keys)} hooks", f"with {len(registry)} others"
+                return _mismatch("hooks", f"module {name}", was, now)
+        if self._viewing is not None and not any(self._viewing):
+            subject = "what makes views of the layer's inputs"
+            return _mismatch("sharing", subject, "a backward hook", "none")
+        if self._layer._is_full_backward_hook is False:
+            was = "without register_backward_hook"
+            return _mismatch("hooks", "module the layer", was, "with one")
+        return None
+
+
+class Switches:
+    """Those of these names that this release of torch has, as a row; see the note above."""
+
+    def __init__(self, names: Sequence[str] = _OTHERS) -> None:
+        found = ((name, getattr(torch._C, f"_get_{name}", None)) for name in names)
+        self._read = {name: read for name, read in found if read is not None}
+        self._seen: dict[str, str] = {}
+        self._first: str | None = None
+
+    def get(self, _key: str = "") -> str:
+        """Their values in words: one object for each choice, as a row wants it."""
+        now = str([read() for read in self._read.values()])
+        text = self._seen.get(now)
+        if text is None:
+            values = (read() for read in self._read.values())
+            text = self._seen[now] = "; ".join(map("{}={}".format, self._read, values))
+        return text
+
+    def broken(self) -> Mismatch | None:
+        """A change since the first call."""
+        now = self.get()
+        self._first = self._first or now
+        if now == self._first:
+            return None
+        before, after = self._first.split("; "), now.split("; ")
+        changed = next(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
+        return _mismatch("switches", "a switch of torch", *changed)
+
+
+class Guard:
+    """The table of one graph.
+
+    The modes must now be those of forward passes, but for the backend's state of numerics, such as
+    TE's FP8 recipe: that of capture is ``captured_numerics``, and ``numerics`` returns the current
+    one. ``autocast`` is :func:`autocast_of` backward passes.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        addresses: Addresses,
+        *,
+        objects: Iterable[Entry],
+        key_sets: Iterable[KeySet],
+        hooks: Hooks,
+        captured_numerics: Any,
+        numerics: Callable[[], Any],
+        device_type: str,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.inputs, self.addresses = inputs, addresses
+        self._entries = tuple(objects)
+        self._objects = [(e.holder, e.key, e.holder.get(e.key)) for e in self._entries]
+        containers = {
+            number: Contents(value)
+            for number, (_, _, value) in enumerate(self._objects)
+            if is_container(value)
+        }
+        self._contents = {n: one for n, one in containers.items() if one.can_change}
+        self._key_sets = list(key_sets)
+        self._keys = [key_set.keys for key_set in self._key_sets]
+        self._sizes = [len(keys) for keys in self._keys]
+        self._known = [frozenset(keys) for keys in self._keys]
+        self._hooks = hooks
+        self._device_type, self._autocast = device_type, autocast
+        self._numerics = numerics
+        self._modes = (*self._read_modes()[:-1], captured_numerics)
+
+    def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+        """What forbids a forward replay with these arguments, or None."""
+        mismatch = self.inputs.broken(args, kwargs)
+        if mismatch is None and (now := self._read_modes()) != self._modes:
+            mismatch = self._other_mode(now)
+        return mismatch or self._broken_object() or self.addresses.broken(forward=True)
+
+    def broken_in_backward(self) -> Mismatch | None:
+        """What forbids the backward replay that is about to begin, or None."""
+        if (now := autocast_of(self._device_type)) != self._autocast:
+            subject = f"torch.autocast for {self._device_type} in the backward pass"
+            return _mismatch("autocast", subject, _switch(self._autocast), _switch(now))
+        return self.addresses.broken(forward=False)
+
+    def _read_modes(self) -> tuple[Any, ...]:
+        """In the order of ``_MODES``: what Python code follows, and a replay does not."""
+        return (
+            autocast_of(self._device_type),
+            torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
+            self._numerics(),
+        )
+
+    def _broken_object(self) -> Mismatch | None:
+        for number, (holder, key, same) in enumerate(self._objects):
+            if holder.get(key) is not same and (other := self._other_object(number)) is not None:
+                return other
+        for number, contents in self._contents.items():
+            value = self._objects[number][2]
+            if not contents.are_in(value):
+                return self._changed(number, value, "with other contents")
+        if list(map(len, self._keys)) != self._sizes and (other := self._other_keys()) is not None:
+            return other
+        return self._hooks.broken()
+
+    def _other_mode(self, now: tuple[Any, ...]) -> Mismatch | None:
+        for name, before, after in zip(_MODES, self._modes, now, strict=True):
+            if before != after:
+                autocast = f"torch.autocast for {self._device_type}"
+                subject = {"autocast": autocast, "fp8": "the FP8 state"}.get(name, name)
+                return _mismatch(name, subject, _switch(before), _switch(after))
+        return None
+
+    def _other_object(self, number: int) -> Mismatch | None:
+        """Whether it matters that an object is another one."""
+        holder, key, same = self._objects[number]
+        now, contents = holder.get(key), self._contents.get(number)
+        # A container may have been changed before it was replaced: its contents at capture count.
+        is_same = same_value(same, now) if contents is None else contents.are_in(now)
+        if is_same:
+            self._objects[number] = holder, key, now
+            return None
+        return self._changed(number, now, _named(now))
+
+    def _changed(self, number: int, now: Any, actual: str) -> Mismatch:
+        entry, same = self._entries[number], self._objects[number][2]
+        if entry.clause == "switches":
+            return _mismatch(entry.clause, entry.what, same, now)
+        if is_plain(same):
+            return _mismatch(entry.clause, entry.what, _named(same), _named(now))
+        expected = f"the {type(same).__name__} that was captured"
+        if type(same) is type(now) and actual == _named(now):
+            actual = f"another {type(now).__name__}"
+        return _mismatch(entry.clause, entry.what, expected, actual)
+
+    def _other_keys(self) -> Mismatch | None:
+        for number, key_set in enumerate(self._key_sets):
+            if len(key_set.keys) == self._sizes[number]:
+                continue
+            changed = self._known[number] ^ set(key_set.keys)
+            named = sorted(str(k) for k in changed if key_set.reads is None or k in key_set.reads)
+            if named:
+                is_there = named[0] in key_set.keys
+                was, now = ("absent", "there") if is_there else ("there", "absent")
+                return _mismatch(key_set.clause, f"{key_set.what}{named[0]}", was, now)
+            self._sizes[number], self._known[number] = len(key_set.keys), frozenset(key_set.keys)
+        return None
+
+
+def autocast_of(device_type: str) -> torch.dtype | None:
+    """The dtype of ``torch.autocast`` now; None if it is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def entries_of(layer: nn.Module, graphed: Iterable[nn.Module], *, asked: bool) -> list[Entry]:
+    """The modules, parameters and buffers of ``graphed``, inside the graph of ``layer``.
+
+    A gradient that the graph computes and nobody needs is discarded. So parameters may need none
+    later, unless code is ``asked`` to do something else then.
+    """
+    entries: list[Entry] = []
+    inside = {id(module) for module in graphed}
+    for path, owner in layer.named_modules():
+        prefix = f"{path}." if path else ""
+        # A compiled module has its mode, as all else, in the module below it.
+        if (id(owner) in inside or owner is layer) and "training" in vars(owner):
+            what = f"training of a {type(owner).__name__}"
+            entries.append(Entry(vars(owner), "training", "training", what))
+        entries += [
+            Entry(owner._modules, name, "module", f"module {prefix}{name}")
+            for name, child in owner._modules.items()
+            if id(child) in inside
+        ]
+        if id(owner) not in inside:
+            continue
+        for clause, held in (("parameter", owner._parameters), ("buffer", owner._buffers)):
+            entries += [Entry(held, name, clause, f"{clause} {prefix}{name}") for name in held]
+        entries += [
+            Entry(_NEEDS, parameter, "frozen", f"requires_grad of {prefix}{name}")
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and (asked or not parameter.requires_grad)
+        ]
+        if owner is not layer:  # the replay replaces the layer's own forward
+            entries.append(Entry(vars(owner), "forward", "forward", f"own forward of {path}"))
+    return entries
+
+
+def _mismatch(clause: str, subject: str, expected: str, actual: str) -> Mismatch:
+    return Mismatch(clause, subject, expected, actual, _CAUSES.get(clause, _REPLACED))
+
+
+def _named(value: Any) -> str:
+    return "none" if value is None else str(getattr(value, "name", "")) or described(value)
+
+
+def _switch(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "off" if value is None else str(value)
 
 
 def described(value: Any) -> str:
@@ -342,8 +610,4 @@ def described(value: Any) -> str:
 
 
 def _fields(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
-
-
-def _text(value: Any) -> str:
-    return str(tuple(value) if isinstance(value, torch.Size) else value)
+    return tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad

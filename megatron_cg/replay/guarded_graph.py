@@ -33,8 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.ranges import in_range, named_range
-from megatron_cg.replay.depends_on import DependsOn
-from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.own_gradients import own_gradient
@@ -174,7 +173,7 @@ class GuardedGraph:
     def __init__(
         self,
         graph: Any,
-        depends_on: DependsOn,
+        guard: Guard,
         unit: Unit,
         mismatches: MismatchPolicy,
         *,
@@ -186,7 +185,7 @@ class GuardedGraph:
         prepare_backward: Callable[[], bool],
     ) -> None:
         self.eager_passes = eager_passes
-        self.graph, self._guard = graph, depends_on
+        self.graph, self._guard = graph, guard
         self._unit, self._index = unit, index
         self._eager = unit.eager or unit.run
         self._mismatches, self.in_flight, self._kept = mismatches, in_flight, kept

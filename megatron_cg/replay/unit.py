@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.errors import CaptureError
-from megatron_cg.replay.depends_on import Entry
+from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.strides import Gradients
 
 ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]

@@ -22,7 +22,7 @@ from torch import nn
 
 from megatron_cg.backends.base import Backend, leave_pool, stream_kept, waited_for
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.replay.depends_on import Entry
+from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import cells_of, set_attribute, set_cell, undone_after

@@ -33,8 +33,7 @@ from torch import nn
 
 from megatron_cg.integrations.megatron.scopes import leave_out, name_of
 from megatron_cg.integrations.step_state import step_state_kept
-from megatron_cg.replay.depends_on import Entry
-from megatron_cg.replay.guard import NOT_INPUTS, Mismatch, described
+from megatron_cg.replay.guard import NOT_INPUTS, Entry, Mismatch, described
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ManualHook, Unit

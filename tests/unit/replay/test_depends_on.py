@@ -193,9 +193,9 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     "state: shared.late": (lambda _: setattr(IMPORTED, "late", 0.5), 2, "shared.late"),
     "frozen": (
         lambda unit: unit.late.weight.requires_grad_(True),
-        *(1, "late.weight was without requires_grad at capture and is with it now"),
+        *(1, "requires_grad of late.weight was False at capture and is True now"),
     ),
-    "training": (lambda unit: unit.drop.eval(), 1, "the mode of a Dropout was training"),
+    "training": (lambda unit: unit.drop.eval(), 1, "training of a Dropout was True"),
     "module": (lambda unit: setattr(unit, "act", nn.Sigmoid()), 1, "module act was the Tanh"),
     "parameter": (
         lambda unit: setattr(unit.linear, "weight", nn.Parameter(torch.eye(WIDTH))),
@@ -203,7 +203,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     ),
     "buffer": (lambda unit: setattr(unit, "table", torch.zeros(WIDTH)), 1, "table was the Tensor"),
     "attribute": (lambda unit: setattr(unit, "gain", torch.zeros(WIDTH)), 1, "gain was the Tensor"),
-    "forward": (lambda unit: setattr(unit.act, "forward", torch.cos), 1, "forward of act was the"),
+    "forward": (
+        lambda unit: setattr(unit.act, "forward", torch.cos),
+        1,
+        "own forward of act was none",
+    ),
     "hooks": (
         lambda unit: unit.act.register_forward_hook(lambda _module, _args, out: out * 2),
         *(1, "module act was without hooks at capture and is with a hook now"),
@@ -222,7 +226,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     ),
     "address: layout": (
         lambda unit: setattr(unit.late.weight, "data", unit.late.weight.data.t()),
-        *(1, "the layout of parameter late.weight was (8, 1) at capture and is (1, 8) now"),
+        *(1, "the layout of parameter late.weight in the forward pass was (8, 1)"),
     ),
     "switches": (
         lambda _: setattr(torch.backends.cudnn, "allow_tf32", False),
