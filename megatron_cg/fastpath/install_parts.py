@@ -1,24 +1,22 @@
 """Installs the parts of the fast path and removes them in reverse order."""
 
 import logging
-from collections.abc import Callable, Collection, Container, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_cg.fastpath import (
     bucketing,
-    buckets,
     gather,
     host_reads,
     local_tensors,
     main_weights,
     scaled_copies,
-    unshard,
 )
 from megatron_cg.fastpath import v2_buffers as v2
 from megatron_cg.fastpath.bucketing import GradientBucketing
@@ -86,12 +84,12 @@ class FastPath:
         self, graphed: Collection[nn.Module], replays: Sequence[ReplayFunction]
     ) -> None:
         # Without "unshard" nothing reports the end of a unit's backward pass.
-        replaces = (*bucketing.REPLACES, *unshard.REPLACES)
+        replaces = (*bucketing.REPLACES, *gather.REPLACES_UNSHARD)
         self._add("gradients", self._bucket_gradients, replaces)
         self._add("scaled-copies", self._scale_copies, scaled_copies.REPLACES)
         in_turn = self._fsdp.param_and_grad_buffer.double_buf_units
         if self._fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
-            self._add("ordered-gradients", lambda: buckets.order_copies(self._fsdp))
+            self._add("ordered-gradients", lambda: bucketing.order_copies(self._fsdp))
         deferred = DeferredPrefetch(graphed)
         self._add("detached-weights", lambda: detach_in_grouped_gemms(self._detaches(graphed)))
         if replays:
@@ -130,14 +128,21 @@ class FastPath:
             self._detached = DetachedWeights(self._fsdp.module, self.bucketing, graphed)
         return self._detached
 
-    def _logged(self) -> Self:
-        for name, why in self.left_out.items():
-            logger.info("FSDP fast path: %s left to Megatron-FSDP, because %s.", name, why)
-        return self
-
     def _unit_is_done(self, unit: nn.Module) -> None:
         if self.bucketing is not None:
             self.bucketing.unit_is_done(unit)
+
+
+@contextmanager
+def _installing(fsdp: Any) -> Iterator[FastPath]:
+    path = FastPath(fsdp)
+    try:
+        yield path
+    except BaseException:
+        path.close()
+        raise
+    for name, why in path.left_out.items():
+        logger.info("FSDP fast path: %s left to Megatron-FSDP, because %s.", name, why)
 
 
 def install(
@@ -155,13 +160,13 @@ def install(
 
     Raises UpstreamChangedError if a symbol that a part relies on is gone; nothing stays changed.
     """
-    path = FastPath(fsdp)
-    add, weights, local = path._add, main_weights, local_tensors
-    try:
+    with _installing(fsdp) as path:
+        add, weights, local = path._add, main_weights, local_tensors
         path._add_gradients(graphed, replays)
         deferred, done = path.deferred, path._unit_is_done
-        add("unshard", lambda: unshard.install_unshard(fsdp, done, deferred), unshard.REPLACES)
-        add("gathers", lambda: gather.install_gathers(fsdp, deferred), gather.REPLACES)
+        unsharding, gathering = gather.REPLACES_UNSHARD, gather.REPLACES_GATHERS
+        add("unshard", lambda: gather.install_unshard(fsdp, done, deferred), unsharding)
+        add("gathers", lambda: gather.install_gathers(fsdp, deferred), gathering)
         attaching, installing = weights.REPLACES_ATTACHING, weights.REPLACES_INSTALLING
         add("main-gradients", lambda: weights.install_main_gradients(fsdp, scratch), attaching)
         add("main-weights", lambda: weights.install_main_weights(fsdp), installing)
@@ -171,18 +176,11 @@ def install(
             add(
                 "host-reads", lambda: host_reads.install_host_reads(optimizers), host_reads.REPLACES
             )
-    except BaseException:
-        path.close()
-        raise
-    return path._logged()
+    return path
 
 
 def install_under_v2(groups: Sequence[Any]) -> FastPath:
-    path = FastPath(groups[0])
-    try:
+    with _installing(groups[0]) as path:
         path._add("layouts", lambda: v2.keep_layouts(groups[0]), v2.REPLACES_LAYOUTS)
         path._add("views", lambda: v2.keep_views(groups), v2.REPLACES_VIEWS)
-    except BaseException:
-        path.close()
-        raise
-    return path._logged()
+    return path

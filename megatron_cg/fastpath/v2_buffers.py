@@ -10,7 +10,7 @@ Note [Kept as long as the memory]
     A group gathers weights into one buffer and reduces gradients into another one, and takes a view
     or a DTensor of each parameter from it in each microbatch. Here each is made once. Only the
     group's own two buffers keep them: a buffer that takes the place of one makes its own. A buffer
-    whose memory is replaced makes new ones; that is seen by the storage, as in ``buckets.py``.
+    whose memory is replaced makes new ones; that is seen by the storage, as in ``bucketing.py``.
     With replicas over which gradients are reduced at the last microbatch, v2 makes a new buffer of
     gradients in each step. There is nothing to keep then, and the old one must be freed.
 """

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.bucketing import GradientBucketing
-from megatron_cg.fastpath.buckets import BucketViews
+from megatron_cg.fastpath.bucketing import BucketViews, GradientBucketing
 
 SIZE = 2
 Gradients = list[torch.Tensor | None]

@@ -13,8 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.fastpath.gather import DeferredPrefetch, Gathers, install_gathers
-from megatron_cg.fastpath.unshard import CachedParameters, _fetched, _gathered, install_unshard
+from megatron_cg.fastpath.gather import (
+    CachedParameters,
+    DeferredPrefetch,
+    Gathers,
+    _fetched,
+    _gathered,
+    install_gathers,
+    install_unshard,
+)
 from megatron_cg.tools.cpu import fakes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE

@@ -81,7 +81,7 @@ def test_a_variable_that_is_gone_is_named_and_nothing_stays_changed(
     fsdp: Any, cell: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = state(fsdp)
-    for module in ("bucketing", "unshard"):
+    for module in ("bucketing", "gather"):
         monkeypatch.setattr(f"megatron_cg.fastpath.{module}.find_cell", without(cell))
     core = re.escape(f"megatron-core {installed_version('megatron-core')}: ")
     with pytest.raises(UpstreamChangedError, match=rf"{core}.*{cell}"):
@@ -99,7 +99,7 @@ def without(name: str) -> Any:
 def test_float8_weights_are_left_to_megatron_fsdp(
     fsdp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("unshard", "main_weights"):
+    for module in ("gather", "main_weights"):
         monkeypatch.setattr(f"megatron_cg.fastpath.{module}.float8_test", lambda _: lambda _p: True)
     path = install(fsdp)
     assert "FP8" in path.left_out["main-weights"]
