@@ -6,7 +6,7 @@ from itertools import chain
 
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
 from megatron_cg.arguments.schema import RunArguments
-from megatron_cg.upstream.device_counts import UPGRADE
+from megatron_cg.upstream.te import UPGRADE
 
 DROP_AND_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _GEMM = "--cg-grouped-gemm"

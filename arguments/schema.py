@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from megatron_cg import version
-from megatron_cg.upstream.device_counts import NOT_LOADED, lacks_device_counts
 from megatron_cg.upstream.symbols import installed_version
+from megatron_cg.upstream.te import NOT_LOADED, lacks_device_counts
 
 WHOLE_LAYER = "layer"
 """Our name for capture of a whole layer; Megatron writes it as an empty scope list."""

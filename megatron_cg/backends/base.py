@@ -22,7 +22,7 @@ from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.restore import Restores
 from megatron_cg.upstream.symbols import Symbol
-from megatron_cg.upstream.te_if_loaded import fp8_recipe, rng_states
+from megatron_cg.upstream.te import fp8_recipe, rng_states
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _TRACKER = Symbol(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the RNG tracker; None before it is made")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_cg.compiled import artifact
 from megatron_cg.compiled.plain_state import PlainState, script_importable
 from megatron_cg.compiled.region import (
     PREFIX,
@@ -25,6 +24,7 @@ from megatron_cg.compiled.region import (
     fingerprint,
     module_kinds,
 )
+from megatron_cg.compiled.save import Manifest, path_of, read
 from megatron_cg.compiled.trace import loading_for
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
@@ -156,7 +156,7 @@ class Precompiled:
 def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> Precompiled:
     """Load an artifact on all ranks, or on none. All ranks call this together.
 
-    ``directory`` is where ``save`` wrote to; see Note [What is trusted] in ``artifact.py``.
+    ``directory`` is where ``save`` wrote to; see Note [What is trusted] in ``save.py``.
     ``region`` has the module on this rank's device, with real weights, arguments of the shapes to
     come, and the process groups of the rank by role. ``votes`` are those of all ranks.
 
@@ -170,7 +170,7 @@ def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> 
     compiled: Any = None
     own: Exception | None = None
     try:
-        manifest, code = artifact.read(artifact.path_of(Path(directory), name))
+        manifest, code = read(path_of(Path(directory), name))
         held = manifest.code_sha256
         compiled = _decoded(name, manifest, code, region)
     except Exception as error:  # This rank must vote, so nothing may escape.
@@ -191,7 +191,7 @@ def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> 
     return Precompiled(compiled, region, name, manifest.state)
 
 
-def _decoded(name: str, manifest: artifact.Manifest, code: bytes, region: Region) -> Any:
+def _decoded(name: str, manifest: Manifest, code: bytes, region: Region) -> Any:
     """The code for this rank. Raises ArtifactRefusedError if it is for something else."""
     device = region.device()
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -2,13 +2,25 @@
 
 A rank that does not exist has no GPU, no other process and no weights. The default process group is
 torch's ``fake`` one, whose collectives do nothing. Requests for the current CUDA device get the
-meta device, so that what is traced names no GPU.
+meta device, so that what is traced names no GPU. The artifact is one file: its manifest as a line
+of JSON, and then the code.
+
+Note [What is trusted]
+    The code is a pickle of torch's, so decoding it can run any code. So the folder and the file
+    must belong to this user or to root, and nobody else may write them. Who can write them could as
+    well change the user's scripts. Access control lists are not looked at. The checksum in the
+    manifest finds damage, not an attacker, who would change both. The file is read once, so the
+    bytes that are checked are the bytes that are decoded.
 """
 
+import json
+import os
+import stat
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,13 +29,84 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from megatron_cg.compiled import artifact
-from megatron_cg.compiled.graph import first_difference
 from megatron_cg.compiled.region import Capability, Region, differences
-from megatron_cg.compiled.trace import Trace, trace
-from megatron_cg.errors import PrecompileError
+from megatron_cg.compiled.trace import Trace, first_difference, trace
+from megatron_cg.errors import ArtifactRefusedError, PrecompileError
+from megatron_cg.files import whole_file
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of an artifact without decoding it."""
+
+    code_sha256: str
+    fingerprint: Mapping[str, str]
+    state: Mapping[str, str]
+    """Plain Python values that are constants of the code; see ``plain_state.py``."""
+    traced_ranks: Sequence[int]
+
+
+def path_of(directory: Path, name: str) -> Path:
+    """Where the artifact of that name is.
+
+    Raises PrecompileError for a name that is not a plain file name.
+    """
+    if not name or Path(name).name != name or name.startswith("."):
+        raise PrecompileError(f"{name!r} cannot name an artifact: use letters, digits and -")
+    return directory / f"{name}.artifact"
+
+
+def write(path: Path, manifest: Manifest, code: bytes) -> None:
+    """Write an artifact that this user alone can read and write. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with whole_file(path, mode=0o600) as part:
+        part.write_bytes(json.dumps(asdict(manifest), sort_keys=True).encode() + b"\n" + code)
+
+
+def read(path: Path) -> tuple[Manifest, bytes]:
+    """Read an artifact and its code. Nothing is decoded but the manifest, which is JSON.
+
+    Raises ArtifactRefusedError if it is missing, not trusted, or damaged.
+    """
+    try:
+        _require_own(path.parent, os.stat(path.parent))
+        with path.open("rb") as file:
+            _require_own(path, os.fstat(file.fileno()))
+            data = file.read()
+    except OSError as error:
+        raise ArtifactRefusedError(
+            f"{path} cannot be read ({error.strerror}): type megatron-cg precompile to make it"
+        ) from error
+    head, _, code = data.partition(b"\n")
+    try:
+        manifest = Manifest(**json.loads(head))
+    except (ValueError, TypeError) as error:
+        raise ArtifactRefusedError(
+            f"{path} is damaged, or of another version of megatron_cg: it begins with no manifest "
+            f"({error}). Copy it again, or save again"
+        ) from error
+    if sha256(code).hexdigest() != manifest.code_sha256:
+        raise ArtifactRefusedError(
+            f"{path} is damaged: its {len(code)} bytes of code have another SHA-256 than its "
+            "manifest names. Copy it again, or save again"
+        )
+    return manifest, code
+
+
+def _require_own(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in {os.geteuid(), 0}:
+        raise ArtifactRefusedError(
+            f"{path} belongs to user {status.st_uid} and not to you ({os.geteuid()}): decoding it "
+            "could run that user's code. If you trust it, copy it to a folder of your own"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ArtifactRefusedError(
+            f"other users may write {path}, and decoding it could run their code. If you trust "
+            f"what it holds now, type chmod go-w {path}"
+        )
+
 
 _FAKE_STORE = Symbol(
     "torch.testing._internal.distributed.fake_pg:FakeStore",
@@ -47,7 +130,7 @@ def save(
     name: str,
     world_size: int,
     capability: Capability = (9, 0),
-) -> artifact.Manifest:
+) -> Manifest:
     """Trace a region on the meta device as several ranks, and write the code if all agree.
 
     Traced are rank 0, all ranks that share a group of the region with it, and the last rank. Needs
@@ -62,7 +145,7 @@ def save(
     Raises PrecompileError if the region cannot be traced, or is not the same on all ranks, and
     OSError if the folder cannot be written. Nothing has been written then.
     """
-    path = artifact.path_of(Path(directory), name)
+    path = path_of(Path(directory), name)
     first, peers = _trace_as(build, 0, world_size, capability)
     ranks = sorted({0, *peers, world_size - 1})
     state = dict(first.state)
@@ -73,13 +156,13 @@ def save(
         state = {name: text for name, text in state.items() if other.state.get(name) == text}
     compiled = first.compiled
     code: bytes = type(compiled).serialize(compiled).serialized_data
-    manifest = artifact.Manifest(
+    manifest = Manifest(
         code_sha256=sha256(code).hexdigest(),
         fingerprint=first.fingerprint,
         state=state,
         traced_ranks=ranks,
     )
-    artifact.write(path, manifest, code)
+    write(path, manifest, code)
     return manifest
 
 

@@ -27,7 +27,7 @@ from megatron_cg.fastpath.detached_weights import (
 )
 from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.fsdp.fsdp_symbols import unknown_bodies
+from megatron_cg.fsdp.roles import unknown_bodies
 from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import Undo, set_attribute

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from megatron_cg.fastpath.part import NotApplicableError, float8_test
-from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
+from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.memory.scratch import IdlePool
 from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over, run_around

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.fsdp_symbols import fsdp_function
-from megatron_cg.fsdp.roles import fsdp_package_of
+from megatron_cg.fsdp.roles import fsdp_function, fsdp_package_of
 from megatron_cg.hooks import innermost
 from megatron_cg.upstream.patch import cells_of
 from megatron_cg.upstream.symbols import changed

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
+from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 
 _FEW_RUNS, _WORTH_A_LAUNCH = 4, 16 << 20
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -22,7 +22,7 @@ from weakref import finalize
 
 import torch
 
-from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
+from megatron_cg.fsdp.roles import fsdp_v2
 from megatron_cg.upstream.patch import Undo, all_of, put_over
 
 _LAYOUT, _BUFFER = "layout:GlobalLayout", "dbuffer:DBuffer"

@@ -33,7 +33,7 @@ from torch import nn
 
 from megatron_cg.backends.base import device_generator
 from megatron_cg.restore import Restores, put_back
-from megatron_cg.upstream.te_if_loaded import rng_states
+from megatron_cg.upstream.te import rng_states
 
 _CORE, _SHARDING = "megatron.core", "megatron.core.distributed"
 _KNOWN = frozenset({"megatron", "transformer_engine"})

@@ -28,11 +28,10 @@ from megatron_cg.moe.dispatcher import KernelName
 from megatron_cg.moe.grouped_gemm import GroupedGemm, on_device
 from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.upstream.device_counts import lacks_device_counts
 from megatron_cg.upstream.megatron import is_capturing, relax_rules
 from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version
-from megatron_cg.upstream.te_if_loaded import fp8_recipe
+from megatron_cg.upstream.te import fp8_recipe, lacks_device_counts
 
 _TE = "transformer_engine.pytorch.module.grouped_linear"
 _GEMM = Symbol(

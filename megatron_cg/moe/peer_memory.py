@@ -133,7 +133,7 @@ class PeerMemory:
         """Raises CaptureError on all ranks if they cannot map each other's memory."""
         if not rows.is_cuda:
             return Collective(self._group)(rows, here, there)
-        from megatron_cg.moe.peer_kernel import read_rows, write_rows
+        from megatron_cg.moe.kernels import read_rows, write_rows
 
         flat = rows.contiguous().view(len(rows), -1)
         slots = self._of(len(here.packed), flat.shape[1] * flat.element_size())

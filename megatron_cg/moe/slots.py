@@ -63,7 +63,7 @@ def find_places(
     """
     gaps = None if gaps is None else gaps.cumsum(0)
     if counts.is_cuda and find_spec("triton") is not None:
-        from megatron_cg.moe.place_kernel import places_of
+        from megatron_cg.moe.kernels import places_of
 
         return Places(*places_of(counts, slot, rows, gaps, whole=whole))
     ranks, experts = counts.shape

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
+from megatron_cg.fsdp.roles import fsdp_class
 from megatron_cg.upstream.symbols import Symbol
 
 _ARGS = Symbol("megatron.training.global_vars:get_args", "the run's arguments")

@@ -52,7 +52,7 @@ from megatron_cg.backends.driver.capture import (
 from megatron_cg.errors import CaptureError
 from megatron_cg.memory.storage import without_owners
 from megatron_cg.replay.guard import is_quantized
-from megatron_cg.upstream.te_if_loaded import fp8_recipe, told_of_capture
+from megatron_cg.upstream.te import fp8_recipe, told_of_capture
 
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 ErrorMode = Literal["global", "thread_local", "relaxed"]

@@ -27,7 +27,7 @@ from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import cells_of, set_attribute, set_cell, undone_after
 from megatron_cg.upstream.symbols import Symbol, changed
-from megatron_cg.upstream.te_if_loaded import END_CAPTURING, FP8, GRAPH, IS_CAPTURING
+from megatron_cg.upstream.te import END_CAPTURING, FP8, GRAPH, IS_CAPTURING
 
 _MAKE = Symbol(
     f"{GRAPH}:make_graphed_callables",

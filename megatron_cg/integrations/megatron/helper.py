@@ -32,6 +32,7 @@ from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import WITHOUT, Agreement
 from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.find_sharding import of_megatron
+from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
 from megatron_cg.integrations.call_arguments import by_argument, require_same, several
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
@@ -39,7 +40,6 @@ from megatron_cg.integrations.megatron.repeat import repeat_if_needed
 from megatron_cg.integrations.megatron.scopes import LayerScopes
 from megatron_cg.integrations.megatron.steps import Source, Steps
 from megatron_cg.integrations.megatron.units import units_of
-from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.moe.dispatcher import shared_experts_idle
 from megatron_cg.moe.install import bound_of, grouped_gemm_of, peer_memory_of
 from megatron_cg.replay.mismatch_policy import ReplayPolicy

@@ -34,7 +34,7 @@ from megatron_cg.arguments.schema import (
 )
 from megatron_cg.errors import Violation
 from megatron_cg.tools.doctor.system import Finding, Level, System, error, ok, run_probe, warning
-from megatron_cg.upstream.device_counts import UPGRADE
+from megatron_cg.upstream.te import UPGRADE
 
 _TE = "transformer-engine"
 INSTALL = {

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.arguments.schema import FRAMEWORKS, NATIVE, PACKAGES, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.upstream.device_counts import lacks_device_counts
 from megatron_cg.upstream.symbols import Symbol, installed_version
+from megatron_cg.upstream.te import lacks_device_counts
 
 _FAMILIES = {"cuDNN": "libcudnn", "NCCL": "libnccl.", "cuBLAS": "libcublas"}
 """Families of libraries, and what the file names of each begin with."""

@@ -28,8 +28,8 @@ from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.schema import BACKENDS
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import LaunchLine, LaunchLineError
-from megatron_cg.upstream.device_counts import UPGRADE
 from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.te import UPGRADE
 
 TE_VERSION = "2.20.2"
 """The release whose rules apply where Transformer Engine is not installed."""

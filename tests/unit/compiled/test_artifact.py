@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.compiled import artifact
+from megatron_cg.compiled import save as artifact
 from megatron_cg.errors import ArtifactRefusedError, PrecompileError
 
 CODE = b"any\nbytes"

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.compiled import trace
-from megatron_cg.compiled.artifact import path_of, read
 from megatron_cg.compiled.region import Region
-from megatron_cg.compiled.save import save
+from megatron_cg.compiled.save import path_of, read, save
 from megatron_cg.compiled.trace import loading_for
 
 

@@ -13,8 +13,7 @@ import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import ConfigurationError, HookError
-from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
-from megatron_cg.memory.release import _KEEPS
+from megatron_cg.fsdp.megatron_fsdp import _KEEPS, find_megatron_fsdp
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.symbols import installed_version
 from tests.unit.trainers import microbatch_of, new_trainer

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.memory.release import drop_gradients, let_gradients_go
+from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import layers_of, microbatch_of, new_trainer

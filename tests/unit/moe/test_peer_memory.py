@@ -24,7 +24,7 @@ pytestmark = pytest.mark.fault
 WRITES = """
 import json
 import torch
-from megatron_cg.moe.peer_kernel import read_rows, write_rows
+from megatron_cg.moe.kernels import read_rows, write_rows
 
 RANKS, SLOT, RANK = 2, 7, 1
 PLACES = [0, 13, 7, 8, 14, 9, 20, 2, 1]
@@ -221,7 +221,7 @@ class OnGpu(torch.Tensor):
 def test_rows_are_written_between_two_barriers_and_read_after_them(
     one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    from megatron_cg.moe import peer_kernel
+    from megatron_cg.moe import kernels
 
     group: Any = dist.group.WORLD
     memory, done = PeerMemory(group), list[str]()
@@ -239,8 +239,8 @@ def test_rows_are_written_between_two_barriers_and_read_after_them(
         assert named == {"rank": 0, "slot": 4} and used == 3
         return slots.view(rows.dtype).index_select(0, places[:used])
 
-    monkeypatch.setattr(peer_kernel, "write_rows", write)
-    monkeypatch.setattr(peer_kernel, "read_rows", read)
+    monkeypatch.setattr(kernels, "write_rows", write)
+    monkeypatch.setattr(kernels, "read_rows", read)
     sent = torch.arange(1.0, 1.0 + 5 * math.prod(shape)).view(5, *shape)
     here, there = (find_places(torch.tensor([[n]]), 4, rows) for n, rows in ((4, 5), (3, 6)))
 

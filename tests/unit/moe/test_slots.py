@@ -87,7 +87,7 @@ def test_a_slot_may_be_full_and_what_it_has_no_room_for_has_no_place(
 KERNEL = """
 import sys
 import torch
-from megatron_cg.moe.place_kernel import places_of
+from megatron_cg.moe.kernels import places_of
 from megatron_cg.moe.slots import find_places, gaps_of
 
 torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.upstream.device_counts import NOT_LOADED, lacks_device_counts
+from megatron_cg.upstream.te import NOT_LOADED, lacks_device_counts
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
