@@ -31,7 +31,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, MethodType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -44,26 +44,48 @@ _ABSENT: Any = object()
 _COPIES = ("__deepcopy__", "__reduce_ex__")
 
 
-class _Location(NamedTuple):
-    """Where a value is: an attribute, or a closure variable."""
-
-    name: str
-    """What it is, for messages."""
-    key: tuple[int, str]
-    """Identifies the location, as long as it exists."""
-    get: Callable[[], Any]
-    """Returns the value there; ``_ABSENT`` if there is none."""
-    put: Callable[[Any], None]
-    """Sets a value there; ``_ABSENT`` removes the current value."""
-
-
 @dataclass(eq=False)
 class _Change:
-    location: _Location
+    owner: Any
+    name: str
+    """Of an attribute in the owner's own dictionary, or of what a cell holds."""
     value: Any
-    old: Any
     shared: bool
     undone: bool = False
+
+    def __post_init__(self) -> None:
+        self.old = self.current()
+        self.put(self.value)
+
+    def __str__(self) -> str:
+        if isinstance(self.owner, CellType):
+            return "a closure variable of Megatron-FSDP's or Transformer Engine's functions"
+        kind = self.owner if isinstance(self.owner, type | ModuleType) else type(self.owner)
+        return f"{kind.__name__}.{self.name}"
+
+    def current(self) -> Any:
+        if isinstance(self.owner, CellType):
+            return self.owner.cell_contents
+        return vars(self.owner).get(self.name, _ABSENT)
+
+    def put(self, new: Any) -> None:
+        if new is not _ABSENT:
+            setattr(self.owner, self.name, new)
+        elif self.name in vars(self.owner):
+            delattr(self.owner, self.name)
+
+    def restore(self) -> None:
+        current = self.current()
+        if self.shared or current is self.value:
+            self.put(self.old)
+        else:
+            logger.warning(
+                "megatron_cg: %s is left as it is: %s was put there after %s of this package, "
+                "which now has no effect.",
+                self,
+                _described(current),
+                "a function" if callable(self.value) else _described(self.value),
+            )
 
 
 class _Changes(list[_Change]):
@@ -76,7 +98,7 @@ _changes: WeakValueDictionary[tuple[int, str], _Changes] = WeakValueDictionary()
 
 def applied() -> list[str]:
     """The locations of all changes of this process that are not undone, such as ``Adam.step``."""
-    return sorted(change.location.name for stack in _changes.values() for change in stack)
+    return sorted(str(change) for stack in _changes.values() for change in stack)
 
 
 def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) -> Undo:
@@ -88,63 +110,25 @@ def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) ->
     ``owner`` is a module, class or object. If it is ``shared``, other code also sets it in normal
     operation, and the undo restores the old value, whatever the current value is.
     """
-    undo = _change(_attribute(owner, name), value, shared)
+    undo = _change(owner, name, value, shared)
     return all_of((_forbid_copies(owner), undo)) if isinstance(owner, nn.Module) else undo
 
 
-def _attribute(owner: Any, name: str) -> _Location:
-    def put(new: Any) -> None:
-        if new is not _ABSENT:
-            setattr(owner, name, new)
-        elif name in vars(owner):
-            delattr(owner, name)
-
-    def get() -> Any:
-        return vars(owner).get(name, _ABSENT)
-
-    kind = owner if isinstance(owner, type | ModuleType) else type(owner)
-    return _Location(f"{kind.__name__}.{name}", (id(owner), name), get, put)
-
-
 def set_cell(cell: CellType, value: Any) -> Undo:
-    return _change(
-        _Location(
-            "a closure variable of Megatron-FSDP's or Transformer Engine's functions",
-            (id(cell), ""),
-            lambda: cell.cell_contents,
-            partial(setattr, cell, "cell_contents"),
-        ),
-        value,
-    )
+    return _change(cell, "cell_contents", value)
 
 
-def _change(location: _Location, value: Any, shared: bool = False) -> Undo:
-    made = _Change(location, value, location.get(), shared)
-    location.put(value)
-    stack = _changes.setdefault(location.key, _Changes())
+def _change(owner: Any, name: str, value: Any, shared: bool = False) -> Undo:
+    made = _Change(owner, name, value, shared)
+    stack = _changes.setdefault((id(owner), name), _Changes())
     stack.append(made)
 
     def undo() -> None:
         made.undone = True
         while stack and stack[-1].undone:
-            _restore(stack.pop())
+            stack.pop().restore()
 
     return undo
-
-
-def _restore(change: _Change) -> None:
-    location = change.location
-    current = location.get()
-    if change.shared or current is change.value:
-        location.put(change.old)
-    else:
-        logger.warning(
-            "megatron_cg: %s is left as it is: %s was put there after %s of this package, which "
-            "now has no effect.",
-            location.name,
-            _described(current),
-            "a function" if callable(change.value) else _described(change.value),
-        )
 
 
 def cells_of(function: Any) -> dict[str, CellType]:
@@ -193,7 +177,7 @@ def _forbid_copies(module: nn.Module) -> Undo:
             "close(), or copy its state_dict()"
         )
 
-    return all_of(_change(_attribute(module, name), refuse) for name in _COPIES)
+    return all_of(_change(module, name, refuse) for name in _COPIES)
 
 
 class _Over(partial[Any]):
