@@ -51,8 +51,6 @@ _ASYNCHRONOUS = (
     "reduce_scatter_tensor",
 )
 """The collectives of ``torch.distributed`` that Dynamo can rewrite."""
-_functions: dict[Symbol, Callable[..., Any]] = {}
-"""Functions of Megatron, each with what is traced in its place."""
 
 
 @contextmanager
@@ -66,7 +64,7 @@ def traceable() -> Iterator[None]:
         values = {_TRACKER: _TRACKER_CLASS.find()(), _TRACKER_MADE: True, _WARNED: True}
         values |= {symbol: done[name] for symbol, name in _BOUND.items()}
         # An unknown body is traced as it is, and compared with eager at load.
-        values |= {one: _functions[one] for one in _functions if one.unknown_body() is None}
+        values |= {one: _FUNCTIONS[one] for one in _FUNCTIONS if one.unknown_body() is None}
         for symbol, value in values.items():
             owner, name = symbol.place()
             is_static = isinstance(vars(owner).get(name), staticmethod)
@@ -92,19 +90,6 @@ def _done_at_once(collective: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _in_place_of(
-    path: str, expected: str, fingerprint: str
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Trace the decorated function in place of one of Megatron, if that has this body."""
-
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        _functions[Symbol(path, expected, fingerprints=(fingerprint,))] = function
-        return function
-
-    return declare
-
-
-@_in_place_of(f"{_MAPPINGS}:_reduce", "all-reduces its input in place", "354fa3ca19004b07")
 def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
     if group.size() == 1:
         return input_
@@ -112,9 +97,6 @@ def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
     return reduced
 
 
-@_in_place_of(
-    f"{_MAPPINGS}:_gather_along_first_dim", "all-gathers the first dimension", "a4e3ac604c4824f4"
-)
 def _gather_first(
     input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
 ) -> torch.Tensor:
@@ -125,7 +107,6 @@ def _gather_first(
     return gathered
 
 
-@_in_place_of(f"{_MAPPINGS}:_reduce_scatter_along_first_dim", "reduce-scatters", "b16fab690c1237cd")
 def _scatter_first(
     input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
 ) -> torch.Tensor:
@@ -142,9 +123,6 @@ def _require_even(sizes: Any) -> None:
         raise ValueError("ranks hold different numbers of rows, which compiled code cannot gather")
 
 
-@_in_place_of(
-    f"{_MAPPINGS}:_AllToAll.forward", "exchanges rows between all ranks", "11b09017a57255c0"
-)
 def _all_to_all(ctx: Any, group: Any, rows: torch.Tensor, *options: Any) -> torch.Tensor:
     """With ``options`` (output split sizes, input split sizes, whether on NCCL's stream)."""
     ctx.group = group
@@ -155,24 +133,25 @@ def _all_to_all(ctx: Any, group: Any, rows: torch.Tensor, *options: Any) -> torc
     return functional.all_to_all_single(rows.contiguous(), *sizes, group)
 
 
-@_in_place_of(
-    "megatron.core.utils:GlobalMemoryBuffer.get_tensor",
-    "returns memory that layers share, with any content",
-    "517236bbbf6756e2",
-)
 def _fresh_memory(
     _buffer: Any, shape: Any, dtype: torch.dtype, _name: str, _context: Any = None
 ) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=torch.device("meta"))
 
 
-@_in_place_of(
-    f"{_RANDOM}:CudaRNGStatesTracker.fork",
-    "draws from another random state in a block",
-    "b6ca8a68776218dc",
-)
 def _no_fork(*_args: Any, **_kwargs: Any) -> Any:
     return nullcontext()
 
 
-RELIES_ON = (_TRACKER, _TRACKER_MADE, _TRACKER_CLASS, _WARNED, *_BOUND, *_functions)
+_FUNCTIONS = {
+    Symbol(path, "a function that is traced otherwise", fingerprints=(fingerprint,)): function
+    for function, path, fingerprint in (
+        (_reduce, f"{_MAPPINGS}:_reduce", "354fa3ca19004b07"),
+        (_gather_first, f"{_MAPPINGS}:_gather_along_first_dim", "a4e3ac604c4824f4"),
+        (_scatter_first, f"{_MAPPINGS}:_reduce_scatter_along_first_dim", "b16fab690c1237cd"),
+        (_all_to_all, f"{_MAPPINGS}:_AllToAll.forward", "11b09017a57255c0"),
+        (_fresh_memory, "megatron.core.utils:GlobalMemoryBuffer.get_tensor", "517236bbbf6756e2"),
+        (_no_fork, f"{_RANDOM}:CudaRNGStatesTracker.fork", "b6ca8a68776218dc"),
+    )
+}
+RELIES_ON = (_TRACKER, _TRACKER_MADE, _TRACKER_CLASS, _WARNED, *_BOUND, *_FUNCTIONS)

@@ -114,8 +114,6 @@ class FullyShard(PerModule):
         """Whether it is one of the two hooks of a ``fully_shard`` call."""
         return isinstance(getattr(hook, "__self__", None), FSDPState)
 
-    moves = made
-
     def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
         """Learn which units are unsharded at the same time; they get buffers of their own.
 

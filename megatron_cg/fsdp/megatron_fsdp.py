@@ -27,7 +27,7 @@ from torch import nn
 
 from megatron_cg.errors import Violation
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function, fsdp_package_of
-from megatron_cg.fsdp.sharding import REPLACED, Sharding, watched_tensors
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks, unit_hooks
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
@@ -167,20 +167,17 @@ class MegatronFsdp(Sharding):
         store = self.megatron_fsdp.param_and_grad_buffer
         together = self.megatron_fsdp.data_parallel_sharding_strategy == "optim_grads_params"
         seen: set[int] = set()
-
-        def described(parameter: nn.Parameter, name: str) -> tuple[str, str] | None:
-            group = store.param_to_param_group.get(parameter)
-            if group is None:
-                return name, REPLACED
-            if together and group in seen:
-                return None
-            seen.add(group)
-            unit = store.parameter_groups[group].fsdp_unit_id
-            return f"{name} (bucket {group} of FSDP unit {unit})", _moved(
-                store.ddp_config, group, unit
-            )
-
-        return watched_tensors(layer, graphed, described)
+        watched: list[Watched] = []
+        for one in super().watched_memory(layer, graphed):
+            group = store.param_to_param_group.get(one.tensor)
+            if group is not None and not (together and group in seen):
+                unit = store.parameter_groups[group].fsdp_unit_id
+                name = f"{one.name} (bucket {group} of FSDP unit {unit})"
+                watched.append(Watched(one.tensor, name, _moved(store.ddp_config, group, unit)))
+                seen.add(group)
+            elif group is None:
+                watched.append(one)
+        return watched
 
     def prepare_backward(self, layer: nn.Module) -> bool:
         """Create the transposes of quantized weights, as before a backward pass.

@@ -122,8 +122,6 @@ class MegatronFsdpV2(PerModule):
     def made(self, hook: Callable[..., Any]) -> bool:
         return fsdp_package_of(hook) is not None
 
-    moves = made
-
     def unit_hooks(self, unit: Unit) -> UnitHooks:
         """See :class:`PerModule`. From now on the unit has the sharded modules in its graph."""
         self._together[unit.layer] = [unit.layer, *filter(is_sharded, unit.graphed)]

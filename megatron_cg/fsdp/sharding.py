@@ -121,7 +121,17 @@ class Sharding:
 
         Called inside of :meth:`capturing`. Here all of them.
         """
-        return watched_tensors(layer, graphed, lambda _parameter, name: (name, self.moved))
+        names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
+        kinds: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+            ("parameter", self.moved, nn.Module.named_parameters),
+            ("buffer", REPLACED, nn.Module.named_buffers),
+        )
+        return [
+            Watched(tensor, f"{kind} {names[id(module)]}{name}", moved)
+            for module in graphed
+            for kind, moved, tensors_of in kinds
+            for name, tensor in tensors_of(module, recurse=False)
+        ]
 
     def gradients(self) -> Iterator[tuple[str, Any]]:
         """What the optimizer gets for each parameter, if anything, the last parameter first.
@@ -145,31 +155,6 @@ class Sharding:
 
     def _of_user(self, module: nn.Module) -> Iterator[HookRecord]:
         return (record for record in module_hooks(module) if not self.made(record.fn))
-
-
-def watched_tensors(
-    layer: nn.Module,
-    graphed: Sequence[nn.Module],
-    described: Callable[[nn.Parameter, str], tuple[str, str] | None],
-) -> list[Watched]:
-    """Parameters and buffers of ``graphed``.
-
-    ``described`` takes a parameter and its name, and returns a name for messages and why it might
-    move, or None for a parameter that need not be watched.
-    """
-    names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
-    watched: list[Watched] = []
-    for module in graphed:
-        prefix = names[id(module)]
-        for name, parameter in module.named_parameters(recurse=False):
-            words = described(parameter, f"parameter {prefix}{name}")
-            if words is not None:
-                watched.append(Watched(parameter, *words))
-        watched += [
-            Watched(buffer, f"buffer {prefix}{name}", REPLACED)
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-    return watched
 
 
 class PerModule(Sharding):
@@ -224,6 +209,9 @@ class PerModule(Sharding):
                     "hooks of fully_shard inside a unit run around the unit while there are graphs",
                     f"leave unit {name} out of units, or do not call fully_shard on {path} itself",
                 )
+
+    def moves(self, hook: Callable[..., Any]) -> bool:
+        return self.made(hook)
 
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Any]) -> Iterator[Undo]:
         """Reshard a unit and put its unsharded parameters into buffers, each by its key."""

@@ -66,21 +66,24 @@ def unit_hooks(unit: Unit) -> UnitHooks:
     return UnitHooks(phases, tuple(before_replay))
 
 
+_PHASES: dict[FsdpRole, tuple[Any, ...]] = {
+    FsdpRole.UNSHARD: ("forward_pre_hooks", (), {}),
+    FsdpRole.RESHARD: ("forward_hooks", (), None),
+    FsdpRole.RELEASE_TRANSPOSE: ("forward_hooks",),
+    FsdpRole.WRAPS_POST_BACKWARD: ("backward_hooks",),
+    FsdpRole.WRAPS_PRE_BACKWARD: ("backward_pre_hooks", None),
+}
+"""The key of each role, and what its hook or the handler inside gets after the module."""
+
+
 def _place(
     phases: CaptureTimeHooks, record: HookRecord, role: FsdpRole, target: nn.Module | None
 ) -> None:
     """Add an FSDP hook, adapted to ``fn(module)``, under the key of its phase."""
-    if role is FsdpRole.UNSHARD:
-        phases["forward_pre_hooks"][record.hook_id] = _adapter(record.fn, target, (), {})
-    elif role is FsdpRole.RESHARD:
-        phases["forward_hooks"][record.hook_id] = _adapter(record.fn, target, (), None)
-    elif role is FsdpRole.RELEASE_TRANSPOSE:
-        phases["forward_hooks"][record.hook_id] = _adapter(record.fn, target)
-    elif role is FsdpRole.WRAPS_POST_BACKWARD:
-        handler = wrapped_handler(record, role)
-        phases["backward_hooks"][record.hook_id] = _adapter(handler, target)
-    elif not is_root_handler(handler := wrapped_handler(record, role)):
-        phases["backward_pre_hooks"][record.hook_id] = _adapter(handler, target, None)
+    key, *arguments = _PHASES[role]
+    fn = wrapped_handler(record, role) if key.startswith("backward") else record.fn
+    if not is_root_handler(fn):
+        phases[key][record.hook_id] = _adapter(fn, target, *arguments)
 
 
 def _adapter(fn: Callable[..., Any], target: nn.Module | None, *arguments: Any) -> CaptureTimeHook:
