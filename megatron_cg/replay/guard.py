@@ -69,6 +69,8 @@ _OTHERS = [
     *("cublas_allow_tf32", "cublas_allow_fp16_accumulation", "float32_matmul_precision"),
     *("sdp_priority_order", "math_sdp_allow_fp16_bf16_reduction", "mkldnn_enabled"),
     *("blas_preferred_backend", "linalg_preferred_backend"),
+    *(f"fp32_precision_getter cuda {operation}" for operation in ("matmul", "conv", "rnn")),
+    *(f"fp32_precision_getter mkldnn {operation}" for operation in ("matmul", "conv")),
 ]
 _RAW = ("_data", "_transpose", "_rowwise_data", "_columnwise_data", "_scale_inv")
 """Where TE 2.20.2 keeps the memory of a quantized tensor; its own address has no meaning."""
@@ -403,8 +405,12 @@ class Switches:
     """Those of these names that this release of torch has, as a row; see the note above."""
 
     def __init__(self, names: Sequence[str] = _OTHERS) -> None:
-        found = ((name, getattr(torch._C, f"_get_{name}", None)) for name in names)
-        self._read = {name: read for name, read in found if read is not None}
+        found = ((one, getattr(torch._C, f"_get_{one.split()[0]}", None)) for one in names)
+        self._read = {
+            name: partial(_told, read, *name.split()[1:]) if "32" in name else read
+            for name, read in found
+            if read is not None
+        }
         self._seen: dict[str, str] = {}
         self._first: str | None = None
 
@@ -426,6 +432,14 @@ class Switches:
         before, after = self._first.split("; "), now.split("; ")
         changed = next(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
         return _mismatch("switches", "a switch of torch", *changed)
+
+
+def _told(read: Callable[..., Any], *operation: str) -> Any:
+    """Its value. torch tells none by its old name that ``fp32_precision`` has set."""
+    try:
+        return read(*operation)
+    except RuntimeError:
+        return "fp32_precision"
 
 
 class Guard:

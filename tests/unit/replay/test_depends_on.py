@@ -24,6 +24,8 @@ CHANGED = WARMUP + 1
 LOGGER = "megatron_cg.replay.mismatch_policy"
 SCALES = {"now": 1.0}
 """What the units read of this module."""
+FP32: Any = torch._C._set_fp32_precision_setter
+"""As ``fp32_precision`` of an operation in ``torch.backends``."""
 HANDLES: list[Any] = []
 """Of hooks on all modules."""
 
@@ -232,6 +234,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         lambda _: setattr(torch.backends.cudnn, "allow_tf32", False),
         *(2, "was cudnn_allow_tf32=True at capture and is cudnn_allow_tf32=False now"),
     ),
+    "switches: one operation": (
+        lambda _: FP32("cuda", "conv", "ieee"),
+        *(2, "was cudnn_allow_tf32=True at capture and is cudnn_allow_tf32=fp32_precision now"),
+    ),
     "switches: SDPA": (
         lambda _: torch.backends.cuda.enable_flash_sdp(False),
         *(2, "the kernels of SDPA was flash_sdp_enabled=True"),
@@ -262,6 +268,7 @@ def restored() -> Iterator[None]:
             HANDLES.pop().remove()
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
+        FP32("cuda", "conv", "tf32")
         torch.backends.cudnn.allow_tf32 = True
         torch.backends.cuda.enable_flash_sdp(True)
 
