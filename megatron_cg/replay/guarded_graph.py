@@ -42,8 +42,8 @@ from megatron_cg.replay.verify import Kept, verify
 from megatron_cg.upstream.patch import put_over, undone_after
 
 Prepared = Callable[[], Any] | Mismatch | None
-"""What a call does: the replay, or an eager pass because of a mismatch. None: an eager pass that is
-a part of a verification."""
+"""What a call does: the replay, which may still return a mismatch, or an eager pass because of one.
+None: an eager pass that is a part of a verification."""
 
 
 class EagerPasses:
@@ -60,19 +60,17 @@ class EagerPasses:
         self._mismatches = mismatches
         self._replays = True
 
-    def for_mismatch(self, mismatch: Mismatch) -> None:
-        """Prepare this pass to run eagerly; raises as :meth:`MismatchPolicy.mismatched`."""
-        self._mismatches.issue_held()
-        self._mismatches.mismatched(mismatch, self.name, collectives=self.collectives)
-        self._mismatches.counters.eager += 1
+    def begin(self, why: Mismatch | str | None) -> None:
+        """Prepare eager passes, until :meth:`replay_follows` if ``why`` is said in words.
 
-    def for_no_replay(self, why: str) -> None:
-        """Prepare eager passes until :meth:`replay_follows`; ``why`` is the reason in words.
-
-        Raises ReplayMismatchError if the graphs contain collectives and other ranks replay.
+        None: the step is repeated, on all ranks. Raises as :meth:`MismatchPolicy.mismatched`, and
+        ReplayMismatchError if the graphs contain collectives and other ranks replay.
         """
         self._mismatches.issue_held()
-        self._turn(f"eager passes, since {why}", "eager", replays=False)
+        if isinstance(why, Mismatch):
+            self._mismatches.mismatched(why, self.name, collectives=self.collectives)
+        elif why is not None:
+            self._turn(f"eager passes, since {why}", "eager", replays=False)
         self._mismatches.counters.eager += 1
 
     @in_range("eager pass")
@@ -81,13 +79,8 @@ class EagerPasses:
         outputs = function(*args, **kwargs)
         return as_one_node(outputs) if self.one_node else outputs
 
-    def for_repeat(self) -> None:
-        """Prepare this pass to run eagerly in a step that all ranks have agreed to repeat."""
-        self._mismatches.issue_held()
-        self._mismatches.counters.eager += 1
-
     def replay_follows(self) -> None:
-        """Prepare a replay of the unit. Raises as :meth:`for_no_replay`."""
+        """Prepare a replay of the unit. Raises as :meth:`begin`."""
         if not self._replays:
             self._turn("replays", "replayed", replays=True)
 
@@ -104,33 +97,38 @@ def replay_instead(
     layer: Any,
     prepare: Callable[[Sequence[Any], Mapping[str, Any]], Prepared],
     mismatches: MismatchPolicy,
+    run_eagerly: Callable[..., Any] = lambda run, *call, **named: run(*call, **named),
 ) -> Callable[[], None]:
     """Replace the forward of ``layer``, whose ``cuda_graphs`` are set; returns the undo.
 
-    ``prepare`` takes the arguments of a call in training.
+    ``prepare`` takes the arguments of a call in training. ``run_eagerly`` takes
+    :meth:`EagerPasses.run` and what that takes.
     """
     eager = layer.forward
     passes: EagerPasses = layer.cuda_graphs[0].eager_passes
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not layer.training or not torch.is_grad_enabled():
-            passes.for_no_replay("it is in evaluation mode, or gradients are off")
+            passes.begin("it is in evaluation mode, or gradients are off")
             return eager(*args, **kwargs)
-        if not layer.cuda_graphs:
-            passes.for_no_replay("its graphs were deleted")
-            return passes.run(eager, *args, **kwargs)
-        prepared = prepare(args, kwargs)
-        if prepared is None:
-            return eager(*args, **kwargs)
-        if isinstance(prepared, Mismatch):
-            passes.for_mismatch(prepared)
-            return passes.run(eager, *args, **kwargs)
-        passes.replay_follows()
-        try:
-            return prepared()
-        except Exception:
-            mismatches.issue_held()
-            raise
+        why: Any = "its graphs were deleted"
+        if layer.cuda_graphs:
+            prepared = prepare(args, kwargs)
+            if prepared is None:
+                return eager(*args, **kwargs)
+            why = None if mismatches.repeats else prepared
+            if callable(why):
+                passes.replay_follows()
+                try:
+                    made = why()
+                except Exception:
+                    mismatches.issue_held()
+                    raise
+                if not isinstance(made, Mismatch):
+                    return made
+                why = made
+        passes.begin(why)
+        return run_eagerly(passes.run, eager, *args, **kwargs)
 
     return put_over(layer, "forward", forward)
 
@@ -187,7 +185,6 @@ class GuardedGraph:
         self.eager_passes = eager_passes
         self.graph, self._guard = graph, guard
         self._unit, self._index = unit, index
-        self._eager = unit.eager or unit.run
         self._mismatches, self.in_flight, self._kept = mismatches, in_flight, kept
         self._verifications = mismatches.verifications
         self._replay, self._prepare_backward = replay, prepare_backward
@@ -200,10 +197,14 @@ class GuardedGraph:
 
         Raises ReplayMismatchError; see :class:`MismatchPolicy`.
         """
-        if self._mismatches.repeats:
-            self.eager_passes.for_repeat()
-            return self.eager_passes.run(self._eager, self._unit.layer, args, kwargs)
-        counters = self._mismatches.counters
+        mismatch = self.forbids(args, kwargs)
+        if mismatch is None:
+            return self.replay(args, kwargs)
+        self.eager_passes.begin(mismatch)
+        return self.eager_passes.run(self._unit.run, self._unit.layer, args, kwargs)
+
+    def forbids(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+        """What forbids a replay with these arguments, also a verification, if one is due."""
         with named_range("guard"):
             mismatch = self._guard.broken(args, kwargs)
             mismatch = mismatch or self._mismatches.other_switch
@@ -212,11 +213,12 @@ class GuardedGraph:
             self._mismatches.issue_held()
             with named_range("verification"):
                 mismatch = self._verify(args, kwargs)
-        if mismatch is not None:
-            self.eager_passes.for_mismatch(mismatch)
-            return self.eager_passes.run(self._eager, self._unit.layer, args, kwargs)
+        return mismatch
+
+    def replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the graph returns for arguments of which :meth:`forbids` found nothing."""
         is_first, self._replayed = not self._replayed, True
-        counters.replayed += 1
+        self._mismatches.counters.replayed += 1
         with named_range("replay"):
             outputs = self._replayed_with(args, kwargs)
         if is_first:

@@ -40,8 +40,6 @@ class Unit:
     """Returns a context that restores what a pass changes outside of the layer's modules."""
     run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = _call
     """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
-    eager: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] | None = None
-    """The same for a pass that must not be a replay; None means ``run``."""
     in_forward: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context for what surrounds the layer's forward passes in training."""
     in_backward: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -37,7 +37,6 @@ class Attachment:
             inputs=seen.form.names,
             sets_attributes=True,
             run=self._run,
-            eager=self._run_eagerly,
             in_forward=partial(torch.autocast, **seen.autocast),
             in_backward=partial(torch.autocast, **backward),
             attach=self._attach,
@@ -106,12 +105,6 @@ class Attachment:
     def _laid_out(self, number: int, output: torch.Tensor, key: Any) -> torch.Tensor:
         return self.unit.gradients.result(number, output, self._seen.gradients.get(key))
 
-    def _run_eagerly(
-        self, _layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        positional, by_name = self._form.join(args, kwargs)
-        return _Eager(self._eager(*positional, **by_name))
-
     def _attach(
         self, unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy
     ) -> Callable[[], None]:
@@ -129,18 +122,11 @@ class Attachment:
             def replay() -> Any:
                 for hook, arguments in before_replay:
                     hook(*arguments)
-                made = graph(*inputs, **by_name)
-                if isinstance(made, _Eager):
-                    return results.of_eager_pass(made.value, graph.eager_passes.run)
+                if (mismatch := graph.forbids(inputs, by_name)) is not None:
+                    return mismatch
+                made = graph.replay(inputs, by_name)
                 return results.rebuild(made, self._form.by_name(inputs, by_name))
 
             return mismatch or not_recomputed() or graph.out_of_order() or replay
 
-        return replay_instead(target, prepare, mismatches)
-
-
-class _Eager:
-    """What an eager pass returned."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+        return replay_instead(target, prepare, mismatches, results.run_eagerly)

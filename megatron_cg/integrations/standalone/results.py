@@ -110,12 +110,17 @@ class Results:
         returned = {leaf.key for leaf in self.leaves if isinstance(leaf, _Tensor)}
         return {one.key for one in self.attributes.values() if isinstance(one.key, int)} - returned
 
-    def of_eager_pass(self, value: Any, run: Callable[..., Any]) -> Any:
-        """What an eager pass returned and set, given to ``run`` as one result of a function."""
-        places = [(vars(module), name) for module, name in self.attributes if name in vars(module)]
-        value, attributes = run(lambda: (value, [holder[name] for holder, name in places]))
-        for (holder, name), tensor in zip(places, attributes, strict=True):
-            holder[name] = tensor
+    def run_eagerly(self, run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Give an eager pass to ``run``, which gets what it returns and sets as one result."""
+
+        def whole() -> tuple[Any, list[Any]]:
+            value = function(*args, **kwargs)
+            return value, [vars(module).get(name) for module, name in self.attributes]
+
+        value, attributes = run(whole)
+        for (module, name), tensor in zip(self.attributes, attributes, strict=True):
+            if name in vars(module):
+                vars(module)[name] = tensor
         return value
 
     def problem(self, before: Results | None) -> str | None:

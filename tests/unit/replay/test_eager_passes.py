@@ -135,10 +135,10 @@ def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta 
     mismatches = MismatchPolicy(ReplayPolicy(), Counters(), on_any_rank)
     passes = EagerPasses(UNIT, mismatches, collectives=True)
     if turn:
-        passes.for_no_replay("it is in evaluation mode")
+        passes.begin("it is in evaluation mode")
         passes.replay_follows()
     else:
-        passes.for_mismatch(WRONG)
+        passes.begin(WRONG)
     assert [given[2] for given in asked] == [waits] * (2 if turn else 1)
 
 
