@@ -87,13 +87,12 @@ def main(text: str, processes: str, directory: str) -> None:
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     from megatron_cg.tools.cpu import launch
     from megatron_cg.tools.cpu.train import train
-    from megatron_cg.upstream.patch import set_attribute, undone_after
 
     fields = json.loads(text)
     model, tokens = CpuModelConfig(**fields.pop("model")), Path(fields.pop("tokens"))
     plan = TrainingPlan(model, tokens=tokens, **fields)
-    with undone_after(set_attribute(launch, "START", "fork")):
-        launch.run_processes(partial(train, plan, Path(directory)), int(processes))
+    launch.START = "fork"
+    launch.run_processes(partial(train, plan, Path(directory)), int(processes))
 
 
 if __name__ == "__main__":

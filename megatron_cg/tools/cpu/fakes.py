@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import _device_constructors
 
 from megatron_cg.backends.tape.tape_backend import host_waits, is_recording, recorded_action
-from megatron_cg.tools.cpu.gloo import as_nccl, one_worker_a_group
+from megatron_cg.tools.cpu.launch import as_nccl, one_worker_a_group
 from megatron_cg.upstream.patch import set_attribute, undone_after
 
 FACTORIES = (
@@ -45,13 +45,21 @@ TE_VERSION = "2.20.2"
 ``TransformerLayer._get_te_cuda_graph_replay_args``)."""
 
 _CPU = torch.device("cpu")
+_Contexts = Iterator[AbstractContextManager[None]]
+
+
+def _nothing(*_args: object) -> None:
+    """What waits for a stream or an event, or marks one, has nothing to do."""
 
 
 class FakeEvent:
     """In place of ``torch.cuda.Event``: it has happened. Takes and ignores torch's arguments."""
 
-    def __init__(self, *_args: object, **_kwargs: object) -> None:
-        self.stream_id = 0
+    stream_id = 0
+    record: Callable[..., None] = _nothing
+    wait: Callable[..., None] = _nothing
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None: ...
 
     def synchronize(self) -> None:
         """Return at once. Raises HostSyncError in a capture."""
@@ -60,33 +68,21 @@ class FakeEvent:
     def query(self) -> bool:
         return True
 
-    def record(self, _stream: object = None) -> None:
-        """Do nothing."""
-
-    def wait(self, _stream: object = None) -> None:
-        """Do nothing."""
-
 
 class FakeStream(FakeEvent):
     """In place of ``torch.cuda.Stream``; all its waits return at once."""
 
     cuda_stream = 0
     device = _CPU
-
-    def wait_stream(self, stream: object) -> None:
-        """Do nothing."""
-
-    def wait_event(self, event: object) -> None:
-        """Do nothing."""
+    wait_stream: Callable[..., None] = _nothing
+    wait_event: Callable[..., None] = _nothing
+    __exit__: Callable[..., None] = _nothing
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         return FakeEvent() if event is None else event
 
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *_exc: object) -> None:
-        return None
 
 
 def converted(device: Any) -> Any:
@@ -151,7 +147,7 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-def _devices(stack: ExitStack) -> None:
+def _devices() -> _Contexts:
     """Make everything for cuda on the CPU instead.
 
     The factories themselves are wrapped: hooks that autograd calls run without TorchFunctionMode.
@@ -161,14 +157,14 @@ def _devices(stack: ExitStack) -> None:
     """
     _device_constructors()
     for name in FACTORIES:
-        stack.enter_context(replaced(torch, name, _redirected(getattr(torch, name))))
+        yield replaced(torch, name, _redirected(getattr(torch, name)))
     for name in METHODS:
         wrapper = _to if name == "to" else _redirected
-        stack.enter_context(replaced(torch.Tensor, name, wrapper(getattr(torch.Tensor, name))))
-    stack.enter_context(replaced(torch.Tensor, "cuda", lambda tensor, *_a, **_k: tensor.to(_CPU)))
-    stack.enter_context(replaced(torch.nn.Module, "cuda", lambda module, *_a, **_k: module))
+        yield replaced(torch.Tensor, name, wrapper(getattr(torch.Tensor, name)))
+    yield replaced(torch.Tensor, "cuda", lambda tensor, *_a, **_k: tensor.to(_CPU))
+    yield replaced(torch.nn.Module, "cuda", lambda module, *_a, **_k: module)
     for name, value in _cuda_names().items():
-        stack.enter_context(replaced(torch.cuda, name, value))
+        yield replaced(torch.cuda, name, value)
 
 
 def _no_context(*_args: object, **_options: object) -> AbstractContextManager[None]:
@@ -209,12 +205,12 @@ def _rng_functions(get: str, put: str) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _streams_of_buffers(stack: ExitStack) -> None:
+def _streams_of_buffers() -> _Contexts:
     """Buffers of Megatron-FSDP v2 are of a stream on a GPU alone (megatron-core 0.20)."""
     in_core = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer"
     stream = property(lambda _buffer: torch.cuda.current_stream(), lambda _buffer, _stream: None)
     for module in _loaded(in_core, "megatron_fsdp.experimental.dbuffer"):
-        stack.enter_context(replaced(module.DBuffer, "allocation_stream", stream))
+        yield replaced(module.DBuffer, "allocation_stream", stream)
 
 
 @contextmanager
@@ -251,7 +247,7 @@ def _forked(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         recorded_action(leave)
 
 
-def _generators(stack: ExitStack) -> None:
+def _generators() -> _Contexts:
     """Redirect the RNG trackers of Megatron and of Megatron-FSDP to the CPU's generator.
 
     Both have private ``_get_cuda_rng_state``/``_set_cuda_rng_state`` (megatron-core 0.19.2,
@@ -262,9 +258,9 @@ def _generators(stack: ExitStack) -> None:
     functions = _rng_functions("_get_cuda_rng_state", "_set_cuda_rng_state")
     for module in (*trackers, *_loaded(*others)):
         for name, function in functions.items():
-            stack.enter_context(replaced(module, name, function))
+            yield replaced(module, name, function)
     for module in trackers:
-        stack.enter_context(replaced(module.CudaRNGStatesTracker, "fork", _forked))
+        yield replaced(module.CudaRNGStatesTracker, "fork", _forked)
 
 
 def _loaded(*names: str) -> list[Any]:
@@ -275,7 +271,7 @@ def _loaded(*names: str) -> list[Any]:
     return modules
 
 
-def _meshes(stack: ExitStack) -> None:
+def _meshes() -> _Contexts:
     """Convert the device type of every device mesh, however the mesh is created."""
     original_init = DeviceMesh.__init__
 
@@ -288,34 +284,34 @@ def _meshes(stack: ExitStack) -> None:
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
         return original_from_group(group, str(converted(device_type)), *args, **kwargs)
 
-    stack.enter_context(replaced(DeviceMesh, "__init__", init))
-    stack.enter_context(replaced(DeviceMesh, "from_group", staticmethod(from_group)))
+    yield replaced(DeviceMesh, "__init__", init)
+    yield replaced(DeviceMesh, "from_group", staticmethod(from_group))
 
 
-def _transformer_engine(stack: ExitStack) -> None:
+def _transformer_engine() -> _Contexts:
     """Make ``import transformer_engine.pytorch`` and the query for its version succeed.
 
     An installed TE stays unchanged, except for the one kernel that Megatron's router calls directly
     (megatron-core 0.19.2, moe_utils.py: without it torch multiplies).
     """
     for module in _loaded("megatron.core.transformer.moe.moe_utils"):
-        stack.enter_context(replaced(module, "te_general_gemm", None))
+        yield replaced(module, "te_general_gemm", None)
     if importlib.util.find_spec("transformer_engine") is not None:
         return
     for module in _loaded("megatron.core.transformer.multi_token_prediction"):
         # megatron-core 0.20 asks for classes of its own, which are none without TE.
         name = "is_inference_column_parallel_linear"
-        stack.enter_context(replaced(module, name, lambda _module: False))
+        yield replaced(module, name, lambda _module: False)
     for module in _loaded("megatron.core.utils"):
         # megatron-core 0.19.2 caches the first answer for the whole process.
-        stack.enter_context(replaced(module, "_te_version", None))
+        yield replaced(module, "_te_version", None)
     package = types.ModuleType("transformer_engine")
     package.__version__ = TE_VERSION  # type: ignore[attr-defined]
     package.__path__ = []
     pytorch = types.ModuleType("transformer_engine.pytorch")
     package.pytorch = pytorch  # type: ignore[attr-defined]
-    stack.enter_context(module_entry("transformer_engine", package))
-    stack.enter_context(module_entry("transformer_engine.pytorch", pytorch))
+    yield module_entry("transformer_engine", package)
+    yield module_entry("transformer_engine.pytorch", pytorch)
 
 
 @contextmanager
@@ -328,9 +324,7 @@ def cpu_fakes() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(one_worker_a_group())
         stack.enter_context(as_nccl())
-        _devices(stack)
-        _meshes(stack)
-        _generators(stack)
-        _streams_of_buffers(stack)
-        _transformer_engine(stack)
+        for contexts in (_devices, _meshes, _generators, _streams_of_buffers, _transformer_engine):
+            for context in contexts():
+                stack.enter_context(context)
         yield
