@@ -236,7 +236,7 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-    from megatron_cg.integrations.megatron.repeat import repeat_steps
+    from megatron_cg.integrations.megatron.steps import repeat_steps
     from megatron_cg.moe import row_bound
     from megatron_cg.moe.install import use_device_counts
     from megatron_cg.tools.cpu import cpu_model

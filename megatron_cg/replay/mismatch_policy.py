@@ -140,7 +140,7 @@ class MismatchPolicy:
         """Whether every unit runs eagerly on all ranks: they repeat a step, or one has differed."""
         self.numbers_hold: Callable[[], bool] = lambda: True
         """Whether the numbers of graphs with collectives hold in this step so far. A call of all
-        ranks; see ``integrations/megatron/repeat.py``."""
+        ranks; see ``integrations/megatron/steps.py``."""
         self._policy = policy
         self.on_any_rank = on_any_rank or (lambda _name, here, timeout=None: here)
         """Whether something is true on any rank; all ranks ask at the same replay of a unit."""

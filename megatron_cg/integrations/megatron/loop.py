@@ -27,7 +27,7 @@ from megatron_cg.integrations.call_arguments import (
 )
 from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet, new_helper
 from megatron_cg.integrations.megatron.patches import settings_now
-from megatron_cg.integrations.megatron.repeat import repeat_steps
+from megatron_cg.integrations.megatron.steps import repeat_steps
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
 

@@ -233,7 +233,7 @@ def _extend_bridge() -> Undo:
 def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     """Let models that are built from now on compute as these settings say; returns the undo."""
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-    from megatron_cg.integrations.megatron.repeat import repeat_steps
+    from megatron_cg.integrations.megatron.steps import repeat_steps
     from megatron_cg.integrations.megatron.under_v2 import allow_graphs_under_v2
     from megatron_cg.moe.install import use_device_counts
     from megatron_cg.moe.row_bound import RowBound
@@ -367,19 +367,13 @@ def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], sourc
 
 def _allow_prebuilt_dataset_helpers() -> Undo:
     """Let megatron-core run from a wheel, which has compiled dataset helpers and no Makefile."""
-    old = _COMPILE.find()
-
-    @wraps(old)
-    def compile_helpers() -> None:
-        folder = Path(old.__code__.co_filename).parent
-        built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
-        if (folder / "Makefile").exists() or built is None:
-            old()
-            return
-        print(
-            f"megatron_cg: {folder} has no Makefile, as in every wheel of megatron-core; the "
-            f"dataset helpers that came compiled with it are used ({built.origin})."
-        )
-
+    folder = Path(_COMPILE.find().__code__.co_filename).parent
+    built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    if (folder / "Makefile").exists() or built is None:
+        return lambda: None
+    text = (
+        f"megatron_cg: {folder} has no Makefile, as in every wheel of megatron-core; the dataset "
+        f"helpers that came compiled with it are used ({built.origin})."
+    )
     bound = [_COMPILE_OF_BRIDGE] if "megatron.bridge.training.initialize" in sys.modules else []
-    return all_of(put_over(*symbol.place(), compile_helpers) for symbol in (_COMPILE, *bound))
+    return all_of(put_over(*symbol.place(), partial(print, text)) for symbol in (_COMPILE, *bound))

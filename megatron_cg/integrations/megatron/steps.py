@@ -1,17 +1,56 @@
-"""The training steps of a model with graphs, and the loops that announce them.
+"""The training steps of a model with graphs: what announces them, and what repeats one eagerly.
 
 In Megatron's loop a step is a call of ``train_step``. A loop that creates Megatron's helper itself
 has no such function, and its step ends with the optimizer's.
+
+Loops on megatron-core get the function of a step's passes from ``get_forward_backward_func``. Here
+this function runs the passes once by graphs. If the bound of ``--cg-moe-rows`` was exceeded on any
+rank, or ``--cg-verify-steps`` asks for it, all ranks restore what the passes changed and run them
+once more eagerly (``integrations/repeated_step.py``), where Megatron's dispatcher drops nothing.
+
+Note [What a bound costs]
+    Without a repeat: one all-reduce of four bytes, copies of the model's buffers, and a wait
+    of the host until the last forward pass is done (Note [When the host knows] in
+    ``moe/row_bound.py``). The GPU still has the last backward pass to run then.
+
+Note [Verification]
+    A replay beyond the bound differs from the eager pass that ``--cg-verify-interval`` runs beside
+    it, on all ranks that exchange anything with it. So a difference counts only while no rank has
+    exceeded the bound in this step.
+
+Note [What a loop must do]
+    A repeat clears the gradients. So a step is one call of this function, after
+    ``zero_grad_buffer()``, around all its replays, with batches from ``data_iterator``. A loop that
+    does otherwise ends with an error before its optimizer changes a weight. Ranks without data pass
+    None. A verification takes the first of several calls for the same gradients.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from megatron_cg.capture.controller import GraphController
+from megatron_cg.capture.session import Session
 from megatron_cg.capture.static_inputs import StaticInputs
-from megatron_cg.upstream.patch import Undo, all_of, put_over, run_around
+from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.fsdp.find_sharding import root_of
+from megatron_cg.integrations.repeated_step import Batches, train_step
+from megatron_cg.moe.install import bound_of
+from megatron_cg.moe.row_bound import RowBound
+from megatron_cg.upstream.patch import (
+    Undo,
+    all_of,
+    put_over,
+    run_around,
+    set_attribute,
+    undone_after,
+)
 from megatron_cg.upstream.symbols import Symbol
 
 _ITERATION = "iteration"
@@ -20,7 +59,15 @@ _STEP = Symbol(
     "one training step, a global that train() looks up for each",
     parameters=(_ITERATION,),
 )
-RELIES_ON = (_STEP,)
+_FORWARD, _DATA, _MODEL = "forward_step_func", "data_iterator", "model"
+_MICROBATCHES, _EVALUATES = "num_microbatches", "forward_only"
+_PASSES = Symbol(
+    "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
+    "all passes of a step without pipeline parallelism",
+    parameters=(_FORWARD, _DATA, _MODEL, _MICROBATCHES, _EVALUATES),
+)
+RELIES_ON = (_STEP, _PASSES)
+_BOUND, _VERIFIED = "--cg-moe-rows", "--cg-verify-steps"
 
 
 class Steps:
@@ -88,3 +135,180 @@ def by_optimizer(steps: Steps, optimizers: Sequence[Any]) -> Undo:
 
     steps.begin(0)
     return all_of(run_around(optimizer, "step", after=stepped) for optimizer in optimizers[-1:])
+
+
+_REFUSED = {
+    "repeat-outside-schedule": (
+        "passes that Megatron's schedule did not run",
+        "these passes cannot be repeated: a step beyond the bound would drop tokens, and one that "
+        "is due for verification is not verified",
+        "run all passes by megatron.core.pipeline_parallel.get_forward_backward_func(), and call "
+        "that after megatron_cg.enable(); or",
+    ),
+    "repeat-second-call": (
+        "a second call of forward_backward_func for the same gradients",
+        "a step that exceeds the bound is repeated with cleared gradients, so those of the first "
+        "call would be lost",
+        "call model.zero_grad_buffer() before each call and train all microbatches in one, or",
+    ),
+    "repeat-batches-elsewhere": (
+        "passes that took no batch from data_iterator",
+        "a step is repeated with the batches of its data_iterator, and others cannot be read again",
+        "let forward_step_func read its batches from the data_iterator that it is given, or",
+    ),
+}
+"""By rule: what was found besides the flag, why it matters, and what to do."""
+
+
+def _refused(rule: str, flag: str) -> ConfigurationError:
+    found, reason, remedy = _REFUSED[rule]
+    remedy = f"{remedy} leave {flag} out"
+    return ConfigurationError([Violation(rule, f"{flag}, and {found}", reason, remedy)])
+
+
+_repeaters: WeakKeyDictionary[nn.Module, _Repeater] = WeakKeyDictionary()
+"""By the ``MegatronFSDP`` of a model."""
+
+
+def repeat_steps() -> Undo:
+    """Let Megatron's schedule repeat steps of models that need it; returns the undo.
+
+    Raises UpstreamChangedError if the schedule is not as relied on.
+    """
+    old = _PASSES.find()
+
+    @wraps(old)
+    def forward_backward_no_pipelining(**options: Any) -> Any:
+        model = options[_MODEL]
+        root = root_of(model[0] if isinstance(model, list) else model)
+        repeater = _repeaters.get(root) if root is not None else None
+        if repeater is None or repeater.running or options.get(_EVALUATES):
+            return old(**options)
+        return repeater.run(old, options)
+
+    return put_over(*_PASSES.place(), forward_backward_no_pipelining)
+
+
+def repeat_if_needed(
+    model: Sequence[Any],
+    optimizers: Sequence[Any],
+    controller: GraphController,
+    steps: Steps,
+    *,
+    verifies: bool = False,
+) -> Undo:
+    """Repeat steps of ``model`` if its layers have a bound of rows, or its steps are verified."""
+    root: Any = root_of(model[0])
+    bound = bound_of(root)
+    if bound is None and not verifies:
+        return lambda: None
+    repeater = _Repeater(model, optimizers, controller, steps, bound)
+
+    def changes() -> Iterator[Undo]:
+        yield run_around(model[0], "zero_grad_buffer", after=repeater.begin)
+        yield from (
+            run_around(optimizer, "step", before=repeater.check) for optimizer in optimizers
+        )
+        _repeaters[root] = repeater
+        yield partial(_repeaters.__delitem__, root)
+
+    return all_of(changes())
+
+
+class _Repeater:
+    """Runs the steps of one model, and repeats those that need it."""
+
+    def __init__(
+        self,
+        model: Sequence[Any],
+        optimizers: Sequence[Any],
+        controller: GraphController,
+        steps: Steps,
+        bound: RowBound | None,
+    ) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._controller, self._steps, self._bound = controller, steps, bound
+        self._seen: WeakKeyDictionary[Session, tuple[int, int]] = WeakKeyDictionary()
+        """Replays whose rows were looked at, and the last step."""
+        self._ran = False
+        self.running = False
+        """Whether :meth:`run` is under way; another replacement of the schedule is inside of it."""
+
+    def begin(self) -> None:
+        """Gradients were cleared."""
+        self._ran = False
+
+    def check(self) -> None:
+        """Raise ConfigurationError if replays that had to be in a call of :meth:`run` were not."""
+        session = self._controller.session
+        if session is None:
+            return
+        replays, step = self._seen.get(session, (0, -1))
+        if self._bound is not None and session.counters.replayed != replays:
+            raise _refused("repeat-outside-schedule", _BOUND)
+        if session.mismatches.verifies_step and session.mismatches.verifications.step != step:
+            raise _refused("repeat-outside-schedule", _VERIFIED)
+
+    def run(self, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """Run the passes of a step, by graphs if there are any, and repeat them if needed."""
+        session = self._controller.session
+        if session is None:
+            return passes(**options)
+        with undone_after(set_attribute(self, "running", True)):
+            return self._run(session, passes, options)
+
+    def _run(self, session: Session, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
+        mismatches, bound = session.mismatches, self._bound
+        is_second, self._ran = self._ran, True
+        if is_second and bound is not None:
+            raise _refused("repeat-second-call", _BOUND)
+        self._seen[session] = self._seen.get(session, (0, 0))[0], mismatches.verifications.step
+        if bound is None and (is_second or not mismatches.verifies_step):
+            return passes(**options)
+        data = options[_DATA]
+        if isinstance(data, list):
+            (data,) = data  # one chunk of the model, without pipeline parallelism
+        batches = options[_DATA] = None if data is None else Batches(data)
+
+        def by_graphs() -> Any:
+            with ExitStack() as stack:
+                given = options
+                if bound is not None:
+                    bound.begin_step()
+                    stack.callback(set_attribute(mismatches, "numbers_hold", bound.holds))
+                    given = options | {_FORWARD: self._sharing(bound, options)}
+                result = passes(**given)
+            self._seen[session] = session.counters.replayed, mismatches.verifications.step
+            if batches is not None and not batches.was_read:
+                raise _refused(
+                    "repeat-batches-elsewhere", _BOUND if bound is not None else _VERIFIED
+                )
+            return result
+
+        def eagerly() -> Any:
+            if batches is not None:
+                batches.rewind()
+            for chunk in self._model:
+                chunk.zero_grad_buffer()
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+            self._ran = True
+            return passes(**options)
+
+        return train_step(session, by_graphs, eagerly, bound=bound, number=self._steps.number)
+
+    @staticmethod
+    def _sharing(bound: RowBound, options: dict[str, Any]) -> Callable[..., Any]:
+        """The function of a microbatch's forward pass; see Note [When the host knows]."""
+        old, left = options[_FORWARD], options[_MICROBATCHES]
+
+        @wraps(old)
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            result = old(*args, **kwargs)
+            left -= 1
+            if left == 0:
+                bound.share()
+            return result
+
+        return forward_step

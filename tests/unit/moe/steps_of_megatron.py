@@ -117,7 +117,7 @@ class _Graphs:
 
 
 def repeats(trainer: MegatronTrainer, *, verifies: bool = False) -> Callable[[], None]:
-    from megatron_cg.integrations.megatron.repeat import repeat_if_needed
+    from megatron_cg.integrations.megatron.steps import repeat_if_needed
 
     graphs: Any = _Graphs(trainer)
     return repeat_if_needed([trainer.model], [trainer.optimizer], graphs, graphs, verifies=verifies)

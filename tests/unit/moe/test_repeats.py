@@ -186,7 +186,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-    from megatron_cg.integrations.megatron.repeat import repeat_steps
+    from megatron_cg.integrations.megatron.steps import repeat_steps
     from megatron_cg.moe import row_bound
     from megatron_cg.moe.install import use_device_counts
     from megatron_cg.moe.row_bound import RowBound
