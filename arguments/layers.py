@@ -17,7 +17,12 @@ from megatron_cg.errors import ConfigurationError, Violation
 
 _RULE = "cg-layers"
 _RANGE = re.compile(r"(?P<first>\d+)(?P<dash>-(?P<last>\d*))?", re.ASCII)
-_EXAMPLE = "--cg-layers attn:0-23 moe_router:4- mlp:0-3,8"
+_KNOWN = (*SCOPES, WHOLE_LAYER)
+_GRAMMAR = (
+    "it is not SCOPE:RANGE[,RANGE...], where RANGE is a layer index N, a range N-M up to M or an "
+    f"open range N-, and SCOPE one of {', '.join(_KNOWN)}"
+)
+_EXAMPLE = "for example type --cg-layers attn:0-23 moe_router:4- mlp:0-3,8"
 _ATTENTION = frozenset({"attn"})
 _MOE = frozenset({"moe", "moe_router", "moe_preprocess"})
 _DENSE_MLP = frozenset({"mlp"})
@@ -121,38 +126,24 @@ def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation,
     """The selection from the well-formed tokens, and a violation for each other token."""
     selected: dict[str, list[LayerRange]] = {}
     broken: list[Violation] = []
-    known = (*SCOPES, WHOLE_LAYER)
     for token in tokens:
-        scope, colon, texts = token.partition(":")
-        if not colon or scope not in known:
-            why = f"there is no scope '{scope}'; there are {', '.join(known)}"
-            why = why if colon else "it has no colon between a scope and its layers"
-            broken.append(_bad(token, why))
-            continue
-        ranges = selected.setdefault(scope, [])
-        for text in texts.split(","):
-            layers = _read_range(text)
-            if isinstance(layers, str):
-                broken.append(_bad(token, layers))
-            else:
-                ranges.append(layers)
-    ranges_of = tuple((scope, tuple(ranges)) for scope, ranges in selected.items() if ranges)
+        scope, _, texts = token.partition(":")
+        ranges = [_read_range(text) for text in texts.split(",")]
+        if scope in _KNOWN and all(ranges):
+            selected.setdefault(scope, []).extend(filter(None, ranges))
+        else:
+            broken.append(Violation(_RULE, f"--cg-layers {token}", _GRAMMAR, _EXAMPLE))
+    ranges_of = tuple((scope, tuple(ranges)) for scope, ranges in selected.items())
     return LayerSelection(ranges_of), tuple(broken)
 
 
-def _read_range(text: str) -> LayerRange | str:
+def _read_range(text: str) -> LayerRange | None:
     match = _RANGE.fullmatch(text)
     if match is None:
-        return f"'{text}' is not a layer index N, a range N-M or an open range N-"
+        return None
     first = int(match["first"])
     last = int(match["last"]) if match["last"] else None if match["dash"] else first
-    if last is not None and last < first:
-        return f"range {text} is reversed: it ends before it begins, write {last}-{first}"
-    return LayerRange(first, last)
-
-
-def _bad(token: str, reason: str) -> Violation:
-    return Violation(_RULE, f"--cg-layers {token}", reason, f"for example type {_EXAMPLE}")
+    return None if last is not None and last < first else LayerRange(first, last)
 
 
 def decoder_symbols(pattern: str) -> str:

@@ -1,7 +1,7 @@
 """A rule: one property that a configured run must not have, and what it says of it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_cg.arguments.layers import available_scopes, read_tokens
@@ -13,9 +13,9 @@ from megatron_cg.errors import Violation
 class Configuration:
     """What rules read: a run, and what follows from it. Nothing else is read."""
 
-    run: RunArguments
-    graph: GraphArguments
-    environment: Environment
+    run: RunArguments = field(default_factory=RunArguments)
+    graph: GraphArguments = field(default_factory=GraphArguments)
+    environment: Environment = field(default_factory=Environment)
 
     @cached_property
     def layers(self) -> list[tuple[frozenset[str], frozenset[str]]] | None:
@@ -66,12 +66,7 @@ class Rule:
     remedy: str
     without_graphs: bool = False
 
-    def __call__(
-        self, run: RunArguments, graph: GraphArguments, environment: Environment
-    ) -> Iterator[Violation]:
-        yield from self.check(Configuration(run, graph, environment))
-
-    def check(self, given: Configuration) -> Iterator[Violation]:
+    def __call__(self, given: Configuration) -> Iterator[Violation]:
         broken = self.broken(given)
         for facts in [{}] if broken is True else broken or ():
             values = {"run": given.run, "graph": given.graph, **facts}

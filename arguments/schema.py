@@ -49,10 +49,6 @@ def _flag(default: Any, text: str, **argparse_options: Any) -> Any:
     return field(default=default, metadata={"help": text, "argparse": argparse_options})
 
 
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -167,56 +163,56 @@ class RunArguments:
     defaults are those of Megatron's parser.
     """
 
-    use_megatron_fsdp: bool = _setting(False, "Megatron-FSDP wraps the model")
-    cuda_graph_impl: str = _setting("none", "which implementation of CUDA graphs")
-    cuda_graph_modules: tuple[str, ...] = _setting((), "scopes by name; empty is the whole layer")
-    optimizer_cuda_graph: bool = _setting(False, "the optimizer's step is a graph of its own")
-    megatron_fsdp_version: int = _setting(1, "which Megatron-FSDP; 2 is of megatron-core 0.20")
-    nccl_ub: bool = _setting(False, "its buffers are registered with NCCL")
-    fsdp_double_buffer: bool = _setting(False, "unsharded parameters live in two fixed buffers")
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = _setting(False, "other buffers stay too")
-    gradient_accumulation_fusion: bool = _setting(True, "weight gradients go into main_grad in TE")
-    num_layers: int | None = _setting(None, "decoder layers, without multi-token prediction")
-    hybrid_layer_pattern: str | None = _setting(None, "one letter a layer, of a hybrid model")
-    custom_layers: bool = _setting(False, "a layer spec or heterogeneous config decides the layers")
-    num_experts: int | None = _setting(None, "experts of a MoE layer")
-    moe_grouped_gemm: bool = _setting(False, "experts compute by a grouped GEMM")
-    moe_layer_freq: int | tuple[int, ...] = _setting(1, "which layers are MoE: every Nth, or 0/1")
-    moe_expert_capacity_factor: float | None = _setting(None, "capacity of an expert")
-    moe_pad_expert_input_to_capacity: bool = _setting(False, "every expert gets that many tokens")
-    moe_token_dispatcher_type: str = _setting("allgather", "how tokens reach their experts")
-    moe_router_load_balancing_type: tuple[str, ...] = _setting(("aux_loss",), "kinds of balancing")
-    moe_shared_expert_overlap: bool = _setting(False, "shared expert runs beside communication")
-    moe_input_jitter_eps: float | None = _setting(None, "random noise on a MoE layer's input")
-    expert_model_parallel_size: int = _setting(1, "ranks that share the experts")
-    expert_tensor_parallel_size: int = _setting(1, "tensor-parallel ranks of an expert")
-    add_bias_linear: bool = _setting(True, "linear layers have a bias")
-    moe_router_padding_for_quantization: bool = _setting(False, "routers pad each expert's rows")
-    moe_use_grouped_tensor: bool = _setting(False, "a grouped GEMM of padded rows; since 0.20")
-    use_transformer_engine_op_fuser: bool = _setting(False, "TE fuses the experts' operations")
-    qk_clip: bool = _setting(False, "the optimizer clips weights by the largest logits")
-    log_max_attention_logit: bool = _setting(False, "the log has the largest logits")
-    recompute_granularity: str | None = _setting(None, "None, selective or full")
-    recompute_method: str | None = _setting(None, "None, uniform or block; of full")
-    recompute_modules: tuple[str, ...] = _setting(("core_attn",), "what selective recomputes")
-    attention_dropout: float = _setting(0.1, "dropout in attention")
-    hidden_dropout: float = _setting(0.1, "dropout after attention and MLP")
-    fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
-    bf16: bool = _setting(False, "parameters and activations are bfloat16")
-    fp16: bool = _setting(False, "they are float16; without both they are float32")
-    fp8: str | None = _setting(None, "FP8 format, if any")
-    fp4: str | None = _setting(None, "FP4 format, if any")
-    fp8_recipe: str = _setting("delayed", "how FP8 scales are found")
-    fp8_param_gather: bool = _setting(False, "primary weights are FP8")
-    keep_fp8_transpose_cache: bool = _setting(False, "transposes of FP8 weights stay allocated")
-    pipeline_model_parallel_size: int = _setting(1, "pipeline stages")
-    overlap_moe_expert_parallel_comm: bool = _setting(False, "1F1B overlap with expert parallel")
-    overlap_dispatch_backward_with_experts_wgrad: bool = _setting(False, "the same for experts")
-    mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
-    mtp_use_repeated_layer: bool = _setting(False, "one MTP layer is run at every depth")
-    moe_enable_routing_replay: bool = _setting(False, "routers record or repeat their choices")
-    packs_sequences: bool = _setting(False, "a flag packs several sequences into one")
-    te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")
+    use_megatron_fsdp: bool = False  # Megatron-FSDP wraps the model
+    cuda_graph_impl: str = "none"  # which implementation of CUDA graphs
+    cuda_graph_modules: tuple[str, ...] = ()  # scopes by name; empty is the whole layer
+    optimizer_cuda_graph: bool = False  # the optimizer's step is a graph of its own
+    megatron_fsdp_version: int = 1  # which Megatron-FSDP; 2 is of megatron-core 0.20
+    nccl_ub: bool = False  # its buffers are registered with NCCL
+    fsdp_double_buffer: bool = False  # unsharded parameters live in two fixed buffers
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False  # other buffers stay too
+    gradient_accumulation_fusion: bool = True  # weight gradients go into main_grad in TE
+    num_layers: int | None = None  # decoder layers, without multi-token prediction
+    hybrid_layer_pattern: str | None = None  # one letter a layer, of a hybrid model
+    custom_layers: bool = False  # a layer spec or heterogeneous config decides the layers
+    num_experts: int | None = None  # experts of a MoE layer
+    moe_grouped_gemm: bool = False  # experts compute by a grouped GEMM
+    moe_layer_freq: int | tuple[int, ...] = 1  # which layers are MoE: every Nth, or 0/1
+    moe_expert_capacity_factor: float | None = None  # capacity of an expert
+    moe_pad_expert_input_to_capacity: bool = False  # every expert gets that many tokens
+    moe_token_dispatcher_type: str = "allgather"  # how tokens reach their experts
+    moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)  # kinds of balancing
+    moe_shared_expert_overlap: bool = False  # shared expert runs beside communication
+    moe_input_jitter_eps: float | None = None  # random noise on a MoE layer's input
+    expert_model_parallel_size: int = 1  # ranks that share the experts
+    expert_tensor_parallel_size: int = 1  # tensor-parallel ranks of an expert
+    add_bias_linear: bool = True  # linear layers have a bias
+    moe_router_padding_for_quantization: bool = False  # routers pad each expert's rows
+    moe_use_grouped_tensor: bool = False  # a grouped GEMM of padded rows; since 0.20
+    use_transformer_engine_op_fuser: bool = False  # TE fuses the experts' operations
+    qk_clip: bool = False  # the optimizer clips weights by the largest logits
+    log_max_attention_logit: bool = False  # the log has the largest logits
+    recompute_granularity: str | None = None  # None, selective or full
+    recompute_method: str | None = None  # None, uniform or block; of full
+    recompute_modules: tuple[str, ...] = ("core_attn",)  # what selective recomputes
+    attention_dropout: float = 0.1  # dropout in attention
+    hidden_dropout: float = 0.1  # dropout after attention and MLP
+    fine_grained_activation_offloading: bool = False  # activations of modules go there
+    bf16: bool = False  # parameters and activations are bfloat16
+    fp16: bool = False  # they are float16; without both they are float32
+    fp8: str | None = None  # FP8 format, if any
+    fp4: str | None = None  # FP4 format, if any
+    fp8_recipe: str = "delayed"  # how FP8 scales are found
+    fp8_param_gather: bool = False  # primary weights are FP8
+    keep_fp8_transpose_cache: bool = False  # transposes of FP8 weights stay allocated
+    pipeline_model_parallel_size: int = 1  # pipeline stages
+    overlap_moe_expert_parallel_comm: bool = False  # 1F1B overlap with expert parallel
+    overlap_dispatch_backward_with_experts_wgrad: bool = False  # the same for experts
+    mtp_num_layers: int | None = None  # multi-token-prediction depth
+    mtp_use_repeated_layer: bool = False  # one MTP layer is run at every depth
+    moe_enable_routing_replay: bool = False  # routers record or repeat their choices
+    packs_sequences: bool = False  # a flag packs several sequences into one
+    te_rng_tracker: bool = False  # the flag as given; Megatron sets it with graphs
 
     @property
     def wants_graphs(self) -> bool:

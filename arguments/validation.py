@@ -54,7 +54,7 @@ def violations(
         violation
         for rule in RULES
         if run.wants_graphs or rule.without_graphs
-        for violation in rule.check(given)
+        for violation in rule(given)
     )
 
 

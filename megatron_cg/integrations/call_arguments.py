@@ -9,15 +9,9 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 
 from megatron_cg.arguments.layers import read_tokens
+from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.rules_experts import rows_below_average
-from megatron_cg.arguments.schema import (
-    Environment,
-    GraphArguments,
-    RunArguments,
-    argument_of,
-    flag_of,
-    shared_by_ranks,
-)
+from megatron_cg.arguments.schema import GraphArguments, argument_of, flag_of, shared_by_ranks
 from megatron_cg.arguments.words import ENABLE, said
 from megatron_cg.backends.base import Backend
 from megatron_cg.consensus.exchange import Agreement
@@ -61,8 +55,8 @@ def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> Iterator[Vio
         elif name == "moe_rows" and type(value) not in (int, float):
             yield Violation("argument", f"moe_rows={value!r}", "it is a number", "moe_rows=1.25")
         elif name == "moe_rows":
-            run = RunArguments(), GraphArguments(cg_moe_rows=value), Environment()
-            yield from said(rows_below_average(*run), call)
+            graph = GraphArguments(cg_moe_rows=value)
+            yield from said(rows_below_average(Configuration(graph=graph)), call)
 
 
 def with_settings(before: GraphArguments, given: Mapping[str, Any]) -> GraphArguments:

@@ -11,13 +11,9 @@ from typing import Any
 from torch import nn
 from torch._dynamo import OptimizedModule
 
+from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.rules_environment import expandable_segments
-from megatron_cg.arguments.schema import (
-    TRANSFORMER_ENGINE,
-    Environment,
-    GraphArguments,
-    RunArguments,
-)
+from megatron_cg.arguments.schema import TRANSFORMER_ENGINE, Environment
 from megatron_cg.errors import ConfigurationError, HookError, Violation, ranged
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.hooks import module_hooks
@@ -46,8 +42,7 @@ def find_units(
             continue
         units.update((names[module], module) for module in matches)
     broken += sharding.refusals(units)
-    here = Environment.read(backend)
-    broken += expandable_segments(RunArguments(), GraphArguments(), here)
+    broken += expandable_segments(Configuration(environment=Environment.read(backend)))
     for name, module in units.items():
         if backend == TRANSFORMER_ENGINE and sharding.is_distributed(module):
             broken.append(_distributed(name))

@@ -1,4 +1,4 @@
-"""The checks, and the printing of what they found.
+"""The system to check, what the other process found in it, the checks, and what is printed.
 
 Note [Two copies of cuDNN]
     Torch's wheels find their own libraries first. TE opens ``libcudnn.so`` by that bare name, which
@@ -7,34 +7,107 @@ Note [Two copies of cuDNN]
     ``CUDNN_HOME`` first (transformer-engine 2.20.2, ``_load_cuda_library_from_system``).
 """
 
+import json
 import os
 import platform
+import subprocess
+import sys
+import tempfile
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.rules_environment import (
     engine_too_old,
     expandable_segments,
     max_connections,
     unseen_versions,
 )
-from megatron_cg.arguments.schema import (
-    FRAMEWORKS,
-    TAPE,
-    TRANSFORMER_ENGINE,
-    Environment,
-    GraphArguments,
-    RunArguments,
-)
+from megatron_cg.arguments.schema import FRAMEWORKS, TAPE, TRANSFORMER_ENGINE, Environment
 from megatron_cg.errors import Violation
-from megatron_cg.tools.doctor.system import Finding, Level, System, error, ok, run_probe, warning
 from megatron_cg.upstream.te import UPGRADE
+
+SECONDS = 300.0
+"""Time limit of the other process; imports from a cold network disk take minutes."""
+_ROOT = Path(__file__).resolve().parents[3]
+Answers = dict[str, dict[str, Any]]
+"""By stage of ``probe.py``: ``{"found": ...}``, or ``{"error": text}``."""
+
+
+class Level(StrEnum):
+    """The severity of a finding; only ERROR means that the run is impossible."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    OK = "ok"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found, why it matters, and what to type."""
+
+    level: Level
+    found: str
+    why: str = ""
+    remedy: str = ""
+    check: str = ""
+    """The name of the check, set when findings are collected."""
+
+
+ok, warning, error = (partial(Finding, level) for level in (Level.OK, Level.WARNING, Level.ERROR))
+
+
+@dataclass(frozen=True)
+class System:
+    """Everything that checks read, so that no check reads the machine itself."""
+
+    answers: Answers
+    backend: str = TRANSFORMER_ENGINE
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def told(self, stage: str) -> Any:
+        """What the other process found at a stage; None if it failed or was not run."""
+        return self.answers.get(stage, {}).get("found")
+
+
+def run_probe(backend: str, variables: Mapping[str, str], seconds: float = SECONDS) -> Answers:
+    """The answers of the other process, as far as it got.
+
+    If it ended during a stage, by a signal or by the time limit, that stage has an error that says
+    so; later stages are missing.
+    """
+    answers: Answers = {"machine": {}}
+    paths = filter(None, [variables.get("PYTHONPATH", ""), str(_ROOT)])
+    env = {**variables, "PYTHONPATH": os.pathsep.join(paths)}
+    with tempfile.TemporaryDirectory(prefix="megatron-cg-doctor-") as folder:
+        out, log = Path(folder, "answers"), Path(folder, "log")
+        words = [sys.executable, "-P", "-m", "megatron_cg.tools.doctor.probe", str(out), backend]
+        with log.open("wb") as file:
+            streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
+            end = "ended early"
+            try:
+                subprocess.run(words, check=True, env=env, timeout=seconds, **streams)
+            except subprocess.SubprocessError as failure:
+                end = str(failure)
+        # A line that the end of the process cut short is left out.
+        with suppress(FileNotFoundError, ValueError):
+            for line in out.read_text(encoding="utf-8").splitlines():
+                answers |= json.loads(line)
+        said = log.read_text(errors="replace").strip()[-600:]
+    for stage in [name for name, answer in answers.items() if not answer]:
+        answers[stage] = {"error": f"the process that looks: {end} It said last: {said}"}
+    return answers
+
 
 _TE = "transformer-engine"
 INSTALL = {
@@ -72,7 +145,7 @@ def _package(system: System, name: str, version: str | None) -> Finding:
         return error(f"{name} is not installed", "a run with graphs imports it", INSTALL[name])
     environment = Environment(versions={name: version}, backend=system.backend)
     if name == _TE:
-        for violation in engine_too_old(RunArguments(), GraphArguments(), environment):
+        for violation in engine_too_old(Configuration(environment=environment)):
             return _of_violation(violation)
     for text in unseen_versions(environment):
         why = "a short run with and without graphs says whether it works"
@@ -158,7 +231,7 @@ def variables(system: System) -> Iterator[Finding]:
     env = system.variables
     environment = Environment(variables=dict(env), backend=system.backend)
     for rule in (expandable_segments, max_connections):
-        yield from map(_of_violation, rule(RunArguments(), GraphArguments(), environment))
+        yield from map(_of_violation, rule(Configuration(environment=environment)))
     for name, value in env.items():
         if why := _mistake(name, value):
             yield warning(f"{name}={value}", why, f"unset {name}")

@@ -13,8 +13,7 @@ from typing import Any
 from megatron_cg.arguments.layers import available_scopes
 from megatron_cg.arguments.rules_experts import kernel_of
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
-from megatron_cg.tools.plan.layers import Layer, layers_of
-from megatron_cg.tools.plan.memory import Memory, memory_of
+from megatron_cg.tools.plan.memory import Layer, Memory, layers_of, memory_of
 from megatron_cg.tools.plan.settings import Settings, settings_of
 
 _MODULES, _GEMM = "--cuda-graph-modules", "--cg-grouped-gemm"

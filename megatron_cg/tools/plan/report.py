@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from megatron_cg.tools.launch_line import LaunchLine, read_line
 from megatron_cg.tools.plan.edit import LAUNCHER, Edited, edit, gib
-from megatron_cg.tools.plan.layers import Layer, Part
-from megatron_cg.tools.plan.memory import Memory
+from megatron_cg.tools.plan.memory import Layer, Memory, Part
 
 WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
 _USABLE = 0.99

@@ -43,30 +43,19 @@ def test_whole_layers_go_by_the_name_layer(scopes: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "why"),
+    "token",
     [
-        ("attn", "no colon"),
-        ("0-3", "no colon"),
-        ("", "no colon"),
-        ("attention:0-3", "there is no scope 'attention'; there are attn, mlp, moe, moe_router"),
-        (":0-3", "there is no scope ''"),
-        ("attn:", "'' is not a layer index N"),
-        ("attn:a", "'a' is not a layer index N"),
-        ("attn:-3", "'-3' is not a layer index N"),
-        ("attn:0-3,", "'' is not a layer index N"),
-        ("attn:0-3-5", "'0-3-5' is not a layer index N"),
-        ("attn:1 2", "'1 2' is not a layer index N"),
-        ("attn:²", "'²' is not a layer index N"),
-        ("attn:5-2", "range 5-2 is reversed: it ends before it begins, write 2-5"),
+        *("attn", "0-3", "", "attention:0-3", ":0-3", "attn:", "attn:a", "attn:-3", "attn:0-3,"),
+        *("attn:0-3-5", "attn:1 2", "attn:²", "attn:5-2"),
     ],
 )
-def test_a_bad_token_is_named_with_the_reason_and_a_right_example(token: str, why: str) -> None:
+def test_a_bad_token_is_named_with_the_grammar_and_a_right_example(token: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         LayerSelection.parse(["mlp:0", token])
     (violation,) = caught.value.violations
     assert violation.rule == "cg-layers"
     assert violation.found == f"--cg-layers {token}"
-    assert why in violation.reason
+    assert "open range N-, and SCOPE one of attn, mlp, moe, moe_router" in violation.reason
     assert violation.remedy == "for example type --cg-layers attn:0-23 moe_router:4- mlp:0-3,8"
 
 
@@ -74,10 +63,7 @@ def test_all_bad_tokens_at_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
         LayerSelection.parse(["attn", "mlp:3-1,x", "bad:0"])
     assert [violation.found for violation in caught.value.violations] == [
-        "--cg-layers attn",
-        "--cg-layers mlp:3-1,x",
-        "--cg-layers mlp:3-1,x",
-        "--cg-layers bad:0",
+        *("--cg-layers attn", "--cg-layers mlp:3-1,x", "--cg-layers bad:0")
     ]
 
 

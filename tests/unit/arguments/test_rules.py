@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_cg.arguments import Environment, GraphArguments, notices, violations
-from megatron_cg.arguments.rule import Rule
+from megatron_cg.arguments.rule import Configuration, Rule
 from megatron_cg.arguments.schema import flag_of
 from megatron_cg.arguments.validation import RULES
 from megatron_cg.errors import Violation
@@ -64,7 +64,7 @@ def test_one_change_breaks_no_other_rule(case: Case) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_rule_has_a_case(rule: Rule) -> None:
-    assert any(list(rule(*case.configured())) for case in ALL)
+    assert any(list(rule(Configuration(*case.configured()))) for case in ALL)
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.tools.doctor.checks import examine
-from megatron_cg.tools.doctor.system import Finding, Level, System
+from megatron_cg.tools.doctor.checks import Finding, Level, System, examine
 
 ROOT = Path(__file__).resolve().parents[4]
 VERSIONS = {

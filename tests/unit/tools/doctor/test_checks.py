@@ -11,10 +11,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.doctor.checks import INSTALL, can_run, examine
+from megatron_cg.tools.doctor.checks import INSTALL, Level, System, can_run, examine, run_probe
 from megatron_cg.tools.doctor.probe import driver as driver_here
 from megatron_cg.tools.doctor.probe import loaded
-from megatron_cg.tools.doctor.system import Level, System, run_probe
 from tests.unit.tools.doctor.systems import CUDNN, LOADED, NCCL, ROOT, of_level, only, system
 
 OTHER_CUDNN = "/opt/cudnn/lib/libcudnn.so.9.1.0"

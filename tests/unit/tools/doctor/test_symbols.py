@@ -12,9 +12,8 @@ import pytest
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.tools.doctor import probe
-from megatron_cg.tools.doctor.checks import examine
+from megatron_cg.tools.doctor.checks import Level, examine
 from megatron_cg.tools.doctor.probe import look_up, modules_that_rely
-from megatron_cg.tools.doctor.system import Level
 from megatron_cg.upstream.symbols import Symbol
 from tests.unit.tools.doctor.systems import ROOT, of_level, system
 
