@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.moe.dispatcher import largest_slot
-from megatron_cg.moe.peer_memory import PeerMemory
-from megatron_cg.moe.slots import Collective, exchange, find_places
+from megatron_cg.moe.slots import Collective, PeerMemory, exchange, find_places
 
 WARMUP, CALLS = 5, 50
 BOUND = 1.25

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.memory.scratch import IdlePool
+from megatron_cg.fsdp.roles import CaptureTimeHooks
+from megatron_cg.memory.storage import IdlePool
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.restore import Restores

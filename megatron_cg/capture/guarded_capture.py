@@ -43,8 +43,8 @@ from megatron_cg.capture.transaction import (
     without_gradients,
 )
 from megatron_cg.errors import CaptureError, MegatronCGError
+from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.guard import Guard, Hooks, Inputs, autocast_of, entries_of
 from megatron_cg.replay.guarded_graph import EagerPasses, GuardedGraph
 from megatron_cg.replay.in_flight import InFlight

@@ -29,7 +29,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.errors import CaptureError, UpstreamChangedError
-from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
+from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, CaptureTimeHooks
 from megatron_cg.upstream.symbols import changed
 
 _AFTER_A_PASS = ("forward_hooks", "backward_hooks")

@@ -35,8 +35,8 @@ from megatron_cg.errors import CaptureError, EarlierWorkError, NotRestoredError,
 from megatron_cg.events import CaptureBegan, CaptureEnded, emit
 from megatron_cg.fastpath import FastPath, install_under_v2
 from megatron_cg.fastpath import install as install_fast_path
+from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.ranges import in_range
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph

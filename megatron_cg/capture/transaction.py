@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
+from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept

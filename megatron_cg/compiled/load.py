@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_cg.compiled.plain_state import PlainState, script_importable
 from megatron_cg.compiled.region import (
     PREFIX,
+    PlainState,
     Region,
     call_kinds,
     differences,
     fingerprint,
     module_kinds,
+    script_importable,
 )
 from megatron_cg.compiled.save import Manifest, path_of, read
 from megatron_cg.compiled.trace import loading_for

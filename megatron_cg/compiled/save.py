@@ -44,7 +44,7 @@ class Manifest:
     code_sha256: str
     fingerprint: Mapping[str, str]
     state: Mapping[str, str]
-    """Plain Python values that are constants of the code; see ``plain_state.py``."""
+    """Plain Python values that are constants of the code; see ``region.py``."""
     traced_ranks: Sequence[int]
 
 

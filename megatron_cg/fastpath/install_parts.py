@@ -14,8 +14,7 @@ from megatron_cg.fastpath import (
     bucketing,
     gather,
     host_reads,
-    local_tensors,
-    main_weights,
+    optimizer_step,
     scaled_copies,
 )
 from megatron_cg.fastpath import v2_buffers as v2
@@ -28,7 +27,7 @@ from megatron_cg.fastpath.detached_weights import (
 from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import unknown_bodies
-from megatron_cg.memory.scratch import IdlePool
+from megatron_cg.memory.storage import IdlePool
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import Undo, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -161,18 +160,18 @@ def install(
     Raises UpstreamChangedError if a symbol that a part relies on is gone; nothing stays changed.
     """
     with _installing(fsdp) as path:
-        add, weights, local = path._add, main_weights, local_tensors
+        add, step = path._add, optimizer_step
         path._add_gradients(graphed, replays)
         deferred, done = path.deferred, path._unit_is_done
         unsharding, gathering = gather.REPLACES_UNSHARD, gather.REPLACES_GATHERS
         add("unshard", lambda: gather.install_unshard(fsdp, done, deferred), unsharding)
         add("gathers", lambda: gather.install_gathers(fsdp, deferred), gathering)
-        attaching, installing = weights.REPLACES_ATTACHING, weights.REPLACES_INSTALLING
-        add("main-gradients", lambda: weights.install_main_gradients(fsdp, scratch), attaching)
-        add("main-weights", lambda: weights.install_main_weights(fsdp), installing)
+        attaching, installing = step.REPLACES_ATTACHING, step.REPLACES_INSTALLING
+        add("main-gradients", lambda: step.install_main_gradients(fsdp, scratch), attaching)
+        add("main-weights", lambda: step.install_main_weights(fsdp), installing)
         if optimizers:
-            add("clipping", lambda: local.install_clip(optimizers), local.REPLACES_CLIPPING)
-            add("optimizer", lambda: local.install_adam(optimizers), local.REPLACES_STEP)
+            add("clipping", lambda: step.install_clip(optimizers), step.REPLACES_CLIPPING)
+            add("optimizer", lambda: step.install_adam(optimizers), step.REPLACES_STEP)
             add(
                 "host-reads", lambda: host_reads.install_host_reads(optimizers), host_reads.REPLACES
             )

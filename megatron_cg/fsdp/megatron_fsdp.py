@@ -26,9 +26,8 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.roles import fsdp_class, fsdp_function, fsdp_package_of
+from megatron_cg.fsdp.roles import UnitHooks, fsdp_class, fsdp_function, fsdp_package_of, unit_hooks
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.fsdp.transform import UnitHooks, unit_hooks
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over, set_attribute, undone_after

@@ -45,9 +45,8 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import BufferInUseError, ConfigurationError, Violation
-from megatron_cg.fsdp.roles import fsdp_package_of, fsdp_v2
+from megatron_cg.fsdp.roles import UnitHooks, fsdp_package_of, fsdp_v2
 from megatron_cg.fsdp.sharding import PerModule, lies_in
-from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.backward_pass import in_backward_pass

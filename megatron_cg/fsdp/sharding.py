@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.transform import (
+from megatron_cg.fsdp.roles import (
     CAPTURE_TIME_KEYS,
     UnitHooks,
     check_hook_of_unit,

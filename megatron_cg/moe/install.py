@@ -26,8 +26,8 @@ from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.dispatcher import KernelName
 from megatron_cg.moe.grouped_gemm import GroupedGemm, on_device
-from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
+from megatron_cg.moe.slots import PeerMemory
 from megatron_cg.upstream.megatron import is_capturing, relax_rules
 from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version

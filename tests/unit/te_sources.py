@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
+from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 from megatron_cg.upstream.symbols import fingerprint_of
 

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_cg.errors import CaptureError, HookError, MegatronCGError
-from megatron_cg.fsdp.transform import CaptureTimeHooks
+from megatron_cg.fsdp.roles import CaptureTimeHooks
 from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.dtensors import laid_out, local, same_placements, spec_of
 from megatron_cg.replay.unit import ReplayFunction

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend, leave_pool, stream_kept, waited_for
-from megatron_cg.fsdp.transform import CaptureTimeHooks
+from megatron_cg.fsdp.roles import CaptureTimeHooks
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.restore import Restores

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fsdp.transform import UnitHooks
+from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.hooks import HookKind, module_hooks
 from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import (
@@ -67,7 +67,7 @@ def fail_at(place: str) -> None:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_cg.fastpath import main_weights
+    from megatron_cg.fastpath import optimizer_step
     from megatron_cg.integrations.megatron import units
 
     stage, _, only = place.partition("@")
@@ -97,7 +97,7 @@ def fail_at(place: str) -> None:
     elif stage in ("publish", "install"):
         places = {
             "publish": (units, "attach_replay", 2),
-            "install": (main_weights, "install_main_weights", 1),
+            "install": (optimizer_step, "install_main_weights", 1),
         }
         owner, name, number = places[stage]
         wrap(owner, name, on_call(number, error))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.fsdp.transform import unit_hooks
+from megatron_cg.fsdp.roles import unit_hooks
 from megatron_cg.replay.unit import Unit
 from tests.unit.te_sources import source_of_te
 

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from megatron_cg.compiled.load import Precompiled, load
-from megatron_cg.compiled.plain_state import script_importable
-from megatron_cg.compiled.region import Region, fingerprint
+from megatron_cg.compiled.region import Region, fingerprint, script_importable
 from megatron_cg.compiled.save import save
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArtifactRefusedError, ReplayMismatchError

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from megatron_cg.fastpath.local_tensors import install_adam
+from megatron_cg.fastpath.optimizer_step import install_adam
 from megatron_cg.fastpath.part import NotApplicableError
 from tests.unit.te_sources import source_of_te
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from megatron_cg.fastpath.local_tensors import install_clip
+from megatron_cg.fastpath.optimizer_step import install_clip
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.tools.cpu.cpu_model import build
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig

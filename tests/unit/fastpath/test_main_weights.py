@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.fastpath.main_weights import (
+from megatron_cg.fastpath.optimizer_step import (
     _GradientsOfKind,
     install_main_gradients,
     install_main_weights,

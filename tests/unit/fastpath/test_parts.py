@@ -12,7 +12,7 @@ from torch import nn
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath import install, install_parts
-from megatron_cg.fastpath.local_tensors import REPLACES_STEP
+from megatron_cg.fastpath.optimizer_step import REPLACES_STEP
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.telemetry.record_contents import parameter_digests
@@ -99,7 +99,7 @@ def without(name: str) -> Any:
 def test_float8_weights_are_left_to_megatron_fsdp(
     fsdp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("gather", "main_weights"):
+    for module in ("gather", "optimizer_step"):
         monkeypatch.setattr(f"megatron_cg.fastpath.{module}.float8_test", lambda _: lambda _p: True)
     path = install(fsdp)
     assert "FP8" in path.left_out["main-weights"]

@@ -8,8 +8,7 @@ import pytest
 from torch import nn
 
 from megatron_cg.errors import HookError, UnknownFsdpHookError
-from megatron_cg.fsdp.roles import FsdpRole, classify
-from megatron_cg.fsdp.transform import unit_hooks
+from megatron_cg.fsdp.roles import FsdpRole, classify, unit_hooks
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import installed_version
@@ -96,7 +95,7 @@ def test_a_wrapper_without_a_handler_is_an_error(
 ) -> None:
     record = record_of(unit, FsdpRole.WRAPS_POST_BACKWARD)
     empty = HookRecord(record.kind, record.hook_id, functools.partial(cast(Any, record.fn).func))
-    monkeypatch.setattr("megatron_cg.fsdp.transform.module_hooks", lambda _module: [empty])
+    monkeypatch.setattr("megatron_cg.fsdp.roles.module_hooks", lambda _module: [empty])
     with pytest.raises(UnknownFsdpHookError, match="handler it wraps cannot be found"):
         unit_hooks(Unit("a unit", unit, ()))
 

@@ -20,8 +20,8 @@ from megatron_cg.moe import install
 from megatron_cg.moe.dispatcher import DISPATCHING
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.install import use_device_counts
-from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
+from megatron_cg.moe.slots import PeerMemory
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.errors import CaptureError, UpstreamChangedError
-from megatron_cg.moe import peer_memory
-from megatron_cg.moe.peer_memory import PeerMemory
-from megatron_cg.moe.slots import find_places
+from megatron_cg.moe import slots as peer_memory
+from megatron_cg.moe.slots import PeerMemory, find_places
 from tests.unit.interpreted import last_line_of
 from tests.unit.ranks import on_ranks
 

@@ -20,7 +20,7 @@ from megatron_cg.backends.driver import capture as driver
 from megatron_cg.backends.tape.tape_backend import is_recording
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError
-from megatron_cg.fastpath import bucketing, main_weights
+from megatron_cg.fastpath import bucketing, optimizer_step
 from megatron_cg.fsdp import megatron_fsdp
 from megatron_cg.telemetry.record_contents import parameter_digests
 from megatron_cg.tools.cpu.launch import run_processes
@@ -89,7 +89,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
         "capture backward": (*backward, LAYERS * WARMUPS + 2),
         "publishing": (units, "attach_replay", 2),
         "installing the fast path": (bucketing, "install_gradients", 1),
-        "the fast path's last part": (main_weights, "install_main_weights", 1),
+        "the fast path's last part": (optimizer_step, "install_main_weights", 1),
     }[stage]
 
 
