@@ -57,7 +57,7 @@ from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.backward_pass import CURRENT_PASS, NO_PASS
-from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.patch import all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 MODULE, _NAME = "transformer_engine.pytorch.module.grouped_linear", "_GroupedLinear"
@@ -94,11 +94,7 @@ def detach_in(module: Any, name: str, detached: DetachedWeights) -> Callable[[],
     # The weights are the last parameter of its ``forward``, and the context is the first.
     first = len(inspect.signature(function.forward).parameters) - 2
     replacement = _Replacement(function, first, detached)
-    with ExitStack() as undo:
-        undo.callback(detached.close)
-        undo.callback(replacement.end)
-        undo.callback(set_attribute(module, name, replacement))
-        return undo.pop_all().close
+    return all_of((detached.close, replacement.end, set_attribute(module, name, replacement)))
 
 
 def detach_in_graphs(

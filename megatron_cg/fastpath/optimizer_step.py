@@ -42,7 +42,6 @@ Note [Ranks may differ]
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import chain, compress
 from operator import is_
 from types import SimpleNamespace
@@ -154,10 +153,7 @@ def install_main_gradients(fsdp: Any, scratch: IdlePool | None) -> Callable[[], 
         if table.borrowed and fsdp.training and torch.is_grad_enabled():
             table.relocate()
 
-    with ExitStack() as undo:
-        undo.callback(put_over(store, _ATTACH, table))
-        undo.callback(run_around(fsdp, "forward", before=relocate))
-        return undo.pop_all().close
+    return all_of((put_over(store, _ATTACH, table), run_around(fsdp, "forward", before=relocate)))
 
 
 Kind = tuple[torch.device, torch.dtype, torch.dtype] | None

@@ -20,7 +20,7 @@ Note [Nothing of the last step is needed by a capture]
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -151,7 +151,7 @@ class MegatronFsdp(Sharding):
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(training_states(self.wrapped.modules()))
+            stack.enter_context(self.states_kept(self.wrapped.modules()))
             stack.enter_context(raw_parameters(self.megatron_fsdp))
             parameters = {p: None for layer in layers for p in layer.parameters()}
             stack.callback(gather_alone(self.megatron_fsdp, parameters))
@@ -193,8 +193,14 @@ class MegatronFsdp(Sharding):
             sys.modules[type(self.megatron_fsdp).__module__].fp8_create_transpose_cache(parameter)
         return True
 
-    def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        return training_states(modules)
+    @contextmanager
+    def states_kept(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        saved = [(one, one._training_state) for one in modules if hasattr(one, "_training_state")]
+        try:
+            yield
+        finally:
+            for module, state in saved:
+                module._training_state = state
 
 
 def _moved(config: Any, bucket: int, unit: int | None) -> str:
@@ -262,18 +268,6 @@ def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], 
         gather(params, prefetch=False, **options)
 
     return put_over(pipeline, "all_gather_params", alone)
-
-
-@contextmanager
-def training_states(modules: Iterable[nn.Module]) -> Iterator[None]:
-    saved = [
-        (module, module._training_state) for module in modules if hasattr(module, "_training_state")
-    ]
-    try:
-        yield
-    finally:
-        for module, state in saved:
-            module._training_state = state
 
 
 def let_gradients_go(fsdp: Any) -> Callable[[], None]:

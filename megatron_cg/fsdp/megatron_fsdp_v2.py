@@ -52,30 +52,29 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import Undo, put_over
 
-_MODULE, _GROUP = "module:FsdpModule", "parameter_group:FsdpParameterGroup"
-_BUFFER = "dbuffer:DBuffer"
 RELIES_ON = (
-    *fsdp_v2(_MODULE, "a sharded module", "_parameter_groups", "_context", "_unshard_event"),
-    *fsdp_v2(f"{_MODULE}.name", "its name below the root"),
-    *fsdp_v2(f"{_MODULE}._reshard_parameter_groups", "reshards a module"),
+    *fsdp_v2(
+        "module:FsdpModule",
+        "a sharded module",
+        *("_parameter_groups", "_context", "_unshard_event", "name", "_reshard_parameter_groups"),
+    ),
     *fsdp_v2(
         "module:FsdpContext",
         "what the modules below one root share",
         *("forward_order", "allgather_stream", "current_stream"),
     ),
     *fsdp_v2(
-        _GROUP,
+        "parameter_group:FsdpParameterGroup",
         "parameters that are gathered together",
         *("_symm_mem_pool", "unsharded_parameters|fsdp_parameters", "_unsharded_model_weight"),
+        *("unshard_parameters", "release_unsharded_storage"),
+        *("_switch_to_unsharded_parameters", "_switch_to_sharded_parameters"),
     ),
-    *fsdp_v2(f"{_GROUP}.unshard_parameters", "gathers them"),
-    *fsdp_v2(f"{_GROUP}.release_unsharded_storage", "releases them"),
-    *fsdp_v2(f"{_GROUP}._switch_to_unsharded_parameters", "sets them on their modules"),
-    *fsdp_v2(f"{_GROUP}._switch_to_sharded_parameters", "sets the sharded ones"),
-    *fsdp_v2(_BUFFER, "memory of a group", "local_buffer"),
-    *fsdp_v2(f"{_BUFFER}.get_local_tensor", "a parameter in that memory"),
-    *fsdp_v2(f"{_BUFFER}.reallocate_storage", "called before each gather"),
-    *fsdp_v2(f"{_BUFFER}.release_storage", "called when parameters are resharded"),
+    *fsdp_v2(
+        "dbuffer:DBuffer",
+        "memory of a group",
+        *("local_buffer", "get_local_tensor", "reallocate_storage", "release_storage"),
+    ),
 )
 
 

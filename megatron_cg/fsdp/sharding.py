@@ -142,7 +142,7 @@ class Sharding:
             for attribute in ("grad", "decoupled_grad"):
                 yield name, getattr(parameter, attribute, None)
 
-    def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    def states_kept(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Restore what a pass without hooks through ``modules`` changes in the sharding."""
         return nullcontext()
 

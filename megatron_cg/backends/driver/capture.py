@@ -135,9 +135,7 @@ def _copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     one (torch 2.11, ``ForeachUtils.h``, ``can_use_fast_route``). No value lies in the static memory
     of another one; see ``replay/guard.py``.
     """
-    groups: dict[
-        tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]
-    ] = {}
+    groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for static, value in pairs:
         if not _lies_in(value, static):
             into, values = groups.setdefault((static.dtype, static.device), ([], []))
