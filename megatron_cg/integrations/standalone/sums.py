@@ -294,8 +294,10 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -
         key, returned = names.get(edge, leaf), edge in call.outputs
         if count + returned > 1:
             call.several.add(key)
-        if call.cast is not None and any(node in inside and _is_cast(node) for node in by):
-            call.cast.add(key)
+        # An earlier call may have cast it, such as that of another microbatch.
+        casts = (n for n in by if call.cast is not None and _is_cast(n))
+        if any(not inside.isdisjoint((node, *users.get((node, 0), ()))) for node in casts):
+            call.cast.add(key)  # type: ignore[union-attr]
         is_varied = varies and count > 1 and leaf is not None
         if is_varied and leaf.grad_dtype not in (None, leaf.dtype):
             return f"{_leaf_name(edge[0])}, used {count} times inside, has another reduce_dtype"
