@@ -14,6 +14,8 @@ Note [Gradients from outside]
     inside and outside, and a graph gets those from outside alone, in their own strides. So the
     caller gets a view, whose gradient that is. Autograd adds up the same terms in the same order:
     uses outside come later in the forward pass, so their gradients come first.
+    For autograd it is no view, or a write would change the history of its base. But an argument or
+    another result on the same memory must see a write, so then it is one, and the unit is refused.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -39,6 +42,7 @@ from megatron_cg.integrations.standalone.results import attributes_of, results_o
 from megatron_cg.integrations.standalone.sums import Autocast, Note, Sums, autocast_now
 from megatron_cg.replay.dtensors import Layout, local, spec_of
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.own_gradients import apart
 from megatron_cg.replay.strides import Noted
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import look
@@ -83,9 +87,10 @@ class Observer:
         self._now: dict[str, Seen] = {}
         self.sums = Sums(sharding.varies_sums)
         self._views: list[tuple[str, torch.Tensor, int]] = []
-        """Outputs of this step on the memory of an input, with their version when returned."""
+        """Results of this step on the memory of an input or of another result, with their version
+        when returned."""
         self.written: set[str] = set()
-        """The units whose callers write into a returned view of an argument."""
+        """The units whose callers write into such a result."""
         self._given: Collection[Any] = ()
         """The memory of the tensors of the call that runs now."""
         self._held: Mapping[Any, torch.Tensor] = {}
@@ -203,8 +208,14 @@ class Observer:
         self._held, self._given = {}, ()
         used = self.sums.ended(name, list(filter(_has_node, (*returned, *held.values()))))
         results = results_of(leaves, held)
+        memory = [key_of(one) for one in {id(t): t for _, t in results}.values()]
+        shared = {key for key in memory if key and (key in given or memory.count(key) > 1)}
         # See Note [Gradients from outside].
-        views = {id(t): t.view_as(t) for _, t in results if id(t) in used and _may_be_viewed(t)}
+        views = {
+            id(t): t.view_as(t) if key_of(t) in shared else apart(t)
+            for _, t in results
+            if id(t) in used and _may_be_viewed(t)
+        }
         notes: list[tuple[torch.Tensor, Note]] = []
         for key, tensor in results:
             made = views.get(id(tensor), tensor)
@@ -217,15 +228,15 @@ class Observer:
             notes.append((made, noted.note))
             if made is not tensor and not tensor.is_leaf:
                 noted.inside = noted.inside or Noted(label)
-                tensor.register_hook(noted.inside.note)
+                # A hook on the tensor would look like one of the loop's.
+                edge, note = get_gradient_edge(tensor), noted.inside.note
+                edge.node.register_prehook(lambda all_, n=edge.output_nr, note=note: note(all_[n]))
             if spec_of(made) is not None:
                 layout = seen.layouts.setdefault(key, Layout(made, label))
                 layout.refuse = lambda _varies: None  # At capture.
                 notes.append((made, layout.note))
-        self.sums.returned(name, notes)
-        self._views += [
-            (name, tensor, version_of(tensor)) for tensor in returned if key_of(tensor) in given
-        ]
+        self.sums.returned(name, notes, views.values())
+        self._views += [(name, t, version_of(t)) for _, t in results if key_of(t) in shared]
         made_of = [views.get(id(leaf), leaf) for leaf in leaves]
         return tree_unflatten(made_of, spec) if views else outputs
 

@@ -16,7 +16,8 @@ Note [Casts that autocast caches]
     pass: a later microbatch would use the casts of an earlier one.
 
 Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every backward pass that is
-started from Python goes through ``torch.autograd._engine_run_backward``.
+started from Python goes through ``torch.autograd._engine_run_backward``, whose fifth argument are
+the tensors whose gradients are asked for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ Note = Callable[[torch.Tensor | None], None]
 Autocast = dict[str, Any]
 """The arguments of a ``torch.autocast``."""
 _DEVICES = ("cpu", "cuda")
+_INPUTS = 3  # Where a backward pass gets the tensors whose gradients it returns.
 _PASSES_ON = {"_CopiedBackward", "_LaidOutBackward"}
 """Nodes of this package between a replay and its input."""
 _CAUSE = (
@@ -49,6 +51,7 @@ _CAUSE = (
     "the unit (x = x.view_as(x) as the first line of forward), train so from the first step on, or "
     "leave the unit out of units."
 )
+_READ = "a result that it also uses itself, whose gradient is read or hooked outside"
 _CAST = (
     "a weight that torch.autocast has cast once, for uses inside and outside (cache_enabled=False "
     "makes it cast for each use)"
@@ -72,6 +75,7 @@ class _Call:
     """Those that it casts, if autocast keeps casts."""
     replayed: bool = False
     """Whether a replay was it, which is one node that uses each once."""
+    uses_results: bool = False
 
     def inside(self, edges: Iterable[_Edge]) -> set[Any]:
         """The nodes of the call that ``edges`` lead to."""
@@ -94,6 +98,8 @@ class Sums:
     def __init__(self, varies: bool) -> None:
         self._varies = varies
         self._calls: list[_Call] = []
+        self._used: dict[_Edge, tuple[str, Any, Any]] = {}
+        """By edge, of results that a unit uses itself: unit, reference and hooks."""
         self.shared: dict[str, str] = {}
         """By unit: what is summed across its border, in words."""
         self.seen: dict[str, _Call] = {}
@@ -107,11 +113,11 @@ class Sums:
 
     def observe_step(self) -> Undo:
         """Look at every backward pass until the returned function is called."""
-        self._calls = []
+        self._calls, self._used = [], {}
         original = _RUN.find()
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
-            self._look(roots)
+            self._look(roots, set(_edges(args[_INPUTS] or ())))
             around, self._number = self._number, next(self._numbers)
             try:
                 return original(roots, *args, **kwargs)
@@ -140,10 +146,18 @@ class Sums:
         call.last = _NUMBER.find()()
         used = {edge for node in call.inside(call.outputs) for edge in node.next_functions}
         used.update(call.inputs.values())
-        return {output for output, edge in edges.items() if edge in used}
+        own = {output for output, edge in edges.items() if edge in used}
+        call.uses_results = bool(own)
+        return own
 
-    def returned(self, unit: str, notes: Iterable[tuple[torch.Tensor, Note]]) -> None:
-        """Note the gradients that come for these results of one call, in each backward pass."""
+    def returned(self, unit: str, notes: Iterable[tuple[torch.Tensor, Note]], used: Any) -> None:
+        """Note the gradients that come for these results of one call, in each backward pass.
+
+        ``used`` are those that the unit uses itself.
+        """
+        for tensor in used:
+            tensor.register_hook(lambda _: None).remove()  # Its hooks may outlive it.
+            self._used[_edge(tensor)] = unit, ref(tensor), tensor._backward_hooks
         passes: set[int] = set()
         for tensor, note in notes:
             node, number = _edge(tensor)
@@ -159,9 +173,12 @@ class Sums:
         elif len(passes) > 1:
             self.again.setdefault(unit, "twice for one forward pass (retain_graph=True)")
 
-    def _look(self, roots: Any) -> None:
+    def _look(self, roots: Any, inputs: set[_Edge]) -> None:
         if not self._calls:
             return
+        for edge, (unit, tensor, hooks) in self._used.items():
+            if edge in inputs or hooks or getattr(tensor(), "retains_grad", False):
+                self.shared.setdefault(unit, _READ)
         self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
         users = _users(roots)
         for call in self._calls:
@@ -171,6 +188,7 @@ class Sums:
                 self.shared.setdefault(call.unit, what)
         # Passes without a backward pass so far may have a later one, together with others.
         self._calls = [c for c in self._calls if not any(e in users for e in c.outputs)]
+        self._used = {edge: one for edge, one in self._used.items() if edge not in users}
 
 
 class Later:
@@ -198,7 +216,7 @@ class Later:
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
             later = here()  # torch's function must not keep a model that is dropped
-            if later is None or not later._begun(roots, number()):
+            if later is None or not later._begun(roots, args[_INPUTS] or (), number()):
                 return original(roots, *args, **kwargs)
             try:
                 return original(roots, *args, **kwargs)
@@ -212,13 +230,17 @@ class Later:
     def _stop(self) -> None:
         self._undo()
 
-    def _begun(self, roots: Any, number: int) -> bool:
+    def _begun(self, roots: Any, inputs: Sequence[Any], number: int) -> bool:
         """Whether a backward pass of replays begins; looks at it if it may have new uses."""
         replays = {node: unit for unit, node in self._waiting().items()}
         if not replays or in_backward_pass():
             return False
         places = (node._sequence_nr() - self._last for node in replays)
         key = (number - self._last, *places, *_shape(_edges(roots), replays))
+        for node, _ in _edges(inputs):
+            unit = replays.get(node, "")
+            if unit in self._seen and self._seen[unit].uses_results:
+                self._refuse(_READ, unit)
         self._passes += 1
         if key not in self._fine or self._passes % 50 == 0:
             self._look(_users(roots), replays)
@@ -241,8 +263,11 @@ class Later:
             seen = replace(self._seen[unit], inputs=inputs, outputs=outputs, replayed=True)
             what = _crossing(replace(seen, first=first, last=last), users, varies=False)
             if what is not None:
-                subject = "what is summed with gradients from outside"
-                self._found(Mismatch("sharing", subject, "something else", what, _CAUSE), unit)
+                self._refuse(what, unit)
+
+    def _refuse(self, what: str, unit: str) -> None:
+        subject = "what is summed with gradients from outside"
+        self._found(Mismatch("sharing", subject, "something else", what, _CAUSE), unit)
 
 
 def _shape(edges: list[_Edge], replays: Mapping[Any, str]) -> Iterator[Any]:

@@ -95,8 +95,8 @@ def _wrong_around(observer: Observer) -> Iterator[Violation]:
     for name in observer.written:
         yield Violation(
             "unit-view-written",
-            f"unit {name} returns its argument, or a view of it, and its caller writes into that",
-            "a replay returns a copy, so the argument itself would not change",
+            f"unit {name} returns its argument, or one memory twice, and its caller writes there",
+            "results of a replay do not share memory with an argument, or for autograd with others",
             "write into a clone, or take the unit out of units",
         )
     for name, what in observer.sums.shared.items():
@@ -104,7 +104,7 @@ def _wrong_around(observer: Observer) -> Iterator[Violation]:
             "unit-shared-gradients",
             f"unit {name}: {what}",
             "autograd sums the gradients of all uses one by one, and a graph those of its own uses "
-            "first and in one dtype, so the last bits would differ",
+            "apart and in one dtype, so numbers would differ",
             "use it once in the unit (x = x.view_as(x) as the first line of forward), or take the "
             "unit out of units",
         )

@@ -212,6 +212,38 @@ def test_a_graph_of_autograd_may_be_kept() -> None:
     assert_as_eager({"replayed": REPLAYED, "mismatched": 0}, units, of_weights_behind)
 
 
+class Meaned(Unit):
+    """Uses its first result itself."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        made = super().forward(x)
+        return made, made.mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "since"), [("grad", 0), ("grad", 3), ("register_hook", 0), ("retain_grad", 0)]
+)
+def test_the_gradient_of_a_result_that_its_unit_uses_is_refused(how: str, since: int) -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        hidden, mean = run.model[0](x)
+        loss = (hidden * mean).square().mean()
+        if run.step < since:
+            return backward(loss)
+        if how == "grad":
+            (gradient,) = torch.autograd.grad(loss, hidden)
+            return gradient
+        getattr(hidden, how)(*[torch.sin] * (how == "register_hook"))
+        return backward(loss)
+
+    training = Training(partial(units, Meaned), microbatch)
+    error = ReplayMismatchError if since else ConfigurationError
+    with (
+        training.graphs("0") as graphs,
+        pytest.raises(error, match="a result that it also uses itself"),
+    ):
+        list(training.run(graphs))
+
+
 class Pair(Unit):
     """Its second output alone depends on ``second`` and on the second input."""
 
