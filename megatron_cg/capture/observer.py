@@ -352,11 +352,13 @@ class Observer:
                     "Return the new values instead, keep them in a buffer, or write into a clone.",
                 )
         for label, weight in self._unit.layer.named_parameters():
-            if weight.requires_grad and any(overlap(weight, write) for write in writes):
+            is_written = any(overlap(weight, write) for write in writes)
+            if is_written and weight.requires_grad:
                 raise self._error(
                     f"writes into its trainable parameter {label} in its forward pass",
                     "Passes on made-up inputs would change it. Write after the optimizer's step.",
                 )
+            self._unit.written.update([weight] * is_written)
 
     def _refuse_marked_weights(self) -> None:
         """Refuse a layer that writes a weight's gradient into ``main_grad`` by itself.

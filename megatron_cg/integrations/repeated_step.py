@@ -6,7 +6,8 @@ for the optimizer are compared. Either way training continues with the eager num
 
 Note [Numbers that differ by themselves]
     Without deterministic algorithms two eager steps differ too. So a difference then counts only if
-    a second eager step has the same number as the first.
+    a second eager step has the same number as the first. With them, a second one that differs shows
+    that the step changes something that is not restored.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import set_attribute, undone_after
 
 _SHOWN = 8
+_CAUSE = "No guard saw it, so the cause may lie between units: please report it, with this line."
+_UNCHANGED = (
+    "Two eager trainings of it differ too: it changes what is not restored, such as weights, or a "
+    "count or iterator of the loop. Change that outside of the step that is verified, or keep it "
+    "in a module's buffer or attribute."
+)
 
 
 def gradients_saved(sharding: Sharding) -> Callable[[], None]:
@@ -101,7 +108,8 @@ def train_step(
     if mismatches.repeats or not (verifies or bound):
         return by_graphs()
     graphed = {m for unit in session.units if not unit.sets_attributes for m in unit.graphed}
-    state = StepState([session.sharding.network], graphed)
+    written = [parameter for unit in session.units for parameter in unit.written]
+    state = StepState([session.sharding.network], graphed, written)
     result = by_graphs()
     rows = bound.exceeded() if bound is not None else 0
     if not rows and not verifies:
@@ -124,15 +132,18 @@ def train_step(
     eager = _digests(session, state, result)
     found = replayed.differences(eager)
     differs = mismatches.on_any_rank("a verified step", bool(found), TIMEOUT)
-    if differs and not torch.are_deterministic_algorithms_enabled():
+    unstable: list[str] = []
+    if differs:
         result = repeated()
         unstable = eager.differences(_digests(session, state, result))
+    if differs and not torch.are_deterministic_algorithms_enabled():
         found = [name for name in found if name not in unstable]
-        differs = mismatches.on_any_rank("a verified step, again", bool(found), TIMEOUT)
+        differs, unstable = bool(found), []
+        differs = mismatches.on_any_rank("a verified step, again", differs, TIMEOUT)
     counters.steps_verified, counters.eager = counters.steps_verified + 1, eager_passes
     emit(StepVerified(number, str(eager)))
     if differs:
-        mismatches.step_differed(_text(number, found, eager))
+        mismatches.step_differed(_text(number, found, eager, _UNCHANGED if unstable else _CAUSE))
     return result
 
 
@@ -151,12 +162,11 @@ def _digests(session: Session, state: StepState, result: Any) -> Digests:
     return Digests(named())
 
 
-def _text(number: int | None, found: list[str], eager: Digests) -> str:
+def _text(number: int | None, found: list[str], eager: Digests, cause: str) -> str:
     step = "A step" if number is None else f"Step {number}"
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     names = ", ".join(found[:_SHOWN]) + more if found else "none on this rank, see another's log"
     return (
         f"{step}, trained with graphs and then eagerly, has other numbers: {names}. Gradients are "
-        f"named in the order of the backward pass, the last layer first. Compared: {eager}. No "
-        "guard saw it, so the cause may lie between units: please report it, with this line."
+        f"named in the order of the backward pass, the last layer first. Compared: {eager}. {cause}"
     )

@@ -4,8 +4,8 @@ Megatron's own ``RerunStateMachine`` (megatron-core 0.19.2) saves random states 
 since it expects the same numbers again. Here the numbers of the first attempt may be wrong, so
 whatever counts or sums up numbers has to be as before. Nothing is listed by name:
 
-- buffers and attributes of the model's modules: counts of tokens, biases of experts, the largest
-  attention logits, scales of FP8
+- buffers and attributes of the model's modules, of their classes and of objects that they have:
+  counts of tokens, biases of experts, the largest attention logits, scales of FP8
 - data in the namespaces of megatron-core and in its classes, and what its objects there hold: MoE
   metrics, sums of losses for the log, scales of losses, ``RerunStateMachine``'s counts, the tracker
   of random states
@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import device_generator
+from megatron_cg.capture.python_state import LIBRARIES, is_known
 from megatron_cg.restore import Restores, put_back
 from megatron_cg.upstream.te import rng_states
 
@@ -60,12 +61,13 @@ class _Holder:
         self._namespace = namespace
         self.saved = self._now()
 
-    def below(self, *, objects: bool) -> list[tuple[Any, Any]]:
-        """The parts that may change in place; with ``objects`` also objects of known packages."""
+    def below(self, users: bool | None) -> list[tuple[Any, Any]]:
+        """The parts that may change in place, with objects of ``users`` or of known packages."""
         items = self.saved.items()
         found = [(key, value) for key, value in items if type(value) in _STATE]
-        if objects:
-            followed = set(filter(_is_followed, set(map(type, self.saved.values()))))
+        if users is not None:
+            kinds = set(map(type, self.saved.values()))
+            followed = {kind for kind in kinds if _is_followed(kind, users)}
             found += [(key, value) for key, value in items if type(value) in followed]
         if self._namespace:
             found = [one for one in found if one[0] not in _OF_TORCH and one[0][:2] != "__"]
@@ -104,12 +106,16 @@ class StepState:
     """The state of ``model``, its modules, and of megatron-core, as it is now.
 
     Attributes of modules in ``graphed``, which replays do not set, are restored and not compared.
+    ``written`` are parameters that the step writes.
     """
 
     def __init__(
-        self, model: Iterable[nn.Module] = (), graphed: Collection[nn.Module] = ()
+        self,
+        model: Iterable[nn.Module] = (),
+        graphed: Collection[nn.Module] = (),
+        written: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._model, self._graphed = tuple(model), graphed
+        self._model, self._graphed, self._written = tuple(model), graphed, tuple(written)
         self._holders, tensors, generators = self._found()
         copies = [torch.empty_like(tensor) for tensor, _ in tensors]
         if copies:
@@ -141,14 +147,14 @@ class StepState:
     def _found(self, *, compared: bool = False) -> tuple[list[_Holder], list[Any], list[Any]]:
         """All holders, and the tensors and generators in them, or in those to be compared alone."""
         holders, seen = list[_Holder](), set[int]()
-        tensors: list[tuple[torch.Tensor, str]] = []
+        tensors: list[Any] = [(one, "a frozen parameter") for one in self._written]
         generators = [("of the host", torch.default_generator)]
         generators += [("of the device", one) for one in device_generator()]
         generators += [one for one in rng_states().items() if type(one[1]) is torch.Generator]
 
-        def add(holder: _Holder, depth: int = _DEPTH, *, objects: bool = True) -> None:
+        def add(holder: _Holder, depth: int = _DEPTH, *, users: bool | None = False) -> None:
             holders.append(holder)
-            for key, value in holder.below(objects=objects):
+            for key, value in holder.below(users):
                 if id(value) in seen:
                     continue
                 seen.add(id(value))
@@ -159,8 +165,11 @@ class StepState:
                 elif type(value) is torch.Generator:
                     generators.append((name, value))
                 elif depth:
-                    inner = value if type(value) in _CONTAINERS else vars(value)
-                    add(_Holder(f"{name}[{{}}]", inner, is_compared=holder.is_compared), depth - 1)
+                    is_object = type(value) not in _CONTAINERS
+                    inner = vars(value) if is_object else value
+                    one = _Holder(f"{name}[{{}}]", inner, is_compared=holder.is_compared)
+                    # Objects of users may lead anywhere, such as to an optimizer.
+                    add(one, depth - 1, users=None if users and is_object else users)
 
         for path, module in _modules(self._model):
             is_compared = module not in self._graphed
@@ -169,7 +178,10 @@ class StepState:
             one = _Holder(
                 f"attribute {path}{{}}", attributes, namespace=True, is_compared=is_compared
             )
-            add(one, objects=False)
+            add(one, users=True)
+        for kind in dict.fromkeys(type(m) for root in self._model for m in root.modules()):
+            for owner in _with_data(kind):  # type: ignore[arg-type]
+                add(_Holder(f"attribute {owner.__name__}.{{}}", owner, namespace=True), users=True)
         for path, space in _namespaces(len(sys.modules)):
             add(_Holder(f"{path}.{{}}", space, namespace=True))
         return holders, tensors, generators
@@ -205,10 +217,17 @@ def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 @cache
-def _is_followed(kind: Any) -> bool:
-    """Whether state may be in attributes of objects of this class."""
-    known = kind.__module__.partition(".")[0] in _KNOWN and kind.__name__ not in _SCRATCH
-    return known and kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_FOLLOWED)
+def _is_followed(kind: Any, users: bool) -> bool:
+    """Whether state may be in attributes of objects of this class, if ``users`` wrote it."""
+    known = is_known(kind, _KNOWN) and kind.__name__ not in _SCRATCH
+    wanted = not is_known(kind, LIBRARIES) if users else known
+    return wanted and kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_FOLLOWED)
+
+
+@cache
+def _with_data(kind: type) -> list[type]:
+    """The classes behind a module's that users wrote and that have data."""
+    return [one for one in kind.__mro__ if not is_known(one, LIBRARIES) and _has_data(one)]
 
 
 _NOT_FOLLOWED = (nn.Module, torch.Tensor, type, Enum)

@@ -49,6 +49,8 @@ class Unit:
     takes hooks that run before each replay, and the session's mismatch policy."""
     gradients: Gradients = field(default_factory=Gradients)
     """How gradients lie in memory at the border of its graph."""
+    written: set[nn.Parameter] = field(default_factory=set)
+    """The frozen parameters that its passes write."""
     leave_out: Callable[[nn.Module | None], str] = lambda _: "Leave the unit out of graph_units."
     """Returns a sentence that says what to type to keep a module below the layer out of graphs. The
     module is None if it is unknown."""

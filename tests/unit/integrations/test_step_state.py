@@ -14,8 +14,17 @@ from megatron_cg.integrations.step_state import StepState
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
+class Counts:
+    """An object of a module."""
+
+    def __init__(self) -> None:
+        self.steps = [0]
+
+
 class Counting(nn.Module):
     """State of every kind in a module."""
+
+    passes = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +36,7 @@ class Counting(nn.Module):
         self.register_buffer("wide", torch.zeros(1).expand(3))
 
         self.logits: Any = torch.zeros(2)
-        self.steps = 0
+        self.steps, self.counts = 0, Counts()
         self.history = [torch.zeros(1)]
         self.sums: dict[str, Any] = {"loss": torch.zeros(1), "of": {"layer": 0}}
 
@@ -76,7 +85,10 @@ def test_buffers_and_attributes_of_modules(change: Callable[[Counting], None]) -
     for _ in range(2):
         change(module)
         assert (flat(vars(module)), flat(module._buffers)) != (before, buffers)
+        module.counts.steps = [module.counts.steps.pop() + 1]
+        Counting.passes += 1
         state.restore()
+        assert (module.counts.steps, Counting.passes) == ([0], 0)
         assert flat(vars(module)) == before and flat(module._buffers) == buffers
         assert module.seen is seen and module.logits is logits  # graphs write there
 

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from tests.unit.integrations.standalone import plain
 from tests.unit.integrations.standalone.plain import (
     ROWS,
     STEPS,
@@ -26,17 +28,20 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Counting(Unit):
-    """State of a unit: a sum in place, a buffer that is rebound, and a draw."""
+    """State of a unit: a sum in place, a buffer that is rebound, a frozen weight, and a draw."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total: Any
         self.register_buffer("total", torch.zeros(WIDTH))
         self.dropout = torch.nn.Dropout(0.1)
+        self.mean = torch.nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.total += x.detach().sum(0)
-        out: torch.Tensor = self.dropout(super().forward(x)) + self.total
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        out: torch.Tensor = self.dropout(super().forward(x)) + self.total + self.mean
         return out
 
 
@@ -105,6 +110,21 @@ def test_a_fault_is_named_and_training_goes_on_as_eagerly(name: str) -> None:
         train("error", FAULTS[name], WARMUP + 1)
     found, counts = train("eager", FAULTS[name], WARMUP + 1)
     assert same(found, train(None, nothing, 0)[0]) and counts["steps_differed"] == 1
+
+
+def test_a_step_that_changes_what_is_not_restored_is_told_so() -> None:
+    numbers = count(1)
+
+    def microbatch(run: Training, x: torch.Tensor) -> Any:
+        return graphs.verified(lambda: plain.train(run, x.detach() * next(numbers)))
+
+    training = Training(microbatch=microbatch)
+    torch.use_deterministic_algorithms(True)
+    with (
+        training.graphs(verify_steps=1, on_mismatch="error") as graphs,
+        pytest.raises(ReplayMismatchError, match="Two eager trainings of it differ too"),
+    ):
+        list(training.run(graphs))
 
 
 def test_a_step_that_is_due_gives_its_passes_to_verified() -> None:
