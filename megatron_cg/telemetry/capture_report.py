@@ -91,7 +91,7 @@ def _report(began: CaptureBegan, before: Memory | None, since: float, ended: Cap
         "fast_path": None if path is None else {"on": path.parts, "off": path.left_out},
         "error": None if error is None else f"{type(error).__name__}: {error}",
     }
-    add_capture(entry, counters)
+    add_capture(entry)
     if error is None and began.units and is_first_rank():
         print(f"megatron_cg: {_summary(entry)}", flush=True)
 

@@ -17,7 +17,7 @@ from megatron_cg.errors import MegatronCGError
 
 FORMAT = 1
 FILE = re.compile(r"rank(0|[1-9][0-9]*)\.jsonl")
-_GROWING = ("steps", "captures", "intervals", "events")
+_GROWING = ("steps", "captures", "events")
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading a record may raise that no run of this package wrote."""
 

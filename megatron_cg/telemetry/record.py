@@ -1,7 +1,7 @@
 """Records what a run trained, bit for bit: losses, gradient norms and parameter shards.
 
-For ``megatron-cg report`` it also records step times, counters and memory, the captures, and the
-warnings of this package. ``read_record.py`` has the format.
+For ``megatron-cg report`` it also records step times, counters, the captures, and the warnings of
+this package. ``read_record.py`` has the format.
 
 Megatron looks up ``train``, ``train_step`` and ``evaluate`` as globals of their module for each
 call; Megatron-Bridge (0.6.2) does so in several modules, for ``train_step`` once when ``train``
@@ -34,7 +34,6 @@ from typing import Any
 import torch
 
 from megatron_cg.arguments.schema import PACKAGES
-from megatron_cg.replay.counters import Counters
 from megatron_cg.telemetry.read_record import FORMAT
 from megatron_cg.telemetry.record_contents import Setup, of_megatron, parameter_digests
 from megatron_cg.upstream.patch import put_over
@@ -82,10 +81,10 @@ def note(key: str, value: Any) -> None:
         recorder.note(key, value)
 
 
-def add_capture(capture: Mapping[str, Any], counters: Counters | None) -> None:
-    """Add the report of one capture, and follow the counters of its session, if it has one."""
+def add_capture(capture: Mapping[str, Any]) -> None:
+    """Add the report of one capture."""
     for recorder in _active:
-        recorder.add_capture(capture, counters)
+        recorder.add_capture(capture)
 
 
 @contextmanager
@@ -102,14 +101,14 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def install_recorder(
-    directory: str | Path, loop: Loop = MEGATRON, *, digests: bool = True, interval: int = 1
+    directory: str | Path, loop: Loop = MEGATRON, *, digests: bool = True
 ) -> Callable[[], None]:
     """Record the run of this process into ``directory/rank<N>.jsonl``; returns the undo.
 
     For the arguments see :class:`Recorder`. Raises UpstreamChangedError when a function of
     ``loop`` is not as relied on.
     """
-    recorder = Recorder(Path(directory), digests=digests, interval=interval)
+    recorder = Recorder(Path(directory), digests=digests)
     wrappers = (recorder.wrap_train, recorder.wrap_step, recorder.wrap_evaluate)
     with ExitStack() as stack:
         for symbol, wrap in zip(loop, wrappers, strict=True):
@@ -122,19 +121,18 @@ class Recorder(logging.Handler):
     """The record of one rank; its file grows step by step, from the begin of training.
 
     As a handler of logging it records warnings and errors. ``digests`` says whether to read every
-    parameter shard at the end, as comparisons need. ``interval`` is that of rows about memory.
+    parameter shard at the end, as comparisons need.
     """
 
-    def __init__(self, directory: Path, *, digests: bool = True, interval: int = 1) -> None:
+    def __init__(self, directory: Path, *, digests: bool = True) -> None:
         super().__init__(logging.WARNING)
         rank = int(os.environ.get("RANK", "0"))
         self._path = directory / f"rank{rank}.jsonl"
-        self._digests, self._interval = digests, max(1, interval)
+        self._digests = digests
         self._lines: list[str] = []
         self._is_open = self._failed = False
         self._written = 0.0
         self._steps = 0
-        self._counters: list[Counters] = []
         self._add(
             format=FORMAT,
             rank=rank,
@@ -157,10 +155,8 @@ class Recorder(logging.Handler):
         self._add(**{key: value})
         self._write()
 
-    def add_capture(self, capture: Mapping[str, Any], counters: Counters | None) -> None:
-        """Add a capture; rows of counters include ``counters`` from now on."""
-        if counters is not None:
-            self._counters.append(counters)
+    def add_capture(self, capture: Mapping[str, Any]) -> None:
+        """Add a capture, and the number of steps trained before it."""
         self.note("captures", [{"after_step": self._steps, **capture}])
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -230,22 +226,11 @@ class Recorder(logging.Handler):
             "milliseconds": (time.perf_counter() - start) * 1e3,
         }
         self._add(steps=[step])
-        if self._steps % self._interval == 0:
-            self._add_interval()
         if time.monotonic() - self._written >= _WRITE_SECONDS:
             self._write()
 
-    def _add_interval(self) -> None:
-        counters = Counters()
-        for counted in self._counters:
-            counters.add(counted)
-        row = {"step": self._steps, "counters": counters.as_dict(), "memory": memory()}
-        self._add(intervals=[row])
-
     def finish(self, model: list[Any]) -> None:
         """Record the parameter shards of every model chunk and the peak memory."""
-        if self._steps % self._interval:
-            self._add_interval()
         for index, chunk in enumerate(model if self._digests else ()):
             for name, digest in parameter_digests(chunk).items():
                 self._add(parameters={name if len(model) == 1 else f"{index}:{name}": digest})

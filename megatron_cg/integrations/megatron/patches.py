@@ -26,7 +26,6 @@ from contextlib import ExitStack
 from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
@@ -203,7 +202,7 @@ def _extend_validation() -> Undo:
         vars(args).update(vars(_settings[-1]) | vars(args))
         flags.validate(args, defaults=_settings[-1])
         result = old(args, *rest, **kwargs)
-        start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
+        _start(flags.read_graph(args), args if flags.wants_graphs(args) else None)
         return result
 
     return put_over(*_RULES.place(), validate_args)
@@ -220,10 +219,7 @@ def _extend_bridge() -> Undo:
             if run is not None:
                 _validated.append(model)
                 undo.callback(bridge.errors_name_fields(cfg))
-            recomputes = run and run.recompute_granularity
-            every = cfg.logger.log_interval
-            args = SimpleNamespace(recompute_granularity=recomputes, log_interval=every)
-            start(_settings[-1], args, wants_graphs=run is not None, loop=BRIDGE)
+            _start(_settings[-1], run, BRIDGE)
 
     undo = ExitStack()
     undo.callback(bridge.before_validation(configured))
@@ -252,25 +248,23 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     return all_of(changes())
 
 
-def start(settings: Any, args: Any, wants_graphs: bool, loop: Any = None) -> None:
+def _start(settings: Any, run: Any, loop: Any = None) -> None:
     """After :func:`enable`: do what a run's settings ask for, in ``loop`` or else Megatron's.
 
-    ``args`` has ``recompute_granularity`` and ``log_interval``.
+    ``run`` has Megatron's settings; None if it asks for no graphs.
     """
     from megatron_cg.telemetry.record import MEGATRON, install_recorder, is_recorded
 
     if _active is None:
         return
-    full_recompute = wants_graphs and recomputes_layers(args)
+    full_recompute = run is not None and recomputes_layers(run)
     _active.callback(_build_models_for(settings, full_recompute=full_recompute))
-    record = partial(install_recorder, loop=loop or MEGATRON)
-    already = loop is not None and is_recorded()  # since another configuration was validated
-    if settings.cg_record is not None and not already:
-        _active.callback(record(settings.cg_record))
-    if settings.cg_report is not None and not already:
-        interval = args.log_interval
-        _active.callback(record(settings.cg_report, digests=False, interval=interval))
-    if wants_graphs and loop is None:
+    folders = (settings.cg_record, True), (settings.cg_report, False)
+    # A loop may be recorded already, since another configuration was validated.
+    for folder, digests in () if loop and is_recorded() else folders:
+        if folder is not None:
+            _active.callback(install_recorder(folder, loop or MEGATRON, digests=digests))
+    if run is not None and loop is None:
         _active.callback(_follow_train(settings))
 
 

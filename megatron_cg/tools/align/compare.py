@@ -172,11 +172,10 @@ def _shards(eager: Run, graphed: Run) -> tuple[int, tuple[str, ...]]:
 
 
 def graph_counts(run: Run) -> dict[str, int]:
-    """The run's counters, summed over all ranks: at the end, or else the last written ones."""
+    """The run's counters, summed over all ranks; none if it did not end."""
     total: Counter[str] = Counter()
     for rank in run.values():
-        rows = rank["intervals"]
-        total.update(rank["graphs"] or (rows[-1]["counters"] if rows else {}))
+        total.update(rank["graphs"] or {})
     return dict(total)
 
 

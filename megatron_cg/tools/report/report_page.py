@@ -198,19 +198,6 @@ def median_times(story: Story) -> dict[str, float]:
     }
 
 
-def memory(story: Story) -> Quantity:
-    """MiB of tensors and graphs after steps; without curves if there is no GPU."""
-    curves = {
-        name: {
-            row["step"]: row["memory"]["allocated_bytes"] / MIB
-            for row in record.get("intervals", ())
-            if row["memory"] is not None
-        }
-        for name, record in story.records.items()
-    }
-    return Quantity("MiB", {name: curve for name, curve in curves.items() if curve})
-
-
 def read_story(directory: Path, against: Path | None = None) -> Story:
     """The runs in ``directory``, as written by ``align`` or ``--cg-report``.
 
@@ -249,11 +236,10 @@ def page(story: Story) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
-    total, used, medians = graph_counts(story.run), memory(story), median_times(story)
+    total, medians = graph_counts(story.run), median_times(story)
     where = str(story.rank.get("device", "cpu")) if story.on_gpu else "no GPU"
     # The first step and the capture take many times as long as the others.
     top = 2 * max(medians.values()) if medians else None
-    most = max((max(curve.values()) for curve in used.curves.values()), default=0.0)
     return environment.get_template("report.html").render(
         story=story,
         title=", ".join(filter(None, [story.title, story.rank.get("began", "")[:10]])),
@@ -264,8 +250,7 @@ def page(story: Story) -> str:
         losses=[(f"{q.name}. {difference(q)}", plotted(story, q)) for q in losses(story)],
         times=plotted(story, step_times(story), top) if story.rank["steps"] else None,
         speed=speed(story),
-        memory=plotted(story, used, 1.1 * most) if used.curves else None,
-        peaks=peaks(story),
+        peaks=peaks(story) if story.on_gpu and story.rank["steps"] else "",
         work=_work(total) if total.get("captured") or story.captures else "",
         facts=_facts(story),
         commands={n: shlex.join(rank.get("command") or ()) for n, rank in story.records.items()},

@@ -67,9 +67,6 @@ def test_a_capture_is_recorded_and_said_in_one_line(
     assert entry["error"] is None and entry["memory"] == {"before": before, "after": after}
     assert entry["seconds"] > 0
     assert failed["fast_path"] is None and "unshard" in entry["fast_path"]["on"]
-    rows = data["intervals"]
-    assert [row["counters"]["replayed"] for row in rows] == [0, 2, 4]
-    assert [row["counters"]["captured"] for row in rows] == [0, 2, 2]
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "megatron_cg:" in line)
     assert line.startswith("megatron_cg: graphs captured: 2, of 2 layers, in ")
     assert line.endswith("; +312 MiB of GPU memory allocated, -4 MiB reserved")

@@ -61,7 +61,6 @@ def container(kind: Any, **ddp: bool) -> Any:
         dist=SimpleNamespace(use_megatron_fsdp=False),
         rng=SimpleNamespace(te_rng_tracker=fits),
         dataset=SimpleNamespace(enable_in_batch_packing=True),
-        logger=SimpleNamespace(log_interval=1),
         comm_overlap=None,
         mixed_precision=None,
     )

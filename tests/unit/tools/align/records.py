@@ -34,7 +34,6 @@ def make_rank(
         ],
         "parameters": {"main:w": "aa", "model:w": "bb"},
         "captures": [],
-        "intervals": [],
         "events": [],
     }
 

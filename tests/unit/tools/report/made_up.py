@@ -27,7 +27,7 @@ def make_record(
         "command": ["train.py", "--seed", "1", *(["--cuda-graph-modules", "attn"] * graphs)],
         "environment": {"NCCL_GRAPH_REGISTER": "0"},
         **{"finished": True, "error": None, "parameters": {"main:w": "a"}, "graphs": None},
-        **{"steps": [], "captures": [], "intervals": [], "events": []},
+        **{"steps": [], "captures": [], "events": []},
         "peak_allocated_bytes": (26000 + 900 * graphs) * MIB,
     }
     counters = Counters()
@@ -40,12 +40,6 @@ def make_record(
             counters.replayed += LAYERS - mismatched
             counters.eager += mismatched
             counters.mismatched += mismatched
-        memory = {
-            "allocated_bytes": (20000 + 900 * with_graphs) * MIB,
-            "reserved_bytes": (27500 + 900 * with_graphs) * MIB,
-        }
-        interval = {"step": step, "counters": counters.as_dict(), "memory": memory}
-        record["intervals"].append(interval)
     if graphs:
         record["captures"] += [_capture()] * (steps > CAPTURED)
         record["graphs"] = counters.as_dict()

@@ -213,7 +213,7 @@ def test_a_damaged_record_has_a_page_or_one_message(
 ) -> None:
     draw, ends = random.Random(54), {0: 0, 2: 0}
     made = make_record(steps=4, off=3) | {"began": "2026-01-01"}
-    later = ("steps", "captures", "intervals", "events", "graphs", "finished", "error")
+    later = ("steps", "captures", "events", "graphs", "finished", "error")
     entries = [{key: made[key] for key in made if key not in later}]
     entries += [{key: made[key]} for key in later]
     text = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
