@@ -24,7 +24,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from megatron_cg.capture import session
 from megatron_cg.consensus.process_exit import exit_without_waiting
-from megatron_cg.upstream.patch import Undo, all_of, put_over
+from megatron_cg.upstream.patch import Undo, all_of, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -78,21 +78,17 @@ def graphs_close_in_time() -> Undo:
 
 def _changes() -> Iterator[Undo]:
     for symbol in RELIES_ON:
-        yield put_over(*symbol.place(), _closing(symbol.find()))
+        yield run_instead(symbol, _closing)
     atexit.register(close_for_the_end)
     yield partial(atexit.unregister, close_for_the_end)
 
 
-def _closing(end: Callable[..., None]) -> Callable[..., None]:
-    @wraps(end)
-    def end_process_group(group: Any = None) -> None:
-        is_last = group is None or group == dist.group.WORLD
-        if is_last and not close_for_the_end():
-            exit_without_waiting()
-            return
-        end(group)
-
-    return end_process_group
+def _closing(end: Callable[..., None], group: Any = None) -> None:
+    is_last = group is None or group == dist.group.WORLD
+    if is_last and not close_for_the_end():
+        exit_without_waiting()
+        return
+    end(group)
 
 
 def close_for_the_end() -> bool:

@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ import torch
 from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.telemetry.read_record import FORMAT
 from megatron_cg.telemetry.record_contents import Setup, of_megatron, parameter_digests
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import run_instead
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 from megatron_cg.version import __version__
 
@@ -109,10 +108,10 @@ def install_recorder(
     ``loop`` is not as relied on.
     """
     recorder = Recorder(Path(directory), digests=digests)
-    wrappers = (recorder.wrap_train, recorder.wrap_step, recorder.wrap_evaluate)
+    functions = (recorder.train, recorder.train_step, recorder.evaluate)
     with ExitStack() as stack:
-        for symbol, wrap in zip(loop, wrappers, strict=True):
-            stack.callback(put_over(*symbol.place(), wrap(symbol.find())))
+        for symbol, function in zip(loop, functions, strict=True):
+            stack.callback(run_instead(symbol, function))
         stack.enter_context(recording(recorder))
         return stack.pop_all().close
 
@@ -167,54 +166,39 @@ class Recorder(logging.Handler):
         except Exception:
             self.handleError(record)
 
-    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``train_step`` that also adds its loss, gradient norm and time to the record."""
+    def train_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``step``, and add its loss, gradient norm and time to the record."""
+        start = time.perf_counter()
+        result = step(*args, **kwargs)
+        if not isinstance(result, tuple) or len(result) != 8:
+            of = Symbol(f"{step.__module__}:train_step", "what returns eight values")
+            raise changed(of.distribution, of.path, of.expected)
+        losses, skipped, grad_norm = result[0], result[1], result[5]
+        self.add_step(losses, grad_norm, bool(skipped), start)
+        return result
 
-        @wraps(step)
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = step(*args, **kwargs)
-            if not isinstance(result, tuple) or len(result) != 8:
-                of = Symbol(f"{step.__module__}:train_step", "what returns eight values")
-                raise changed(of.distribution, of.path, of.expected)
-            losses, skipped, grad_norm = result[0], result[1], result[5]
-            self.add_step(losses, grad_norm, bool(skipped), start)
-            return result
+    def evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``evaluate``, and store its losses with those of the last trained step."""
+        result = evaluate(*args, **kwargs)
+        if self._steps and result[0]:
+            losses = {f"evaluation {name}": float(value) for name, value in result[0].items()}
+            self.note("evaluation", losses)
+        return result
 
-        return train_step
-
-    def wrap_evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """``evaluate`` that also stores its losses with those of the last trained step."""
-
-        @wraps(evaluate)
-        def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
-            result = evaluate(*args, **kwargs)
-            if self._steps and result[0]:
-                losses = {f"evaluation {name}": float(value) for name, value in result[0].items()}
-                self.note("evaluation", losses)
-            return result
-
-        return recorded_evaluate
-
-    def wrap_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """``train`` that begins the file, and ends it with the parameters or with the error."""
-
-        @wraps(train)
-        def recorded_train(*args: Any, **kwargs: Any) -> Any:
-            model = inspect.signature(train).bind(*args, **kwargs).arguments["model"]
-            self.begin(of_megatron())
-            try:
-                result = train(*args, **kwargs)
-            except SystemExit:
-                self.finish(model)
-                raise
-            except BaseException as error:
-                self.fail(error)
-                raise
+    def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``train``; begin the file, and end it with the parameters or with the error."""
+        model = inspect.signature(train).bind(*args, **kwargs).arguments["model"]
+        self.begin(of_megatron())
+        try:
+            result = train(*args, **kwargs)
+        except SystemExit:
             self.finish(model)
-            return result
-
-        return recorded_train
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.finish(model)
+        return result
 
     def add_step(self, losses: dict[str, Any], grad_norm: Any, skipped: bool, start: float) -> None:
         """Add one step; ``start`` is the ``time.perf_counter()`` of its begin."""

@@ -8,11 +8,10 @@ disabled.
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any
 
 from megatron_cg.replay.counters import Counters
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 _TRAINING = "megatron.training.training"
@@ -36,14 +35,12 @@ def follow_log(counted: Callable[[], Sequence[Counters]]) -> Callable[[], None]:
     ``counted`` returns those of each model, at each step. Raises UpstreamChangedError when a
     function of Megatron is not as relied on.
     """
-    training_log = _LOG.find()
-    signature = inspect.signature(training_log)
+    signature = inspect.signature(_LOG.find())
     get_args, print_line = _ARGS.find(), _PRINT.find()
     get_tensorboard, get_wandb = _TENSORBOARD.find(), _WANDB.find()
     last: dict[str, int] = {}
 
-    @wraps(training_log)
-    def log(*args: Any, **kwargs: Any) -> Any:
+    def log(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = training_log(*args, **kwargs)
         if counters := counted():
             show(counters, int(signature.bind(*args, **kwargs).arguments["iteration"]))
@@ -66,7 +63,7 @@ def follow_log(counted: Callable[[], Sequence[Counters]]) -> Callable[[], None]:
             print_line(log_line(last, now))
             last.update(now)
 
-    return put_over(*_LOG.place(), log)
+    return run_instead(_LOG, log)
 
 
 def totals(counted: Sequence[Counters]) -> dict[str, int]:

@@ -29,12 +29,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import CellType, MethodType, ModuleType
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 from torch import nn
+
+from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +152,20 @@ def put_over(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
     if not isinstance(owner, type | ModuleType):
         over.__self__ = owner
     return all_of((set_attribute(owner, name, over), pass_on))
+
+
+def run_instead(symbol: Symbol, around: Callable[..., Any]) -> Undo:
+    """Call ``around`` instead of a function, which it gets before the arguments; gives the undo.
+
+    Raises UpstreamChangedError as ``symbol.find()``.
+    """
+    old = symbol.find()
+
+    @wraps(old)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(old, *args, **kwargs)
+
+    return put_over(*symbol.place(), call)
 
 
 def put_over_cell(cell: CellType, function: Any) -> Undo:

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, wraps
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_cg.arguments.schema import BACKENDS, Environment, GraphArguments, 
 from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.arguments.words import PACKING, said, sentences
 from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation
-from megatron_cg.upstream.patch import Undo, put_over
+from megatron_cg.upstream.patch import Undo, put_over, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 _CONFIG = "megatron.bridge.training.config"
@@ -46,14 +46,11 @@ def before_validation(act: Callable[[Any], None]) -> Undo:
     """
 
     def change() -> None:
-        old = _VALIDATE.find()
-
-        @wraps(old)
-        def validate(cfg: Any) -> None:
+        def validate(old: Callable[[Any], None], cfg: Any) -> None:
             act(cfg)
             old(cfg)
 
-        undo.callback(put_over(*_VALIDATE.place(), validate))
+        undo.callback(run_instead(_VALIDATE, validate))
 
     def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name == _CONFIG else None

@@ -44,7 +44,7 @@ from megatron_cg.integrations.call_arguments import (
     with_settings,
 )
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
-from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, all_of, put_over, run_instead, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -182,30 +182,24 @@ def counters() -> list[Counters]:
 def _extend_parser() -> Undo:
     from megatron_cg.arguments.megatron import add_arguments
 
-    old = _PARSER.find()
-
-    @wraps(old)
-    def add_megatron_arguments(parser: Any) -> Any:
+    def add_megatron_arguments(old: Callable[[Any], Any], parser: Any) -> Any:
         add_arguments(old(parser)).set_defaults(**vars(_settings[-1]))
         return parser
 
-    return put_over(*_PARSER.place(), add_megatron_arguments)
+    return run_instead(_PARSER, add_megatron_arguments)
 
 
 def _extend_validation() -> Undo:
     from megatron_cg.arguments import megatron as flags
 
-    old = _RULES.find()
-
-    @wraps(old)
-    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def validate_args(old: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
         vars(args).update(vars(_settings[-1]) | vars(args))
         flags.validate(args, defaults=_settings[-1])
         result = old(args, *rest, **kwargs)
         _start(flags.read_graph(args), args if flags.wants_graphs(args) else None)
         return result
 
-    return put_over(*_RULES.place(), validate_args)
+    return run_instead(_RULES, validate_args)
 
 
 def _extend_bridge() -> Undo:

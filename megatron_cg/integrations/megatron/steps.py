@@ -46,8 +46,8 @@ from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.patch import (
     Undo,
     all_of,
-    put_over,
     run_around,
+    run_instead,
     set_attribute,
     undone_after,
 )
@@ -116,14 +116,12 @@ Source = Callable[[Steps, Sequence[Any]], Undo]
 
 def by_train_step(steps: Steps, _optimizers: Sequence[Any]) -> Undo:
     """Megatron's loop. Raises UpstreamChangedError if ``train_step`` is missing."""
-    old = _STEP.find()
 
-    @wraps(old)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
+    def train_step(old: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with steps.one(kwargs.get(_ITERATION)):
             return old(*args, **kwargs)
 
-    return put_over(*_STEP.place(), train_step)
+    return run_instead(_STEP, train_step)
 
 
 def by_optimizer(steps: Steps, optimizers: Sequence[Any]) -> Undo:
@@ -175,10 +173,8 @@ def repeat_steps() -> Undo:
 
     Raises UpstreamChangedError if the schedule is not as relied on.
     """
-    old = _PASSES.find()
 
-    @wraps(old)
-    def forward_backward_no_pipelining(**options: Any) -> Any:
+    def passes(old: Callable[..., Any], **options: Any) -> Any:
         model = options[_MODEL]
         root = root_of(model[0] if isinstance(model, list) else model)
         repeater = _repeaters.get(root) if root is not None else None
@@ -186,7 +182,7 @@ def repeat_steps() -> Undo:
             return old(**options)
         return repeater.run(old, options)
 
-    return put_over(*_PASSES.place(), forward_backward_no_pipelining)
+    return run_instead(_PASSES, passes)
 
 
 def repeat_if_needed(
