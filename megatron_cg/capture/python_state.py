@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from dis import get_instructions
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from itertools import accumulate
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -216,6 +216,8 @@ class PythonState:
         if not depth or id(value) in seen or is_plain(value):
             return
         seen.add(id(value))
+        if isinstance(value, _lru_cache_wrapper):
+            self._cached(value)
         rows, inner = list[Entry](), list[tuple[Any, str]]()
         if isinstance(value, FunctionType):
             if id(value.__code__) in self._codes:
@@ -285,6 +287,15 @@ class PythonState:
     def _called_by(self, function: FunctionType) -> None:
         if id(function.__code__) not in self._codes:
             self._note(function.__code__, function.__globals__)
+
+    def _cached(self, value: Any) -> None:
+        """What ``lru_cache`` wraps counts as called: a pass may get what it has returned before."""
+        for function in functions_in(value):
+            own, is_new = function.__globals__, id(function.__code__) not in self._codes
+            if is_new and str(own.get("__name__")).partition(".")[0] not in LIBRARIES:
+                self._called_by(function)
+                for name in function.__code__.co_names:
+                    self._cached(own.get(name))
 
     def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call" and id(frame.f_code) not in self._codes:

@@ -159,6 +159,9 @@ RESULTS = {
     "two views": result(
         lambda u, x, y: (y[:, :4], y[:, 4:]), lambda run, u, out: torch.cat(out, 1)
     ),
+    "whole and part written": result(
+        lambda u, x, y: (z := y * 1.0, z[:, :1]), lambda run, u, out: out[0].mul_(0.5) + out[1]
+    ),
     "transposed result": result(lambda u, x, y: y.t(), lambda run, u, out: out.t()),
     "result written": result(
         lambda u, x, y: y * 1.0, lambda run, u, out: first(out, out[:1].mul_(0.5))
@@ -194,7 +197,7 @@ HOOKS = {
 FEATURES: dict[str, Feature] = {**COMPUTE, **STATE, **ARGUMENTS, **RESULTS, **HOOKS}
 HARD = (
     "from a list, gradient inside, nested backward, nested backward beside, local class read, "
-    "saved elsewhere, read on the host, rows by mask, "
+    "saved elsewhere, read on the host, rows by mask, whole and part written, "
     "own generator, seed inside, checkpointed dropout, fork rng, python random, "
     "numpy random, reentrant checkpoint, input written, input data written, hidden module, "
     "weight written, frozen weight written, buffer replaced, attribute replaced, "

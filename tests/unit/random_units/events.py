@@ -109,6 +109,7 @@ AFTER: dict[str, dict[str, Callable[..., Any]]] = {
     "attribute read": _TABLES,
     "same table": {"table written": lambda run, u: run.table.mul_(0.5)},
     "global read": {"mask replaced": lambda run, u: set_(WORLD, "mask", WORLD.mask * 0.9)},
+    "cached function": {"cache cleared": lambda run, u: WORLD.refactor(0.25)},
     "local class read": {
         "class in a closure": lambda run, u: set_(u.classes[0], "power", 0.5),
         "class in a class": lambda run, u: set_(u.classes[1], "power", 0.5),

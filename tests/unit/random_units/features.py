@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,11 +36,18 @@ class World:
     kept: list[Any]
     handles: list[Any]
     mask: Tensor
+    factor: float
 
     def reset(self) -> None:
         """Make everything anew."""
+        self.refactor(0.5)
         self.calls, self.kept, self.handles = Counter(), [], []
         self.mask = torch.linspace(0.5, 1, W)
+
+    def refactor(self, factor: float) -> None:
+        """Set the factor, and forget what was computed with another one."""
+        self.factor = factor
+        _factor.cache_clear()
 
 
 WORLD = World()
@@ -247,6 +255,11 @@ def keep_loss(u: Any, y: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
     return y
 
 
+@cache
+def _factor() -> float:
+    return WORLD.factor
+
+
 _HALVES = torch.full((W,), 0.5)
 
 
@@ -376,6 +389,7 @@ STATE = {
         lambda u, y, v: y * u.common, build=lambda u: set_(type(u), "common", torch.ones(W))
     ),
     "global read": do(lambda u, y, v: y * WORLD.mask),
+    "cached function": do(lambda u, y, v: y * _factor()),
     "global filled": do(lambda u, y, v: keep_loss(u, y, WORLD.kept.append)),
     "default read": do(lambda u, y, v: y * u.from_default(), from_default=lambda: _from_default),
     "default filled": do(

@@ -49,6 +49,7 @@ class Program:
     """Whether activation checkpointing is around the first unit."""
     warmup: int = 2
     verify_interval: int = 0
+    verify_steps: int = 0
 
     def __str__(self) -> str:
         default = Program(self.seed)
@@ -99,6 +100,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.random() < 0.15,
         chance.random() < 0.02,
         chance.choice((2, 2, 3)),
+        chance.choice((0, 0, 0, 1, 2)),
         chance.choice((0, 0, 0, 1, 2)),
     )
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -84,6 +85,7 @@ class Run:
             backend=BACKEND,  # type: ignore[arg-type]
             warmup_steps=self.program.warmup,
             verify_interval=self.program.verify_interval,
+            verify_steps=self.program.verify_steps,
         )
         try:
             self.train()
@@ -123,14 +125,10 @@ class Run:
 
     def _step(self) -> None:
         way = self.way
-        if way.abandoned:
-            self._forward()
-        with _autocast(self.program.autocast == "step" or way.autocast):
-            for _ in range(way.micro):
-                with torch.autograd.detect_anomaly() if way.anomaly else nullcontext():
-                    y, loss = self._forward()
-                    self._backward(loss)
-                self.kept = [*self.kept[-1:], y] if way.kept else self.kept
+        if self.graphs is None:
+            self._passes()
+        else:
+            self.graphs.verified(self._again())
         self.see("kept", self.kept)
         for name, parameter in self.net.named_parameters():
             self.see(f"gradient of {name}", parameter.grad)
@@ -144,6 +142,29 @@ class Run:
             with way.after():
                 self._forward()
             self.net.train(was)
+
+    def _again(self) -> Callable[[], None]:
+        """All passes of a step, with the same batch and as the first ones of the loop each time."""
+        before = self.values.get_state(), len(self.trace), WORLD.calls.copy(), [*self.kept]
+
+        def passes() -> None:
+            self.values.set_state(before[0])
+            del self.trace[before[1] :]
+            WORLD.calls, self.kept, self.leaf.grad = before[2].copy(), [*before[3]], None
+            self._passes()
+
+        return passes
+
+    def _passes(self) -> None:
+        way = self.way
+        if way.abandoned:
+            self._forward()
+        with _autocast(self.program.autocast == "step" or way.autocast):
+            for _ in range(way.micro):
+                with torch.autograd.detect_anomaly() if way.anomaly else nullcontext():
+                    y, loss = self._forward()
+                    self._backward(loss)
+                self.kept = [*self.kept[-1:], y] if way.kept else self.kept
 
     def _backward(self, loss: Any) -> None:
         if self.way.by_grad:
@@ -181,6 +202,8 @@ class Run:
                     self.see(f"{name}.{key}", value)
         for name, value in (*self.net.named_parameters(), *self.net.named_buffers()):
             self.see(name, value)
+        differed = self.graphs is not None and self.graphs.counters.steps_differed
+        self.see("verified steps that differ", int(differed))
         self.see("world", [WORLD.mask, self.tally, self.table, *WORLD.kept])
         self.trace.append((f"step {self.s}: calls of hooks", dict(WORLD.calls)))
         self.see("random numbers", torch.get_rng_state())
