@@ -77,6 +77,8 @@ class Draw:
     """Whether Megatron's schedule runs the passes, so that the experts' bias is trained."""
     buffers: str = ""
     """One of ``BUFFERS``."""
+    verify_steps: int = 0
+    """As ``--cg-verify-steps``."""
 
 
 def draw(seed: int) -> Draw:
@@ -126,7 +128,8 @@ def _more(chance: random.Random, drawn: Draw, *, exchanges: bool) -> Draw:
         model = replace(model, options={**model.options, "mtp_num_layers": 1})
     buffers = chance.choice(BUFFERS) if not drawn.on_meta else ""
     more = replace(drawn, model=model, events=events, rows=rows)
-    return replace(more, schedule=schedule, buffers=buffers)
+    verify_steps = chance.choice((0, 0, 0, 1, 2))
+    return replace(more, schedule=schedule, buffers=buffers, verify_steps=verify_steps)
 
 
 def _frozen(chance: random.Random, model: CpuModelConfig, *, is_full: bool) -> tuple[str, ...]:
@@ -317,14 +320,15 @@ def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
     from tests.unit.trainers import half_a_batch
 
     found: list[Any] = []
-    replayed = 0
+    replayed = differed = 0
     with training(drawn, graphs=graphs) as trainer:
 
         def close() -> None:
-            nonlocal replayed
+            nonlocal replayed, differed
             if trainer.session is not None:
                 trainer.session.close()
                 replayed += trainer.session.counters.replayed
+                differed += trainer.session.counters.steps_differed
                 trainer.session = None
 
         for step in range(STEPS):
@@ -338,7 +342,7 @@ def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
                 found.append([number.hex() for number in trainer.step()])
         close()
         found += [(name, one.tolist()) for name, one in trainer.model.named_buffers()]
-        return [*found, parameter_digests(trainer.model)], replayed
+        return [*found, parameter_digests(trainer.model), differed], replayed
 
 
 def _capture(trainer: Any, drawn: Draw, step: int, event: str, close: Any) -> None:
@@ -349,7 +353,8 @@ def _capture(trainer: Any, drawn: Draw, step: int, event: str, close: Any) -> No
     if step > drawn.captured_after and event in LATER:
         close()
     if step == drawn.captured_after or (step > drawn.captured_after and event == LATER[0]):
-        policy = ReplayPolicy(verify_interval=drawn.verify_interval)
+        every = drawn.verify_interval, drawn.verify_steps
+        policy = ReplayPolicy(verify_interval=every[0], verify_steps=every[1])
         only, fast = drawn.only, drawn.fast_path
         trainer.capture(TapeBackend(), Agreement(), only=only, fast_path=fast, policy=policy)
 
