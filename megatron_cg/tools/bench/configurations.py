@@ -4,16 +4,15 @@ Relied on: megatron-core 0.19.2. ``--exit-interval`` ends a run whatever its num
 ``--log-memory-interval`` prints the peaks of torch's allocator.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.align.run import BASE_FLAGS, FLAGS_OF_V1, GRAPH_FLAGS, example_script
+from megatron_cg.tools.align.run import FLAGS_OF_V1, GRAPH_FLAGS, Plan, arguments, example_script
 from megatron_cg.tools.align.token_data import data_flags
-from megatron_cg.tools.launch_line import LaunchLine, joined, read_flags, read_line
+from megatron_cg.tools.launch_line import LaunchLine, read_line
 from megatron_cg.upstream.symbols import installed_version
 
 _MODULES, _GEMM = "--cuda-graph-modules", "--cg-grouped-gemm"
@@ -29,16 +28,6 @@ _LEFT_OUT = (
     "--exit-duration-in-mins",
 )
 """Flags that no run has, so that it reads and leaves nothing."""
-
-_UNFUSED = "--no-rope-fusion"
-_OF_PRESETS = (
-    *(flag for flag in BASE_FLAGS if flag != "--deterministic-mode"),
-    "--manual-gc",
-    # The check makes DDP wait for the GPU at every bucket, and does not look at sharded gradients.
-    "--no-check-for-nan-in-loss-and-grad",
-)
-_OF_EXPERTS = "--moe-permute-fusion"
-"""Both fused kernels need Transformer Engine, and lines are also checked where it is not."""
 
 
 class BenchError(MegatronCGError):
@@ -85,22 +74,24 @@ def preset_line(
     steps: int,
     extra: Sequence[str] = (),
 ) -> LaunchLine:
-    """The shipped script with a preset's model and ``extra`` flags, on this machine's GPUs.
+    """Align's line of a preset with ``extra`` flags, fused as Transformer Engine can, for speed.
 
     An even number of GPUs shares the experts in pairs.
     """
-    launcher = (sys.executable, "-P", "-m", "torch.distributed.run", "--standalone")
     batch = int(str(preset.flags["micro-batch-size"])) * microbatches * nproc
-    flags = [*preset.arguments(), *_OF_PRESETS, *data_flags(data, data.parent / "cache")]
-    if installed_version("transformer-engine"):
-        if "multi-latent-attention" not in preset.flags:
-            flags.remove(_UNFUSED)
-        flags += [_OF_EXPERTS] * ("num-experts" in preset.flags)
-    flags += ["--train-iters", str(steps), "--global-batch-size", str(batch)]
-    if "num-experts" in preset.flags and nproc % 2 == 0:
-        flags += ["--expert-model-parallel-size", "2"]
-    before = joined([*launcher, "--nproc-per-node", str(nproc)])
-    return LaunchLine(before, str(example_script()), read_flags([*flags, *extra]))
+    flags = ["--global-batch-size", f"{batch}", "--manual-gc"]
+    # The check makes DDP wait for the GPU at every bucket, and does not look at sharded gradients.
+    flags.append("--no-check-for-nan-in-loss-and-grad")
+    # Lines are also checked where it is not installed.
+    fuses, experts = bool(installed_version("transformer-engine")), "num-experts" in preset.flags
+    flags += ["--moe-permute-fusion"] * (experts and fuses)
+    flags += ["--expert-model-parallel-size", "2"] * (experts and nproc % 2 == 0)
+    fused = () if "multi-latent-attention" in preset.flags or not fuses else ("--no-rope-fusion",)
+    files = data_flags(data, data.parent / "cache")
+    plan = Plan(example_script(), nproc, tuple(preset.arguments()), steps)
+    line = given_line(arguments(plan, graphs=False, data=files, record=data.parent))
+    line = line.without("--deterministic-mode", "--cuda-graph-impl", "--cg-record", *fused)
+    return line.followed_by(*flags, *extra)
 
 
 def chosen(only: str | None, line: LaunchLine) -> list[str]:
