@@ -31,7 +31,17 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from megatron_cg.capture.operations import Operations, Use, bytes_in, holder_of, key_of, overlap
+from megatron_cg.capture.operations import (
+    Operations,
+    Use,
+    bytes_in,
+    collectives_so_far,
+    holder_of,
+    key_of,
+    overlap,
+    recomputed_draws_refused,
+    seeds_refused,
+)
 from megatron_cg.capture.python_state import (
     KNOWN,
     Change,
@@ -39,13 +49,11 @@ from megatron_cg.capture.python_state import (
     is_known,
     tensor_hooks_observed,
 )
-from megatron_cg.capture.random_draws import recomputed_draws_refused, seeds_refused
 from megatron_cg.capture.static_inputs import version_of
 from megatron_cg.capture.transaction import frozen_kept
-from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
-from megatron_cg.replay.dtensors import ranks_of_meshes
+from megatron_cg.replay.borders import ranks_of_meshes
 from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySet, Switches, Watched
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept

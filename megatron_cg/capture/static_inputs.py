@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.replay.dtensors import local
+from megatron_cg.replay.borders import local
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import all_of, look
 

@@ -8,11 +8,17 @@ never NCCL, never inside a graph.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -31,18 +37,21 @@ from megatron_cg.consensus.decision import (
     ranks_text,
 )
 from megatron_cg.consensus.process_exit import exit_without_waiting
-from megatron_cg.consensus.whereabouts import SOON, STORE, Whereabouts, caller
 from megatron_cg.errors import CaptureError, NotRestoredError, PhaseError
 from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
+_STORE = Symbol(
+    "torch.distributed.distributed_c10d:_get_default_store",
+    "where all ranks of the default group can write",
+)
 _NAME = Symbol(
     "torch.distributed.distributed_c10d:_process_group_name",
     "the name of a new group, equal on its ranks",
     parameters=("ranks", "use_hashed_name"),
 )
-RELIES_ON = (_NAME,)
+RELIES_ON = (_STORE, _NAME)
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others' votes. Capture of a large model takes minutes."""
@@ -50,6 +59,81 @@ FALLING_BACK = timedelta(seconds=60)
 """How long a rank waits for the others to fall back to eager after a mismatch. They find the same
 mismatch at the same call."""
 WITHOUT = "To train without graphs: --cuda-graph-impl none."
+_SOON = timedelta(seconds=1)
+_LONGEST = 10.0
+_NOT_THE_CALLER = (
+    *(str(Path(file).parent) for file in (torch.__file__, os.__file__)),
+    str(Path(__file__).parents[1]),
+    "<",
+)
+"""Prefixes of files: torch, Python's library, this package, generated code."""
+
+
+class _Whereabouts:
+    """Where the ``ranks`` of a group wait; this process is one of them.
+
+    A rank writes where it is to the default group's store, but only if it waits for longer than
+    :data:`_SOON`, so most votes cost nothing. The process with the store may be stopped or gone, so
+    no access to it is waited for longer than :data:`_LONGEST` seconds.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._store: Any = _STORE.find()()
+        self._keys = {rank: f"megatron_cg/waits/{rank}" for rank in ranks}
+
+    def wait_at(self, vote: str, words: str) -> None:
+        """Write that this rank waits at ``vote``, a name that no other vote has."""
+        self._write(f"{vote}\n{words}, {_caller()}")
+
+    def wait_no_more(self) -> None:
+        """Write that it does not."""
+        self._write("")
+
+    def absent_from(self, vote: str) -> tuple[list[int], str]:
+        """The ranks that do not wait at ``vote``, and in words where they wait, if at all.
+
+        No ranks if the store does not answer.
+        """
+        time.sleep(2 * _SOON.total_seconds())  # Another may be about to write.
+        found = _in_time(self._read) or {}
+        places = {rank: value.partition("\n")[::2] for rank, value in found.items()}
+        absent = {rank: words for rank, (there, words) in places.items() if there != vote}
+        elsewhere = (f"Rank {rank} waits at {words}. " for rank, words in absent.items() if words)
+        return list(absent), "".join(elsewhere)
+
+    def _write(self, value: str) -> None:
+        _in_time(partial(self._store.set, self._keys[dist.get_rank()], value))
+
+    def _read(self) -> dict[int, str]:
+        keys = list(self._keys.values())
+        there = keys if self._store.check(keys) else [k for k in keys if self._store.check([k])]
+        several = self._store.has_extended_api()
+        got = self._store.multi_get(there) if several else map(self._store.get, there)
+        values = dict(zip(there, (value.decode() for value in got), strict=True))
+        return {rank: values.get(key, "") for rank, key in self._keys.items()}
+
+
+def _in_time(call: Callable[[], Any]) -> Any:
+    """What ``call`` returns; None if the store fails or does not answer."""
+    found = []
+
+    def answer() -> None:
+        with suppress(RuntimeError):
+            found.append(call())
+
+    thread = Thread(target=answer, daemon=True)
+    thread.start()
+    thread.join(_LONGEST)
+    return found[0] if found else None
+
+
+def _caller() -> str:
+    """The line that led here."""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_CALLER):
+            return f"at {file}:{line}"
+    return "by this package"
 
 
 class Agreement:
@@ -80,7 +164,7 @@ class Agreement:
         self._timeout, self._remedy = timeout, remedy
         if dist.is_initialized():
             self._ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
-            self._where = Whereabouts(self._ranks)
+            self._where = _Whereabouts(self._ranks)
             self._name = _new_name(self._ranks)
             self._group = self._connect(alone)
         self._exchanges = 0
@@ -236,7 +320,7 @@ class Agreement:
         """
         if self._group is None or len(self._ranks) == 1:
             return here
-        store: Any = STORE.find()()
+        store: Any = _STORE.find()()
         key = f"{self._group.group_name}/{self._captures}/{name}"
         if here:
             store.set(key, "noted")
@@ -321,7 +405,7 @@ class Agreement:
         with self._naming_lost_ranks(timeout, vote):
             work: Any = dist.all_gather_into_tensor(rows, row, group, async_op=True)
             with suppress(RuntimeError):
-                work.wait(SOON)
+                work.wait(_SOON)
             if late := not work.is_completed():
                 self._where.wait_at(f"{self._name}/{self._exchanges}", vote)
             work.wait()
@@ -355,7 +439,7 @@ class Agreement:
             ended = f"another rank has ended, or waits no longer (gloo: {cause})"
             found = f"{ended}; {who} did not come to {vote} with" if absent else f"{ended}, before"
         return (
-            f"{found} this rank, which is {caller()}. All ranks were last heard from "
+            f"{found} this rank, which is {_caller()}. All ranks were last heard from "
             f"{silent:.0f} seconds ago, at {self._last}. {elsewhere}This rank ends: it "
             "cannot know what the others do, and its next collective would wait forever. "
             f"{self._remedy}"

@@ -15,7 +15,7 @@ from megatron_cg.fsdp.fully_shard import FullyShard
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp, find_megatron_fsdp
 from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2, is_sharded
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.replay.dtensors import spec_of
+from megatron_cg.replay.borders import spec_of
 from megatron_cg.upstream.patch import instances, nothing_frozen
 
 

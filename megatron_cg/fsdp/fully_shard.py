@@ -47,7 +47,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from megatron_cg.errors import BufferInUseError, Violation
 from megatron_cg.fsdp.sharding import PerModule, lies_in
-from megatron_cg.replay.dtensors import local
+from megatron_cg.replay.borders import local
 from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol, changed
 

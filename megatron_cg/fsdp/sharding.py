@@ -19,7 +19,7 @@ from megatron_cg.fsdp.roles import (
     never_called,
 )
 from megatron_cg.hooks import HookRecord, module_hooks
-from megatron_cg.replay.dtensors import exchanges
+from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo, all_of
@@ -111,8 +111,8 @@ class Sharding:
     def may_renew_accumulators(self, layers: Sequence[nn.Module]) -> bool:
         """Whether parameters of ``layers`` may get new gradient accumulators for a capture.
 
-        Otherwise modules hold other leaves meanwhile; see ``capture/accumulators.py``. A sharding
-        reduces gradients by hooks of its own, elsewhere.
+        Otherwise modules hold other leaves meanwhile; see ``capture/guarded_capture.py``. A
+        sharding reduces gradients by hooks of its own, elsewhere.
         """
         return True
 

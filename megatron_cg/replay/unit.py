@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.errors import CaptureError
+from megatron_cg.replay.borders import Gradients
 from megatron_cg.replay.guard import Entry
-from megatron_cg.replay.strides import Gradients
 
 ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 """A function that is called before each replay, and its arguments."""

@@ -45,7 +45,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from megatron_cg.replay.dtensors import local, same_placements, spec_of
+from megatron_cg.replay.borders import local, same_placements, spec_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.unit import Unit
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.upstream.patch import run_instead
 from megatron_cg.upstream.symbols import Symbol
 

@@ -1,6 +1,6 @@
 """What counters of graphs are expected to be."""
 
-from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.mismatch_policy import Counters
 
 
 def expect(counters: Counters, **counts: int) -> None:

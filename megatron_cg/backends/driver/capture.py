@@ -34,7 +34,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from megatron_cg.errors import CaptureError, HookError, MegatronCGError
 from megatron_cg.fsdp.roles import CaptureTimeHooks
 from megatron_cg.memory.storage import is_dense
-from megatron_cg.replay.dtensors import laid_out, local, same_placements, spec_of
+from megatron_cg.replay.borders import laid_out, local, same_placements, spec_of
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import set_attribute
 

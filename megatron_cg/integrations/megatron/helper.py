@@ -27,8 +27,7 @@ from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.arguments.words import ENABLE, said
 from megatron_cg.backends.base import Backend
-from megatron_cg.capture.controller import GraphController
-from megatron_cg.capture.session import Phase, Session
+from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import WITHOUT, Agreement
 from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.find_sharding import of_megatron

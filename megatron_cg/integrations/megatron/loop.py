@@ -29,7 +29,7 @@ from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, me
 from megatron_cg.integrations.megatron.patches import settings_now
 from megatron_cg.integrations.megatron.steps import repeat_steps
 from megatron_cg.integrations.teardown import graphs_close_in_time
-from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.mismatch_policy import Counters
 
 _CALL = "GraphedLayers"
 

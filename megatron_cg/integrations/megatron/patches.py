@@ -49,7 +49,7 @@ from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
     from megatron_cg.integrations.megatron.helper import FsdpHelper
-    from megatron_cg.replay.counters import Counters
+    from megatron_cg.replay.mismatch_policy import Counters
 
 _PARSER = Symbol("megatron.training.arguments:add_megatron_arguments", "what fills the parser")
 _RULES = Symbol("megatron.training.arguments:validate_args", "Megatron's own rules")

@@ -35,8 +35,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from megatron_cg.capture.controller import GraphController
-from megatron_cg.capture.session import Session
+from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.find_sharding import root_of

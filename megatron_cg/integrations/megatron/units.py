@@ -72,7 +72,7 @@ def units_of(layers: Sequence[Any]) -> list[Unit]:
             name if names.count(name) == 1 else f"{name}, captured as number {place}",
             layer,
             _graphed(layer),
-            # torch does not count the collectives of these; see ``consensus/collectives.py``.
+            # torch does not count the collectives of these; see ``capture/operations.py``.
             collectives=layer.config.context_parallel_size > 1
             or layer.config.tensor_model_parallel_size > 1,
             leave_out=partial(leave_out, layer),

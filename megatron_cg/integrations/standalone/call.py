@@ -55,7 +55,7 @@ from torch.utils._pytree import (
 
 from megatron_cg.capture.static_inputs import positional_names
 from megatron_cg.memory.storage import is_dense
-from megatron_cg.replay.dtensors import Layout, is_awaited, local, spec_of, there
+from megatron_cg.replay.borders import Layout, is_awaited, local, spec_of, there
 from megatron_cg.replay.guard import Mismatch, described
 from megatron_cg.replay.plain import contents, is_plain, same_value
 from megatron_cg.upstream.symbols import Symbol
@@ -213,7 +213,7 @@ class _Attributed(_Input):
 
 
 class _Distributed(_Input):
-    """A DTensor, of which the graph gets the local tensor; see ``replay/dtensors.py``."""
+    """A DTensor, of which the graph gets the local tensor; see ``replay/borders.py``."""
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self._layout = Layout(tensor, f"argument {name}")

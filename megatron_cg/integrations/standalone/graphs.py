@@ -13,8 +13,7 @@ from torch import nn
 
 from megatron_cg.arguments.words import UNITS, errors_name_arguments, sentences
 from megatron_cg.backends.base import Backend
-from megatron_cg.capture.controller import GraphController
-from megatron_cg.capture.session import Session
+from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.find_sharding import find_sharding
@@ -37,8 +36,7 @@ from megatron_cg.integrations.standalone.observe import Observer
 from megatron_cg.integrations.standalone.sums import Later
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
 from megatron_cg.integrations.teardown import graphs_close_in_time
-from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures, is_first_rank
 
 logger = logging.getLogger(__name__)

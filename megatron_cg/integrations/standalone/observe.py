@@ -40,10 +40,8 @@ from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.call import CallForm
 from megatron_cg.integrations.standalone.results import attributes_of, results_of, tensors_of
 from megatron_cg.integrations.standalone.sums import Autocast, Note, Sums, autocast_now
-from megatron_cg.replay.dtensors import Layout, local, spec_of
+from megatron_cg.replay.borders import Layout, Noted, apart, local, spec_of
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.own_gradients import apart
-from megatron_cg.replay.strides import Noted
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import look
 from megatron_cg.upstream.symbols import Symbol

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from megatron_cg.replay.dtensors import Layout, is_awaited, spec_of, there
+from megatron_cg.replay.borders import Layout, is_awaited, spec_of, there
 from megatron_cg.replay.plain import is_plain, same_value
 
 Place = tuple[nn.Module, str]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
+from megatron_cg.capture.guarded_capture import OtherLeaves, forget_accumulators
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.unit import ReplayFunction
 

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_cg import graph_units
 from megatron_cg.capture.observer import Observer
-from megatron_cg.capture.operations import holder_of
-from megatron_cg.capture.random_draws import seeds_refused
+from megatron_cg.capture.operations import holder_of, seeds_refused
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Addresses, Watched

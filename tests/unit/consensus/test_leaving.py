@@ -86,7 +86,7 @@ from megatron_cg.consensus import process_exit
 from megatron_cg.consensus.process_exit import goes_on
 process_exit.SECONDS = 0.5
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 ranks, caught, in_backward = (int(word) for word in sys.argv[1:])

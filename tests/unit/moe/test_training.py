@@ -14,7 +14,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import HookError
 from megatron_cg.fastpath import scaled_copies
-from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import set_attribute
 from tests.functional.loops import HAS_V2

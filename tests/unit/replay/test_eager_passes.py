@@ -15,10 +15,9 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.replay import guarded_graph as graphed
-from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import EagerPasses
-from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
+from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.ranks import on_ranks
 from tests.unit.runs.test_one_rank_failures import no_hang

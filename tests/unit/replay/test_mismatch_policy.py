@@ -9,10 +9,9 @@ from torch import nn
 
 from megatron_cg.arguments.words import UNITS, sentences
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import EagerPasses, replay_instead
-from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
+from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
 
 LOGGER = "megatron_cg.replay.mismatch_policy"
 MISMATCHES = [Mismatch("shape", f"argument {name}", "1", "2", "Cause.") for name in "ab"]

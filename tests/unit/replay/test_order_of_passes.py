@@ -9,7 +9,7 @@ import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.replay.in_flight import InFlight
+from megatron_cg.replay.guarded_graph import InFlight
 from megatron_cg.replay.unit import Unit
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.replay.test_own_gradients import Replay

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.replay import own_gradients
-from megatron_cg.replay.own_gradients import own_gradient
+from megatron_cg.replay import borders
+from megatron_cg.replay.borders import own_gradient
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
@@ -94,7 +94,7 @@ def graphed() -> Iterator[Any]:
 def test_weights_under_megatron_fsdp_need_no_copy_of_their_gradient(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_gradients, "_Copied", None)
+    monkeypatch.setattr(borders, "_Copied", None)
     with graphed() as trainer:
         trainer.step()
         expect(trainer.session.counters, replayed=2)

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.replay import guarded_graph as graphed
-from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
+from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
 from tests.unit.integrations.standalone import plain
 from tests.unit.ranks import on_ranks
 from tests.unit.replay.test_eager_passes import UNIT, WRONG, with_collectives

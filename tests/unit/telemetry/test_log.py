@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.telemetry.step_log import follow_log, log_line, totals
 
 

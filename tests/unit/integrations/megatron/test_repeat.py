@@ -11,8 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.events import StepRepeated, subscribers
 from megatron_cg.integrations.megatron import steps as repeat
-from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
+from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
 from megatron_cg.upstream.patch import Undo
 
 pytestmark = pytest.mark.usefixtures("one_rank")

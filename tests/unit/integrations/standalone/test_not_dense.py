@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import CaptureError, ConfigurationError
-from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.mismatch_policy import Counters
 from tests.unit.counted import expect
 from tests.unit.integrations.standalone.plain import (
     ROWS,

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.telemetry.read_record import FORMAT
 
 MIB = 2**20
