@@ -10,14 +10,11 @@ Note [Registries are emptied, never replaced]
     ``torch/utils/hooks.py``). With a new dict, ``remove()`` of existing handles would do nothing.
     So hooks are removed and restored by changing the contents of the same dict objects, in place.
     The autograd engine holds a parameter's dicts in the same way.
-
-A snapshot restores from its own copies. It makes them before anything is cleared and does not
-expose them, so phase 2 cannot change them.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -91,48 +88,33 @@ def describe(fn: Callable[..., Any]) -> str:
 _PARAMETER_REGISTRIES = ("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
-class _Registries:
-    """Registries with their hooks, as they are when this is made."""
+class HookSnapshot:
+    """All hooks of some modules (not of their children) or parameters, as they are now.
 
-    def __init__(self, registries: Iterable[dict[int, Any]]) -> None:
-        self._saved = [(registry, list(registry.items())) for registry in registries]
+    Those of parameters, after accumulation and on gradients, must not run during warmup and
+    capture. Otherwise gradients of synthetic inputs would be reduced over all ranks
+    (``_process_post_backward_gradients`` of Megatron-FSDP is such a hook).
+    """
+
+    def __init__(self, *owners: nn.Module | torch.Tensor) -> None:
+        self._modules = [one for one in owners if isinstance(one, nn.Module)]
+        self._full = [module._is_full_backward_hook for module in self._modules]
+        names = ((one, MODULE_REGISTRIES) for one in self._modules)
+        others = ((one, _PARAMETER_REGISTRIES) for one in owners if isinstance(one, torch.Tensor))
+        found = (getattr(one, name, None) for one, all_of in (*names, *others) for name in all_of)
+        self._saved = [(hooks, list(hooks.items())) for hooks in found if hooks is not None]
 
     def clear(self) -> None:
         """Remove all hooks; :meth:`restore` installs them again."""
         for registry, _ in self._saved:
             registry.clear()
+        for module in self._modules:
+            module._is_full_backward_hook = None
 
     def restore(self) -> None:
         """Restore the same hooks in the same order, with their flags. Safe to run twice."""
         for registry, items in self._saved:
             registry.clear()
             registry.update(items)
-
-
-class HookSnapshot(_Registries):
-    """All hooks of one module (not of its children)."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(getattr(module, name) for name in MODULE_REGISTRIES)
-        self.module = module
-        self._is_full_backward_hook = module._is_full_backward_hook
-
-    def clear(self) -> None:
-        super().clear()
-        self.module._is_full_backward_hook = None
-
-    def restore(self) -> None:
-        super().restore()
-        self.module._is_full_backward_hook = self._is_full_backward_hook
-
-
-class ParameterHookSnapshot(_Registries):
-    """The hooks that autograd runs for given parameters: after accumulation, and on gradients.
-
-    They must not run during warmup and capture. Otherwise gradients of synthetic inputs would be
-    reduced over all ranks (``_process_post_backward_gradients`` of Megatron-FSDP is such a hook).
-    """
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        registries = (getattr(p, name, None) for p in parameters for name in _PARAMETER_REGISTRIES)
-        super().__init__(registry for registry in registries if registry)
+        for module, full in zip(self._modules, self._full, strict=True):
+            module._is_full_backward_hook = full

@@ -32,10 +32,9 @@ from torch import nn
 from megatron_cg.backends.base import Backend
 from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
+from megatron_cg.hooks import HookSnapshot, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept
-from megatron_cg.upstream.patch import all_of
 
 
 @contextmanager
@@ -84,16 +83,15 @@ def quiet_modules(
     The undo restores the hooks of all modules, since TE installs its own hooks on every module
     below a callable during warmup and leaves them there if it fails.
     """
-    snapshots = [HookSnapshot(module) for module in modules]
-    for snapshot in snapshots:
-        hooks = module_hooks(snapshot.module)
-        if snapshot.module in layers or any(made_by_sharding(hook.fn) for hook in hooks):
-            snapshot.clear()
-    return all_of(snapshot.restore for snapshot in snapshots)
+    snapshot = HookSnapshot(*modules)
+    for module in modules:
+        if module in layers or any(made_by_sharding(hook.fn) for hook in module_hooks(module)):
+            HookSnapshot(module).clear()
+    return snapshot.restore
 
 
 def _quiet_parameters(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    snapshot = ParameterHookSnapshot(parameters)
+    snapshot = HookSnapshot(*parameters)
     snapshot.clear()
     return snapshot.restore
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.hooks import MODULE_REGISTRIES, HookSnapshot, ParameterHookSnapshot, describe
+from megatron_cg.hooks import MODULE_REGISTRIES, HookSnapshot, describe
 
 
 def plain(*_args: object) -> None:
@@ -68,7 +68,7 @@ def test_parameter_hooks_are_quiet_and_come_back() -> None:
     calls: list[str] = []
     parameter.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
     parameter.register_hook(lambda gradient: calls.append("gradient"))
-    snapshot = ParameterHookSnapshot([parameter])
+    snapshot = HookSnapshot(parameter)
     snapshot.clear()
     parameter.register_post_accumulate_grad_hook(lambda _: calls.append("meanwhile"))
     parameter.sum().backward()
