@@ -271,36 +271,33 @@ class GuardedCapture:
             observer, replay = self._observers[index], self._backend.replay_function(graph)
             asks = observer.asks_for_gradients
             inputs = Inputs(args[index], kwargs[index], borrowed, unit.inputs, same_gradients=asks)
-            device_type = args[index][0].device.type
-            one_node = self._sharding.counts_gradients and sum(replay.needs) > 1
+            passes = EagerPasses(
+                unit.name,
+                self._mismatches,
+                collectives=observer.collectives,
+                one_node=self._sharding.counts_gradients and sum(replay.needs) > 1,
+            )
             made.append(
                 GuardedGraph(
                     graph,
-                    self._table(index, inputs, device_type, options),
+                    self._guard(index, inputs, args[index][0].device.type, options),
                     unit,
-                    self._mismatches,
+                    passes,
+                    replay,
                     index=index,
                     in_flight=in_flight,
-                    eager_passes=EagerPasses(
-                        unit.name,
-                        self._mismatches,
-                        collectives=observer.collectives,
-                        one_node=one_node,
-                    ),
-                    replay=replay,
                     kept=partial(self._kept, unit, observer, replay),
                     prepare_backward=partial(self._sharding.prepare_backward, unit.layer),
                 )
             )
         return tuple(made)
 
-    def _table(
+    def _guard(
         self, index: int, inputs: Inputs, device_type: str, options: Mapping[str, Any]
     ) -> Guard:
         unit, observer = self._units[index], self._observers[index]
-        layer, graphed = unit.layer, unit.graphed
-        more = [*unit.entries(), *self._backend.entries(graphed)]
-        own = entries_of(layer, graphed, asked=observer.asks_for_gradients)
+        asked = observer.asks_for_gradients
+        objects = [*unit.entries(), *self._backend.entries(unit.graphed)]
         observer.forget_passes()
         with unit.in_backward():
             in_backward = autocast_of(device_type)
@@ -308,7 +305,11 @@ class GuardedCapture:
             return Guard(
                 inputs,
                 observer.addresses,
-                objects=[*own, *observer.entries, *more],
+                objects=[
+                    *entries_of(unit.layer, unit.graphed, asked=asked),
+                    *observer.entries,
+                    *objects,
+                ],
                 key_sets=observer.key_sets(),
                 hooks=self._hooks[index],
                 captured_numerics=self._backend.captured_numerics(index, options),

@@ -244,7 +244,7 @@ class EagerPasses:
         self, name: str, mismatches: MismatchPolicy, *, collectives: bool, one_node: bool = False
     ) -> None:
         self.name, self.collectives, self.one_node = name, collectives, one_node
-        self._mismatches = mismatches
+        self.mismatches = mismatches
         self._replays = True
 
     def begin(self, why: Mismatch | str | None) -> None:
@@ -253,12 +253,12 @@ class EagerPasses:
         None: the step is repeated, on all ranks. Raises as :meth:`MismatchPolicy.mismatched`, and
         ReplayMismatchError if the graphs contain collectives and other ranks replay.
         """
-        self._mismatches.issue_held()
+        self.mismatches.issue_held()
         if isinstance(why, Mismatch):
-            self._mismatches.mismatched(why, self.name, collectives=self.collectives)
+            self.mismatches.mismatched(why, self.name, collectives=self.collectives)
         elif why is not None:
             self._turn(f"eager passes, since {why}", "eager", replays=False)
-        self._mismatches.counters.eager += 1
+        self.mismatches.counters.eager += 1
 
     @in_range("eager pass")
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -276,14 +276,13 @@ class EagerPasses:
             return
         if self.collectives:
             text = f"{self.name} turns to {words}, on this rank."
-            self._mismatches.fall_back_together(f"{self.name}/{name}", text, agreement.TIMEOUT)
+            self.mismatches.fall_back_together(f"{self.name}/{name}", text, agreement.TIMEOUT)
         self._replays = replays
 
 
 def replay_instead(
     layer: Any,
     prepare: Callable[[Sequence[Any], Mapping[str, Any]], Prepared],
-    mismatches: MismatchPolicy,
     run_eagerly: Callable[..., Any] = lambda run, *call, **named: run(*call, **named),
 ) -> Callable[[], None]:
     """Replace the forward of ``layer``, whose ``cuda_graphs`` are set; returns the undo.
@@ -303,13 +302,13 @@ def replay_instead(
             prepared = prepare(args, kwargs)
             if prepared is None:
                 return eager(*args, **kwargs)
-            why = None if mismatches.repeats else prepared
+            why = None if passes.mismatches.repeats else prepared
             if callable(why):
                 passes.replay_follows()
                 try:
                     made = why()
                 except Exception:
-                    mismatches.issue_held()
+                    passes.mismatches.issue_held()
                     raise
                 if not isinstance(made, Mismatch):
                     return made
@@ -360,20 +359,18 @@ class GuardedGraph:
         graph: Any,
         guard: Guard,
         unit: Unit,
-        mismatches: MismatchPolicy,
+        eager_passes: EagerPasses,
+        replay: ReplayFunction,
         *,
         index: int,
         in_flight: InFlight,
-        eager_passes: EagerPasses,
-        replay: ReplayFunction,
         kept: Kept,
         prepare_backward: Callable[[], bool],
     ) -> None:
-        self.eager_passes = eager_passes
-        self.graph, self._guard = graph, guard
-        self._unit, self._index = unit, index
-        self._mismatches, self.in_flight, self._kept = mismatches, in_flight, kept
-        self._verifications = mismatches.verifications
+        self.graph, self._guard, self.eager_passes = graph, guard, eager_passes
+        self._unit, self._index, self.in_flight, self._kept = unit, index, in_flight, kept
+        self._mismatches = eager_passes.mismatches
+        self._verifications = self._mismatches.verifications
         self._replay, self._prepare_backward = replay, prepare_backward
         self._replayed = self._gives_copies = False
         self._constant = tuple(n for n, needed in enumerate(replay.needs) if not needed)

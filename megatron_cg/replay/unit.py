@@ -45,8 +45,8 @@ class Unit:
     in_backward: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context for the backward pass of ``run``."""
     attach: Callable[..., Callable[[], None]] | None = None
-    """``attach(unit, before_replay, mismatches)`` installs the replay and returns the undo. It
-    takes hooks that run before each replay, and the session's mismatch policy."""
+    """``attach(unit, before_replay)`` installs the replay and returns the undo. It takes hooks that
+    run before each replay."""
     gradients: Gradients = field(default_factory=Gradients)
     """How gradients lie in memory at the border of its graph."""
     written: set[nn.Parameter] = field(default_factory=set)

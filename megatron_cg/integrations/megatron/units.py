@@ -35,7 +35,6 @@ from megatron_cg.integrations.megatron.scopes import leave_out, name_of
 from megatron_cg.integrations.step_state import step_state_kept
 from megatron_cg.replay.guard import NOT_INPUTS, Entry, Mismatch, described
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
-from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.megatron import capturing_flag, is_running_region, not_capturing
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
@@ -111,7 +110,7 @@ def run_region(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def attach_replay(
-    unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy, *, direct: bool
+    unit: Unit, before_replay: Sequence[ManualHook], *, direct: bool
 ) -> Callable[[], None]:
     """See ``attach`` of :class:`megatron_cg.replay.unit.Unit`; ``cuda_graphs`` are set.
 
@@ -128,7 +127,7 @@ def attach_replay(
         return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
 
     def changes() -> Iterator[Undo]:
-        yield replay_instead(target, prepare, mismatches)
+        yield replay_instead(target, prepare)
         yield put_over(target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False)
         yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
 

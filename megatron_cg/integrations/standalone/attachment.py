@@ -14,7 +14,6 @@ from megatron_cg.integrations.standalone.observe import Seen, not_recomputed
 from megatron_cg.integrations.standalone.results import Results, attributes_of
 from megatron_cg.integrations.standalone.sums import Autocast
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
-from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.patch import all_of, put_over
 
@@ -105,13 +104,12 @@ class Attachment:
     def _laid_out(self, number: int, output: torch.Tensor, key: Any) -> torch.Tensor:
         return self.unit.gradients.result(number, output, self._seen.gradients.get(key))
 
-    def _attach(
-        self, unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy
-    ) -> Callable[[], None]:
+    def _attach(self, unit: Unit, before_replay: Sequence[ManualHook]) -> Callable[[], None]:
         """See ``attach`` of :class:`megatron_cg.replay.unit.Unit`."""
         target: Any = unit.layer
         results = self._results
         assert results is not None
+        mismatches = target.cuda_graphs[0].eager_passes.mismatches
         for layout in results.layouts.values():
             layout.refuse = partial(mismatches.mismatched_in_backward, layer=unit.name)
 
@@ -129,4 +127,4 @@ class Attachment:
 
             return mismatch or not_recomputed() or graph.out_of_order() or replay
 
-        return replay_instead(target, prepare, mismatches, results.run_eagerly)
+        return replay_instead(target, prepare, results.run_eagerly)

@@ -35,7 +35,7 @@ def described(calls: list[str]) -> tuple[list[str], Counters]:
         if call == "error":
             raise KeyError(call)
 
-    undo = replay_instead(layer, lambda _args, _kwargs: prepared, mismatches)
+    undo = replay_instead(layer, lambda _args, _kwargs: prepared)
     for number, call in enumerate(calls):
         layer.train(call != "evaluation")
         layer.cuda_graphs = [] if call == "no graphs" else [graph]
