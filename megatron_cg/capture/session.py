@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
 from itertools import count
@@ -53,6 +53,7 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import set_attribute
 
+logger = logging.getLogger(__name__)
 _SESSIONS: list[ReferenceType[Session]] = []
 """Sessions with graphs. A session lives as long as its model, which holds it: the layers replay
 even if nobody else does. So a model that is dropped takes its graphs along."""
@@ -211,9 +212,9 @@ class Session:
     def _agree_on_collectives(self, agreement: Agreement) -> None:
         """End the capture's votes: a unit whose graphs hold collectives on one rank does on all."""
         units = [graph.eager_passes for graph in self._graphs()]
-        with_collectives = agreement.confirm(unit.name for unit in units if unit.collectives)
+        found = agreement.confirm(unit.name for unit in units if unit.collectives)
         for unit in units:
-            unit.collectives = unit.name in with_collectives
+            unit.collectives = unit.name in found
 
     def _install_fast_path(self) -> None:
         if not self._shortens:
@@ -223,12 +224,11 @@ class Session:
         elif self.sharding.megatron_fsdp is None:
             return
         else:
-            units = self.units
             self.fast_path = install_fast_path(
                 self.sharding.megatron_fsdp,
                 self._backend.scratch(),
                 self._optimizers,
-                {module for unit in units for top in unit.graphed for module in top.modules()},
+                {m for unit in self.units for top in unit.graphed for m in top.modules()},
                 [self._backend.replay_function(graph.graph) for graph in self._graphs()],
             )
         self._undo.callback(self.fast_path.close)
@@ -247,16 +247,12 @@ class Session:
     def _share_failure(self, error: BaseException, whole: bool, *undoing: Any) -> None:
         """See Note [Where ranks vote on a capture]. ``undoing`` is what undoing has raised."""
         error = undoing[1] or error
-        if self._agreement is None or not isinstance(error, Exception):
-            return
-        if isinstance(error, OutOfStepError | AgreementError):
-            return
-        ends = isinstance(error, NotRestoredError)
-        if self._joins:
-            self._agreement.report_failure(ends=ends)
-        elif whole:
-            with suppress(CaptureError):
-                self._agreement.report_failure(ends=ends)
+        is_told = not isinstance(error, Exception) or isinstance(
+            error, OutOfStepError | AgreementError
+        )
+        if self._agreement is not None and not is_told and (self._joins or whole):
+            with nullcontext() if self._joins else suppress(CaptureError):
+                self._agreement.report_failure(ends=isinstance(error, NotRestoredError))
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Make :meth:`close` run ``undo`` too, before it undoes earlier changes."""
@@ -322,9 +318,6 @@ def close_all_sessions() -> None:
                 stack.callback(session.close)
 
 
-logger = logging.getLogger(__name__)
-
-
 class GraphController:
     """Captures and deletes one model's graphs; all ranks do so together.
 
@@ -353,11 +346,7 @@ class GraphController:
 
     @property
     def counters(self) -> Counters:
-        total = Counters()
-        total.add(self._earlier)
-        if self.session is not None:
-            total.add(self.session.counters)
-        return total
+        return self._earlier if self.session is None else self._earlier + self.session.counters
 
     @property
     def awaits_capture(self) -> bool:
@@ -398,7 +387,7 @@ class GraphController:
         session, self.session = self.session, None
         if session is None:
             return
-        self._earlier.add(session.counters)
+        self._earlier += session.counters
         try:
             emit(GraphsDeleted(session.counters, self.counters))
         finally:
@@ -419,7 +408,11 @@ class GraphController:
         self._agreement.close()
 
     def _fail(self, error: Exception) -> None:
-        failure = self._as_capture_error(error)
+        failure = error
+        if not isinstance(error, MegatronCGError):
+            has_advice = self._option and not self._goes_on
+            advice = f" To train without graphs: {self._option}." if has_advice else ""
+            failure = CaptureError(f"capture failed with {type(error).__name__}: {error}.{advice}")
         # The traceback's frames hold incomplete graphs, and training needs their memory.
         clear_frames(error)
         fatal = OutOfStepError | EarlierWorkError | NotRestoredError
@@ -436,10 +429,3 @@ class GraphController:
             self._clean_up()
         gc.collect()
         torch.cuda.empty_cache()
-
-    def _as_capture_error(self, error: Exception) -> MegatronCGError:
-        if isinstance(error, MegatronCGError):
-            return error
-        has_advice = self._option and not self._goes_on
-        advice = f" To train without graphs: {self._option}." if has_advice else ""
-        return CaptureError(f"capture failed with {type(error).__name__}: {error}.{advice}")

@@ -66,12 +66,10 @@ class Counters(Mapping[str, int]):
     """Those of them that had other numbers with graphs; the first one turns graphs off."""
 
     def count_unstable(self, gradients: int) -> None:
-        """Count gradients that are not compared."""
         self.gradients_unstable += gradients
 
-    def add(self, other: Counters) -> None:
-        for name, value in other.as_dict().items():
-            setattr(self, name, getattr(self, name) + value)
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*map(sum, zip(self.values(), other.values(), strict=True)))
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
