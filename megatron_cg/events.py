@@ -31,8 +31,6 @@ class CaptureEnded:
 
 @dataclass(frozen=True)
 class GraphsDeleted:
-    """The graphs of one model were deleted."""
-
     counters: Any
     """``Counters`` of the session that was closed."""
     total: Any
@@ -70,6 +68,5 @@ subscribers: list[Callable[[Event], None]] = []
 
 
 def emit(event: Event) -> None:
-    """Call all subscribers."""
     for hear in tuple(subscribers):
         hear(event)

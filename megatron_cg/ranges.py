@@ -33,7 +33,6 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def named_range(name: Range) -> AbstractContextManager[Any]:
-    """The context whose work a profiler shows under ``name``."""
     return record_function(f"megatron_cg: {name}") if _profiler_enabled() else _NOTHING
 
 

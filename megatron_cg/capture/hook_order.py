@@ -91,7 +91,6 @@ class HookOrder:
         return (layer, key == "backward_hooks") if key in _AFTER_A_PASS else None
 
     def check_finished(self) -> None:
-        """Raise UpstreamChangedError if capture ended before all hooks had run."""
         if not self.finished:
             raise self._other_order("nothing")
 

@@ -264,7 +264,6 @@ def key_of(tensor: torch.Tensor) -> int | None:
 
 
 def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, as a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -50,8 +50,6 @@ _OF_CHECKPOINTS = {"architectures", "dtype"}
 
 @dataclass(frozen=True)
 class Change:
-    """A value that a pass has set."""
-
     holder: Any
     key: Any
     what: str
@@ -123,7 +121,6 @@ class PythonState:
                     self._copy(vars(module)[name], attribute(path, name))
 
     def end(self) -> None:
-        """The pass has ended."""
         sys.setprofile(self._profile)
 
     def changes(self) -> Iterator[Change]:
@@ -384,7 +381,6 @@ class Attributes:
         self._owner = owner
 
     def get(self, key: str) -> Any:
-        """Its value; None if it has none."""
         try:
             return getattr(self._owner, key, None)
         except ValueError:  # A variable that is not set yet.
@@ -396,7 +392,6 @@ class Attributes:
 
 
 def texts(constants: tuple[Any, ...]) -> Iterator[str]:
-    """The strings among the constants of some code, at any depth."""
     for constant in constants:
         if isinstance(constant, str):
             yield constant
@@ -405,7 +400,6 @@ def texts(constants: tuple[Any, ...]) -> Iterator[str]:
 
 
 def attribute(owner: str, name: str) -> str:
-    """An attribute in words."""
     return f"{owner}.{name}" if owner else name
 
 

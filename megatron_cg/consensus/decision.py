@@ -47,8 +47,6 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Vote:
-    """The vote of one rank."""
-
     against: bool = False
     """Whether something failed on this rank, so that no rank may go on with it."""
     size: int = 0
@@ -74,7 +72,6 @@ class Decision:
 
     @property
     def sizes_agree(self) -> bool:
-        """Whether all ranks would choose the same static size."""
         return self.smallest == self.largest
 
     def require_restored(self) -> None:
@@ -83,7 +80,6 @@ class Decision:
             raise NotRestoredError([f"state of {ranks_text(self.ends)}, whose own log names it"])
 
     def difference(self) -> str:
-        """In what the ranks differ, in words."""
         found = []
         if self.minority:
             found.append(f"{ranks_text(self.minority)} would capture other graphs than most ranks")

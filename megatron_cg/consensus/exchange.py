@@ -86,7 +86,6 @@ class _Whereabouts:
         self._write(f"{vote}\n{words}, {_caller()}")
 
     def wait_no_more(self) -> None:
-        """Write that it does not."""
         self._write("")
 
     def absent_from(self, vote: str) -> tuple[list[int], str]:
@@ -128,7 +127,6 @@ def _in_time(call: Callable[[], Any]) -> Any:
 
 
 def _caller() -> str:
-    """The line that led here."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if not file.startswith(_NOT_THE_CALLER):

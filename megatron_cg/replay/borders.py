@@ -325,7 +325,6 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_placements(*specs: Any) -> bool:
-    """Whether two tensors with these specs are laid out alike."""
     one, two = (spec and (spec.mesh, spec.placements) for spec in specs)
     return bool(one == two)
 
@@ -382,7 +381,6 @@ class Layout:
         return f"a DTensor of shape {shape} with placements {placements}"
 
     def is_like(self, value: Any) -> bool:
-        """Whether ``value`` is a DTensor that is laid out so."""
         return type(value) is DTensor and (value._spec is self.spec or value._spec == self.spec)
 
     def opened(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,6 @@ class Mismatch:
         return self.clause, self.subject
 
     def text(self, layer: str) -> str:
-        """The full description in one line, for the log or an error."""
         return (
             f"{layer}: {self.subject} was {self.expected} at capture and "
             f"is {self.actual} now ({self.clause}). {self.cause}"
@@ -384,7 +383,6 @@ class Hooks:
         """The layer's backward hooks, for which torch makes views of its inputs."""
 
     def broken(self) -> Mismatch | None:
-        """The first module whose hooks have changed."""
         if any(self._quiet):
             name = next(name for registry, name in self._empty if registry)
             return _mismatch("hooks", f"module {name}", "without hooks", "with a hook")
@@ -424,7 +422,6 @@ class Switches:
         return text
 
     def broken(self) -> Mismatch | None:
-        """A change since the first call."""
         now = self.get()
         self._first = self._first or now
         if now == self._first:
@@ -489,7 +486,6 @@ class Guard:
         return mismatch or self._broken_object() or self.addresses.broken(forward=True)
 
     def broken_in_backward(self) -> Mismatch | None:
-        """What forbids the backward replay that is about to begin, or None."""
         if (now := autocast_of(self._device_type)) != self._autocast:
             subject = f"torch.autocast for {self._device_type} in the backward pass"
             return _mismatch("autocast", subject, _switch(self._autocast), _switch(now))
@@ -526,7 +522,6 @@ class Guard:
         return None
 
     def _other_object(self, number: int) -> Mismatch | None:
-        """Whether it matters that an object is another one."""
         holder, key, same = self._objects[number]
         now, contents = holder.get(key), self._contents.get(number)
         # A container may have been changed before it was replaced: its contents at capture count.

@@ -128,7 +128,6 @@ class Verifications:
         """Units that were verified since notes were read."""
 
     def begin_step(self) -> None:
-        """Count training steps, to know which units are due."""
         self.step += 1
         if self._interval is not None:
             is_due = self._interval > 0 and self.step % self._interval == 0
@@ -208,7 +207,6 @@ class MismatchPolicy:
         """What says that a switch of torch has changed, in this step."""
 
     def begin_step(self) -> None:
-        """A training step begins."""
         for (clause, subject), units in self._likewise.items():
             names = ranged(units)
             logger.warning(

@@ -21,8 +21,6 @@ def _call(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 @dataclass(frozen=True)
 class Unit:
-    """A layer to be captured."""
-
     name: str
     layer: nn.Module
     graphed: tuple[nn.Module, ...]
@@ -56,7 +54,6 @@ class Unit:
     module is None if it is unknown."""
 
     def refused(self, fact: str, instead: str) -> CaptureError:
-        """The error that the unit does something, and what to do instead."""
         return CaptureError(f"{self.name} {fact}. {instead} Or: {self.leave_out(None)}")
 
 

@@ -231,7 +231,6 @@ def _kind(tensor: torch.Tensor | None) -> str:
 
 
 def different(subject: str, expected: str = "equal", actual: str = "different") -> Mismatch:
-    """What a verification finds."""
     return Mismatch(
         "verification",
         f"{subject}, replayed beside an eager pass on the same inputs,",
