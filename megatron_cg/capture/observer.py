@@ -46,6 +46,7 @@ from megatron_cg.capture.python_state import (
     KNOWN,
     Change,
     PythonState,
+    attribute,
     is_known,
     tensor_hooks_observed,
 )
@@ -86,7 +87,7 @@ class Observer:
         self._inputs = {name: t for name, t in self._samples.items() if id(t) not in own}
         self._paths = {module: path for path, module in unit.layer.named_modules()}
         self._buffers = [
-            (owner._buffers, name, buffer, f"{_dotted(path)}{name}")
+            (owner._buffers, name, buffer, attribute(path, name))
             for owner, path in self._paths.items()
             for name, buffer in owner._buffers.items()
             if buffer is not None
@@ -106,7 +107,7 @@ class Observer:
         """The rows for all that the code of strange modules reads."""
         self._writes: list[torch.UntypedStorage] = []
         self._attributes = [
-            (Entry(vars(owner), name, "attribute", f"attribute {_dotted(path)}{name}"), value)
+            (Entry(vars(owner), name, "attribute", f"attribute {attribute(path, name)}"), value)
             for owner, path in self._paths.items()
             for name, value in vars(owner).items()
             if isinstance(value, torch.Tensor) and is_known(owner) and owner in unit.graphed
@@ -132,7 +133,7 @@ class Observer:
         found = [(m, kind, getattr(m, f"_{kind}s"), None) for m in strange for kind in kinds]
         found += [(m, "attribute", vars(m), names) for m in strange]
         return [
-            KeySet(keys, kind, f"{kind} {_dotted(self._paths[m])}", reads)
+            KeySet(keys, kind, f"{kind} {attribute(self._paths[m], '')}", reads)
             for m, kind, keys, reads in found
         ]
 
@@ -402,7 +403,3 @@ class Observer:
 
 def _holds(value: Any, *, key: int | None) -> bool:
     return isinstance(value, torch.Tensor) and key_of(value) == key
-
-
-def _dotted(path: str) -> str:
-    return f"{path}." if path else ""

@@ -27,7 +27,7 @@ from torch import nn
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.plain import is_array, is_plain, same_value
 from megatron_cg.restore import Restores
-from megatron_cg.upstream.patch import put_over, undone_after
+from megatron_cg.upstream.patch import cells_of, put_over, undone_after
 
 KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
 LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
@@ -364,24 +364,16 @@ def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
     return (kind.__module__ or "").partition(".")[0] in packages
 
 
-class _Items:
-    """The elements of a list or tuple, with ``get`` as a dictionary has it."""
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-
-    def get(self, key: int) -> Any:
-        return self._values[key] if key < len(self._values) else None
-
-
 class Attributes:
-    """Attributes of a class or an object, or the free variable of a function, as a dictionary."""
+    """Attributes of a class or an object, the free variable of a function, or what a list holds."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
 
-    def get(self, key: str) -> Any:
+    def get(self, key: Any) -> Any:
         try:
+            if isinstance(key, int):
+                return self._owner[key] if key < len(self._owner) else None
             return getattr(self._owner, key, None)
         except ValueError:  # A variable that is not set yet.
             return None
@@ -413,7 +405,7 @@ def held_by(value: Any, what: str) -> list[Entry]:
     if isinstance(value, Mapping):
         return [Entry(value, key, "state", item(what, key)) for key in value]
     if isinstance(value, list | tuple):
-        items = _Items(value)
+        items = Attributes(value)
         return [Entry(items, key, "state", f"{what}[{key}]") for key in range(len(value))]
     if isinstance(value, partial | MethodType):
         keys = ("args", "keywords") if isinstance(value, partial) else ("__self__",)
@@ -440,16 +432,12 @@ def variables_of(function: FunctionType) -> list[Entry]:
     name, rows = function.__qualname__, list[Entry]()
     if str(function.__module__).partition(".")[0] in LIBRARIES:
         return rows
-    for variable, cell in zip(
-        function.__code__.co_freevars, function.__closure__ or (), strict=True
-    ):
+    for variable, cell in cells_of(function).items():
         if variable != "__class__":
             what = f"variable {variable} of {name}"
             rows.append(Entry(Attributes(cell), "cell_contents", "state", what))
-    for key, held in (
-        ("__defaults__", function.__defaults__),
-        ("__kwdefaults__", function.__kwdefaults__),
-    ):
+    for key in ("__defaults__", "__kwdefaults__"):
+        held = getattr(function, key)
         values = held.values() if isinstance(held, dict) else held or ()
         if not all(map(is_plain, values)):
             rows.append(Entry(Attributes(function), key, "state", f"the defaults of {name}"))
@@ -516,7 +504,7 @@ def ways(
 def restored_to(holder: Any, before: Any) -> None:
     """Restore a dictionary, list or set to what it had ``before``."""
     if isinstance(holder, dict):
-        for key in [key for key in holder if key not in before]:
+        for key in holder.keys() - before.keys():
             del holder[key]
         for key, value in before.items():
             if holder.get(key) is not value:

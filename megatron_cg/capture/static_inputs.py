@@ -28,16 +28,16 @@ class StaticInputs:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = tuple(layers)
-        self._seen: dict[tuple[nn.Module, str], tuple[weakref.ref[torch.Tensor], int]] = {}
-        """With the version of the values: a layer may write into an input, such as a state."""
+        self._seen: dict[tuple[nn.Module, str], tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        """With the version of the values, since a layer may write into an input, such as a state,
+        and with the step in which it came first."""
         self._changed: set[tuple[nn.Module, str]] = set()
         self._again: set[tuple[nn.Module, str]] = set()
         """Those that came in two steps at least."""
-        self._now: set[tuple[nn.Module, str]] = set()
-        """Those that were seen first in this step."""
+        self._step = 0
 
     def observe_step(self) -> Callable[[], None]:
-        self._now = set()
+        self._step += 1
         return all_of(look(layer, self._called) for layer in self._layers)
 
     def replace_in(
@@ -71,11 +71,10 @@ class StaticInputs:
             if not isinstance(value, torch.Tensor) or value.requires_grad:
                 self._changed.add(key)
             elif key not in self._seen:
-                self._seen[key] = weakref.ref(value), version_of(value)
-                self._now.add(key)
+                self._seen[key] = weakref.ref(value), version_of(value), self._step
             else:
-                self._again.update({key} - self._now)
-                reference, version = self._seen[key]
+                reference, version, first = self._seen[key]
+                self._again.update({key} if first < self._step else ())
                 if reference() is not value or version != version_of(value):
                     self._changed.add(key)
 

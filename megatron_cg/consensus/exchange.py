@@ -253,7 +253,6 @@ class Agreement:
             AgreementError: as :meth:`agree`.
             PhaseError: this vote of this capture is over; :meth:`begin_capture` opens another.
         """
-        self._require_next(Kind.CAPTURE_START)
         self._vote_on_capture(Kind.CAPTURE_START, vote or Vote())
 
     def confirm(self, names: Iterable[str] = ()) -> frozenset[str]:
@@ -265,7 +264,6 @@ class Agreement:
         """
         if self._next is Kind.CAPTURE_START:
             self.ready()
-        self._require_next(Kind.CAPTURE_END)
         own = sorted(set(names))
         decision = self._vote_on_capture(Kind.CAPTURE_END, Vote(size=digest(own)))
         return frozenset().union(*([own] if decision.sizes_agree else self.gather(own)))
@@ -357,6 +355,12 @@ class Agreement:
         return made
 
     def _vote_on_capture(self, kind: Kind, vote: Vote) -> Decision:
+        self._require_sound()
+        if self._next is not kind:
+            raise PhaseError(
+                f"the vote on {name_of(kind)} {self._captures} is over: begin_capture() opens the "
+                "votes of another capture"
+            )
         decision = self.agree(kind, vote, serial=self._captures)
         self._next = None
         decision.require_restored()
@@ -374,14 +378,6 @@ class Agreement:
             )
         self._next = Kind.CAPTURE_END if kind is Kind.CAPTURE_START else Kind.DELETION
         return decision
-
-    def _require_next(self, kind: Kind) -> None:
-        self._require_sound()
-        if self._next is not kind:
-            raise PhaseError(
-                f"the vote on {name_of(kind)} {self._captures} is over: begin_capture() opens the "
-                "votes of another capture"
-            )
 
     def _require_sound(self) -> dist.ProcessGroup | None:
         """The group of the votes; None if this process is the only rank."""
