@@ -103,17 +103,15 @@ class CaptureError(MegatronCGError):
     """Capture failed; model, hooks, RNG, FP8 state and flags are as before it began."""
 
 
-_READ = (
-    "waits for the device and reads its memory on the host; a CUDA graph holds no host code. "
-    "Leave this module out of --cuda-graph-modules, or keep the value in a tensor"
-)
-
-
 class HostSyncError(CaptureError):
     """Captured code makes the host wait for the device, at ``where``; no graph can contain that."""
 
     def __init__(self, where: str) -> None:
-        super().__init__(f"{where} {_READ}.")
+        super().__init__(
+            f"{where} waits for the device and reads its memory on the host; a CUDA graph holds no "
+            "host code. Leave this module out of --cuda-graph-modules, or keep the value in a "
+            "tensor."
+        )
 
 
 class NotRestoredError(MegatronCGError):

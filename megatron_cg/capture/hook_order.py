@@ -99,14 +99,21 @@ class HookOrder:
 
         Raises OutOfStepError if a hook raises now or raised during capture.
         """
+        cause: Exception | None = None
         try:
             while not self.finished and not self._raised:
                 layer, key = self._entries[self._position]
                 self._run(layer, key, self._callables[layer])
         except Exception as error:
-            raise self._out_of_step() from error
+            cause = error
         if self._raised:
-            raise self._out_of_step()
+            layer, key = self._entries[self._position]
+            raise OutOfStepError(
+                f"one of the {key} of callable {layer} ({type(self._callables[layer]).__name__}) "
+                f"raised {self._raised}. So this rank may have left out collectives that the other "
+                "ranks wait for, and training cannot go on. To train without graphs: "
+                "--cuda-graph-impl none"
+            ) from cause
 
     def _called(self, layer: int, key: str, module: nn.Module) -> None:
         if self.finished or self._entries[self._position] != (layer, key):
@@ -135,13 +142,4 @@ class HookOrder:
             "transformer_engine.pytorch.graph:_make_graphed_callables",
             f"at call {self._position + 1} of capture-time hooks, of {len(self._entries)}: "
             f"{expected}, where {actual} came",
-        )
-
-    def _out_of_step(self) -> OutOfStepError:
-        layer, key = self._entries[self._position]
-        return OutOfStepError(
-            f"one of the {key} of callable {layer} ({type(self._callables[layer]).__name__}) "
-            f"raised {self._raised}. So this rank may have left out collectives that the other "
-            "ranks wait for, and training cannot go on. To train without graphs: "
-            "--cuda-graph-impl none"
         )
