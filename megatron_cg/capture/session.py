@@ -41,12 +41,11 @@ from megatron_cg.errors import (
     NotRestoredError,
     PhaseError,
 )
-from megatron_cg.events import CaptureBegan, CaptureEnded, GraphsDeleted, emit
+from megatron_cg.events import CaptureBegan, CaptureEnded, GraphsDeleted, emit, in_range
 from megatron_cg.fastpath import FastPath, install_under_v2
 from megatron_cg.fastpath import install as install_fast_path
 from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.ranges import in_range
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
@@ -355,10 +354,7 @@ class GraphController:
     def capture(self) -> None:
         """Capture on all ranks. If capture fails and training continues, ``gave_up`` is True.
 
-        Raises:
-            PhaseError: there are graphs.
-            CaptureError: capture failed, and training does not continue without graphs.
-            MegatronCGError: the original error, if it is one of this package's.
+        If not, raises CaptureError, or the original error if it is one of this package's.
         """
         if self.session is not None:
             raise PhaseError("graphs exist: call delete_cuda_graphs() before another capture")
@@ -373,17 +369,13 @@ class GraphController:
         """Release the graphs, if there are any, on all ranks: they vote on it.
 
         Without graphs a rank may issue its collectives in another order than those that replay.
-        Raises AgreementError: not all ranks make this call; this one has to end.
         """
         if self.session is not None and self.session.phase is Phase.REPLAYING:
             self._agreement.agree(Kind.DELETION, Vote(graphs=self.session.digest))
         self.release()
 
     def release(self) -> None:
-        """Release this rank's graphs, if there are any, and undo all that capture changed.
-
-        No vote: training is over.
-        """
+        """Release this rank's graphs, and undo all that capture changed. No vote."""
         session, self.session = self.session, None
         if session is None:
             return

@@ -65,12 +65,10 @@ def capturing(
         yield hooks, lasting
 
 
-@contextmanager
-def compiled_kept() -> Iterator[None]:
+def compiled_kept() -> AbstractContextManager[None]:
     """Functions run by the same compiled code before and after; see Note [Compiled for a size]."""
-    dynamo = sys.modules.get("torch._dynamo")
-    with dynamo.config.patch(automatic_dynamic_shapes=False) if dynamo else nullcontext():
-        yield
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo.config.patch(automatic_dynamic_shapes=False) if dynamo else nullcontext()
 
 
 def quiet_modules(

@@ -72,10 +72,10 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import FastPathError
+from megatron_cg.events import in_range
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
-from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import Undo, all_of, put_over, put_over_cell, run_around
 
 _PROCESS = "_process_post_backward_gradients"

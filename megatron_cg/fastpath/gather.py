@@ -59,9 +59,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.events import in_range
 from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
-from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import put_over, put_over_cell, run_around
 
 Key = tuple[int, bool]

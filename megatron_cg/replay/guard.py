@@ -330,19 +330,16 @@ def _reader(tensor: torch.Tensor, *, on_device: bool) -> Callable[[], object]:
     if on_device and tensor.device.type == "cpu":
         # Kernels of the device got its value at capture, so a change in place counts too.
         return lambda: (tensor.data_ptr(), tensor._version)
+    if isinstance(tensor, DTensor):
+        return lambda: (tensor._local_tensor.data_ptr(),)  # Others may replace the local one.
     if not is_quantized(tensor):
-        return partial(_address, tensor) if isinstance(tensor, DTensor) else tensor.data_ptr
+        return tensor.data_ptr
 
     def read() -> tuple[int, ...]:
         raw = (getattr(tensor, name, None) for name in _RAW)
         return tuple(part.data_ptr() for part in raw if isinstance(part, torch.Tensor))
 
     return read
-
-
-def _address(tensor: DTensor) -> int:
-    """Of its local tensor, which others may replace."""
-    return tensor._local_tensor.data_ptr()
 
 
 def _hex(address: object) -> str:

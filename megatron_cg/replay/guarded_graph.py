@@ -59,7 +59,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.ranges import in_range, named_range
+from megatron_cg.events import in_range, named_range
 from megatron_cg.replay.borders import local, own_gradient
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
@@ -141,13 +141,11 @@ class InFlight:
         before_backward: Callable[[Any], None],
         inputs: int = 0,
     ) -> bool:
-        """Record a forward replay of ``unit``, the unit ``index``, that returned ``outputs``.
+        """Record a forward replay with this many ``inputs`` that returned ``outputs``.
 
-        Returns whether a backward can follow: an output needs a gradient.
-
-        ``inputs`` is the number of its inputs. ``before_backward`` is called with the outputs'
-        gradients when its backward begins. That backward raises ReplayMismatchError if it runs out
-        of order or a second time.
+        Returns whether a backward can follow: an output needs a gradient. ``before_backward`` gets
+        the outputs' gradients when it begins. It raises ReplayMismatchError if it runs out of order
+        or a second time.
         """
         self._waiting.pop(index, None)
         tensors = [t for t in tree_flatten(outputs)[0] if isinstance(t, torch.Tensor)]

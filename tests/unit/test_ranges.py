@@ -5,7 +5,7 @@ from typing import get_args
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.ranges import Range
+from megatron_cg.events import Range
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.trainers import trainer_of
