@@ -62,8 +62,7 @@ from torch import nn
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.calls import Place, place_of
 from megatron_cg.capture.hook_order import HookOrder
-from megatron_cg.capture.observer import Observer
-from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.capture.observer import Observer, StaticInputs
 from megatron_cg.capture.transaction import (
     buffers_kept,
     frozen_kept,

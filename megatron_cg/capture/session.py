@@ -29,7 +29,7 @@ from torch import nn
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.guarded_capture import GuardedCapture, clear_frames
 from megatron_cg.capture.hook_order import OutOfStepError
-from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.capture.observer import StaticInputs
 from megatron_cg.capture.transaction import capturing
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest
 from megatron_cg.consensus.exchange import Agreement

@@ -28,7 +28,7 @@ from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.capture.observer import StaticInputs
 from megatron_cg.integrations.megatron.units import HIDDEN
 from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol

@@ -35,8 +35,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from megatron_cg.capture.observer import StaticInputs
 from megatron_cg.capture.session import GraphController, Session
-from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.find_sharding import root_of
 from megatron_cg.integrations.repeated_step import Batches, train_step

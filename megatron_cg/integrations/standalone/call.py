@@ -53,7 +53,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from megatron_cg.capture.static_inputs import positional_names
+from megatron_cg.capture.observer import positional_names
 from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.borders import Layout, is_awaited, local, spec_of, there
 from megatron_cg.replay.guard import Mismatch, described

@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron_cg.capture.observer import StaticInputs, version_of
 from megatron_cg.capture.operations import key_of
-from megatron_cg.capture.static_inputs import StaticInputs, version_of
 from megatron_cg.fsdp.find_sharding import Unsharded
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.call import CallForm
