@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from dis import get_instructions
 from functools import _lru_cache_wrapper, partial
@@ -31,8 +33,8 @@ from megatron_cg.upstream.patch import cells_of, put_over, undone_after
 
 KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
 LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
-_RECORDS = LIBRARIES - {"types", "argparse"}
-"""Packages whose objects have nothing that a user sets, but those with namespaces."""
+_RECORDS = LIBRARIES - {"types", "argparse", "_thread"}
+"""Packages whose objects have nothing that a user sets, but namespaces and threading.local."""
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
 """Of methods, properties, what decorates a function, and partial functions."""
 DEPTH = 4
@@ -230,6 +232,10 @@ class PythonState:
             inner = [*self._functions_of(value)]
         elif not isinstance(value, torch.Tensor | nn.Module):
             inner = [(part, what) for part in parts_of(value)]
+            if hasattr(value, "cache_clear"):  # A cached call runs no code.
+                for function in functions_in(value):
+                    self._called_by(function)
+            rows = self._kept_in(value, what)
             inner += [(row.holder.get(row.key), row.what) for row in held_by(value, what)]
             inner += self._functions_of(type(value))
         for row in rows:
@@ -239,6 +245,13 @@ class PythonState:
             inner.append((held, row.what.removeprefix("attribute ")))
         for part, name in inner:
             yield from self._behind(part, name, seen, depth - 1)
+
+    def _kept_in(self, value: Any, what: str) -> list[Entry]:
+        """A row for a ContextVar, and for what a descriptor may return."""
+        if isinstance(value, ContextVar):
+            return [Entry(value, None, "state", what)]
+        kept = held_by(value, what) if hasattr(type(value), "__get__") else ()
+        return [row for row in kept if self._is_read(row.key)]
 
     def _functions_of(self, kind: Any) -> Iterator[tuple[Any, str]]:
         """The functions and classes that users wrote in a class; those of autograd are called."""
@@ -276,7 +289,7 @@ class PythonState:
         held = getattr(value, "__dict__", None) if has_names else value
         if not depth or id(held) in self._copies:
             return
-        if isinstance(held, list | dict | set) or is_array(held):
+        if isinstance(held, list | deque | dict | set) or is_array(held):
             self._copies[id(held)] = held, copy.copy(held), what, has_names
         for row in held_by(value, what):
             self._copy(row.holder.get(row.key), row.what, depth - 1)
@@ -312,7 +325,8 @@ class PythonState:
         self.own_names.update(code.co_names, texts(code.co_consts))
         self._any_name = self._any_name or not _BY_TEXT.isdisjoint(code.co_names)
         self._imports.update(imported_by(code, str(names.get("__package__"))))
-        for name in code.co_names:
+        by_text = texts(code.co_consts) if "globals" in code.co_names else ()
+        for name in (*code.co_names, *by_text):
             value = names.get(name, self)
             key = id(names), name
             if isinstance(value, ModuleType | type) and not is_known(value, LIBRARIES):
@@ -404,7 +418,7 @@ def held_by(value: Any, what: str) -> list[Entry]:
     """A row for each element of a container, or for each attribute of an object."""
     if isinstance(value, Mapping):
         return [Entry(value, key, "state", item(what, key)) for key in value]
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         items = Attributes(value)
         return [Entry(items, key, "state", f"{what}[{key}]") for key in range(len(value))]
     if isinstance(value, partial | MethodType):
@@ -437,9 +451,7 @@ def variables_of(function: FunctionType) -> list[Entry]:
             what = f"variable {variable} of {name}"
             rows.append(Entry(Attributes(cell), "cell_contents", "state", what))
     for key in ("__defaults__", "__kwdefaults__"):
-        held = getattr(function, key)
-        values = held.values() if isinstance(held, dict) else held or ()
-        if not all(map(is_plain, values)):
+        if getattr(function, key):
             rows.append(Entry(Attributes(function), key, "state", f"the defaults of {name}"))
     own = vars(function)
     return rows + [Entry(own, key, "state", f"attribute {name}.{key}") for key in own]
@@ -448,7 +460,7 @@ def variables_of(function: FunctionType) -> list[Entry]:
 def imported_by(code: CodeType, package: str) -> Iterator[str]:
     """The names that the modules may have that some code imports while it runs."""
     parents = ["", *accumulate(package.split("."), "{}.{}".format)]
-    if "import_module" in code.co_names:
+    if not {"import_module", "modules"}.isdisjoint(code.co_names):
         yield from texts(code.co_consts)
     for one in get_instructions(code):
         if one.opname == "IMPORT_NAME":
@@ -509,9 +521,10 @@ def restored_to(holder: Any, before: Any) -> None:
         for key, value in before.items():
             if holder.get(key) is not value:
                 holder[key] = value
-    elif isinstance(holder, list):
+    elif isinstance(holder, list | deque):
         if not same_value([*map(id, holder)], [*map(id, before)]):
-            holder[:] = before
+            holder.clear()
+            holder.extend(before)
     elif is_array(holder):
         if not same_value(holder, before):  # It may be read-only.
             holder[...] = before

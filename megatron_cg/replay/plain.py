@@ -5,6 +5,7 @@ them. ``==`` is not enough: 0.0 equals -0.0, 1 equals True, and NaN does not equ
 """
 
 import operator
+from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -14,11 +15,11 @@ from torch import nn
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, Enum)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_SEQUENCES = (tuple, list)
+_SEQUENCES = (tuple, list, deque)
 _SETS = (set, frozenset)
 _LARGE = 4096
 """Bytes of an array beyond which it counts by identity."""
-_DEPTH = 4
+_DEPTH = 6
 """How deep containers inside of containers are looked at."""
 
 

@@ -3,10 +3,13 @@
 import argparse
 import logging
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -77,6 +80,14 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
         class Inner:
             power = 1.0
 
+        class Kept:
+            level = 1.0
+
+            def __get__(self, _of: Any, _kind: Any) -> float:
+                return self.level
+
+        kept = Kept()
+
     class Meta(type):
         level = 1.0
 
@@ -98,14 +109,16 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
 
         turn = 1.0
 
-    turns, factors, number = [1.0], {"one": 1.0}, 1.0
+    turns, factors, number, base = [1.0], {"one": 1.0}, 1.0, [1.0]
+    queue, context, thread = deque([1.0]), ContextVar("context", default=1.0), threading.local()
+    vars(thread)["level"] = 1.0
 
     def set_number() -> None:
         nonlocal number
         number = 0.5
 
-    def of_itself() -> float:
-        return of_itself.own  # type: ignore[attr-defined,no-any-return]
+    def of_itself(level: float = 1.0) -> float:
+        return level * of_itself.own  # type: ignore[attr-defined,no-any-return]
 
     def imported() -> float:
         from shared import late as read  # type: ignore[import-not-found]
@@ -115,10 +128,20 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
     def by_default(kind: type[Local] = Local) -> float:
         return kind.power
 
+    @cache
+    def cached() -> float:
+        return base[0]
+
+    def set_base() -> None:
+        base[0] = 0.5
+        cached.cache_clear()
+
     vars(of_itself)["own"] = IMPORTED.late = 1.0
     read: list[Callable[[], float]]
     read = [by_default, lambda: Local.Inner.power, lambda: Meta.level, lambda: Made().level]
     read += [lambda: number, of_itself, imported, partial(lambda given: given["one"], factors)]
+    read += [lambda: Local.kept, lambda: queue[0], lambda: thread.level, cached]
+    read.append(lambda: context.get() * 1)
     return (
         Turned.apply,
         read,
@@ -132,6 +155,12 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
             "variable number": set_number,
             "of_itself.own": lambda: vars(of_itself).update(own=0.5),
             "args": lambda: factors.update(one=0.5),
+            "kept.level": lambda: setattr(vars(Local)["kept"], "level", 0.5),
+            "variable queue": lambda: queue.__setitem__(0, 0.5),
+            "variable context": lambda: context.set(0.5),
+            "variable thread": lambda: vars(thread).update(level=0.5),
+            "variable base": set_base,
+            "defaults": lambda: setattr(of_itself, "__defaults__", (0.5,)),
         },
     )
 
