@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -73,8 +74,8 @@ class Training:
         trained = [one for one in self.model.parameters() if one.requires_grad]
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=0.1)
 
-    def graphs(self, units: str = "*", **options: Any) -> GraphedUnits:
-        return graph_units(self.model, units, backend="tape", warmup_steps=WARMUP, **options)
+    def graphs(self, units: str = "*", *, backend: Any = "tape", **options: Any) -> GraphedUnits:
+        return graph_units(self.model, units, backend=backend, warmup_steps=WARMUP, **options)
 
     def run(self, graphs: GraphedUnits | None = None) -> Iterator[torch.Tensor | None]:
         """Losses, gradients (None where a weight has none) and weights."""
@@ -102,6 +103,14 @@ def same(eager: Iterable[torch.Tensor | None], graphed: Iterable[torch.Tensor | 
         one is other if one is None or other is None else torch.equal(one, other)
         for one, other in pairs
     )
+
+
+def refused(error: type[Exception], words: str, *of_training: Any, units: str = "*") -> Any:
+    """The error in whose words training with graphs ends."""
+    training = Training(*of_training)
+    with training.graphs(units) as graphs, pytest.raises(error, match=words) as raised:
+        list(training.run(graphs))
+    return raised.value
 
 
 def assert_as_eager(

@@ -143,10 +143,13 @@ def under_v2(
     return wrap
 
 
-def under_v1(**options: Any) -> Callable[[Any], Any]:
+def under_v1(
+    prepare: Callable[[Network], object] = lambda _network: None, **options: Any
+) -> Callable[[Any], Any]:
     """Megatron-FSDP's ``fully_shard_model`` with these options, and what graphs need."""
 
     def wrap(network: Any) -> Any:
+        prepare(network)
         needed = {
             "fsdp_unit_modules": [type(network.layers[0])],
             "fsdp_double_buffer": True,

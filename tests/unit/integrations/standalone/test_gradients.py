@@ -23,6 +23,7 @@ from tests.unit.integrations.standalone.plain import (
     assert_as_eager,
     backward,
     in_turn,
+    refused,
     train,
     units,
 )
@@ -37,11 +38,9 @@ def used_later(run: Training, x: torch.Tensor) -> torch.Tensor:
 
 def test_an_input_that_is_used_twice_inside_and_later_outside_is_refused() -> None:
     """Autograd adds three gradients in another order. All such units are named at once."""
-    training = Training(units, used_later)
-    with training.graphs() as graphs, pytest.raises(ConfigurationError) as error:
-        list(training.run(graphs))
     said = "x, used 2 times inside and 1 times later outside"
-    named = [(one.rule, one.found) for one in error.value.violations]
+    error = refused(ConfigurationError, said, units, used_later)
+    named = [(one.rule, one.found) for one in error.violations]
     assert named == [("unit-shared-gradients", f"unit {n}: {said}") for n in range(UNITS)]
 
 
@@ -78,10 +77,8 @@ def test_a_use_that_comes_after_the_capture_is_an_error_if_sums_round_otherwise(
         replayed = (STEPS - WARMUP) * 2
         assert_as_eager({"replayed": replayed, "mismatched": 0}, make, microbatch, 2)
         return
-    training = Training(make, microbatch, 2)
     said = re.escape(f"{named}, used several times inside and 1 times later outside now (sharing)")
-    with training.graphs() as graphs, pytest.raises(ReplayMismatchError, match=f"^0.*{said}"):
-        list(training.run(graphs))
+    refused(ReplayMismatchError, f"^0.*{said}", make, microbatch, 2)
 
 
 class Recomputed(Unit):
@@ -109,9 +106,7 @@ class Differentiated(Unit):
     ],
 )
 def test_a_backward_pass_inside_of_another_pass_is_refused(kind: type[Unit], said: str) -> None:
-    training = Training(lambda: nn.ModuleList([kind()]), train)
-    with training.graphs() as graphs, pytest.raises(CaptureError, match=f"^0.* {said}"):
-        list(training.run(graphs))
+    refused(CaptureError, f"^0.* {said}", lambda: nn.ModuleList([kind()]))
 
 
 class _NanUnlessZero(torch.autograd.Function):
@@ -200,12 +195,10 @@ REFUSED = {twice: r"twice .*\(retain_graph=True\)", penalty: "with create_graph=
 @pytest.mark.parametrize("since", [0, 3])
 def test_a_second_backward_pass_names_the_unit_and_what_to_do(microbatch: Any, since: int) -> None:
     """Before the capture if it is seen there."""
-    training = Training(units, lambda *of: (microbatch if of[0].step >= since else train)(*of))
     late = r"^[01]: .*(create|retain)_graph.* Leave the unit out of graph_units\.$"
     early = rf"the backward pass of each of the units 0, 1 runs {REFUSED[microbatch]}"
-    error = ReplayMismatchError if since else ConfigurationError
-    with training.graphs() as graphs, pytest.raises(error, match=late if since else early):
-        list(training.run(graphs))
+    error, words = (ReplayMismatchError, late) if since else (ConfigurationError, early)
+    refused(error, words, units, lambda *of: (microbatch if of[0].step >= since else train)(*of))
 
 
 def test_a_graph_of_autograd_may_be_kept() -> None:

@@ -15,6 +15,7 @@ from tests.unit.integrations.standalone.plain import (
     Training,
     assert_as_eager,
     backward,
+    refused,
     train,
     units,
 )
@@ -57,11 +58,9 @@ REFUSED = {
 @pytest.mark.parametrize("microbatch", REFUSED)
 def test_a_unit_that_is_recomputed_is_refused(microbatch: Any) -> None:
     """One sentence for all units, which names the hooks if they are no checkpoint."""
-    training = Training(units, microbatch)
     words = rf"1 reason:\n.*each of the units {REFUSED[microbatch]}.*\.$"
-    with training.graphs() as graphs, pytest.raises(ConfigurationError, match=words) as error:
-        list(training.run(graphs))
-    assert [found.rule for found in error.value.violations] == ["unit-recomputed"] * UNITS
+    error = refused(ConfigurationError, words, units, microbatch)
+    assert [found.rule for found in error.violations] == ["unit-recomputed"] * UNITS
 
 
 @pytest.mark.parametrize("how", CHECKPOINTS)
