@@ -5,6 +5,7 @@ The next unit is gathered after the launch of a graph.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_cg.fastpath.gather import (
     install_unshard,
 )
 from megatron_cg.tools.cpu import fakes
+from megatron_cg.tools.cpu.cpu_model import build
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE
 from tests.unit.ranks import on_ranks
@@ -150,9 +152,6 @@ def test_collectives_waits_and_frees_are_megatrons_own(
         assert "free_bucket_storage" in kinds or name == "ZeRO-2"
 
 
-UNITS = 3
-
-
 class Stream(fakes.FakeStream):
     def __init__(self, events: list[Any]) -> None:
         super().__init__()
@@ -166,68 +165,41 @@ class Stream(fakes.FakeStream):
 
 
 class Pipeline:
-    """An output layer without a unit, bucket 0, and units of one weight, buckets 1 to 3.
+    """Megatron-FSDP's: bucket 0 is of no unit and gathered, those of the units are 1 to 3."""
 
-    Args:
-        statuses: those of the buckets that are not empty or, the output layer, not ready.
-        together: whether all units are one bucket group.
-    """
-
-    def __init__(self, statuses: Mapping[int, str] = {}, *, together: bool = False) -> None:
+    def __init__(self, model: Any, statuses: Mapping[int, str] = {}) -> None:
         from megatron.core.distributed.fsdp.src.megatron_fsdp import (
             param_and_grad_buffer as upstream,
         )
 
         self.upstream: Any = upstream
-        self.modules = [nn.Linear(1, 1, bias=False) for _ in range(UNITS + 1)]
-        self.weights = [module.weight for module in self.modules]
         self.events: list[Any] = []
-        own: Any = object.__new__(upstream.AllGatherPipeline)
-        self.own = own
-        buffer = SimpleNamespace(bucket_index=SimpleNamespace(size=1))
-        own.buffer = SimpleNamespace(
-            parameter_groups=[
-                SimpleNamespace(
-                    fsdp_unit_id=unit, transpose_weight_buffer=None, model_weight_buffer=buffer
-                )
-                for unit in (None, *range(UNITS))
-            ],
-            param_to_param_group={weight: i for i, weight in enumerate(self.weights)},
-            bucket_to_bucket_group={i: [i] for i in range(UNITS + 1)},
-            num_buckets=UNITS + 1,
-            ddp_config=SimpleNamespace(fsdp_double_buffer=True),
-            double_buf_units=list(range(UNITS)),
+        self.own: Any = copy(model.module.all_gather_pipeline)
+        self.groups = self.own.buffer.parameter_groups
+        assert [group.fsdp_unit_id for group in self.groups] == [None, 0, 1, 2]
+        self.own.bucket_status = dict(self.own.bucket_status)
+        for bucket in range(4):
+            self.set(bucket, statuses.get(bucket, "EMPTY" if bucket else "READY_TO_USE"))
+        self.own.all_gather_params = lambda params, prefetch=False, **_: self.events.append(
+            (params, prefetch)
         )
-        own.bucket_status = {(i, False): self.status("EMPTY") for i in range(UNITS + 1)}
-        own.bucket_status[0, False] = self.status("READY_TO_USE")
-        own.bucket_can_be_released = dict.fromkeys(own.bucket_status, False)
-        for bucket, status in statuses.items():
-            own.bucket_status[bucket, False] = self.status(status)
-        own.bucket_to_bucket_group = {i: 7 if together and i else i for i in range(UNITS + 1)}
-        own.all_gather_params = lambda params, prefetch=False, **_: self.events.append(
-            ([self.place(parameter) for parameter in params], prefetch)
-        )
-        own.ag_stream = Stream(self.events)
-        self.deferred = DeferredPrefetch(self.modules[1:])
+        self.own.ag_stream, self.own.async_bucket_gather = Stream(self.events), self.gather
+        self.units = [nn.ParameterList(group.params) for group in self.groups[1:]]
+        self.deferred = DeferredPrefetch(self.units)
         self.training = True
-        gathers: Any = Gathers(own, self.deferred, lambda: self.training)
-        self.gathers = gathers
-        own.async_bucket_gather = self.gather
+        self.gathers: Any = Gathers(self.own, self.deferred, lambda: self.training)
 
-    def place(self, weight: Any) -> int:
-        return next(place for place, one in enumerate(self.weights) if one is weight)
-
-    def status(self, name: str) -> Any:
-        return self.upstream.BucketStatus[name]
+    def set(self, bucket: int, status: str) -> None:
+        self.own.bucket_status[bucket, False] = self.upstream.BucketStatus[status]
 
     def gather(self, bucket: int, _transposed: bool) -> None:
         self.events.append(bucket)
-        self.own.bucket_status[bucket, False] = self.status("READY_TO_USE")
+        self.set(bucket, "READY_TO_USE")
 
     def free(self, bucket: int) -> None:
-        self.own.bucket_status[bucket, False] = self.status("EMPTY")
+        self.set(bucket, "EMPTY")
 
-    def ask(self, *buckets: int, backward: bool = False, **options: Any) -> list[Any]:
+    def ask(self, bucket: int, *, backward: bool = False, **options: Any) -> list[Any]:
         orders = self.upstream.PrefetchOrder
         usual = {
             "prefetch": True,
@@ -236,8 +208,7 @@ class Pipeline:
             "outer_fsdp_group_param_gather": False,
             "bwd": backward,
         }
-        weights = [self.weights[bucket] for bucket in buckets]
-        self.gathers.all_gather_params(weights, **usual | options)
+        self.gathers.all_gather_params(self.groups[bucket].params, **usual | options)
         return self.happened()
 
     def happened(self) -> list[Any]:
@@ -246,13 +217,12 @@ class Pipeline:
 
 
 @pytest.fixture
-def cpu() -> Iterator[None]:
-    with fakes.cpu_fakes():
-        yield
+def model(one_rank: None) -> Any:
+    return build(CpuModelConfig(layers=3, hidden_size=16))
 
 
-def test_only_what_is_not_there_is_gathered(cpu: None) -> None:
-    pipeline = Pipeline(dict.fromkeys((1, 2, 3), "READY_TO_USE"))
+def test_only_what_is_not_there_is_gathered(model: Any) -> None:
+    pipeline = Pipeline(model, dict.fromkeys((1, 2, 3), "READY_TO_USE"))
     pipeline.training = False
     pipeline.own.bucket_can_be_released = dict.fromkeys(pipeline.own.bucket_status, True)
     assert pipeline.ask(1) == []
@@ -262,7 +232,7 @@ def test_only_what_is_not_there_is_gathered(cpu: None) -> None:
     assert pipeline.ask(1, prefetch=False) == []
     assert pipeline.ask(1) == ["waits for all", 2]
     pipeline.free(1)
-    pipeline.own.bucket_status[2, False] = pipeline.status("COMMUNICATING")
+    pipeline.set(2, "COMMUNICATING")
     assert pipeline.ask(1) == ["waits for all", 1]
 
 
@@ -277,14 +247,16 @@ def test_only_what_is_not_there_is_gathered(cpu: None) -> None:
     ],
 )
 def test_megatron_is_asked_for_what_is_more_than_a_gather_a_group(
-    cpu: None, statuses: Any, together: bool, options: Any
+    model: Any, statuses: Any, together: bool, options: Any
 ) -> None:
-    pipeline = Pipeline(statuses, together=together)
-    assert pipeline.ask(1, **options) == [([1], True)]
+    pipeline = Pipeline(model, statuses)
+    if together:
+        pipeline.own.bucket_to_bucket_group = {0: 0, 1: 7, 2: 7, 3: 7}
+    assert pipeline.ask(1, **options) == [(pipeline.groups[1].params, True)]
 
 
-def test_the_next_unit_is_gathered_once_a_graph_is_launched(cpu: None) -> None:
-    pipeline = Pipeline()
+def test_the_next_unit_is_gathered_once_a_graph_is_launched(model: Any) -> None:
+    pipeline = Pipeline(model)
     assert pipeline.ask(1) == ["waits for all", 1]
     pipeline.deferred.launched()
     # For what the unit before has launched, and not for the graph itself.
@@ -293,15 +265,15 @@ def test_the_next_unit_is_gathered_once_a_graph_is_launched(cpu: None) -> None:
     assert pipeline.ask(1) == []
 
 
-def test_what_no_graph_was_launched_for_goes_before_what_is_asked_for_next(cpu: None) -> None:
-    pipeline = Pipeline()
+def test_what_no_graph_was_launched_for_goes_before_what_is_asked_for_next(model: Any) -> None:
+    pipeline = Pipeline(model)
     pipeline.ask(1)
     pipeline.free(1)
     assert pipeline.ask(3) == ["waits for all", 2, "waits for all", 3]
 
 
-def test_a_held_gather_is_issued_once_or_forgotten_with_its_pass(cpu: None) -> None:
-    pipeline = Pipeline()
+def test_a_held_gather_is_issued_once_or_forgotten_with_its_pass(model: Any) -> None:
+    pipeline = Pipeline(model)
     pipeline.ask(1)
     pipeline.deferred.issue()
     pipeline.deferred.launched()
@@ -314,14 +286,14 @@ def test_a_held_gather_is_issued_once_or_forgotten_with_its_pass(cpu: None) -> N
     assert pipeline.happened() == []
 
 
-def test_without_a_replay_to_come_all_is_gathered_at_once(cpu: None) -> None:
-    pipeline = Pipeline()
+def test_without_a_replay_to_come_all_is_gathered_at_once(model: Any) -> None:
+    pipeline = Pipeline(model)
     pipeline.training = False
     assert pipeline.ask(1) == ["waits for all", 1, 2]
-    pipeline = Pipeline()
+    pipeline = Pipeline(model)
     assert pipeline.ask(3, backward=True) == ["waits for all", 2, 3]
-    pipeline = Pipeline()
-    pipeline.gathers._deferred = DeferredPrefetch(pipeline.modules[2:])
+    pipeline = Pipeline(model)
+    pipeline.gathers._deferred = DeferredPrefetch(pipeline.units[1:])
     assert pipeline.ask(1) == ["waits for all", 1, 2]
 
 

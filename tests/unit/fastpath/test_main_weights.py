@@ -1,86 +1,67 @@
 """Main gradients and main weights: attached, cast and copied from tables."""
 
-from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 
-from megatron_cg.fastpath.optimizer_step import (
-    _GradientsOfKind,
-    install_main_gradients,
-    install_main_weights,
-)
+from megatron_cg.fastpath.optimizer_step import install_main_gradients, install_main_weights
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
-    training: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    data = torch.arange(6.0).bfloat16()
-    borrowed = [torch.empty(2, 2), torch.empty(2)]
-    ended: list[bool] = []
-    scratch: Any = SimpleNamespace(
-        empty=lambda *_: list(borrowed),
-        borrows=lambda: True,
-        still_held=lambda: 2,
-        stop_borrowing=lambda: ended.append(True),
-    )
-    store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=False)
-    held: list[torch.Tensor] = []
-
-    def forward() -> None:
-        for tensor in borrowed:
-            tensor.fill_(torch.nan)
-        held.extend(gradient._local_tensor for gradient in gradients)
-
-    fsdp = SimpleNamespace(param_and_grad_buffer=store, forward=forward, training=training)
-    undo = install_main_gradients(fsdp, scratch)
-    table: Any = store.update_main_grads.__wrapped__
-    parameters = [SimpleNamespace(grad="of the step before") for _ in range(3)]
-    gradients: list[Any] = [SimpleNamespace(_local_tensor=None) for _ in range(3)]
-    kind = (data.device, data.dtype, torch.float32)
-    of_kind = table._kinds[kind] = _GradientsOfKind(kind)
-    pieces = (data[:4].view(2, 2), data[4:], data[:0])
-    for parameter, gradient, piece in zip(parameters, gradients, pieces, strict=True):
-        of_kind.add(parameter, gradient, piece)
-    empty = gradients.pop()
-    table()
-    assert [parameter.grad for parameter in parameters] == [*gradients, None]
-    assert gradients[0]._local_tensor.data_ptr() == borrowed[0].data_ptr()
-    # Gradients that are scaled after their reduction are copied once more, into the same scratch.
-    data.mul_(2)
-    scratch.empty = lambda *_: (
-        [] if any(g._local_tensor is not None for g in gradients) else borrowed
-    )
-    table()
-    data.div_(2)
-    table()
-    fsdp.forward()
-    # An evaluation replays nothing, so nothing is moved for it.
-    expected = [[[0.0, 1.0], [2.0, 3.0]], [4.0, 5.0]] if training else None
-    assert [t.tolist() for t in held] == expected or (
-        not training and all(t.isnan().all() for t in held)
-    )
-    # Whatever else is held in that memory is lost, and said to be.
-    assert ended == [True] * training and empty._local_tensor is None
-    assert ("at least 2 tensors still share" in caplog.text) is training
-    undo()
-    assert fsdp.forward is forward
-
-
 class Scratch:
+    """Memory that a replay overwrites, of which two pieces have another use too."""
+
     def __init__(self) -> None:
         self.pieces = 0
+        self.given: list[ref[torch.Tensor]] = []
+        self.ended = False
 
     def borrows(self) -> bool:
-        return True
+        return not self.ended
+
+    def still_held(self) -> int:
+        return 2
+
+    def stop_borrowing(self) -> None:
+        self.ended = True
+
+    def alive(self) -> list[torch.Tensor]:
+        return [tensor for one in self.given if (tensor := one()) is not None]
 
     def empty(self, _caller: Any, like: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-        self.pieces += len(like)
-        return [torch.full(one.shape, torch.nan, dtype=dtype) for one in like]
+        # Copies of gradients that are scaled after their reduction have the same memory.
+        assert not self.alive()
+        made = [torch.full(one.shape, torch.nan, dtype=dtype) for one in like]
+        self.pieces, self.given = self.pieces + len(like), [ref(tensor) for tensor in made]
+        return made
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
+    training: bool, dense_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    scratch: Any = Scratch()
+    fsdp: Any = dense_model.module.train(training)
+    store = fsdp.param_and_grad_buffer
+    store.update_main_grads()  # Megatron-FSDP makes its DTensors.
+    fsdp.forward = forward = lambda: [tensor.fill_(torch.nan) for tensor in scratch.alive()]
+    undo = install_main_gradients(fsdp, scratch)
+    for group in store.parameter_groups:
+        group.main_grad_buffer.data.fill_(3)
+    for _ in range(2):
+        store.update_main_grads()
+    assert len(scratch.alive()) > 5
+    fsdp.forward()
+    held = [gradient._local_tensor for gradient in store.dist_main_grad.values()]
+    # An evaluation replays nothing, so nothing is moved for it.
+    assert all((tensor.eq(3) if training else tensor.isnan()).all() for tensor in held)
+    # Whatever else is held in that memory is lost, and said to be.
+    assert scratch.ended is ("at least 2 tensors still share" in caplog.text) is training
+    undo()
+    assert fsdp.forward is forward
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
