@@ -4,7 +4,7 @@ import gc
 import importlib.util
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +25,15 @@ LONGEST = (
     "moe/test_repeats.py",
     "backends/tape/test_own_loop.py",
     "fastpath/test_fast_path.py",
+    "runs/test_life.py",
     "compiled/test_loaded.py",
     "moe/test_four_ranks.py",
     "examples/test_transformers_trainer.py",
     "examples/test_standalone_transformer.py",
     "moe/test_training.py",
     "integrations/megatron/test_full_recompute.py",
-    "runs/test_life.py",
     "fastpath/test_gather.py",
     "compiled/test_refused_layers.py",
-    "moe/test_life.py",
     "runs/test_one_rank_failures.py",
 )
 """The files that take longest. They begin first, so that none is left to one worker at the end."""
@@ -146,6 +145,23 @@ def hopper(hopper_machine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     megatron_cg.enable()
     yield
     megatron_cg.disable()
+
+
+@pytest.fixture
+def accepted(hopper_machine: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What Megatron's parser, rules and configuration make of flags: the arguments and a config."""
+
+    def accept(words: Sequence[str], ranks: int = 2) -> tuple[Any, Any]:
+        from megatron.training import arguments
+        from megatron.training.argument_utils import core_transformer_config_from_args
+
+        monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        args = arguments.parse_args()
+        arguments.validate_args(args)
+        return args, core_transformer_config_from_args(args)
+
+    return accept
 
 
 @pytest.fixture(scope="module")

@@ -197,47 +197,24 @@ def test_loaded_code_is_captured_and_replayed_with_the_bits_of_eager(
     assert [result["captured"] for result in results] == [expected] * WORLD
 
 
-def across(results: list[dict[str, Any]], name: str) -> list[Any]:
-    return [result["refusals"][name] for result in results]
+REFUSALS: dict[str, tuple[list[int], str]] = {
+    "damaged": ([2], "mlp.artifact is damaged"),
+    "stale": ([3], "config.ffn_hidden_size was 64 and is 128"),
+    "not decoded": ([1], "the artifact could not be decoded: EOFError: half of it"),
+    # Its neighbour gets another gradient.
+    "other numbers": ([0, 1], "does not compute what eager computes: "),
+    "not restored": ([3], "not restored after a capture, .*: buffer count"),
+}
+"""By what is wrong: the ranks that find it, and what they say."""
 
 
-def test_a_damaged_artifact_is_refused_by_all_and_decoded_by_none(
-    results: list[dict[str, Any]],
-) -> None:
-    texts = across(results, "damaged")
-    assert "mlp.artifact is damaged" in texts.pop(2)
-    assert all("rank 2 refused the artifact" in text for text in texts)
-    assert across(results, "decoded") == [False] * WORLD
-
-
-def test_an_artifact_for_another_configuration_is_refused_with_the_field(
-    results: list[dict[str, Any]],
-) -> None:
-    texts = across(results, "stale")
-    assert "config.ffn_hidden_size was 64 and is 128" in texts.pop(3)
-    assert all("rank 3 refused the artifact" in text for text in texts)
-
-
-def test_ranks_that_do_not_do_the_same_all_refuse(results: list[dict[str, Any]]) -> None:
-    found = across(results, "different")
-    assert all("rank 0 and the other ranks read different artifacts" in text for text in found)
-    assert across(results, "good again") == ["loaded"] * WORLD
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "text"),
-    [
-        ("not decoded", [1], "the artifact could not be decoded: EOFError: half of it"),
-        # Its neighbour gets another gradient.
-        ("other numbers", [0, 1], "does not compute what eager computes: "),
-        ("not restored", [3], "not restored after a capture, .*: buffer count"),
-    ],
-)
-def test_what_a_rank_finds_at_a_later_check_is_a_refusal_of_all(
-    name: str, ranks: list[int], text: str, results: list[dict[str, Any]]
-) -> None:
-    texts = across(results, name)
-    for rank in range(WORLD):
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_a_rank_finds_is_a_refusal_of_all(name: str, results: list[dict[str, Any]]) -> None:
+    ranks, text = REFUSALS[name]
+    for rank, found in enumerate(result["refusals"] for result in results):
         ends = f"state of {ranks_text(ranks)}, whose own log names it"
         refused = ends if name == "not restored" else f"{ranks_text(ranks)} refused the artifact"
-        assert re.search(text if rank in ranks else refused, texts[rank])
+        assert re.search(text if rank in ranks else refused, found[name])
+        assert found["decoded"] is False and found["good again"] == "loaded"
+        different = "rank 0 and the other ranks read different artifacts"
+        assert different in found["different"]

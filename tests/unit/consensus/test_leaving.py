@@ -1,7 +1,5 @@
 """The end of a process that is out of step with the other ranks."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch.distributed as dist
 from megatron_cg.consensus import exchange
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote
 from megatron_cg.consensus.exchange import Agreement
+from tests.unit.interpreted import python
 from tests.unit.ranks import ends, on_ranks
 
 SCRIPT = """
@@ -32,9 +31,7 @@ raise RuntimeError("a hook raised")
 def test_the_error_is_out_and_nothing_at_the_end_waits(broken: str) -> None:
     """Output that is broken keeps nobody either."""
     script = SCRIPT.replace('print("written")', f"import os, sys; print('written'); {broken}")
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
-    )
+    ended = python(script)
     assert ended.returncode == 1
     if not broken:
         assert ended.stdout == "written\n" and "RuntimeError: a hook raised" in ended.stderr
@@ -69,10 +66,7 @@ def test_children_and_temporary_folders_end_with_the_process(
     kind: str, seconds: str, tmp_path: Path
 ) -> None:
     """In the order of ``atexit``; of what takes longer, the rest after a time limit."""
-    ended = subprocess.run(
-        [sys.executable, "-c", LEFT, tmp_path, kind, seconds], check=False, timeout=600
-    )
-    assert ended.returncode == 1
+    assert python(LEFT, tmp_path, kind, seconds).returncode == 1
     child = int((tmp_path / "child").read_text())
     left = {path.name for path in tmp_path.iterdir()} - {"child"}
     assert left == {"written"} if kind == "ends" else left <= {"written"}
@@ -115,14 +109,7 @@ goes_on()
 def test_a_refused_replay_ends_the_process_at_once_unless_it_goes_on(
     ranks: int, caught: int, code: int, told: str, in_backward: int
 ) -> None:
-    arguments = map(str, (ranks, caught, in_backward))
-    ended = subprocess.run(
-        [sys.executable, "-c", REFUSED, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    ended = python(REFUSED, ranks, caught, in_backward)
     assert (ended.returncode, ended.stdout.strip()) == (code, told)
     assert bool(caught) is not ("ReplayMismatchError" in ended.stderr)
 

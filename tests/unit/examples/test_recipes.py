@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -145,42 +146,31 @@ def test_a_job_runs_the_same_script_on_its_nodes(shell: Any, tmp_path: Path) -> 
     assert words[-2:] == ["--seed", "7"] and words[words.index("--global-batch-size") + 1] == "16"
 
 
-@pytest.fixture
-def two_gpus(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-
 MOE = [name for name in preset_names() if "num-experts" in load_preset(name).flags]
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("name", "whole"), [*((name, "0") for name in preset_names()), *((name, "1") for name in MOE)]
 )
 def test_megatron_and_our_rules_accept_it(
     shell: Any,
     tmp_path: Path,
-    two_gpus: None,
-    monkeypatch: pytest.MonkeyPatch,
+    accepted: Callable[..., Any],
     name: str,
     whole: str,
 ) -> None:
-    from megatron.training import arguments as megatron
-    from megatron.training.argument_utils import core_transformer_config_from_args
-
     found = shell(RUN, name, MOCK_DATA="1", TENSOR_PARALLEL="2", EXPERTS_IN_GRAPHS=whole)
     assert found.returncode == 0, found.stderr
     words, _ = recorded(tmp_path)
     at = words.index("megatron_cg")
     assert words[:2] == ["-m", "torch.distributed.run"] and Path(words[at + 1]).is_file()
     assert "\n".join(load_preset(name).arguments()) in "\n".join(words)
-    monkeypatch.setattr(sys, "argv", words[at + 1 :])
     with ExitStack() as undo:
         if whole == "1":
             undo.enter_context(in_place_of_te())
             undo.callback(use_device_counts())
-        args = megatron.parse_args()
-        megatron.validate_args(args)
-        config = core_transformer_config_from_args(args)
+        _, config = accepted(words[at + 2 :])
     captured = tuple(module.name for module in config.cuda_graph_modules)
     own = load_preset(name).scopes
     without_router = tuple(scope for scope in own if not scope.startswith("moe_"))

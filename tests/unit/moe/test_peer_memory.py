@@ -85,7 +85,6 @@ def empty_on_one_rank(*size: int, device: Any, **named: Any) -> torch.Tensor:
 
 def refused() -> Any:
     """What each rank raises if the other one runs elsewhere, and if the GPU of one has no room."""
-    group: Any = dist.group.WORLD
     texts = []
     for host, make in ((f"host-{dist.get_rank()}", empty), ("host", empty_on_one_rank)):
         with (
@@ -95,7 +94,7 @@ def refused() -> Any:
             patch.object(peer_memory, "_RENDEZVOUS", Stands(lambda *_: "waits for the others")),
             pytest.raises(CaptureError) as error,
         ):
-            PeerMemory(group)._made(2**20, 8)
+            made()._made(2**20, 8)
         texts.append(str(error.value))
     return texts
 
@@ -108,8 +107,13 @@ def test_what_one_rank_has_not_is_refused_on_all_of_them() -> None:
         assert "GPUs write: CUDA driver error: out of memory. --cg-moe-rows 1.25" in no_room
 
 
+def made() -> PeerMemory:
+    group: Any = dist.group.WORLD
+    return PeerMemory(group)
+
+
 @pytest.fixture
-def torch_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def torch_on_cpus(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(peer_memory, "_EMPTY", Stands(empty))
 
@@ -122,7 +126,7 @@ def torch_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_memory_that_is_not_mapped_as_it_should_be_is_refused(
-    one_rank: None, torch_on_cpus: None, reason: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+    torch_on_cpus: None, reason: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rendezvous(*_: Any) -> Any:
         raise RuntimeError(f"{reason}\nwhere")
@@ -131,21 +135,19 @@ def test_memory_that_is_not_mapped_as_it_should_be_is_refused(
         return SimpleNamespace(buffer_ptrs=[rows.data_ptr() - 512], rank=0)
 
     monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
-    group: Any = dist.group.WORLD
     with pytest.raises(CaptureError, match=remedy):
-        PeerMemory(group)._made(4, 8)
+        made()._made(4, 8)
     monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(misplaced))
     with pytest.raises(UpstreamChangedError, match="where each rank's tensor begins"):
-        PeerMemory(group)._made(4, 8)
+        made()._made(4, 8)
 
 
 def test_no_slots_are_made_while_a_graph_records(
-    one_rank: None, torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch
+    torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    group: Any = dist.group.WORLD
     with pytest.raises(CaptureError, match="at least one warmup iteration"):
-        PeerMemory(group)._of(4, 8)
+        made()._of(4, 8)
 
 
 @pytest.fixture
@@ -160,10 +162,9 @@ def mapped(torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_stays_for_the_next_capture_and_goes_if_that_needs_other_memory(
-    one_rank: None, mapped: None
+    mapped: None,
 ) -> None:
-    group: Any = dist.group.WORLD
-    memory = PeerMemory(group)
+    memory = made()
     first = memory._of(4, 8)
     memory.hold()()
     assert memory._of(4, 8) is first
@@ -188,11 +189,8 @@ def collected(memory: PeerMemory) -> bool:
     return sys.getrefcount(memory) <= 3
 
 
-def test_memory_outlives_its_model_until_its_graphs_are_closed(
-    one_rank: None, mapped: None
-) -> None:
-    group: Any = dist.group.WORLD
-    memory = PeerMemory(group)
+def test_memory_outlives_its_model_until_its_graphs_are_closed(mapped: None) -> None:
+    memory = made()
     assert collected(memory)
     memory._of(4, 8)
     assert not collected(memory)
@@ -218,12 +216,11 @@ class OnGpu(torch.Tensor):
 
 @pytest.mark.parametrize("shape", [(3,), ()], ids=str)
 def test_rows_are_written_between_two_barriers_and_read_after_them(
-    one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+    mapped: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     from megatron_cg.moe import kernels
 
-    group: Any = dist.group.WORLD
-    memory, done = PeerMemory(group), list[str]()
+    memory, done = made(), list[str]()
 
     def write(rows: torch.Tensor, places: torch.Tensor, _: Any, rank: int, count: int) -> None:
         done.append("write")
@@ -257,13 +254,12 @@ def test_rows_are_written_between_two_barriers_and_read_after_them(
 
 
 def test_nothing_is_freed_on_a_gpu_in_an_error_state(
-    one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch
+    mapped: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    group: Any = dist.group.WORLD
-    memory = PeerMemory(group)
+    memory = made()
     memory._of(4, 8)
     leave = memory.hold()
     memory._of(6, 8)

@@ -6,9 +6,7 @@ from collections import Counter
 import pytest
 
 from tests.unit.random_units import programs
-from tests.unit.random_units.calls import FEATURES
-from tests.unit.random_units.events import AFTER, BETWEEN, EVENTS
-from tests.unit.random_units.programs import Program, draw
+from tests.unit.random_units.programs import Program
 from tests.unit.random_units.training import Outcome, outcome_of
 
 SEEDS = range(50)
@@ -79,16 +77,6 @@ def test_each_thing_alone_is_equal_or_refused_with_a_reason(alone: dict[str, Out
 def test_what_no_graph_can_do_is_refused_in_words(feature: str, alone: dict[str, Outcome]) -> None:
     found = alone[str(Program(1, ((feature,),)))]
     assert found.kind == "refused" and REFUSED[feature] in found.reason
-
-
-def test_everything_is_drawn_often() -> None:
-    drawn = [draw(seed) for seed in range(4000)]
-    features = Counter(name for one in drawn for names in one.units for name in names)
-    assert features.keys() == FEATURES.keys() and min(features.values()) >= 8
-    events = Counter(name for one in drawn for _, name, _ in one.events)
-    later = {name for names in AFTER.values() for name in names}
-    assert events.keys() == EVENTS.keys() | later and min(events.values()) >= 5
-    assert {one.between for one in drawn} == BETWEEN.keys()
 
 
 def test_a_checkpoint_around_a_unit_is_refused(alone: dict[str, Outcome]) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_cg.telemetry.read_record import FORMAT
+from tests.unit.tools.report.made_up import make_record
 
 Record = dict[str, Any]
 
@@ -11,17 +11,10 @@ def make_rank(
     graphs: dict[str, int] | None = None, steps: int = 3, *, rank: int = 0, world_size: int = 1
 ) -> Record:
     """What one rank leaves of a run that ended well; nothing was run."""
-    return {
-        "format": FORMAT,
+    return make_record(steps=0, graphs=False, world_size=world_size) | {
         "rank": rank,
-        "world_size": world_size,
         "setup": {"model": {"hidden_size": 32}, "data": {"data_path": ["9 bytes"]}},
-        "versions": {"torch": "0.0", "megatron-cg": "0.0"},
         "device": "cpu",
-        "command": ["train.py"],
-        "environment": {},
-        "error": None,
-        "finished": True,
         "graphs": graphs,
         "steps": [
             {
@@ -33,8 +26,6 @@ def make_rank(
             for step in range(steps)
         ],
         "parameters": {"main:w": "aa", "model:w": "bb"},
-        "captures": [],
-        "events": [],
     }
 
 

@@ -1,8 +1,6 @@
 """The command lines and environments of the two runs."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 from megatron_cg.tools.align import run
 from megatron_cg.tools.align.processes import LaunchError
 from megatron_cg.tools.align.run import Plan, arguments, by_run, environment
+from tests.unit.interpreted import python
 
 PLAN = Plan(
     script=Path("train.py"),
@@ -89,10 +88,7 @@ def test_the_runs_share_no_compiled_code_of_other_row_counts() -> None:
         "print(inductor.fx_graph_cache, functorch.enable_autograd_cache)"
     )
     env = environment(os.environ, root=Path("/root"), cudnn=None)
-    ran = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.split() == ["False", "False"]
+    assert python(script, **env).stdout.split() == ["False", "False"]
 
 
 def test_too_few_gpus_and_a_missing_script_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Every preset against Megatron's own parser, rules and configuration classes."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,12 +12,7 @@ from megatron_cg.tools.align.run import BASE_FLAGS, Plan, graph_flags
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", preset_names())
-def test_megatron_takes_the_flags(
-    name: str, graphs: bool, hopper_machine: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.training.argument_utils import core_transformer_config_from_args
-    from megatron.training.arguments import parse_args, validate_args
-
+def test_megatron_takes_the_flags(name: str, graphs: bool, accepted: Callable[..., Any]) -> None:
     preset = load_preset(name)
     model = tuple(preset.arguments())
     plan = Plan(Path("pretrain_gpt.py"), preset.nproc, model, 12, preset.scopes)
@@ -24,13 +21,7 @@ def test_megatron_takes_the_flags(
     del flags[ours : ours + 2]  # this package's parser takes it out
     words = [*model, *BASE_FLAGS, "--mock-data", "--train-iters", "12"]
     words += ["--tokenizer-type", "NullTokenizer", *(flags if graphs else [])]
-    monkeypatch.setenv("WORLD_SIZE", str(preset.nproc))
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
-
-    args = parse_args()
-    validate_args(args)
-    config = core_transformer_config_from_args(args)
-
+    args, config = accepted(words, preset.nproc)
     assert config.num_layers == args.num_layers > 0
     assert args.deterministic_mode and args.data_parallel_sharding_strategy == "optim_grads_params"
     captured = [module.name for module in config.cuda_graph_modules]

@@ -1,7 +1,7 @@
 """How a launch line is edited, and that Megatron's own parser and rules accept what comes out."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -93,32 +93,19 @@ def test_a_line_keeps_its_variables_and_its_launcher(launcher: str) -> None:
         assert command.startswith(f"{start} {launched}train.py --")
 
 
-@pytest.fixture
-def te_gemm() -> Iterator[None]:
-    with in_place_of_te():
-        yield
-
-
-@pytest.mark.usefixtures("hopper", "te_gemm")
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("preset", ["qwen3-moe", "deepseek-v3", "mixtral", "llama"])
 def test_megatron_and_our_rules_accept_every_line_of_a_preset(
-    preset: str, name: str, monkeypatch: pytest.MonkeyPatch
+    preset: str, name: str, accepted: Callable[..., Any]
 ) -> None:
-    from megatron.training import arguments as megatron
-    from megatron.training.argument_utils import core_transformer_config_from_args
-
     line = preset_line(load_preset(preset), Path("data/text"), nproc=2, microbatches=2, steps=50)
     if preset == "llama" and name == "eager-gemm":
         with pytest.raises(BenchError, match="no --num-experts"):
             chosen(name, line)
         return
-    flags = edited(line, name, steps=50).words
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    args = megatron.parse_args()
-    megatron.validate_args(args)
-    core_transformer_config_from_args(args)
+    with in_place_of_te():
+        args, _ = accepted(edited(line, name, steps=50).words)
     assert (args.exit_interval, args.global_batch_size, args.log_throughput) == (50, 4, True)
     assert args.use_megatron_fsdp == CONFIGURATIONS[name].fsdp
     assert (args.cuda_graph_impl == "none") == name.startswith("eager")

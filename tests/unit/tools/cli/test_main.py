@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.cli.main import DEFECT, ENDING, INTERRUPTED, NO_READER, USAGE_ERROR, main
+from tests.unit.interpreted import python
 from tests.unit.ranks import ends
 
 
@@ -144,7 +145,7 @@ def test_neither_help_nor_the_package_loads_torch_or_megatron(words: list[str]) 
         "slow = {'torch', 'megatron', 'numpy', 'matplotlib', 'yaml', 'rich'}\n"
         "sys.exit(' '.join(slow & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python(code)
     assert done.stderr == "\n" and bool(done.stdout) is bool(words)
 
 

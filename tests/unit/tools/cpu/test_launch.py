@@ -1,9 +1,6 @@
 """Processes that train together, however they are started."""
 
 import ast
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +14,7 @@ from megatron_cg.tools.align.compare import compare
 from megatron_cg.tools.cpu import launch
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from tests.unit.interpreted import python
 
 
 def write_down_and_train(folder: Path, plan: TrainingPlan) -> None:
@@ -78,11 +76,5 @@ launch.run_processes(body)
 
 
 def test_no_process_begins_before_all_have_joined(tmp_path: Path) -> None:
-    root = str(Path(__file__).parents[4])
-    subprocess.run(
-        [sys.executable, "-c", JOINING, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": root},
-        check=True,
-        timeout=300,
-    )
+    python(JOINING, tmp_path, PYTHONPATH=str(Path(__file__).parents[4])).check_returncode()
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["True", "True"]
