@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
+import torch
+
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
 
@@ -18,6 +20,26 @@ def layers_of(trainer: Any) -> list[Any]:
     from megatron_cg.tools.cpu.cpu_model import transformer_layers
 
     return list(transformer_layers(trainer.model))
+
+
+def evaluate(trainer: Any) -> float:
+    """The loss of a forward pass in evaluation mode."""
+    trainer.model.eval()
+    with torch.no_grad():
+        loss = float(trainer._forward().double().mean())
+    trainer.model.train()
+    return loss
+
+
+def helper_of(trainer: Any, backend: Any, *layers: str, on_failure: Any = "error") -> Any:
+    """Megatron's capture helper of a trainer, for batches of two sequences."""
+    from megatron_cg.arguments.schema import GraphArguments
+    from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
+
+    length = trainer.plan.model.sequence_length
+    given = [trainer.model], trainer.model.config, length, 2, [trainer._optimizer]
+    settings = GraphArguments(cg_layers=layers, cg_on_failure=on_failure)
+    return FsdpHelper(lambda: new_helper(*given), backend, settings)
 
 
 @contextmanager

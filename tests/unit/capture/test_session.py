@@ -12,6 +12,7 @@ import torch
 
 from megatron_cg.backends.driver.capture import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture import session as session_module
 from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, NotRestoredError, PhaseError
@@ -23,6 +24,7 @@ from megatron_cg.replay.verify import bytes_of
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 from tests.unit.counted import expect
+from tests.unit.runs.test_one_rank_failures import call_that_fails, failing
 from tests.unit.trainers import layers_of, trainer_of
 
 pytestmark = pytest.mark.fault
@@ -87,46 +89,22 @@ def unchanged(trainer: Any, error: type[BaseException], words: str | None = None
     assert state(trainer) == before
 
 
-@contextmanager
-def failing(owner: Any, name: str, number: int, error: BaseException) -> Iterator[None]:
-    """Let the ``number``-th call of ``owner.name`` in the block raise."""
-    old = getattr(owner, name)
-    calls = iter(range(1, 1000))
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == number:
-            raise error
-        return old(*args, **kwargs)
-
-    with patch.object(owner, name, wrapped):
-        yield
-
-
-def stages() -> dict[str, tuple[Any, str, int]]:
-    """Where to raise: (owner, name, number of the call). Two warmup iterations of two layers."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    from megatron_cg.backends.driver import capture as driver
-    from megatron_cg.capture import session
-    from megatron_cg.integrations.megatron import units
-
-    return {
-        "earlier work": (TapeBackend, "synchronize", 1),
-        "before the first change": (session, "GuardedCapture", 1),
-        "first hook": (driver, "_check_modules", 1),
-        "warmup forward": (TransformerLayer, "_te_cuda_graph_capture", 2),
-        "warmup backward": (torch.autograd, "backward", 1),
-        "capture forward": (TransformerLayer, "_te_cuda_graph_capture", 6),
-        "capture backward": (torch.autograd, "backward", 6),
-        "publishing": (units, "attach_replay", 2),
-        "fast path": (Session, "_install_fast_path", 1),
-    }
+IN_ALL = (
+    *("before the first hook", "warmup forward", "warmup backward"),
+    *("capture forward", "capture backward", "publishing"),
+)
+HERE: dict[str, tuple[Any, str, int]] = {
+    "earlier work": (TapeBackend, "synchronize", 1),
+    "before the first change": (session_module, "GuardedCapture", 1),
+    "fast path": (Session, "_install_fast_path", 1),
+}
+"""Where to raise beside the places of ``call_that_fails``."""
 
 
 @pytest.mark.parametrize(
     ("stage", "raised", "error", "words"),
     [
-        *((stage, Forced(), Forced, None) for stage in stages() if stage != "earlier work"),
+        *((stage, Forced(), Forced, None) for stage in (*IN_ALL, *HERE) if stage != "earlier work"),
         ("capture forward", KeyboardInterrupt(), KeyboardInterrupt, None),
         ("capture backward", torch.OutOfMemoryError(), torch.OutOfMemoryError, None),
         (
@@ -140,7 +118,10 @@ def test_a_failure_at_any_stage_changes_nothing(
 ) -> None:
     """It is told also if no other rank answers, and the next capture succeeds."""
     votes = Alone() if stage == "fast path" else None
-    with unchanged(trainer, error, words), failing(*stages()[stage], raised):
+    with (
+        unchanged(trainer, error, words),
+        failing(*(HERE.get(stage) or call_that_fails(stage)), raised),
+    ):
         trainer.capture(TapeBackend(), votes)
     if votes is not None:
         votes.close()

@@ -10,9 +10,9 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
-from tests.unit.trainers import layers_of, microbatch_of, new_trainer
+from tests.unit.trainers import helper_of, layers_of, microbatch_of, new_trainer
 
-LENGTH, BATCH, STEPS = 16, 2, 3
+LENGTH, STEPS = 16, 3
 
 
 def make_trainer(**fsdp_options: Any) -> Any:
@@ -20,7 +20,7 @@ def make_trainer(**fsdp_options: Any) -> Any:
 
     parallel_state.destroy_model_parallel()
     model = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"), fsdp_options=fsdp_options)
-    return new_trainer(model, micro_batch_size=BATCH, graphs=True)
+    return new_trainer(model, graphs=True)
 
 
 def as_megatron_sets_it() -> Any:
@@ -83,12 +83,11 @@ def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(Trainer, "_forward", forward)
 
-    with microbatch_of(BATCH):
+    with microbatch_of(2):
         yield
 
 
 def captured(trainer: Any, leave_out: bool) -> tuple[Any, Callable[[], None]]:
-    from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
     from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 
     inputs = ObservedInputs(layers_of(trainer))
@@ -96,8 +95,7 @@ def captured(trainer: Any, leave_out: bool) -> tuple[Any, Callable[[], None]]:
     trainer.first = trainer.step()
     stop()
     undo = without_unused_masks(layers_of(trainer), inputs) if leave_out else lambda: None
-    given = [trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer]
-    helper = FsdpHelper(lambda: new_helper(*given), TapeBackend())
+    helper = helper_of(trainer, TapeBackend())
     helper.capture()
     return helper, undo
 

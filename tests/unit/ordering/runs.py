@@ -1,12 +1,10 @@
 """Runs of the real Megatron-FSDP whose order is checked."""
 
-import json
 import linecache
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from tests.unit.fastpath.test_fast_path import BorrowingTape
 from tests.unit.ordering.check import Race, races
 from tests.unit.ordering.operations import modelled_device
 from tests.unit.ordering.trace import Site, Trace, ordered_at
-from tests.unit.trainers import trainer_of
+from tests.unit.trainers import evaluate, trainer_of
 
 LAYERS = 3
 """More units than double buffers."""
@@ -180,10 +178,7 @@ def traced(run: Run) -> Trace:
             for _ in range(STEPS):
                 trainer.step()
                 if run.evaluates:
-                    trainer.model.eval()
-                    with torch.no_grad():
-                        trainer._forward()
-                    trainer.model.train()
+                    evaluate(trainer)
         _name_memory(trace, trainer)
         return trace
 
@@ -204,11 +199,8 @@ def _name_memory(trace: Trace, trainer: Any) -> None:
                 trace.name(bucket.data, f"the unsharded {kind} of bucket {key}")
 
 
-def check_all(folder: Path, places: frozenset[Site]) -> None:
-    """Check every run for this number of ranks; on one rank also without each wait in turn.
-
-    Writes ``<rank> of <ranks>.json``.
-    """
+def check_all(places: frozenset[Site]) -> dict[str, Any]:
+    """Check every run for this number of ranks; on one rank also without each wait in turn."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     results: dict[str, Any] = {}
     missed: dict[Site, str] = {}
@@ -228,8 +220,7 @@ def check_all(folder: Path, places: frozenset[Site]) -> None:
         for place in left if races(trace.entries, without=left) else ():
             if without := races(trace.entries, without=[place]):
                 missed[place] = without[0].described(trace)
-    report = {"results": results, "missed": [[*place, text] for place, text in missed.items()]}
-    (folder / f"{rank} of {ranks}.json").write_text(json.dumps(report))
+    return {"results": results, "missed": [[*place, text] for place, text in missed.items()]}
 
 
 def _kind(trace: Trace, race: Race) -> str:

@@ -6,7 +6,6 @@ and in order). So a test removes a wait from the trace, not from the program: th
 of a program without it.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import pytest
 
 import megatron_cg
-from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.ordering.runs import KNOWN_RACE, RUNS, check_all
 from tests.unit.ordering.trace import Site, ordering_places
+from tests.unit.ranks import on_ranks
 
 pytest.importorskip("megatron_fsdp")
 
@@ -29,11 +28,9 @@ PLACES = {place: text for file in FILES for place, text in ordering_places(file)
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("order")
-    for ranks in RUNS:
-        run_processes(partial(check_all, folder, frozenset(PLACES)), ranks)
-    return [json.loads(file.read_text()) for file in folder.iterdir()]
+def reports() -> list[dict[str, Any]]:
+    check = partial(check_all, frozenset(PLACES))
+    return [report for ranks in RUNS for report in on_ranks(check, ranks)]
 
 
 def results(reports: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -4,23 +4,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_cg.consensus import exchange as agreement
+from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import EagerPasses
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
-from megatron_cg.tools.cpu.launch import run_processes
-from tests.unit.ranks import on_ranks
-from tests.unit.runs.test_one_rank_failures import no_hang
+from tests.unit.ranks import ended, on_ranks, soon_over
 
 pytest.importorskip("megatron_fsdp")
 UNIT = "layers.1"
@@ -100,7 +97,7 @@ def together() -> tuple[list[Any], list[str]]:
         return real(self, name, here, timeout)
 
     found: list[Any] = []
-    with patch.object(Agreement, "on_any_rank", leave), no_hang():
+    with patch.object(Agreement, "on_any_rank", leave):
         assert torch.equal(eager.step(), run.step())
         for name, _ in STEPS:
             for one in (eager, run):
@@ -141,27 +138,16 @@ def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta 
     assert [given[2] for given in asked] == [waits] * (2 if turn else 1)
 
 
-def alone(root: Path, change: str) -> None:
+def alone(change: str) -> None:
     """Rank 1 changes something by itself; rank 0 waits in its replay, until rank 1 has ended."""
-    from megatron_cg.errors import ReplayMismatchError
-
     run = with_collectives()
     run.with_graphs()
     run.step()
     run.step()
     if dist.get_rank() == 1:
         CHANGES[change](run)
-    soon = timedelta(seconds=3)
-    with (
-        patch.object(agreement, "FALLING_BACK", soon),
-        patch.object(agreement, "TIMEOUT", soon),
-        no_hang(),
-    ):
-        try:
-            run.step()
-        except ReplayMismatchError as error:
-            (root / f"{dist.get_rank()}.txt").write_text(str(error))
-            raise
+    with soon_over():
+        run.step()
 
 
 @pytest.mark.parametrize(
@@ -172,9 +158,7 @@ def alone(root: Path, change: str) -> None:
         ("graphs taken", f"{UNIT} turns to eager passes, since its graphs were deleted"),
     ],
 )
-def test_a_rank_that_leaves_alone_ends(change: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ProcessRaisedException):
-        run_processes(partial(alone, tmp_path, change))
-    assert [path.name for path in tmp_path.iterdir()] == ["1.txt"]
-    text = (tmp_path / "1.txt").read_text()
-    assert text.startswith(words) and "The graph holds collectives" in text
+def test_a_rank_that_leaves_alone_ends(change: str, words: str) -> None:
+    ends = ended(partial(alone, change), ReplayMismatchError)
+    assert [*ends] == [1] and "The graph holds collectives" in ends[1]
+    assert f"ReplayMismatchError: {words}" in ends[1]

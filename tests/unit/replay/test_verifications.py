@@ -16,7 +16,6 @@ from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayP
 from tests.unit.integrations.standalone import plain
 from tests.unit.ranks import on_ranks
 from tests.unit.replay.test_eager_passes import UNIT, WRONG, with_collectives
-from tests.unit.runs.test_one_rank_failures import no_hang
 
 TURN, ROUND, UNITS = 10, 200, 3
 PAUSE = 15
@@ -112,12 +111,11 @@ def on_two_ranks() -> list[dict[str, Any]]:
     from tests.unit.integrations.standalone.sharded import Case, Run, under_fsdp2
 
     case = Case(under_fsdp2())
-    with no_hang():
-        return [
-            life(Run(case), Run(case)),
-            life(Run(case), Run(case), UNIT),
-            life(with_collectives(), with_collectives(), UNIT),
-        ]
+    return [
+        life(Run(case), Run(case)),
+        life(Run(case), Run(case), UNIT),
+        life(with_collectives(), with_collectives(), UNIT),
+    ]
 
 
 def test_ranks_verify_the_same_units_and_refute_the_same_graphs() -> None:

@@ -7,8 +7,8 @@ are captured after the second step.
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ import torch
 import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import close_all_sessions
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.read_record import read_run
 from megatron_cg.telemetry.record import Recorder
 from megatron_cg.telemetry.record_contents import parameter_digests
@@ -30,7 +32,8 @@ from megatron_cg.upstream.patch import undone_after
 from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.unit.counted import expect
 from tests.unit.grouped_linear import grouped_experts, in_place_of_te
-from tests.unit.trainers import new_trainer
+from tests.unit.moe.test_training import OVERLAPPED
+from tests.unit.trainers import evaluate, half_a_batch, new_trainer
 
 pytestmark = pytest.mark.fault
 STEPS, WARMUP, LAYERS, RANKS = 8, 2, 2, 2
@@ -49,10 +52,13 @@ class Training:
     """Counters of sessions that were closed."""
     saved: dict[str, str] = field(default_factory=dict)
     """Digests of the weights as they were saved."""
+    after: ExitStack = field(default_factory=ExitStack)
+    """Undoes after a step what holds for it alone."""
 
     def capture(self) -> None:
         if self.graphs:
-            self.trainer.capture(TapeBackend())
+            policy = ReplayPolicy("eager", verify_interval=2)
+            self.trainer.capture(TapeBackend(), Agreement(), policy=policy)
 
     def close(self) -> None:
         if self.trainer.session is not None:
@@ -62,49 +68,30 @@ class Training:
             self.trainer.session = None
 
 
-Event = Callable[[Training], AbstractContextManager[None]]
-"""Surrounds one step."""
+Event = Callable[[Training], object]
+"""Happens before a step."""
 
 
-@contextmanager
-def uneventful(_training: Training) -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def evaluated(training: Training) -> Iterator[None]:
-    trainer = training.trainer
-    trainer.model.eval()
-    with torch.no_grad():
-        training.extra["evaluation"] = trainer._forward().double().mean()
-    trainer.model.train()
-    yield
+def evaluated(training: Training) -> None:
+    training.extra["evaluation"] = torch.tensor(evaluate(training.trainer), dtype=torch.float64)
 
 
 def microbatches(count: int) -> Event:
-    @contextmanager
-    def event(training: Training) -> Iterator[None]:
+    def event(training: Training) -> None:
         training.trainer.plan = replace(training.trainer.plan, microbatches=count)
-        yield
 
     return event
 
 
-def learning_rate(rate: float) -> Event:
-    @contextmanager
-    def event(training: Training) -> Iterator[None]:
-        for group in training.trainer._optimizer.param_groups:
-            group["lr"] = rate
-        yield
-
-    return event
+def learning_rate(training: Training) -> None:
+    for group in training.trainer._optimizer.param_groups:
+        group["lr"] = 5e-3
 
 
 def gradients_times(scale: float) -> Event:
     """The loss stays what it is, its gradient is scaled; nothing is updated if that overflows."""
 
-    @contextmanager
-    def event(training: Training) -> Iterator[None]:
+    def event(training: Training) -> None:
         trainer, forward = training.trainer, training.trainer._forward
 
         def scaled() -> torch.Tensor:
@@ -112,29 +99,28 @@ def gradients_times(scale: float) -> Event:
             losses.register_hook(lambda gradient: gradient * scale)
             return losses
 
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(trainer, "_forward", scaled))
-            if not math.isfinite(scale):
-                stack.enter_context(patch.object(trainer._optimizer, "step", lambda **_: None))
-            yield
+        training.after.enter_context(patch.object(trainer, "_forward", scaled))
+        if not math.isfinite(scale):
+            optimizer = trainer._optimizer
+            training.after.enter_context(patch.object(optimizer, "step", lambda **_: None))
 
     return event
 
 
-@contextmanager
-def deleted(training: Training) -> Iterator[None]:
-    training.close()
-    yield
+def fails_to_capture(training: Training) -> None:
+    """After the first stage of a shared expert."""
+    permute = "megatron.core.transformer.moe.token_dispatcher.permute"
+    failing = patch(permute, side_effect=RuntimeError("no permutation"))
+    if training.graphs:
+        with failing, pytest.raises(RuntimeError, match="no permutation"):
+            training.capture()
 
 
-@contextmanager
-def captured(training: Training) -> Iterator[None]:
-    training.capture()
-    yield
+def short(training: Training) -> None:
+    training.after.enter_context(half_a_batch(training.trainer))
 
 
-@contextmanager
-def saved(training: Training) -> Iterator[None]:
+def saved(training: Training) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     if training.trainer.plan.model.under_v2:
@@ -142,11 +128,9 @@ def saved(training: Training) -> Iterator[None]:
     else:
         save(state_of(training.trainer), checkpoint_id=training.directory / "saved")
     training.saved = parameter_digests(training.trainer.model)
-    yield
 
 
-@contextmanager
-def loaded(training: Training) -> Iterator[None]:
+def loaded(training: Training) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if training.trainer.plan.model.under_v2:
@@ -158,11 +142,9 @@ def loaded(training: Training) -> Iterator[None]:
         training.trainer._optimizer.load_state_dict(state["optimizer"])
     if parameter_digests(training.trainer.model) != training.saved:
         raise ValueError("what was loaded is not what was saved")
-    yield
 
 
-@contextmanager
-def resumed(training: Training) -> Iterator[None]:
+def resumed(training: Training) -> None:
     """Go on in a model that was never trained like this one, as after a restart."""
     from megatron.core import parallel_state
 
@@ -171,9 +153,8 @@ def resumed(training: Training) -> Iterator[None]:
     plan = training.trainer.plan
     training.trainer = type(training.trainer)(replace(plan, model=replace(plan.model, seed=5)))
     training.trainer.step()
-    with loaded(training):
-        training.capture()
-        yield
+    loaded(training)
+    training.capture()
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
@@ -198,33 +179,34 @@ def save_v2(trainer: Any, directory: Path, *, load: bool = False) -> None:
     act(unwrap_model(trainer.model), trainer._optimizer, directory)
 
 
-def together(*events: Event) -> Event:
-    @contextmanager
-    def event(training: Training) -> Iterator[None]:
-        with ExitStack() as stack:
-            for event in events:
-                stack.enter_context(event(training))
-            yield
-
-    return event
-
-
 NAN = gradients_times(math.inf)
-ALL = {
-    2: together(learning_rate(5e-3), evaluated),
-    3: NAN,
-    4: together(evaluated, microbatches(2)),
-    5: together(saved, NAN),
-    6: together(deleted, captured, evaluated, gradients_times(2.0)),
-    7: together(loaded, microbatches(1), evaluated),
+ALL: dict[int, tuple[Event, ...]] = {
+    2: (learning_rate, evaluated),
+    3: (NAN,),
+    4: (evaluated, microbatches(2)),
+    5: (saved, NAN),
+    6: (Training.close, Training.capture, evaluated, gradients_times(2.0)),
+    7: (loaded, microbatches(1), evaluated),
+}
+SHORT: dict[int, tuple[Event, ...]] = {
+    2: (fails_to_capture,),
+    5: (short,),
+    6: (evaluated, Training.close),
+    7: (Training.capture,),
 }
 V2 = "all at once under v2, dropless experts"
-LIVES: dict[str, dict[int, Event]] = {
-    "resumed": {4: saved, 6: resumed},
+EXPERTS: dict[str, dict[str, Any]] = {
+    "dropless experts": {},
+    "and a shared expert, overlapped": OVERLAPPED,
+}
+"""Of both ranks, and Megatron's options."""
+LIVES: dict[str, dict[int, tuple[Event, ...]]] = {
+    "resumed": {4: (saved,), 6: (resumed,)},
     "all at once": ALL,
     **({V2: ALL} if HAS_V2 else {}),
+    **dict.fromkeys(EXPERTS, SHORT),
 }
-REPLAYED = {"resumed": 6, "all at once": 9, V2: 9}
+REPLAYED = {"resumed": 6, "all at once": 9, V2: 9, **dict.fromkeys(EXPERTS, 4)}
 """Replays of each layer in each process."""
 
 
@@ -246,8 +228,13 @@ def live(name: str, directory: Path, *, graphs: bool) -> None:
         options = {"megatron_fsdp_version": 2}
         model = replace(model, experts=4, graph_modules=(), fsdp_options=options)
         model = replace(model, grouped=grouped_experts)
+    if name in EXPERTS:
+        model = replace(model, experts=4, grouped=grouped_experts, expert_parallel=2)
+        scopes = ("attn", "moe") if graphs else ("attn",)
+        model = replace(model, dropout=0.0, options=EXPERTS[name], graph_modules=scopes)
     recorder = Recorder(directory)
-    with in_place_of_te(), undone_after(use_device_counts() if name == V2 else lambda: None):
+    on_device = name == V2 or (name in EXPERTS and graphs)
+    with in_place_of_te(), undone_after(use_device_counts() if on_device else lambda: None):
         train_life(name, Training(new_trainer(model), graphs, directory), recorder)
     parallel_state.destroy_model_parallel()
 
@@ -256,7 +243,9 @@ def train_life(name: str, training: Training, recorder: Recorder) -> None:
     for number in range(1, STEPS + 1):
         if number == WARMUP + 1:
             training.capture()
-        with LIVES[name].get(number, uneventful)(training):
+        for event in LIVES[name].get(number, ()):
+            event(training)
+        with training.after:
             start = time.perf_counter()
             loss, norm = training.trainer.step()
         losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)} | training.extra
@@ -285,6 +274,10 @@ def test_a_life_with_graphs_is_the_eager_one(name: str, runs: dict[str, tuple[Ru
     assert result.status == "identical", result.reason
     assert len({value.step for value in result.values}) == STEPS and result.shards > 0
     assert result.graphs["replayed"] == RANKS * LAYERS * REPLAYED[name]
+    assert result.graphs["verified"] > 0 == result.graphs["outputs_only"]
+    if name in EXPERTS:  # Both ranks leave their graphs together.
+        assert result.graphs["mismatched"] == RANKS * LAYERS
+        assert result.graphs["eager"] == 2 * RANKS * LAYERS
     skipped = [step["skipped"] for step in runs["all at once"][0][0]["steps"]]
     assert [number for number, it_was in enumerate(skipped, 1) if it_was] == [3, 5]
 

@@ -1,38 +1,34 @@
 """A capture that fails on one rank only: all go on together, or the run ends with the reason."""
 
-import faulthandler
 import logging
-import traceback
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException
 
+from megatron_cg import events, restore
 from megatron_cg.backends.driver import capture as driver
 from megatron_cg.backends.tape.tape_backend import is_recording
 from megatron_cg.capture.session import open_sessions
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.fastpath import bucketing, optimizer_step
 from megatron_cg.fsdp import megatron_fsdp
 from megatron_cg.telemetry.record_contents import parameter_digests
-from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.cpu_model import transformer_layers
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit import trainers
 from tests.unit.one_mask import OneMask
-from tests.unit.ranks import on_ranks
+from tests.unit.ranks import ended, on_ranks
 from tests.unit.trainers import microbatch_of
 
-LAYERS, WARMUPS, LENGTH, BATCH = 2, 2, 16, 2
-HANGS_AFTER = 900.0
-"""Seconds after which a process that waits for another is ended, with where it waits."""
+LAYERS, WARMUPS = 2, 2
 
 ERRORS: dict[str, type[Exception]] = {
     "exception": RuntimeError,
@@ -94,7 +90,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
 
 
 @contextmanager
-def failing(owner: Any, name: str, number: int, error: Exception) -> Iterator[dict[str, Any]]:
+def failing(owner: Any, name: str, number: int, error: BaseException) -> Iterator[dict[str, Any]]:
     """Let the ``number``-th call raise; yields what is known of that call."""
     real = getattr(owner, name)
     calls = iter(range(1, 10_000))
@@ -115,7 +111,7 @@ def megatron_with_tapes() -> Iterator[None]:
     from megatron.core.transformer import cuda_graphs
 
     with (
-        microbatch_of(BATCH),
+        microbatch_of(2),
         patch.object(cuda_graphs, "HAVE_TE_GRAPHS", True),
         patch.object(cuda_graphs, "make_graphed_callables", None, create=True),
     ):
@@ -124,20 +120,10 @@ def megatron_with_tapes() -> Iterator[None]:
 
 def new_trainer() -> Any:
     # With dropout, a generator that is not put back shows in the next loss.
-    model = CpuModelConfig(layers=LAYERS, sequence_length=LENGTH, dropout=0.1)
-    trainer = trainers.new_trainer(model, micro_batch_size=BATCH)
+    trainer = trainers.new_trainer(CpuModelConfig(layers=LAYERS, dropout=0.1))
     # Megatron warms up until there are ten forward passes, counting the steps before capture.
     trainer.model.config.cuda_graph_warmup_steps = 10 - WARMUPS
     return trainer
-
-
-def new_helper(trainer: Any, on_failure: Any = "eager") -> Any:
-    from megatron_cg.arguments.schema import GraphArguments
-    from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
-
-    given = [trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer]
-    settings = GraphArguments(cg_on_failure=on_failure)
-    return FsdpHelper(partial(new_helper, *given), OneMask(), settings)
 
 
 def step(trainer: Any) -> list[Any]:
@@ -154,15 +140,6 @@ class Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-@contextmanager
-def no_hang() -> Iterator[None]:
-    faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
 def train_through_failures() -> list[dict[str, Any]]:
     """In one process: each step after another failed capture; then one that succeeds."""
     from megatron.core import parallel_state
@@ -176,23 +153,22 @@ def train_through_failures() -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = [{"eager": eager[0], "after": step(trainer)}]
     with megatron_with_tapes():
         for case, expected in zip(CASES, eager[1:], strict=False):
-            helper = new_helper(trainer)
+            helper = trainers.helper_of(trainer, OneMask(), on_failure="eager")
             error = ERRORS[case.error](f"forced: {case}")
             messages.texts.clear()
             mine = case.rank == dist.get_rank()
             fault: AbstractContextManager[dict[str, Any]] = nullcontext({})
             if mine:
                 fault = failing(*call_that_fails(case.stage), error)
-            with no_hang(), fault as seen:
+            with fault as seen:
                 helper.capture()
             results.append({"eager": expected, "after": step(trainer), **seen})
             results[-1]["said"] = messages.texts[:]
             pipeline = trainer.model.module.all_gather_pipeline
             results[-1]["kept"] = "release_bucket" in vars(pipeline)
             results[-1]["graphs"] = helper.helper.graphs_created() or helper.session is not None
-        helper = new_helper(trainer)
-        with no_hang():
-            helper.capture()
+        helper = trainers.helper_of(trainer, OneMask(), on_failure="eager")
+        helper.capture()
         results.append({"eager": eager[-1], "after": step(trainer)})
         results[-1]["graphs"] = helper.session.counters.as_dict()
         helper.delete()
@@ -230,113 +206,89 @@ def test_a_capture_after_all_these_failures_replays(results: list[list[dict[str,
         assert (rank[-1]["graphs"]["captured"], rank[-1]["graphs"]["replayed"]) == (LAYERS, LAYERS)
 
 
-def fail_after_the_last_vote() -> str:
-    """Rank 1 fails when all ranks have agreed on their graphs."""
-    from megatron_cg import events
+def capture(on_failure: str, *faults: Callable[[Any], AbstractContextManager[Any]]) -> str:
+    """In one process: capture with faults on rank 1."""
+    trainer = new_trainer()
+    attention: Any = transformer_layers(trainer.model)[0].self_attention
+    attention.register_buffer("table", torch.zeros(2))
+    trainer.step()
+    with megatron_with_tapes(), ExitStack() as stack:
+        helper = trainers.helper_of(trainer, OneMask(), on_failure=on_failure)
+        for fault in faults if dist.get_rank() == 1 else ():
+            stack.enter_context(fault(trainer))
+        helper.capture()
+    return "went on"
+
+
+def captured(on_failure: str, fault: Any) -> str:
+    """How such a capture ends, and how many sessions are left."""
+    try:
+        said = capture(on_failure, fault)
+    except (CaptureError, NotRestoredError) as error:
+        said = str(error)
+    return f"{open_sessions()} {said}"
+
+
+def at(stage: str, text: str, _trainer: Any) -> AbstractContextManager[Any]:
+    return failing(*call_that_fails(stage), RuntimeError(text))
+
+
+@contextmanager
+def after_the_last_vote(_trainer: Any) -> Iterator[None]:
+    """When all ranks have agreed on their graphs."""
 
     def fail(event: events.Event) -> None:
         if isinstance(event, events.CaptureEnded) and event.error is None:
             raise RuntimeError("forced")
 
-    trainer = new_trainer()
-    trainer.step()
-    with megatron_with_tapes(), no_hang():
-        helper = new_helper(trainer)
-        if dist.get_rank() == 1:
-            events.subscribers.append(fail)
-        try:
-            helper.capture()
-        except CaptureError as error:
-            return f"{open_sessions()} {error}"
-    return str(open_sessions())
+    events.subscribers.append(fail)
+    yield
 
 
-def test_a_rank_that_fails_after_the_last_vote_ends() -> None:
-    first, second = on_ranks(fail_after_the_last_vote)
-    assert first == "1"
-    assert second.startswith("0 this rank's capture failed")
-    assert "all ranks had agreed on their graphs before" in second
+def in_writing_back(_trainer: Any) -> AbstractContextManager[Any]:
+    return failing(restore, "write_back", 1, RuntimeError("read-only"))
 
 
-def capture_with_broken_unshard(root: Path, first: str | None) -> None:
-    """In one process: on rank 1 a hook raises, in capture or after something else did."""
-    trainer = new_trainer()
-    trainer.step()
+def in_a_hook(trainer: Any) -> AbstractContextManager[Any]:
     gather = "all_gather_and_wait_parameters_ready"
-    file = root / f"{dist.get_rank()}"
-    with megatron_with_tapes(), no_hang(), ExitStack() as faults:
-        helper = new_helper(trainer)
-        if dist.get_rank() == 1:
-            hook = (type(trainer.model.module), gather, 3)
-            faults.enter_context(failing(*hook, RuntimeError("no unshard")))
-            if first is not None:
-                error = RuntimeError(first)
-                faults.enter_context(failing(*call_that_fails("before the first hook"), error))
-        try:
-            helper.capture()
-        except Exception:
-            file.write_text(traceback.format_exc())
-            raise
-    file.write_text("went on")
+    return failing(type(trainer.model.module), gather, 3, RuntimeError("no unshard"))
+
+
+ELSEWHERE = "rank 1, whose own log "
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "fault", "said", "of_rank_1"),
+    [
+        (
+            *("eager", after_the_last_vote, "^1 went on$"),
+            "^0 this rank's capture failed.* all ranks had agreed on their graphs before",
+        ),
+        (
+            *("eager", in_writing_back, f"state of {ELSEWHERE}names it"),
+            "buffer table of a SelfAttention: RuntimeError: read-only.",
+        ),
+        (
+            *("error", partial(at, "installing the fast path", "no fast path")),
+            f"^. capture failed on {ELSEWHERE}has the reason",
+            "^. capture failed with RuntimeError: no fast path",
+        ),
+    ],
+)
+def test_ranks_end_with_the_cause(on_failure: str, fault: Any, said: str, of_rank_1: str) -> None:
+    """After the last vote the failed one alone; else all, also with leave to go on eagerly."""
+    first, second = on_ranks(partial(captured, on_failure, fault))
+    assert re.search(said, first) and re.search(of_rank_1, second)
 
 
 @pytest.mark.parametrize("first", [None, "no capture"])
-def test_a_rank_whose_hook_raises_ends_with_the_reason(first: str | None, tmp_path: Path) -> None:
-    with pytest.raises(ProcessRaisedException):
-        run_processes(partial(capture_with_broken_unshard, tmp_path, first))
+def test_a_rank_whose_hook_raises_ends_with_the_reason(first: str | None) -> None:
+    """In a capture, or after something else did."""
+    before = () if first is None else (partial(at, "before the first hook", first),)
     # Not the error raised here: it is from the rank that ended first.
-    text = (tmp_path / "1").read_text()
-    assert "OutOfStepError: one of the forward_pre_hooks of callable" in text
-    assert "raised RuntimeError: no unshard." in text
-    assert first is None or f"RuntimeError: {first}" in text
+    ends = ended(partial(capture, "eager", in_a_hook, *before))
+    assert "OutOfStepError: one of the forward_pre_hooks of callable" in ends[1]
+    assert "raised RuntimeError: no unshard." in ends[1]
+    assert first is None or f"RuntimeError: {first}" in ends[1]
     # The other rank waited for this one until it was gone, or was ended with it.
-    other = tmp_path / "0"
-    assert not other.exists() or "went on" not in other.read_text()
-
-
-def capture_without_restoring() -> str:
-    """In one process, with leave to go on: rank 1 cannot write a buffer back."""
-    from megatron_cg import restore
-    from megatron_cg.errors import NotRestoredError
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-
-    trainer = new_trainer()
-    transformer_layers(trainer.model)[0].self_attention.register_buffer("table", torch.zeros(2))
-    trainer.step()
-    with megatron_with_tapes(), no_hang(), ExitStack() as faults:
-        helper = new_helper(trainer)
-        if dist.get_rank() == 1:
-            faults.enter_context(failing(restore, "write_back", 1, RuntimeError("read-only")))
-        try:
-            helper.capture()
-        except NotRestoredError as error:
-            return str(error)
-    return ""
-
-
-def test_all_ranks_end_if_one_of_them_cannot_restore_a_buffer() -> None:
-    first, second = on_ranks(capture_without_restoring)
-    assert "state of rank 1, whose own log names it" in first
-    assert "buffer table of a SelfAttention: RuntimeError: read-only." in second
-
-
-def capture_or_end() -> str:
-    """In one process, without leave to go on: on rank 1 the fast path cannot be installed."""
-    trainer = new_trainer()
-    trainer.step()
-    with megatron_with_tapes(), no_hang(), ExitStack() as faults:
-        helper = new_helper(trainer, "error")
-        if dist.get_rank() == 1:
-            stage = call_that_fails("installing the fast path")
-            faults.enter_context(failing(*stage, RuntimeError("no fast path")))
-        try:
-            helper.capture()
-        except CaptureError as error:
-            return str(error)
-    return ""
-
-
-def test_without_leave_to_go_on_all_ranks_end_with_the_cause() -> None:
-    first, second = on_ranks(capture_or_end)
-    assert first.startswith("capture failed on rank 1, whose own log has the reason")
-    assert second.startswith("capture failed with RuntimeError: no fast path")
+    assert "went on" not in ends.get(0, "")

@@ -3,7 +3,6 @@
 Every model here is built with ``--recompute-granularity full``. The eager runs are Megatron's own.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -24,13 +22,13 @@ from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.read_record import read_run
 from megatron_cg.tools.align.compare import compare
 from megatron_cg.tools.cpu.cpu_model import transformer_layers
-from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.train import Trainer, train
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.loops import RECOMPUTE
 from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 from tests.unit.moe.test_repeats import SIGMOID
-from tests.unit.trainers import half_a_batch
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import evaluate, half_a_batch
 
 STEPS, WARMUP, LAYERS, FIRST = 3, 1, 3, 2
 """``block`` recomputes the first two layers."""
@@ -73,12 +71,15 @@ def eager(plan: TrainingPlan) -> TrainingPlan:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("recompute")
-    run_processes(partial(train_all, root))
-    return root
+    return tmp_path_factory.mktemp("recompute")
 
 
-def train_all(root: Path) -> None:
+@pytest.fixture(scope="module")
+def lives(records: Path) -> list[dict[str, Any]]:
+    return on_ranks(partial(train_all, records))
+
+
+def train_all(root: Path) -> dict[str, Any]:
     for name, plan in PLANS.items():
         train(eager(plan), root / name / "eager")
         with ExitStack() as undo:
@@ -86,10 +87,10 @@ def train_all(root: Path) -> None:
                 undo.enter_context(in_place_of_te())
                 undo.callback(use_device_counts())
             train(replace(plan, graphs=True), root / name / "graphs")
-    lives = {way: live(way) for way in ("eager", "graphs")}
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(lives))
+    return {way: live(way) for way in ("eager", "graphs")}
 
 
+@pytest.mark.usefixtures("lives")
 @pytest.mark.parametrize("name", PLANS)
 def test_graphs_train_bit_for_bit_as_eager(records: Path, name: str) -> None:
     result = compare(read_run(records / name / "eager"), read_run(records / name / "graphs"))
@@ -122,7 +123,6 @@ def counted(done: list[str]) -> Iterator[None]:
 
 
 def live(way: str) -> list[dict[str, Any]]:
-
     graphs = way == "graphs"
     found = []
     with ExitStack() as undo:
@@ -156,11 +156,8 @@ def live(way: str) -> list[dict[str, Any]]:
 
 
 def evaluated(trainer: Any) -> str:
-    trainer.model.eval()
-    with torch.no_grad():
-        loss = float(trainer._forward().double().sum())
+    loss = evaluate(trainer)
     trainer.model.synchronize_param_gather()
-    trainer.model.train()
     return loss.hex()
 
 
@@ -168,11 +165,6 @@ def activations(layer: Any) -> int:
     """How many storages that the forward tape made the backward tape reads."""
     recorded = layer.cuda_graphs[0].graph._recorded
     return len(recorded.forward.made & recorded.backward.used)
-
-
-@pytest.fixture(scope="module")
-def lives(records: Path) -> list[dict[str, Any]]:
-    return [json.loads((records / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_a_life_has_megatrons_numbers(lives: list[dict[str, Any]]) -> None:

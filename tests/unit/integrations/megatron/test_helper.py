@@ -1,7 +1,6 @@
 """Megatron's own capture helper, made to work under Megatron-FSDP, with the tape as the backend."""
 
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ from megatron.core.transformer import cuda_graphs, transformer_layer
 from packaging.version import Version
 from torch.distributed import distributed_c10d
 
-from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.capture.session import close_all_sessions, open_sessions
 from megatron_cg.errors import (
     CaptureError,
@@ -22,7 +20,6 @@ from megatron_cg.errors import (
 )
 from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2
 from megatron_cg.integrations.megatron import helper as module
-from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
 from megatron_cg.moe.dispatcher import DeviceDispatcher
 from megatron_cg.moe.slots import PeerMemory
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
@@ -30,31 +27,24 @@ from megatron_cg.upstream.patch import applied
 from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask, OneMaskOnCuda
-from tests.unit.trainers import layers_of, microbatch_of, new_trainer
-
-LENGTH, BATCH = 16, 2
+from tests.unit.trainers import helper_of, layers_of, microbatch_of, new_trainer
 
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
-    model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"), sequence_length=LENGTH)
-    with microbatch_of(BATCH):
-        made = new_trainer(model, micro_batch_size=BATCH)
+    with microbatch_of(2):
+        made = new_trainer(CpuModelConfig(layers=3, graph_modules=("attn", "mlp")))
         made.step()
         yield made
         close_all_sessions()
 
 
-def helper_for(trainer: Any, *layers: str, on_failure: Any = "error") -> FsdpHelper:
-    made = partial(
-        new_helper, [trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer]
-    )
-    given = GraphArguments(cg_layers=layers, cg_on_failure=on_failure)
-    return FsdpHelper(made, OneMask(), given)
+def helper_for(trainer: Any, *layers: str, on_failure: str = "error") -> Any:
+    return helper_of(trainer, OneMask(), *layers, on_failure=on_failure)
 
 
 def test_capture_replay_and_deletion(trainer: Any) -> None:
-    helper: Any = helper_for(trainer)
+    helper = helper_for(trainer)
     for _ in range(2):
         helper.capture()
         assert helper.helper.capture_finished() and helper.helper.graphs_created()
@@ -94,7 +84,7 @@ def peers(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_peer_memory_is_held_as_long_as_the_graphs(trainer: Any, peers: Any) -> None:
-    helper: Any = helper_for(trainer)
+    helper = helper_for(trainer)
     helper.capture()
     trainer.step()
     assert peers._held == [{(4, 4)}]
@@ -111,10 +101,7 @@ def test_the_native_backend_asks_nothing_of_te(
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", te is not None)
     asked = [one.is_te_min_version for one in (cuda_graphs, transformer_layer)]
     with cuda_double(fakes=False) as cuda:
-        made = partial(
-            new_helper, [trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer]
-        )
-        helper: Any = FsdpHelper(made, OneMaskOnCuda())
+        helper = helper_of(trainer, OneMaskOnCuda())
         helper.capture()
         trainer.step()
         expect(helper.session.counters, captured=3, replayed=3, backwards=3, eager=0)
@@ -152,7 +139,7 @@ def test_a_megatron_that_captures_by_another_way_is_an_error(
 
 
 def test_a_model_without_a_layer_to_capture_trains_eagerly(trainer: Any) -> None:
-    helper: Any = helper_for(trainer, "attn:9", "mlp:9")
+    helper = helper_for(trainer, "attn:9", "mlp:9")
     helper.capture()
     assert helper.helper.capture_finished() and not helper.helper.graphs_created()
     trainer.step()
@@ -161,7 +148,7 @@ def test_a_model_without_a_layer_to_capture_trains_eagerly(trainer: Any) -> None
 def test_layers_are_captured_as_selected(trainer: Any) -> None:
     """The layer without its attention gets no rotary table."""
     config = trainer.model.config
-    helper: Any = helper_for(trainer, "attn:0", "mlp:0-1")
+    helper = helper_for(trainer, "attn:0", "mlp:0-1")
     helper.capture()
     scopes = [[m.name for m in layer.config.cuda_graph_modules] for layer in layers_of(trainer)]
     assert scopes[:2] == [["attn", "mlp"], ["mlp"]]
@@ -186,7 +173,7 @@ def test_after_a_failed_capture_training_goes_on_eagerly_where_asked_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(OneMask, "capture", broken)
-    helper: Any = helper_for(trainer, "attn:0-1", on_failure=on_failure)
+    helper = helper_for(trainer, "attn:0-1", on_failure=on_failure)
     if on_failure == "error":
         with pytest.raises(CaptureError, match=r"OutOfMemoryError: forced.*--cg-on-failure eager"):
             helper.capture()
@@ -208,7 +195,7 @@ def test_no_graph_replays_if_what_follows_the_capture_fails(
     trainer: Any, peers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(peers), "hold", broken)
-    helper: Any = helper_for(trainer, on_failure="eager")
+    helper = helper_for(trainer, on_failure="eager")
     helper.capture()
     assert helper.controller.gave_up and open_sessions() == 0
     assert all("forward" not in vars(layer) for layer in layers_of(trainer))
@@ -232,6 +219,6 @@ def test_a_gpu_that_failed_earlier_ends_the_run_also_where_going_on_was_asked_fo
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OneMask, "synchronize", broken)
-    helper: Any = helper_for(trainer, on_failure="eager")
+    helper = helper_for(trainer, on_failure="eager")
     with pytest.raises(EarlierWorkError, match="work queued before capture failed"):
         helper.capture()

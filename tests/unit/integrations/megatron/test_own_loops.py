@@ -30,16 +30,16 @@ from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask
 from tests.unit.trainers import microbatch_of, new_trainer
 
-LENGTH, BATCH, LAYERS = 16, 2, 2
+LENGTH, LAYERS = 16, 2
 
 
 @pytest.fixture
 def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr("megatron_cg.integrations.call_arguments.backend_of", lambda _: OneMask())
-    model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), sequence_length=LENGTH)
+    model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"))
     megatron_cg.enable(backend="tape")
-    with microbatch_of(BATCH):
-        yield new_trainer(model, micro_batch_size=BATCH)
+    with microbatch_of(2):
+        yield new_trainer(model)
         megatron_cg.disable()
 
 
@@ -48,7 +48,7 @@ def helper_for(trainer: Any) -> Any:
         model=[trainer.model],
         config=trainer.model.config,
         seq_length=LENGTH,
-        micro_batch_size=BATCH,
+        micro_batch_size=2,
         optimizers=[trainer._optimizer],
     )
 
@@ -167,8 +167,7 @@ def test_the_loss_scale_can_be_set_after_a_capture_before_the_first_step(
     for scaler in scalers:
         monkeypatch.setattr(scaler, "main_loss_backward_scale", None)
     scopes = ("attn", "moe_router")
-    model = CpuModelConfig(layers=LAYERS, experts=4, graph_modules=scopes, sequence_length=LENGTH)
-    trainer = new_trainer(model, micro_batch_size=BATCH)
+    trainer = new_trainer(CpuModelConfig(layers=LAYERS, experts=4, graph_modules=scopes))
     helper_for(trainer).create_cudagraphs()
     for scaler in scalers:
         made = scaler.main_loss_backward_scale
@@ -184,12 +183,12 @@ def test_a_model_without_fsdp_keeps_megatrons_helper(
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
     monkeypatch.setattr(TECudaGraphHelper, "_discover_layers", lambda self: None)
     plain = trainer.model.module.module
-    helper = TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
+    helper = TECudaGraphHelper([plain], trainer.model.config, LENGTH, 2)
     assert helper.model == [plain] and not patches.helpers
     monkeypatch.setattr(trainer.model.config, "recompute_granularity", "full")
     with pytest.raises(ConfigurationError, match=r"full, and graphs .* not under Megatron-FSDP"):
-        TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
+        TECudaGraphHelper([plain], trainer.model.config, LENGTH, 2)
     monkeypatch.undo()
     plain.token_dispatcher = DeviceDispatcher.__new__(DeviceDispatcher)
     with pytest.raises(ConfigurationError, match=r"dropless experts .* not under Megatron-FSDP"):
-        TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
+        TECudaGraphHelper([plain], trainer.model.config, LENGTH, 2)
