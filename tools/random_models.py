@@ -316,7 +316,7 @@ def training(drawn: Draw, *, graphs: bool) -> Iterator[Any]:
 
 def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
     """Each number of the run to the last bit, digests of the weights, and how many replays."""
-    from megatron_cg.telemetry.record_contents import parameter_digests
+    from megatron_cg.telemetry.record import parameter_digests
     from tests.unit.trainers import half_a_batch
 
     found: list[Any] = []

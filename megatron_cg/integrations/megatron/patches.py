@@ -265,7 +265,7 @@ def _start(settings: Any, run: Any, loop: Any = None) -> None:
 def _follow_train(settings: GraphArguments) -> Undo:
     """Let helpers have these settings, and those of ``train`` follow its steps."""
     from megatron_cg.integrations.megatron.steps import by_train_step
-    from megatron_cg.telemetry.step_log import follow_log
+    from megatron_cg.telemetry.capture_report import follow_log
 
     of_train = partial(_HELPER_OF_TRAIN.find(), source=by_train_step)
     _settings.append(settings)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.telemetry.record_contents import Setup, dataset
+from megatron_cg.telemetry.record import Setup, dataset
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
 from megatron_cg.arguments.megatron import add_arguments, read_graph, read_run
 from megatron_cg.arguments.rule import Configuration
-from megatron_cg.arguments.schema import BACKENDS
+from megatron_cg.arguments.schema import BACKENDS, Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import LaunchLine, LaunchLineError
 from megatron_cg.upstream.patch import set_attribute

@@ -3,8 +3,8 @@
 import argparse
 import functools
 
-from megatron_cg.arguments import Environment, RunArguments
 from megatron_cg.arguments.megatron import add_arguments
+from megatron_cg.arguments.schema import Environment, RunArguments
 
 GOOD_RUN = RunArguments(
     use_megatron_fsdp=True,

@@ -7,8 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_cg.arguments import Environment, GraphArguments, RunArguments
-from megatron_cg.arguments.schema import BACKENDS
+from megatron_cg.arguments.schema import BACKENDS, Environment, GraphArguments, RunArguments
 from megatron_cg.upstream.te import NOT_LOADED
 from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, GOOD_RUN
 

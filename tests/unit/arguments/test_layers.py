@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_cg.arguments import LayerSelection
+from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.errors import ConfigurationError
 
 

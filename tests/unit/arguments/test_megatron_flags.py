@@ -15,7 +15,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import arguments
 
-from megatron_cg.arguments import Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.megatron import (
     add_arguments,
     read_graph,
@@ -24,6 +23,7 @@ from megatron_cg.arguments.megatron import (
     validate,
     wants_graphs,
 )
+from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from tests.unit.arguments.good_configuration import GOOD_ARGV, GOOD_ENVIRONMENT, GOOD_RUN, parse
 

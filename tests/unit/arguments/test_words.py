@@ -15,8 +15,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_cg
-from megatron_cg.arguments import GraphArguments, violations
-from megatron_cg.arguments.schema import argument_of
+from megatron_cg.arguments.schema import GraphArguments, argument_of
+from megatron_cg.arguments.validation import violations
 from megatron_cg.arguments.words import PACKING, UNITS, errors_name_arguments, said, sentences
 from megatron_cg.errors import CaptureError, Violation
 from megatron_cg.integrations.megatron.bridge import errors_name_fields

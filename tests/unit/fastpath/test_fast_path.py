@@ -17,7 +17,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError
 from megatron_cg.fastpath import FastPath, install
 from megatron_cg.fastpath import bucketing as gradients
-from megatron_cg.telemetry.record_contents import parameter_digests
+from megatron_cg.telemetry.record import parameter_digests
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.symbols import installed_version
 from tests.unit.ranks import on_ranks

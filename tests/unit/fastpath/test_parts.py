@@ -15,7 +15,7 @@ from megatron_cg.fastpath import install, install_parts
 from megatron_cg.fastpath.optimizer_step import REPLACES_STEP
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.replay.plain import _Identity as Same
-from megatron_cg.telemetry.record_contents import parameter_digests
+from megatron_cg.telemetry.record import parameter_digests
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.tools.doctor import probe
 from megatron_cg.upstream.symbols import Symbol, installed_version

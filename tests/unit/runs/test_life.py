@@ -24,8 +24,7 @@ from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.read_record import read_run
-from megatron_cg.telemetry.record import Recorder
-from megatron_cg.telemetry.record_contents import parameter_digests
+from megatron_cg.telemetry.record import Recorder, parameter_digests
 from megatron_cg.tools.align.compare import Comparison, Run, compare
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after

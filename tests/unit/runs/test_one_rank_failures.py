@@ -20,7 +20,7 @@ from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.fastpath import bucketing, optimizer_step
 from megatron_cg.fsdp import megatron_fsdp
-from megatron_cg.telemetry.record_contents import parameter_digests
+from megatron_cg.telemetry.record import parameter_digests
 from megatron_cg.tools.cpu.cpu_model import transformer_layers
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit import trainers

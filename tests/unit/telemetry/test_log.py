@@ -7,7 +7,7 @@ import pytest
 
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.replay.mismatch_policy import Counters
-from megatron_cg.telemetry.step_log import follow_log, log_line, totals
+from megatron_cg.telemetry.capture_report import follow_log, log_line, totals
 
 
 class Writer:

@@ -16,10 +16,17 @@ import torch
 
 import megatron_cg
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.telemetry import record, record_contents
+from megatron_cg.telemetry import record
 from megatron_cg.telemetry.read_record import RecordError, read_run
-from megatron_cg.telemetry.record import Recorder, install_recorder, note, recording
-from megatron_cg.telemetry.record_contents import dataset, digest, of_megatron
+from megatron_cg.telemetry.record import (
+    Recorder,
+    dataset,
+    digest,
+    install_recorder,
+    note,
+    of_megatron,
+    recording,
+)
 
 STEPS = 5
 LOSS = 1 / 3
@@ -309,4 +316,4 @@ def test_the_setup_is_read_from_megatrons_arguments(
     assert of_megatron() == {}
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     known = {action.dest for action in parser._actions} | {"padded_vocab_size"}
-    assert not set(" ".join(record_contents._NAMES.values()).split()) - known
+    assert not set(" ".join(record._NAMES.values()).split()) - known

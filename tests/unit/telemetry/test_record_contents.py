@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.telemetry.record_contents import digest, parameter_digests
+from megatron_cg.telemetry.record import digest, parameter_digests
 from tests.unit.ranks import on_ranks
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
