@@ -262,10 +262,6 @@ def mtp_is_repeated(settings: Any) -> bool:
     return bool(settings.mtp_use_repeated_layer and (settings.mtp_num_layers or 0) > 1)
 
 
-def _no_strings() -> Mapping[str, str]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class Environment:
     """Installed versions and environment variables; what is not set is not in the mapping.
@@ -274,8 +270,8 @@ class Environment:
     to its own, and those about the CUDA allocator not to ``"tape"``.
     """
 
-    versions: Mapping[str, str] = field(default_factory=_no_strings)
-    variables: Mapping[str, str] = field(default_factory=_no_strings)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     backend: str = TRANSFORMER_ENGINE
     lacks_device_counts: str = NOT_LOADED
     """Why Transformer Engine's grouped GEMM cannot read counts on the device; empty if it can."""

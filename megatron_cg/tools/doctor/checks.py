@@ -26,13 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from megatron_cg.arguments import rules_environment
 from megatron_cg.arguments.rule import Configuration
-from megatron_cg.arguments.rules_environment import (
-    engine_too_old,
-    expandable_segments,
-    max_connections,
-    unseen_versions,
-)
 from megatron_cg.arguments.schema import FRAMEWORKS, TAPE, TRANSFORMER_ENGINE, Environment
 from megatron_cg.errors import Violation
 from megatron_cg.upstream.te import UPGRADE
@@ -145,9 +140,9 @@ def _package(system: System, name: str, version: str | None) -> Finding:
         return error(f"{name} is not installed", "a run with graphs imports it", INSTALL[name])
     environment = Environment(versions={name: version}, backend=system.backend)
     if name == _TE:
-        for violation in engine_too_old(Configuration(environment=environment)):
+        for violation in rules_environment.engine_too_old(Configuration(environment=environment)):
             return _of_violation(violation)
-    for text in unseen_versions(environment):
+    for text in rules_environment.unseen_versions(environment):
         why = "a short run with and without graphs says whether it works"
         return warning(text.partition(". ")[0], why, f"megatron-cg align  # or: {INSTALL[name]}")
     return ok(f"{name} {version}")
@@ -230,7 +225,7 @@ def variables(system: System) -> Iterator[Finding]:
     """Broken rules, values that are likely not meant, and the other variables that matter."""
     env = system.variables
     environment = Environment(variables=dict(env), backend=system.backend)
-    for rule in (expandable_segments, max_connections):
+    for rule in (rules_environment.expandable_segments, rules_environment.max_connections):
         yield from map(_of_violation, rule(Configuration(environment=environment)))
     for name, value in env.items():
         if why := _mistake(name, value):

@@ -23,27 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron_cg.files import whole_file
-from megatron_cg.telemetry.read_record import (
-    UNREADABLE,
-    RecordError,
-    captured_after,
-    of_damage,
-    read_run,
-    record_files,
-)
-from megatron_cg.tools.align.compare import (
-    DIFFERENT,
-    FAILED,
-    IDENTICAL,
-    NOT_COMPARABLE,
-    Comparison,
-    Run,
-    Value,
-    compare,
-    graph_counts,
-    missing_ranks,
-    numbers_of,
-)
+from megatron_cg.telemetry import read_record
+from megatron_cg.tools.align import compare as align
 from megatron_cg.tools.align.run import EAGER, GRAPHS
 from megatron_cg.version import __version__
 
@@ -65,9 +46,9 @@ _STYLE: Any = {
 def invoke(args: Namespace, _extra: Sequence[str]) -> int:
     try:
         text = page(read_story(args.directory, args.against))
-    except (*UNREADABLE, TemplateError) as error:
+    except (*read_record.UNREADABLE, TemplateError) as error:
         what = f"{args.directory} holds a record with values that no run writes"
-        raise RecordError(f"{what}: {of_damage(error)}.") from error
+        raise read_record.RecordError(f"{what}: {read_record.of_damage(error)}.") from error
     out = args.out or args.directory / "report.html"
     with whole_file(out) as part:
         part.write_text(text, encoding="utf-8")
@@ -78,7 +59,7 @@ def invoke(args: Namespace, _extra: Sequence[str]) -> int:
 @dataclass(frozen=True)
 class Story:
     title: str
-    runs: Mapping[str, Run]
+    runs: Mapping[str, align.Run]
     """By name. The last is the page's run; one before it is the reference, as an eager run is."""
 
     @property
@@ -86,7 +67,7 @@ class Story:
         return list(self.runs)[-1]
 
     @property
-    def run(self) -> Run:
+    def run(self) -> align.Run:
         return self.runs[self.name]
 
     @cached_property
@@ -99,12 +80,14 @@ class Story:
         return self.records[self.name]
 
     @cached_property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> align.Comparison | None:
         """Both runs' numbers bit for bit, by the rules of ``megatron-cg align``."""
         if len(self.runs) == 1:
             return None
         reference, name = self.runs
-        return compare(self.runs[reference], self.run, (f"the run {reference}", f"the run {name}"))
+        return align.compare(
+            self.runs[reference], self.run, (f"the run {reference}", f"the run {name}")
+        )
 
     @property
     def captures(self) -> list[Mapping[str, Any]]:
@@ -112,7 +95,7 @@ class Story:
 
     @property
     def captured_after(self) -> int | None:
-        return captured_after(self.rank)
+        return read_record.captured_after(self.rank)
 
     @property
     def on_gpu(self) -> bool:
@@ -125,11 +108,11 @@ class Quantity:
 
     name: str
     curves: Mapping[str, Curve]
-    values: tuple[Value, ...] = ()
+    values: tuple[align.Value, ...] = ()
     """The numbers that both runs have, over all ranks; empty if they cannot be compared."""
 
     @property
-    def unequal(self) -> list[Value]:
+    def unequal(self) -> list[align.Value]:
         """Those that differ in any bit, in the order of steps."""
         return [value for value in self.values if not value.same]
 
@@ -150,8 +133,8 @@ def width(difference: float) -> float:
 def losses(story: Story) -> list[Quantity]:
     curves = {name: _curves(record) for name, record in story.records.items()}
     comparison = story.comparison
-    values: tuple[Value, ...] = ()
-    if comparison is not None and comparison.status != NOT_COMPARABLE:
+    values: tuple[align.Value, ...] = ()
+    if comparison is not None and comparison.status != align.NOT_COMPARABLE:
         values = comparison.values
     return [
         Quantity(
@@ -166,7 +149,7 @@ def losses(story: Story) -> list[Quantity]:
 def _curves(record: Mapping[str, Any]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for index in range(len(record["steps"])):
-        for name, text in numbers_of(record["steps"], index).items():
+        for name, text in align.numbers_of(record["steps"], index).items():
             curves.setdefault(name, {})[index + 1] = float.fromhex(text)
     return curves
 
@@ -220,11 +203,11 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
 
 def _records(directory: Path) -> Path | None:
     there = (place for place in (directory, directory / "record") if place.is_dir())
-    return next((place for place in there if record_files(place)), None)
+    return next((place for place in there if read_record.record_files(place)), None)
 
 
-def _read(directory: Path) -> Run:
-    return read_run(_records(directory) or directory)
+def _read(directory: Path) -> align.Run:
+    return read_record.read_run(_records(directory) or directory)
 
 
 def _title(directory: Path) -> str:
@@ -236,7 +219,7 @@ def page(story: Story) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
-    total, medians = graph_counts(story.run), median_times(story)
+    total, medians = align.graph_counts(story.run), median_times(story)
     where = str(story.rank.get("device", "cpu")) if story.on_gpu else "no GPU"
     # The first step and the capture take many times as long as the others.
     top = 2 * max(medians.values()) if medians else None
@@ -285,12 +268,12 @@ def verdict(story: Story) -> Verdict:
     unequal = sum(not value.same for value in comparison.values)
     numbers = f"{len(comparison.values)} losses and gradient norms"
     why = comparison.reason
-    if comparison.status == IDENTICAL:
+    if comparison.status == align.IDENTICAL:
         text = f"All {numbers} and {comparison.shards} parameter shards have the same bits."
         return Verdict("good", "Identical, to the last bit", text)
-    if comparison.status == DIFFERENT or unequal:
+    if comparison.status == align.DIFFERENT or unequal:
         return Verdict("bad", "Different", f"{unequal} of {numbers} differ: {why}.")
-    if comparison.status == FAILED:
+    if comparison.status == align.FAILED:
         return Verdict("note", "Not shown to be equal", f"No number differs, but {why}.")
     return Verdict("note", "Not comparable", f"{why}.")
 
@@ -300,7 +283,7 @@ def _outcome(story: Story) -> Verdict:
     steps = f"{len(story.rank['steps'])} steps are recorded"
     if any(record["error"] for record in story.run.values()):
         return Verdict("bad", "The run failed", f"{steps}.")
-    if missing := missing_ranks(story.run):
+    if missing := align.missing_ranks(story.run):
         return Verdict("note", "Some ranks are missing", f"{steps}. The run has {missing}.")
     if not all(record["finished"] for record in story.run.values()):
         return Verdict("note", "Not ended", f"{steps}: the run is still going, or was killed.")
