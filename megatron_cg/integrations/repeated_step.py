@@ -107,9 +107,7 @@ def train_step(
     verifies = mismatches.verifies_step
     if mismatches.repeats or not (verifies or bound):
         return by_graphs()
-    graphed = {m for unit in session.units if not unit.sets_attributes for m in unit.graphed}
-    written = [parameter for unit in session.units for parameter in unit.written]
-    state = StepState([session.sharding.network], graphed, written)
+    state = StepState([session.sharding.network], session.units)
     result = by_graphs()
     rows = bound.exceeded() if bound is not None else 0
     if not rows and not verifies:

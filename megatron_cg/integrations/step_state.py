@@ -21,7 +21,7 @@ import dataclasses
 import random
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
@@ -33,6 +33,7 @@ from torch import nn
 
 from megatron_cg.backends.base import device_generator
 from megatron_cg.capture.python_state import LIBRARIES, is_known
+from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, put_back
 from megatron_cg.upstream.te import rng_states
 
@@ -105,17 +106,13 @@ class _Holder:
 class StepState:
     """The state of ``model``, its modules, and of megatron-core, as it is now.
 
-    Attributes of modules in ``graphed``, which replays do not set, are restored and not compared.
-    ``written`` are parameters that the step writes.
+    Attributes in graphs of ``units``, if replays do not set them, are restored and not compared.
     """
 
-    def __init__(
-        self,
-        model: Iterable[nn.Module] = (),
-        graphed: Collection[nn.Module] = (),
-        written: Iterable[nn.Parameter] = (),
-    ) -> None:
-        self._model, self._graphed, self._written = tuple(model), graphed, tuple(written)
+    def __init__(self, model: Iterable[nn.Module] = (), units: Sequence[Unit] = ()) -> None:
+        self._model = tuple(model)
+        self._graphed = {m for unit in units if not unit.sets_attributes for m in unit.graphed}
+        self._written = [parameter for unit in units for parameter in unit.written]
         self._holders, tensors, generators = self._found()
         copies = [torch.empty_like(tensor) for tensor, _ in tensors]
         if copies:
@@ -171,17 +168,15 @@ class StepState:
                     # Objects of users may lead anywhere, such as to an optimizer.
                     add(one, depth - 1, users=None if users and is_object else users)
 
+        kinds: dict[Any, Any] = {}
         for path, module in _modules(self._model):
-            is_compared = module not in self._graphed
+            kinds |= dict.fromkeys(type(module).__mro__)
+            own = module not in self._graphed
             add(_Holder(f"buffer {path}{{}}", module._buffers))
-            attributes = vars(module)
-            one = _Holder(
-                f"attribute {path}{{}}", attributes, namespace=True, is_compared=is_compared
-            )
+            one = _Holder(f"attribute {path}{{}}", vars(module), namespace=True, is_compared=own)
             add(one, users=True)
-        for kind in dict.fromkeys(type(m) for root in self._model for m in root.modules()):
-            for owner in _with_data(kind):  # type: ignore[arg-type]
-                add(_Holder(f"attribute {owner.__name__}.{{}}", owner, namespace=True), users=True)
+        for kind in filter(_has_data_of_users, kinds):
+            add(_Holder(f"attribute {kind.__name__}.{{}}", kind, namespace=True), users=True)
         for path, space in _namespaces(len(sys.modules)):
             add(_Holder(f"{path}.{{}}", space, namespace=True))
         return holders, tensors, generators
@@ -225,9 +220,8 @@ def _is_followed(kind: Any, users: bool) -> bool:
 
 
 @cache
-def _with_data(kind: type) -> list[type]:
-    """The classes behind a module's that users wrote and that have data."""
-    return [one for one in kind.__mro__ if not is_known(one, LIBRARIES) and _has_data(one)]
+def _has_data_of_users(kind: type) -> bool:
+    return not is_known(kind, LIBRARIES) and _has_data(kind)
 
 
 _NOT_FOLLOWED = (nn.Module, torch.Tensor, type, Enum)

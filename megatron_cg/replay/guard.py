@@ -44,6 +44,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatron_cg.hooks import HookKind
 from megatron_cg.replay.plain import Contents, is_container, is_plain, same_value
@@ -105,6 +108,8 @@ _CAUSES = {
     "autocast cache": "The graph casts a weight once for all its uses, or for each, as at capture. "
     "Keep cache_enabled of torch.autocast in all steps.",
     "determinism": "The graph holds the kernels of capture. Set it before training begins.",
+    "modes": "A replay runs no operation in Python. Enter the mode or transform around passes of a "
+    "model without graphs.",
     "default dtype": "The graph makes tensors of the dtype of capture. Set it before training "
     "begins.",
     "fp8": "The graph quantizes as it did at capture. Keep one FP8 format and recipe for the "
@@ -116,7 +121,7 @@ _CAUSES = {
     "hooks": "A replay runs no Python of the modules inside the graph, so such a hook is not "
     "called. Put it on the layer itself, where it runs around every replay.",
 }
-_MODES = ("autocast", "autocast cache", "determinism", "default dtype", "fp8")
+_MODES = ("autocast", "autocast cache", "determinism", "default dtype", "modes", "fp8")
 
 
 @dataclass(frozen=True)
@@ -495,6 +500,7 @@ class Guard:
             torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_default_dtype(),
+            _around(),
             self._numerics(),
         )
 
@@ -551,6 +557,18 @@ class Guard:
                 return _mismatch(key_set.clause, f"{key_set.what}{named[0]}", was, now)
             self._sizes[number], self._known[number] = len(key_set.keys), frozenset(key_set.keys)
         return None
+
+
+def _around() -> str:
+    """What operations of this thread go through in Python: modes of torch, vmap and the like."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if not (
+        transform or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    ):
+        return "none"
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    names = [type(one).__name__ for one in modes if not isinstance(one, DeviceContext)]
+    return ", ".join([*names, *([str(transform.key())] if transform else ())]) or "none"
 
 
 def autocast_of(device_type: str) -> torch.dtype | None:

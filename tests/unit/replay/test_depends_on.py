@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import BaseTorchFunctionMode
 
 from tests.unit.counted import expect
 from tests.unit.integrations.standalone.plain import STEPS, WARMUP, WIDTH, Training, same
@@ -260,10 +261,6 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         *(1, "the layout of parameter late.weight in the forward pass was (8, 1)"),
     ),
     "switches": (
-        lambda _: setattr(torch.backends.cudnn, "allow_tf32", False),
-        *(2, "was cudnn_allow_tf32=True at capture and is cudnn_allow_tf32=False now"),
-    ),
-    "switches: one operation": (
         lambda _: FP32("cuda", "conv", "ieee"),
         *(2, "was cudnn_allow_tf32=True at capture and is cudnn_allow_tf32=fp32_precision now"),
     ),
@@ -271,6 +268,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         lambda _: torch.backends.cuda.enable_flash_sdp(False),
         *(2, "the kernels of SDPA was flash_sdp_enabled=True"),
     ),
+    "modes": (lambda _: BaseTorchFunctionMode().__enter__(), 2, "is BaseTorchFunctionMode now"),
     "determinism": (lambda _: torch.use_deterministic_algorithms(True), 2, ""),
     "default dtype": (lambda _: torch.set_default_dtype(torch.float64), 2, ""),
     "none: frozen later": (lambda unit: unit.linear.weight.requires_grad_(False), 0, ""),
@@ -298,7 +296,8 @@ def restored() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
         FP32("cuda", "conv", "tf32")
-        torch.backends.cudnn.allow_tf32 = True
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
         torch.backends.cuda.enable_flash_sdp(True)
 
 
