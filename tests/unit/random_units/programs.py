@@ -124,6 +124,10 @@ def alone() -> Iterator[Program]:
         yield Program(1, sharding=option, micro=2)
     # Autocast casts a leaf once in a step, also for a unit that falls back to an eager pass.
     yield Program(1, (("weight as argument",),), ((5, "autocast for a step", 0),))
+    two, tied = (("plain",), ("plain",)), ((3, "head tied", 1),)
+    yield Program(1, two, tied, order=(0, 1), autocast="step", micro=2)
+    # A write into a view changes the history of what it is a view of.
+    yield Program(1, (("unused result",), ("returned view written",)), order=(0, 1))
     yield Program(1, between="skip")
     yield Program(1, embed=False, input_grad=True)
     yield Program(1, (("reentrant checkpoint",),), ((5, "detached inputs", 0),))

@@ -52,22 +52,6 @@ def with_skips(run: Training, x: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
-class Meaned(Unit):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        made = super().forward(x)
-        return made, made.mean()
-
-
-def written(run: Training, x: torch.Tensor) -> torch.Tensor:
-    """The caller writes into a part of what the unit uses too."""
-    for layer in run.model:
-        made, mean = layer(x)
-        early = made * 2 + made * 3
-        made[:, :4].sin_()
-        x = made + mean + early * 0.1
-    return backward(x.square().mean())
-
-
 class InChannels(Unit):
     """LayerScale in channels-last memory, as in ConvNeXt."""
 
@@ -109,7 +93,6 @@ class Masked(Unit):
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], int, int]] = {
     "results that units use": (Sharing, with_skips, REPLAYED, 0),
-    "results that callers write into": (Meaned, written, REPLAYED, 0),
     "results in channels-last memory": (InChannels, on_images, REPLAYED, 0),
     "passes without gradients": (Unit, with_rollouts, REPLAYED, REPLAYED),
     "units that steps leave out": (Masked, dropping, STEPS - WARMUP, 0),

@@ -213,28 +213,24 @@ class Meaned(Unit):
         return made, made.mean()
 
 
-@pytest.mark.parametrize(
-    ("how", "since"), [("grad", 0), ("grad", 3), ("register_hook", 0), ("retain_grad", 0)]
-)
+READS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "grad": lambda loss, made: torch.autograd.grad(loss, made, retain_graph=True),
+    "hook": lambda _loss, made: made.register_hook(torch.sin),
+    "retain": lambda _loss, made: made.retain_grad(),
+}
+
+
+@pytest.mark.parametrize(("how", "since"), [("grad", 0), ("hook", 0), ("retain", 0), ("grad", 3)])
 def test_the_gradient_of_a_result_that_its_unit_uses_is_refused(how: str, since: int) -> None:
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
-        hidden, mean = run.model[0](x)
-        loss = (hidden * mean).square().mean()
-        if run.step < since:
-            return backward(loss)
-        if how == "grad":
-            (gradient,) = torch.autograd.grad(loss, hidden)
-            return gradient
-        getattr(hidden, how)(*[torch.sin] * (how == "register_hook"))
+        made, mean = run.model[0](x)
+        loss = (made * mean).square().mean()
+        _ = READS[how](loss, made) if run.step >= since else None
         return backward(loss)
 
-    training = Training(partial(units, Meaned), microbatch)
     error = ReplayMismatchError if since else ConfigurationError
-    with (
-        training.graphs("0") as graphs,
-        pytest.raises(error, match="a result that it also uses itself"),
-    ):
-        list(training.run(graphs))
+    said = "a result that it also uses itself"
+    refused(error, said, partial(units, Meaned), microbatch, units="0")
 
 
 class Pair(Unit):
