@@ -35,9 +35,8 @@ from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
 from megatron_cg.integrations.call_arguments import by_argument, require_same, several
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
-from megatron_cg.integrations.megatron.scopes import LayerScopes
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
-from megatron_cg.integrations.megatron.units import units_of
+from megatron_cg.integrations.megatron.units import LayerScopes, units_of
 from megatron_cg.moe.dispatcher import shared_experts_idle
 from megatron_cg.moe.install import bound_of, grouped_gemm_of, peer_memory_of
 from megatron_cg.replay.mismatch_policy import ReplayPolicy

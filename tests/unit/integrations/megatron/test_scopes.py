@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_cg.integrations.megatron.scopes import give_scopes, leave_out
-from megatron_cg.integrations.megatron.units import units_of
+from megatron_cg.integrations.megatron.units import give_scopes, leave_out, units_of
 from megatron_cg.upstream.megatron import LayerConfig
 
 
