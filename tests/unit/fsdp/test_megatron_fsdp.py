@@ -6,13 +6,11 @@ Transformer Engine's do, into ``get_main_grad()``, with a mark that is set from 
 
 import warnings
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus.exchange import Agreement
@@ -23,31 +21,19 @@ from tests.unit.ranks import on_ranks
 from tests.unit.trainers import trainer_of
 
 
-def pipeline(calls: list[tuple[Any, bool]], units: list[int]) -> Any:
-    weights = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    store = SimpleNamespace(
-        param_to_param_group={weight: number for number, weight in enumerate(weights)},
-        parameter_groups=[SimpleNamespace(fsdp_unit_id=number) for number in range(3)],
-        double_buf_units=units,
-    )
-    found = SimpleNamespace(
-        buffer=store,
-        all_gather_params=lambda params, prefetch=False: calls.append((params, prefetch)),
-    )
-    return SimpleNamespace(all_gather_pipeline=found), weights
-
-
-def test_units_are_gathered_ahead_only_where_all_that_share_buffers_are_captured() -> None:
-    calls: list[tuple[Any, bool]] = []
-    fsdp, weights = pipeline(calls, units=[0, 1])
-    undo = gather_alone(fsdp, weights[:2])
-    fsdp.all_gather_pipeline.all_gather_params("a", prefetch=True)
-    undo()
-    undo = gather_alone(fsdp, weights[:1])
-    fsdp.all_gather_pipeline.all_gather_params("b", prefetch=True)
-    undo()
-    fsdp.all_gather_pipeline.all_gather_params("c", prefetch=True)
-    assert calls == [("a", True), ("b", False), ("c", True)]
+def test_units_are_gathered_ahead_only_where_all_that_share_buffers_are_captured(
+    dense_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[bool] = []
+    pipeline = dense_model.module.all_gather_pipeline
+    monkeypatch.setattr(pipeline, "all_gather_params", lambda _, prefetch: ahead.append(prefetch))
+    groups = [group for group in pipeline.buffer.parameter_groups if group.fsdp_unit_id is not None]
+    for captured in (groups, groups[:1]):
+        undo = gather_alone(dense_model.module, [one for g in captured for one in g.params])
+        pipeline.all_gather_params([], prefetch=True)
+        undo()
+    pipeline.all_gather_params([], prefetch=True)
+    assert ahead == [True, False, True]
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -138,33 +138,27 @@ def results() -> list[dict[str, Any]]:
     return on_ranks(partial(train_all, MODELS))
 
 
-@pytest.mark.parametrize(("model", "way"), CASES)
-def test_losses_and_norms_are_megatrons(
-    results: list[dict[str, Any]], model: str, way: str
-) -> None:
-    for found in results:
-        assert found[model][way]["steps"] == found[model]["megatron"]["steps"]
-        assert len(set(map(tuple, found[model][way]["steps"]))) == STEPS
-
-
-@pytest.mark.parametrize(("model", "way"), CASES)
-def test_whole_layers_were_replayed(results: list[dict[str, Any]], model: str, way: str) -> None:
+def check(found: dict[str, Any], model: Model, way: str) -> None:
+    """Losses and norms are Megatron's, and whole layers were replayed."""
+    one, megatron, graphs = found[way], found["megatron"], way != "eager"
+    assert one["steps"] == megatron["steps"] and len(set(map(tuple, one["steps"]))) == STEPS
+    on_device = model.grouped and way not in ("router", "alone")
+    assert not one["copied"]  # Weights lie in a bucket.
+    assert one["device"] == on_device and not megatron["device"]
+    assert one["peers"] == (way == "peer")
     replayed = LAYERS * MICROBATCHES * (STEPS - WARMUP)
+    assert one["captured"] == LAYERS * graphs and one["eager"] == 0
+    assert one["replayed"] == replayed * graphs
+    fast = way in FAST and model.fsdp is not V2
+    assert ("gradients" in one["parts"]) == fast
+    # The bucket of the experts, whose gradients are two runs, and that of the dense weights.
+    assert one["scaled"] == (2 * replayed if fast and model.options is AVERAGED else 0)
+
+
+@pytest.mark.parametrize(("model", "way"), CASES)
+def test_layers_train_as_megatrons(results: list[dict[str, Any]], model: str, way: str) -> None:
     for found in results:
-        one = found[model][way]
-        graphs = way != "eager"
-        dropless = "moe_pad_expert_input_to_capacity" not in MODELS[model].options
-        on_device = dropless and way not in ("router", "alone")
-        assert not one["copied"]  # Weights lie in a bucket.
-        assert one["device"] == on_device and not found[model]["megatron"]["device"]
-        assert one["peers"] == (way == "peer")
-        assert one["captured"] == LAYERS * graphs and one["eager"] == 0
-        assert one["replayed"] == replayed * graphs
-        fast = way in FAST and not MODELS[model].fsdp
-        assert ("gradients" in one["parts"]) == fast
-        # The bucket of the experts, whose gradients are two runs, and that of the dense weights.
-        scales = fast and MODELS[model].options is AVERAGED
-        assert one["scaled"] == (2 * replayed if scales else 0)
+        check(found[model], MODELS[model], way)
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids=" ".join)

@@ -1,6 +1,5 @@
 """A capture as the user sees it, and what its record holds, with the real model and the tape."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,49 +16,33 @@ from tests.unit.trainers import trainer_of
 MIB = 2**20
 
 
-@pytest.fixture
-def trainer(one_rank: None) -> Iterator[Any]:
-    with trainer_of(CpuModelConfig(layers=2, graph_modules=("attn",))) as made:
-        made.step()
-        yield made
-
-
-@pytest.fixture
-def recorder(tmp_path: Path) -> Iterator[Recorder]:
-    made = Recorder(tmp_path)
-    with recording(made):
-        yield made
-
-
-def read(recorder: Recorder, tmp_path: Path) -> dict[str, Any]:
-    recorder.finish([])
-    return read_run(tmp_path)[0]
-
-
 class Failing(TapeBackend):
     def capture(self, *args: Any, **options: Any) -> Any:
         raise CaptureError("on purpose")
 
 
 def test_a_capture_is_recorded_and_said_in_one_line(
-    trainer: Any,
-    recorder: Recorder,
+    one_rank: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(CaptureError, match="on purpose"):
-        trainer.capture(Failing())
     before = {"allocated_bytes": 100 * MIB, "reserved_bytes": 200 * MIB}
     after = {"allocated_bytes": 412 * MIB, "reserved_bytes": 196 * MIB}
     points = [before, after]
-    monkeypatch.setattr(reporting, "memory", lambda: points.pop(0))
-    for number in range(3):
-        if number == 1:
-            trainer.capture(TapeBackend())
-        loss, norm = trainer.step()
-        recorder.add_step({"lm loss": loss}, norm, False, 0.0)
-    data = read(recorder, tmp_path)
+    recorder, model = Recorder(tmp_path), CpuModelConfig(layers=2, graph_modules=("attn",))
+    with trainer_of(model) as trainer, recording(recorder):
+        trainer.step()
+        with pytest.raises(CaptureError, match="on purpose"):
+            trainer.capture(Failing())
+        monkeypatch.setattr(reporting, "memory", lambda: points.pop(0))
+        for number in range(3):
+            if number == 1:
+                trainer.capture(TapeBackend())
+            loss, norm = trainer.step()
+            recorder.add_step({"lm loss": loss}, norm, False, 0.0)
+    recorder.finish([])
+    data = read_run(tmp_path)[0]
     failed, entry = data["captures"]
     assert captured_after(data) == 1
     assert failed["error"] == "CaptureError: on purpose" and failed["graphs"] == 0
