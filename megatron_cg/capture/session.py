@@ -145,8 +145,7 @@ class Session:
                 with self._failed_start_shared():
                     yield
                 for unit, unit_hooks in zip(self.units, hooks, strict=True):
-                    assert unit.attach is not None
-                    lasting.callback(unit.attach(unit, unit_hooks.before_replay))
+                    lasting.callback(unit.attach(unit_hooks.before_replay))
                 self._undo, whole = lasting.pop_all(), True
             # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
             self._install_fast_path()

@@ -383,7 +383,7 @@ class GuardedGraph:
         if mismatch is None:
             return self.replay(args, kwargs)
         self.eager_passes.begin(mismatch)
-        return self.eager_passes.run(self._unit.run, self._unit.layer, args, kwargs)
+        return self.eager_passes.run(self._unit.run, args, kwargs)
 
     def forbids(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """What forbids a replay with these arguments, also a verification, if one is due."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,43 +15,60 @@ ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 """A function that is called before each replay, and its arguments."""
 
 
-def _call(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return layer(*args, **kwargs)
-
-
-@dataclass(frozen=True)
 class Unit:
-    name: str
-    layer: nn.Module
-    graphed: tuple[nn.Module, ...]
-    """The modules below it that are inside its graph."""
-    collectives: bool = False
-    """Whether the graph is known to contain collectives; capture detects others."""
-    inputs: tuple[str, ...] = ("hidden_states",)
-    """Names of the positional inputs, for messages."""
-    sets_attributes: bool = False
-    """Whether ``run`` returns the tensors too that modules get as attributes in a pass, so that a
-    replay can set them."""
-    entries: Callable[[], list[Entry]] = list
-    """More rows for the table of what its graph depends on."""
-    kept: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Returns a context that restores what a pass changes outside of the layer's modules."""
-    run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = _call
-    """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
-    in_forward: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Returns a context for what surrounds the layer's forward passes in training."""
-    in_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Returns a context for the backward pass of ``run``."""
-    attach: Callable[..., Callable[[], None]] | None = None
-    """``attach(unit, before_replay)`` installs the replay and returns the undo. It takes hooks that
-    run before each replay."""
-    gradients: Gradients = field(default_factory=Gradients)
-    """How gradients lie in memory at the border of its graph."""
-    written: set[nn.Parameter] = field(default_factory=set)
-    """The frozen parameters that its passes write."""
-    leave_out: Callable[[nn.Module | None], str] = lambda _: "Leave the unit out of graph_units."
-    """Returns a sentence that says what to type to keep a module below the layer out of graphs. The
-    module is None if it is unknown."""
+    """A layer to be captured; ``graphed`` are the modules below it that are inside its graph.
+
+    ``collectives`` says whether the graph is known to contain some; capture detects others.
+    ``inputs`` are names of the positional inputs, for messages.
+    """
+
+    sets_attributes = False
+    """Whether :meth:`run` returns the tensors too that modules get as attributes in a pass, so that
+    a replay can set them."""
+
+    def __init__(
+        self,
+        name: str,
+        layer: nn.Module,
+        graphed: tuple[nn.Module, ...],
+        *,
+        collectives: bool = False,
+        inputs: tuple[str, ...] = ("hidden_states",),
+    ) -> None:
+        self.name, self.layer, self.graphed = name, layer, graphed
+        self.collectives, self.inputs = collectives, inputs
+        self.gradients = Gradients()
+        """How gradients lie in memory at the border of its graph."""
+        self.written: set[nn.Parameter] = set()
+        """The frozen parameters that its passes write."""
+
+    def entries(self) -> list[Entry]:
+        """More rows for the table of what its graph depends on."""
+        return []
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Restore what a pass changes outside of the layer's modules."""
+        return nullcontext()
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the graph would return, as plain Python."""
+        return self.layer(*args, **kwargs)
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        """What surrounds the layer's forward passes in training."""
+        return nullcontext()
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """The same for the backward pass of :meth:`run`."""
+        return nullcontext()
+
+    def attach(self, before_replay: Sequence[ManualHook]) -> Callable[[], None]:
+        """Install the replay, with hooks that run before each; returns the undo."""
+        raise NotImplementedError
+
+    def leave_out(self, module: nn.Module | None) -> str:
+        """What to type to keep a module below the layer out of graphs; None if it is unknown."""
+        return "Leave the unit out of graph_units."
 
     def refused(self, fact: str, instead: str) -> CaptureError:
         return CaptureError(f"{self.name} {fact}. {instead} Or: {self.leave_out(None)}")

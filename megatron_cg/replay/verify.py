@@ -88,7 +88,7 @@ def verify(
     """Which outputs of the first eager pass a backward pass begins with."""
 
     def eager(*inputs: Any, **keywords: Any) -> Any:
-        return unit.run(unit.layer, inputs, keywords)
+        return unit.run(inputs, keywords)
 
     def passed(run: Callable[..., Any], *, copies: bool = True) -> _Named:
         nonlocal needs

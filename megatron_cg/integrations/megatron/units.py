@@ -22,7 +22,8 @@ Note [State outside of the layer]
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -166,79 +167,82 @@ def units_of(layers: Sequence[Any]) -> list[Unit]:
     """Megatron's layers as the units of a capture, with names that differ; see :func:`name_of`."""
     names = [name_of(layer) for layer in layers]
     return [
-        Unit(
-            name if names.count(name) == 1 else f"{name}, captured as number {place}",
-            layer,
-            _graphed(layer),
-            # torch does not count the collectives of these; see ``capture/operations.py``.
-            collectives=layer.config.context_parallel_size > 1
-            or layer.config.tensor_model_parallel_size > 1,
-            leave_out=partial(leave_out, layer),
-            entries=_entries,
-            kept=step_state_kept,
-            run=run_region,
-            in_backward=capturing_flag,
-            attach=partial(attach_replay, direct=_is_direct(layer)),
+        MegatronUnit(
+            name if names.count(name) == 1 else f"{name}, captured as number {place}", layer
         )
         for place, (layer, name) in enumerate(zip(layers, names, strict=True))
     ]
 
 
-def _graphed(layer: Any) -> tuple[nn.Module, ...]:
-    """The modules below ``layer`` whose forward runs inside its graph."""
-    covered: Sequence[nn.Module] = layer._get_submodules_under_cudagraphs()
-    return tuple(m for root in covered for m in root.modules() if m is not layer)
+class MegatronUnit(Unit):
+    """The region of one of Megatron's layers that its graph holds."""
 
+    def __init__(self, name: str, layer: Any) -> None:
+        covered: Sequence[nn.Module] = layer._get_submodules_under_cudagraphs()
+        super().__init__(
+            name,
+            layer,
+            tuple(m for root in covered for m in root.modules() if m is not layer),
+            # torch does not count the collectives of these; see ``capture/operations.py``.
+            collectives=layer.config.context_parallel_size > 1
+            or layer.config.tensor_model_parallel_size > 1,
+        )
+        scopes = layer.config.cuda_graph_modules
+        before = isinstance(layer, TransformerLayer) and bool(scopes)
+        self._is_direct = not before or CudaGraphModule.attn in scopes
+        """Whether no code of the layer runs before its graph; attention does, if not captured."""
 
-def _is_direct(layer: Any) -> bool:
-    """Whether no code of ``layer`` runs before its graph; attention does if it is not captured."""
-    scopes = layer.config.cuda_graph_modules
-    before = isinstance(layer, TransformerLayer) and bool(scopes)
-    return not before or CudaGraphModule.attn in scopes
+    def leave_out(self, module: nn.Module | None) -> str:
+        return leave_out(self.layer, module)
 
+    def kept(self) -> AbstractContextManager[None]:
+        return step_state_kept()
 
-def run_region(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what the graph of ``layer`` would return for these arguments, with autograd as usual.
+    def in_backward(self) -> AbstractContextManager[None]:
+        return capturing_flag()
 
-    FSDP's hooks on modules inside the region run as in an eager pass, and so do experts: see
-    :func:`is_capturing`.
-    """
-    inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
-    with capturing_flag(), not_capturing():
-        return layer._te_cuda_graph_capture(*args, **inputs)
+    def entries(self) -> list[Entry]:
+        tracker: Any = getattr(sys.modules.get(_METRICS), _TRACKER, None)
+        if tracker is None:  # No router has recorded anything.
+            return []
+        what = "Megatron's MoE metrics tracker"
+        rows = [Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)]
+        for name, entry in tracker.metrics.items():
+            what = f"the tensor of the MoE metric {name}"
+            rows.append(Entry(vars(entry), "values", "metrics", what))
+            rows.append(Entry(tracker.metrics, name, "metrics", f"the MoE metric {name}"))
+        return rows
 
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """With autograd as usual.
 
-def attach_replay(
-    unit: Unit, before_replay: Sequence[ManualHook], *, direct: bool
-) -> Callable[[], None]:
-    """See ``attach`` of :class:`megatron_cg.replay.unit.Unit`; ``cuda_graphs`` are set.
+        FSDP's hooks on modules inside the region run as in an eager pass, and so do experts: see
+        :func:`is_capturing`.
+        """
+        layer: Any = self.layer
+        inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
+        with capturing_flag(), not_capturing():
+            return layer._te_cuda_graph_capture(*args, **inputs)
 
-    ``direct``: the graph takes the layer's arguments. If not, code of the layer runs before it.
-    """
-    target: Any = unit.layer
-    notes, noted = _noted_in(target)
+    def attach(self, before_replay: Sequence[ManualHook]) -> Undo:
+        target: Any = self.layer
+        dispatcher = getattr(getattr(target, "mlp", None), "token_dispatcher", None)
+        notes: dict[str, Any] = vars(dispatcher) if dispatcher is not None else {}
+        noted = {key: notes[key] for key in _NOTED if isinstance(notes.get(key), int | tuple)}
 
-    def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
-        if is_running_region():  # the captured region is the layer's whole forward
-            return None
-        notes.update(noted)
-        missed = _no_tensor(args, kwargs) if direct else _not_passed_on(args, kwargs)
-        return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
+        def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
+            if is_running_region():  # the captured region is the layer's whole forward
+                return None
+            notes.update(noted)
+            missed = (_no_tensor if self._is_direct else _not_passed_on)(args, kwargs)
+            return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
 
-    def changes() -> Iterator[Undo]:
-        yield replay_instead(target, prepare)
-        yield put_over(target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False)
-        yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
+        def changes() -> Iterator[Undo]:
+            yield replay_instead(target, prepare)
+            yield put_over(target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False)
+            yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
 
-    return all_of(changes())
-
-
-def _noted_in(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The attributes of the layer's dispatcher, and those noted in the pass that was captured."""
-    dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
-    attributes: dict[str, Any] = vars(dispatcher) if dispatcher is not None else {}
-    values = {name: attributes.get(name) for name in _NOTED}
-    return attributes, {k: v for k, v in values.items() if isinstance(v, int | tuple)}
+        return all_of(changes())
 
 
 def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
@@ -282,21 +286,3 @@ def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch |
                 "Megatron does not pass it on to the part of the layer that its graph holds.",
             )
     return None
-
-
-def _metrics_tracker() -> Any:
-    """Megatron's MoE metrics tracker; None before a router has recorded anything."""
-    return getattr(sys.modules.get(_METRICS), _TRACKER, None)
-
-
-def _entries() -> list[Entry]:
-    tracker = _metrics_tracker()
-    if tracker is None:
-        return []
-    what = "Megatron's MoE metrics tracker"
-    rows = [Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)]
-    for name, entry in tracker.metrics.items():
-        what = f"the tensor of the MoE metric {name}"
-        rows.append(Entry(vars(entry), "values", "metrics", what))
-        rows.append(Entry(tracker.metrics, name, "metrics", f"the MoE metric {name}"))
-    return rows

@@ -1,8 +1,8 @@
-"""Attaches a graph to a plain module: it replaces the whole forward."""
+"""A plain module as a unit: a replay runs instead of its whole forward."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,29 +18,25 @@ from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.patch import all_of, put_over
 
 
-class Attachment:
-    """One module's forward, eager or replayed; ``backward`` is around its backward passes."""
+class ModuleUnit(Unit):
+    """The whole forward of one module; ``backward`` is around its backward passes."""
+
+    sets_attributes = True
 
     def __init__(self, name: str, module: nn.Module, seen: Seen, backward: Autocast) -> None:
-        self._form = seen.form
+        super().__init__(name, module, tuple(module.modules()), inputs=seen.form.names)
         self._eager: Callable[..., Any] = module.forward
-        self._seen = seen
+        self._form, self._seen, self._backward = seen.form, seen, backward
         self._results: Results | None = None
         """The form of the passes of the capture."""
         self._without_gradient: set[str] | None = None
         """The arguments that needed no gradient in the capture."""
-        self.unit = Unit(
-            name,
-            module,
-            tuple(module.modules()),
-            inputs=seen.form.names,
-            sets_attributes=True,
-            run=self._run,
-            in_forward=partial(torch.autocast, **seen.autocast),
-            in_backward=partial(torch.autocast, **backward),
-            attach=self._attach,
-        )
-        """Its graph covers the whole module."""
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        return torch.autocast(**self._seen.autocast)
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        return torch.autocast(**self._backward)
 
     @contextmanager
     def taking_tensors(self, samples: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
@@ -50,34 +46,34 @@ class Attachment:
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.unit.in_forward():
-                return self._run(self.unit.layer, args, kwargs)
+            with self.in_forward():
+                return self.run(args, kwargs)
 
         with ExitStack() as stack:
-            stack.callback(all_of(self.unit.gradients.note_arguments(samples, named)))
-            stack.callback(put_over(self.unit.layer, "forward", forward))
+            stack.callback(all_of(self.gradients.note_arguments(samples, named)))
+            stack.callback(put_over(self.layer, "forward", forward))
             yield
 
-    def _run(self, _layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One pass, as its graph returns it: see ``results.py``."""
         given = self._form.join(args, kwargs)
         leaves, spec = tree_flatten(given)
-        before = attributes_of(self.unit.graphed)
+        before = attributes_of(self.graphed)
         gradients = self._gradients()
         value = self._eager(*given[0], **given[1])
         if gradients != self._gradients():
-            raise self.unit.refused(
+            raise self.refused(
                 "runs a backward pass in its forward pass, which adds to gradients of weights",
                 "A replay would not add them. Call torch.autograd.grad and return the gradients.",
             )
         left, left_spec = tree_flatten(given)
         if left_spec != spec or any(map(operator.is_not, left, leaves)):
-            raise self.unit.refused(
+            raise self.refused(
                 "changes a list or dict that it is given, in its forward pass",
                 "A replay runs no Python, so the caller would not see it. Return the tensors, or "
                 "set them as attributes of the module.",
             )
-        after = attributes_of(self.unit.graphed)
+        after = attributes_of(self.graphed)
         attributes = {p: tensor for p, tensor in after.items() if before.get(p) is not tensor}
         arguments = self._form.by_name(args, kwargs)
         if self._without_gradient is None:
@@ -92,26 +88,25 @@ class Attachment:
         )
         problem = results.problem(self._results)
         if problem is not None:
-            raise self.unit.refused(problem, "Return tensors, None, numbers and strings alone.")
+            raise self.refused(problem, "Return tensors, None, numbers and strings alone.")
         self._results = results
         return tuple(tensors)
 
     def _gradients(self) -> list[tuple[int, int]]:
         """Which gradients its weights have, and how often these were written."""
-        grads = (weight.grad for weight in self.unit.layer.parameters())
+        grads = (weight.grad for weight in self.layer.parameters())
         return [(id(grad), grad._version) for grad in grads if grad is not None]
 
     def _laid_out(self, number: int, output: torch.Tensor, key: Any) -> torch.Tensor:
-        return self.unit.gradients.result(number, output, self._seen.gradients.get(key))
+        return self.gradients.result(number, output, self._seen.gradients.get(key))
 
-    def _attach(self, unit: Unit, before_replay: Sequence[ManualHook]) -> Callable[[], None]:
-        """See ``attach`` of :class:`megatron_cg.replay.unit.Unit`."""
-        target: Any = unit.layer
+    def attach(self, before_replay: Sequence[ManualHook]) -> Callable[[], None]:
+        target: Any = self.layer
         results = self._results
         assert results is not None
         mismatches = target.cuda_graphs[0].eager_passes.mismatches
         for layout in results.layouts.values():
-            layout.refuse = partial(mismatches.mismatched_in_backward, layer=unit.name)
+            layout.refuse = partial(mismatches.mismatched_in_backward, layer=self.name)
 
         def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
             graph = target.cuda_graphs[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from megatron_cg.integrations.call_arguments import (
     several,
 )
 from megatron_cg.integrations.repeated_step import gradients_saved, train_step
-from megatron_cg.integrations.standalone.attachment import Attachment
+from megatron_cg.integrations.standalone.attachment import ModuleUnit
 from megatron_cg.integrations.standalone.observe import Observer
 from megatron_cg.integrations.standalone.sums import Later
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
@@ -254,12 +254,10 @@ class GraphedUnits:
         check_seen(self._units, self._observer)
         device_type = next(iter(seen.values())).autocast["device_type"]
         backward = self._observer.autocast_in_backward(device_type) | {"cache_enabled": False}
-        attachments = [
-            Attachment(name, self._units[name], call, backward) for name, call in seen.items()
-        ]
+        units = [ModuleUnit(name, self._units[name], call, backward) for name, call in seen.items()]
         session = Session(
             self._sharding,
-            [attachment.unit for attachment in attachments],
+            units,
             self._backend,
             self._agreement,
             joins=self._on_failure == "eager",
@@ -270,10 +268,10 @@ class GraphedUnits:
         samples = [call.samples() for call in seen.values()]
         with session.capturing(), ExitStack() as stack:
             stack.enter_context(torch.autocast(**backward))
-            for attachment, (args, kwargs) in zip(attachments, samples, strict=True):
-                stack.enter_context(attachment.taking_tensors(args, kwargs))
+            for unit, (args, kwargs) in zip(units, samples, strict=True):
+                stack.enter_context(unit.taking_tensors(args, kwargs))
             graphs = session.capture(
-                [self._units[name] for name in seen],
+                [unit.layer for unit in units],
                 [args for args, _ in samples],
                 sample_kwargs=[kwargs for _, kwargs in samples],
                 allow_unused_input=True,
@@ -282,11 +280,10 @@ class GraphedUnits:
                 _order=[1, -1],
                 _num_layers_per_chunk=[len(seen)],
             )
-            layer: Any
-            for layer, graph in zip((self._units[name] for name in seen), graphs, strict=True):
-                layer.cuda_graphs = [graph]
-        pairs = zip(seen.items(), samples, strict=True)
-        names = {unit: [*call.form.names, *named] for (unit, call), (_, named) in pairs}
+            for unit, graph in zip(units, graphs, strict=True):
+                vars(unit.layer)["cuda_graphs"] = [graph]
+        pairs = zip(units, samples, strict=True)
+        names = {unit.name: [*unit.inputs, *named] for unit, (_, named) in pairs}
         found = session.mismatches.mismatched_in_backward
         later = Later(self._observer.sums.seen, names, graphs[0].in_flight.nodes, found)
         session.on_close(later.observe())

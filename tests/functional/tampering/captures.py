@@ -96,7 +96,7 @@ def fail_at(place: str) -> None:
         wrap(helper_class(), "capture", with_broken_unshard(error))
     elif stage in ("publish", "install"):
         places = {
-            "publish": (units, "attach_replay", 2),
+            "publish": (units.MegatronUnit, "attach", 2),
             "install": (optimizer_step, "install_main_weights", 1),
         }
         owner, name, number = places[stage]

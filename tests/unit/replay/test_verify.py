@@ -1,7 +1,6 @@
 """Replays beside eager passes: equal bits pass, one changed bit does not, and training stays."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 from itertools import count
 from typing import Any
@@ -160,7 +159,7 @@ def test_gradients_that_differ_by_themselves_are_no_mismatch(
 ) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     module = Scaled()
-    unit = Unit("layer 0", module, (), run=lambda m, a, k: m(*a, **k), in_backward=nullcontext)
+    unit = Unit("layer 0", module, ())
     counted: list[int] = []
 
     def checked(**wrong: float) -> str:
@@ -184,7 +183,7 @@ def test_a_difference_counts_if_each_replay_has_it(
     wrong_replays: set[int], elsewhere: bool
 ) -> None:
     module, replays = nn.Linear(4, 4), count()
-    unit = Unit("layer 0", module, (), run=lambda m, a, k: m(*a, **k), in_backward=nullcontext)
+    unit = Unit("layer 0", module, ())
     asked: list[bool] = []
 
     def graph(x: torch.Tensor) -> torch.Tensor:

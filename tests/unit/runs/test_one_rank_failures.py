@@ -83,7 +83,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
         "last warmup backward": (*backward, LAYERS * WARMUPS),
         "capture forward": (*forward, LAYERS * WARMUPS + 2),
         "capture backward": (*backward, LAYERS * WARMUPS + 2),
-        "publishing": (units, "attach_replay", 2),
+        "publishing": (units.MegatronUnit, "attach", 2),
         "installing the fast path": (bucketing, "install_gradients", 1),
         "the fast path's last part": (optimizer_step, "install_main_weights", 1),
     }[stage]

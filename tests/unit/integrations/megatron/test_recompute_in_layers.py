@@ -17,7 +17,7 @@ from megatron_cg.integrations.megatron.full_recompute import (
     recompute_in_layers,
 )
 from megatron_cg.integrations.megatron.masks import ObservedInputs
-from megatron_cg.integrations.megatron.units import run_region
+from megatron_cg.integrations.megatron.units import MegatronUnit
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.megatron import capturing_flag, is_capturing
@@ -163,7 +163,7 @@ def hidden_states() -> torch.Tensor:
 def test_a_region_is_recomputed_as_it_ran(block: Any) -> None:
     hidden, given = hidden_states(), {"attention_mask": None}
     with passes_of(block) as ran:
-        (out,) = run_region(block.layers[0], (hidden,), given)
+        (out,) = MegatronUnit("layer 0", block.layers[0]).run((hidden,), given)
         with capturing_flag():
             out.sum().backward()
     assert ran == [(False, False), (False, True)]
