@@ -123,10 +123,8 @@ class Session:
         The body calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit. If it ends
         normally, the units replay from then on. If it raises, all is restored, for another try.
 
-        Raises:
-            PhaseError: graphs exist already, also of another session, or the session is closed.
-            EarlierWorkError: the GPU was in an error state already.
-            HookError, UnknownFsdpHookError: a hook cannot be carried over; nothing was changed.
+        Raises PhaseError if there are graphs already, EarlierWorkError if the GPU was in an error
+        state, and HookError if a hook cannot be carried over.
         """
         self._require(Phase.EAGER)
         self._require_no_other_graphs()
@@ -187,11 +185,8 @@ class Session:
         The arguments are those of TE's ``make_graphed_callables``: the units' layers, in order, and
         the static inputs of each. Returns a guarded graph for each unit.
 
-        Raises:
-            PhaseError: called outside of :meth:`capturing`, or with layers of other units.
-            CaptureError: another rank cannot capture or would capture something else, or samples,
-                units and the order in ``options`` do not fit.
-            OutOfStepError: this rank failed in a way that leaves the others waiting.
+        Raises CaptureError, also if another rank cannot capture or would capture something else,
+        and OutOfStepError if this rank failed in a way that leaves the others waiting.
         """
         self._require(Phase.CAPTURING)
         assert self._capture is not None

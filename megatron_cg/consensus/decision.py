@@ -110,10 +110,8 @@ def encode(kind: Kind, serial: int, vote: Vote) -> torch.Tensor:
 def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
     """The decision that follows from all ranks' rows, (world, 5) int64 in rank order.
 
-    ``ranks`` are the ranks of the rows, if they are not those of the default group.
-
-    Raises:
-        AgreementError: the rows belong to different votes; names the ranks and their votes.
+    ``ranks`` are the ranks of the rows, if they are not those of the default group. Raises
+    AgreementError, with ranks and votes, if the rows belong to different votes.
     """
     ranks = range(len(rows)) if ranks is None else ranks
     heads, (against, sizes, graphs) = rows[:, :2], rows[:, 2:].unbind(1)

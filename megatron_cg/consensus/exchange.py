@@ -248,10 +248,8 @@ class Agreement:
     def ready(self, vote: Vote | None = None) -> None:
         """Vote that this rank can begin to capture ``vote.graphs``; returns when all ranks can.
 
-        Raises:
-            CaptureError: a rank failed or would capture something else; raised on all ranks.
-            AgreementError: as :meth:`agree`.
-            PhaseError: this vote of this capture is over; :meth:`begin_capture` opens another.
+        Raises CaptureError on all ranks if one failed or would capture something else, and as
+        :meth:`agree`.
         """
         self._vote_on_capture(Kind.CAPTURE_START, vote or Vote())
 
@@ -274,10 +272,8 @@ class Agreement:
         Does nothing if all have given up already. ``ends`` says that this rank could not restore
         what it had changed: then the run ends on all ranks.
 
-        Raises:
-            CaptureError: the others do not answer. They are inside collectives that this rank will
-                not join. If this rank went on, its collectives would pair with the wrong ones. Or
-                all have agreed that their captures are complete.
+        Raises CaptureError if the others do not answer. They are inside collectives that this rank
+        will not join. If this rank went on, its collectives would pair with the wrong ones.
         """
         kind = self._next
         try:

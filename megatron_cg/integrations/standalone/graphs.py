@@ -31,7 +31,7 @@ from megatron_cg.integrations.call_arguments import (
     several,
 )
 from megatron_cg.integrations.repeated_step import gradients_saved, train_step
-from megatron_cg.integrations.standalone.attachment import ModuleUnit
+from megatron_cg.integrations.standalone.module_unit import ModuleUnit
 from megatron_cg.integrations.standalone.observe import Observer
 from megatron_cg.integrations.standalone.sums import Later
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
