@@ -91,5 +91,5 @@ def write_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
         # Nor does it take expanded memory, whose equal elements are one.
         once = tuple(slice(1) if stride == 0 else slice(None) for stride in into.stride())
         into, values = into[once], values[once]
-    with torch.no_grad():
+    with torch.inference_mode() if into.is_inference() else torch.no_grad():
         into.copy_(values)

@@ -33,7 +33,7 @@ from megatron_cg.upstream.patch import cells_of, put_over, undone_after
 
 KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
 LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
-_RECORDS = LIBRARIES - {"types", "argparse", "_thread"}
+RECORDS = LIBRARIES - {"types", "argparse", "_thread"}
 """Packages whose objects have nothing that a user sets, but namespaces and threading.local."""
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
 """Of methods, properties, what decorates a function, and partial functions."""
@@ -478,7 +478,7 @@ def _data(kind: type) -> Iterator[str]:
 def is_object(value: Any) -> bool:
     """Whether it is an object of a class that users write, or of one like theirs."""
     others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, partial)
-    if is_plain(value) or isinstance(value, others) or is_known(value, _RECORDS):
+    if is_plain(value) or isinstance(value, others) or is_known(value, RECORDS):
         return False
     kinds = type(value).__mro__
     return isinstance(getattr(value, "__dict__", None), dict) or any(

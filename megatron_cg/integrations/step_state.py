@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import device_generator
-from megatron_cg.capture.python_state import LIBRARIES, is_known
+from megatron_cg.capture.python_state import LIBRARIES, RECORDS, is_known
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, put_back
 from megatron_cg.upstream.te import rng_states
@@ -64,15 +64,10 @@ class _Holder:
 
     def below(self, users: bool | None) -> list[tuple[Any, Any]]:
         """The parts that may change in place, with objects of ``users`` or of known packages."""
-        items = self.saved.items()
-        found = [(key, value) for key, value in items if type(value) in _STATE]
-        if users is not None:
-            kinds = set(map(type, self.saved.values()))
-            followed = {kind for kind in kinds if _is_followed(kind, users)}
-            found += [(key, value) for key, value in items if type(value) in followed]
-        if self._namespace:
-            found = [one for one in found if one[0] not in _OF_TORCH and one[0][:2] != "__"]
-        return found
+        found = set(map(type, self.saved.values()))
+        kinds = {k for k in found if k in _STATE or (users is not None and _is_followed(k, users))}
+        pairs = [pair for pair in self.saved.items() if type(pair[1]) in kinds]
+        return [pair for pair in pairs if not self._namespace or _is_own(pair[0])]
 
     def restore(self) -> None:
         """Let the parts be the same objects again, no more and no less."""
@@ -94,13 +89,14 @@ class _Holder:
         return dict(self.parts if isinstance(self.parts, dict) else enumerate(self.parts))
 
     def _data(self, parts: dict[Any, Any]) -> list[tuple[Any, Any]]:
-        if not self._namespace:
-            return list(parts.items())
+        pairs = list(parts.items())
         return [
-            (key, value)
-            for key, value in parts.items()
-            if type(value) in _DATA and key not in _OF_TORCH and key[:2] != "__"
+            (k, v) for k, v in pairs if not self._namespace or (type(v) in _DATA and _is_own(k))
         ]
+
+
+def _is_own(name: str) -> bool:
+    return name not in _OF_TORCH and name[:2] != "__"
 
 
 class StepState:
@@ -215,7 +211,7 @@ def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 def _is_followed(kind: Any, users: bool) -> bool:
     """Whether state may be in attributes of objects of this class, if ``users`` wrote it."""
     known = is_known(kind, _KNOWN) and kind.__name__ not in _SCRATCH
-    wanted = not is_known(kind, LIBRARIES) if users else known
+    wanted = not is_known(kind, RECORDS) if users else known
     return wanted and kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_FOLLOWED)
 
 

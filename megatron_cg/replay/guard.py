@@ -407,9 +407,9 @@ class Switches:
     def __init__(self, names: Sequence[str] = _OTHERS) -> None:
         found = ((one, getattr(torch._C, f"_get_{one.split()[0]}", None)) for one in names)
         self._read = {
-            name: partial(_told, read, *name.split()[1:]) if "32" in name else read
-            for name, read in found
-            if read is not None
+            n: partial(_told, read, *n.split()[1:]) if "32" in n else read
+            for n, read in found
+            if read
         }
         self._seen: dict[str, str] = {}
         self._first: str | None = None

@@ -1,6 +1,7 @@
 """What a step changes beside what ``tests/unit/moe/test_repeats.py`` trains with is restored."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,6 @@ from megatron_cg.integrations import step_state
 from megatron_cg.integrations.step_state import StepState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-class Counts:
-    """An object of a module."""
-
-    def __init__(self) -> None:
-        self.steps = [0]
 
 
 class Counting(nn.Module):
@@ -34,9 +28,10 @@ class Counting(nn.Module):
         self.history: Any
         self.register_buffer("seen", torch.zeros(2))
         self.register_buffer("wide", torch.zeros(1).expand(3))
+        self.register_buffer("fixed", torch.inference_mode()(torch.zeros)(2))
 
         self.logits: Any = torch.zeros(2)
-        self.steps, self.counts = 0, Counts()
+        self.steps, self.counts = 0, SimpleNamespace(steps=[0])
         self.history = [torch.zeros(1)]
         self.sums: dict[str, Any] = {"loss": torch.zeros(1), "of": {"layer": 0}}
 
