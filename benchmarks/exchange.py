@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.moe.dispatcher import largest_slot
+from megatron_cg.moe.install import largest_slot
 from megatron_cg.moe.slots import Collective, PeerMemory, exchange, find_places
 
 WARMUP, CALLS = 5, 50

@@ -229,47 +229,43 @@ class _GradientsOfKind:
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
-        self._parameters: list[Any] = []
-        self._gradients: list[Any] = []
-        """DTensors that Megatron-FSDP made. Their local tensors are None after ``zero_grad``."""
-        self._pieces: list[torch.Tensor] = []
-        """Their pieces of the bucket's buffer."""
+        self._rows: list[tuple[Any, Any, torch.Tensor]] = []
+        """Parameters, DTensors that Megatron-FSDP made, and their pieces of the bucket's buffer.
+        The DTensors' local tensors are None after ``zero_grad``."""
         self._empty: list[Any] = []
         """Parameters of which this rank's shard is empty."""
 
     def add(self, parameter: Any, gradient: Any, piece: torch.Tensor) -> None:
-        if not piece.numel():
+        if piece.numel():
+            self._rows.append((parameter, gradient, piece))
+        else:
             self._empty.append(parameter)
-            return
-        self._parameters.append(parameter)
-        self._gradients.append(gradient)
-        self._pieces.append(piece)
 
     def attach(self, attribute: str, scratch: IdlePool | None) -> None:
-        pieces = self._pieces
+        pieces = [piece for _, _, piece in self._rows]
         if self._kind is not None and pieces:
-            pieces = self._copies(self._kind[-1], scratch)
-        for parameter, gradient, piece in zip(
-            self._parameters, self._gradients, pieces, strict=True
-        ):
+            pieces = self._copies(pieces, self._kind[-1], scratch)
+        for (parameter, gradient, _), piece in zip(self._rows, pieces, strict=True):
             gradient._local_tensor = piece
             setattr(parameter, attribute, gradient)
         for parameter in self._empty:
             setattr(parameter, attribute, None)
 
-    def _copies(self, dtype: torch.dtype, scratch: IdlePool | None) -> list[torch.Tensor]:
-        for gradient in self._gradients:
+    def _copies(
+        self, pieces: list[torch.Tensor], dtype: torch.dtype, scratch: IdlePool | None
+    ) -> list[torch.Tensor]:
+        for _, gradient, _ in self._rows:
             # Release earlier copies of this step, if gradients are scaled after the reduction.
             gradient._local_tensor = None
         if scratch is None:
-            copies = [torch.empty_like(piece, dtype=dtype) for piece in self._pieces]
+            copies = [torch.empty_like(piece, dtype=dtype) for piece in pieces]
         else:
-            copies = scratch.empty(self._kind, self._pieces, dtype)
-        torch._foreach_copy_(copies, self._pieces)
+            copies = scratch.empty(self._kind, pieces, dtype)
+        torch._foreach_copy_(copies, pieces)
         return copies
 
     def relocate(self) -> None:
-        for gradient in self._gradients if self._kind is not None else ():
+        for _, gradient, _ in self._rows if self._kind is not None else ():
             copy = gradient._local_tensor
             if copy is not None:
                 gradient._local_tensor = copy.clone()

@@ -19,12 +19,14 @@ Note [Runs]
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 
+Run = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Parts of a bucket and the gradients for them, in memory without a gap."""
 _FEW_RUNS, _WORTH_A_LAUNCH = 4, 16 << 20
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REPLACES = (
@@ -42,13 +44,6 @@ RELIES_ON = (
     *fsdp_class("DataParallelBuffer", "gradient_scaling_factor", "ddp_config"),
     *fsdp_class("ParamAndGradBuffer", "bucket_to_bucket_group"),
 )
-
-
-class Run(NamedTuple):
-    """Parts of a bucket and the gradients for them, in memory without a gap."""
-
-    pieces: list[torch.Tensor]
-    gradients: list[torch.Tensor]
 
 
 def factor_of(store: Any, number: int, buffer: Any, dtype: torch.dtype) -> float | None:
@@ -79,9 +74,9 @@ def runs_of(pieces: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -
                 return None
         begins = piece.data_ptr(), gradient.data_ptr()
         if begins != ends:
-            runs.append(Run([], []))
-        runs[-1].pieces.append(piece)
-        runs[-1].gradients.append(gradient)
+            runs.append(([], []))
+        for tensors, tensor in zip(runs[-1], (piece, gradient), strict=True):
+            tensors.append(tensor)
         size += piece.nbytes
         ends = begins[0] + piece.nbytes, begins[1] + piece.nbytes
     return runs if len(runs) <= max(_FEW_RUNS, size // _WORTH_A_LAUNCH) else None

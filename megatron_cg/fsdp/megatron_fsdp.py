@@ -60,6 +60,9 @@ _KEEP_ADDRESSES = (
         "a unit that does not fit the double buffers falls back to a buffer that moves",
     ),
 )
+_ANEW = (
+    "its memory was freed and allocated anew, or the bucket was given the other of the two buffers."
+)
 _KEEPS = "megatron_fsdp_cuda_graph_mode"
 _GATHERED_ONCE = ("optim", "optim_grads")
 """Where unsharded weights stay until ``finish_grad_sync`` forgets them, which it does only with
@@ -172,7 +175,8 @@ class MegatronFsdp(Sharding):
             if group is not None and not (together and group in seen):
                 unit = store.parameter_groups[group].fsdp_unit_id
                 name = f"{one.name} (bucket {group} of FSDP unit {unit})"
-                watched.append(Watched(one.tensor, name, _moved(store.ddp_config, group, unit)))
+                moved = f"The FSDP buffer of unit {unit} (bucket {group}) moved: {_ANEW}"
+                watched.append(Watched(one.tensor, name, moved))
                 seen.add(group)
             elif group is None:
                 watched.append(one)
@@ -201,19 +205,6 @@ class MegatronFsdp(Sharding):
         finally:
             for module, state in saved:
                 module._training_state = state
-
-
-def _moved(config: Any, bucket: int, unit: int | None) -> str:
-    names = [name for name, _ in _KEEP_ADDRESSES if not getattr(config, name, False)]
-    off = [f"--{name.replace('_', '-')}" for name in names]
-    moved = f"The FSDP buffer of unit {unit} (bucket {bucket}) moved"
-    if off:
-        verb = "are" if len(off) > 1 else "is"
-        return f"{moved}: {' and '.join(off)} {verb} off."
-    return (
-        f"{moved} although double buffers are on: its memory was freed and allocated anew, or the "
-        "bucket was given the other of the two buffers."
-    )
 
 
 @contextmanager

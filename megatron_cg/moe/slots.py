@@ -98,10 +98,6 @@ is among the rows that are used.
 """
 
 
-def gaps_of(counts: torch.Tensor, multiple: int) -> torch.Tensor:
-    return (-counts) % multiple
-
-
 def find_places(
     counts: torch.Tensor,
     slot: int,

@@ -37,8 +37,7 @@ from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
 from megatron_cg.integrations.megatron.units import LayerScopes, units_of
-from megatron_cg.moe.dispatcher import shared_experts_idle
-from megatron_cg.moe.install import bound_of, grouped_gemm_of, peer_memory_of
+from megatron_cg.moe.install import bound_of, grouped_gemm_of, peer_memory_of, shared_experts_idle
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute

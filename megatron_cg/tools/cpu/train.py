@@ -26,7 +26,7 @@ from megatron_cg.integrations.megatron.full_recompute import (
 )
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import units_of
-from megatron_cg.moe.dispatcher import shared_experts_idle
+from megatron_cg.moe.install import shared_experts_idle
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.telemetry.record import Recorder, recording

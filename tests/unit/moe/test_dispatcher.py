@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.moe import dispatcher
-from megatron_cg.moe.dispatcher import DeviceCounts, DeviceDispatcher
+from megatron_cg.moe import install as dispatcher
+from megatron_cg.moe.install import DeviceCounts, DeviceDispatcher
 from tests.unit.grouped_linear import SETTINGS, _GroupedLinear
 from tests.unit.ranks import on_ranks
 

@@ -17,9 +17,8 @@ from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron.helper import check_model
 from megatron_cg.moe import install
-from megatron_cg.moe.dispatcher import DISPATCHING
 from megatron_cg.moe.grouped_gemm import GroupedGemm
-from megatron_cg.moe.install import use_device_counts
+from megatron_cg.moe.install import DISPATCHING, use_device_counts
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.moe.slots import PeerMemory
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.moe.dispatcher import largest_slot
+from megatron_cg.moe.install import largest_slot
 from megatron_cg.moe.row_bound import MULTIPLE, RowBound, clipped
 
 pytestmark = pytest.mark.usefixtures("one_rank", "late_copies")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_cg.moe.slots import find_places, gaps_of
+from megatron_cg.moe.slots import find_places
 from tests.unit.interpreted import last_line_of
 
 COUNTS = (
@@ -55,10 +55,10 @@ def test_rows_of_an_expert_begin_at_a_multiple_and_gaps_have_no_place(
 ) -> None:
     counts = torch.tensor(given)
     own, none = counts.sum(0), len(given) * SLOT
-    rounded = own + gaps_of(own, 4)
+    rounded = own + -own % 4
     assert rounded.tolist() == [4 * math.ceil(rows / 4) for rows in own.tolist()]
     used = int(rounded.sum())
-    found = find_places(counts, SLOT, used + MORE, gaps=gaps_of(own, 4))
+    found = find_places(counts, SLOT, used + MORE, gaps=-own % 4)
     dense = find_places(counts, SLOT, int(own.sum())).in_slots.split(own.tolist())
     gaps = [torch.full((int(gap),), none) for gap in rounded - own]
     expected = torch.cat([part for pair in zip(dense, gaps, strict=True) for part in pair]).tolist()
@@ -88,7 +88,7 @@ KERNEL = """
 import sys
 import torch
 from megatron_cg.moe.kernels import places_of
-from megatron_cg.moe.slots import find_places, gaps_of
+from megatron_cg.moe.slots import find_places
 
 torch.manual_seed(0)
 for case in range(24):
@@ -99,7 +99,7 @@ for case in range(24):
     given = (counts, slot, int(counts.sum()) + 1500 * (case % 3))
     ours, torchs = places_of(*given, whole=whole), find_places(*given, whole=whole)
     assert all(map(torch.equal, ours, torchs)), given
-    gaps = gaps_of(counts.sum(0), 16)
+    gaps = -counts.sum(0) % 16
     rows = given[2] + int(gaps.sum())
     ours = places_of(counts, slot, rows, gaps.cumsum(0), whole=whole)
     torchs = find_places(counts, slot, rows, whole=whole, gaps=gaps)

@@ -20,7 +20,7 @@ from megatron_cg.errors import (
 )
 from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2
 from megatron_cg.integrations.megatron import helper as module
-from megatron_cg.moe.dispatcher import DeviceDispatcher
+from megatron_cg.moe.install import DeviceDispatcher
 from megatron_cg.moe.slots import PeerMemory
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import applied

@@ -23,7 +23,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.megatron import patches
 from megatron_cg.integrations.megatron.helper import FsdpHelper
-from megatron_cg.moe.dispatcher import DeviceDispatcher
+from megatron_cg.moe.install import DeviceDispatcher
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import applied
 from tests.unit.counted import expect
