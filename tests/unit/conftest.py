@@ -33,7 +33,7 @@ LONGEST = (
     "moe/test_training.py",
     "integrations/megatron/test_full_recompute.py",
     "fastpath/test_gather.py",
-    "compiled/test_refused_layers.py",
+    "compiled/test_traps.py",
     "runs/test_one_rank_failures.py",
 )
 """The files that take longest. They begin first, so that none is left to one worker at the end."""

@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,17 @@ import torch.distributed as dist
 from torch.distributed import all_reduce as bound_at_import
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_cg.compiled.region import Capability, Region
+from megatron_cg.compiled.region import Capability, Region, megatron_groups
 from megatron_cg.compiled.save import save
 from megatron_cg.compiled.trace import trace
 from megatron_cg.errors import PrecompileError
-from tests.unit.compiled.regions import gathered_linear
+from tests.unit.compiled.regions import (
+    causal_mask,
+    config,
+    gathered_linear,
+    hidden_states,
+    local_layer,
+)
 
 
 class Plain(torch.nn.Module):
@@ -198,3 +206,56 @@ def test_nothing_of_other_packages_stays_changed(tmp_path: Path) -> None:
     saved(lambda: region(reduced_later), tmp_path)
     assert all(one is two for one, two in zip(before, now(), strict=True))
     assert isinstance(vars(mappings._AllToAll)["forward"], staticmethod)
+
+
+ROWS = 8
+MOE: dict[str, Any] = {
+    "add_bias_linear": False,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+}
+STATIC = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+def layer(options: dict[str, Any]) -> Region:
+    """A layer of Megatron's local implementation."""
+    settings = config(**options)
+    made = local_layer(settings)
+    mask = {"attention_mask": causal_mask(ROWS, "meta")}
+    return Region(made, (hidden_states(settings, "meta"),), mask, megatron_groups(), settings)
+
+
+def saved_layer(options: dict[str, Any], folder: Path) -> Any:
+    return saved(lambda: layer(options), folder)
+
+
+def test_a_layer_without_any_of_it_is_compiled(tmp_path: Path) -> None:
+    """With experts that drop and pad; ``test_loaded.py`` compiles a dense one."""
+    assert saved_layer(MOE | STATIC, tmp_path).traced_ranks == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"hidden_dropout": 0.1}, ("draws random numbers", "fused_bias_dropout.py")),
+        (MOE, ("cannot be traced", "in _maybe_dtoh_and_synchronize")),
+        (MOE | STATIC | AUX_LOSS, ("cannot be traced", "moe_utils.py")),
+        (SELECTIVE, ("cannot be traced", "rng_states")),
+    ],
+    ids=["dropout", "dropless", "aux loss", "core_attn"],
+)
+def test_other_layers_cannot_be_compiled(
+    options: dict[str, Any], texts: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In a new process, as the command runs: where Dynamo stops depends on what was traced."""
+    with (
+        ProcessPoolExecutor(1, get_context("forkserver")) as pool,
+        pytest.raises(PrecompileError) as error,
+    ):
+        pool.submit(saved_layer, options, tmp_path).result()
+    assert all(text in str(error.value) for text in texts), error.value
