@@ -175,20 +175,16 @@ def _require_order(layers: Sequence[Any]) -> None:
         run = [layer for layer in layers if layer._context is context]
         registered = [layer for layer in context.forward_order if layer in run]
         if run != registered:
-            raise ConfigurationError(
-                [
-                    Violation(
-                        "fsdp-v2-order",
-                        f"units run in the order {', '.join(layer.name for layer in run)}, and "
-                        f"were registered in the order "
-                        f"{', '.join(layer.name for layer in registered)}",
-                        "Megatron-FSDP v2 prefetches modules in the order of registration; a unit "
-                        "that is prefetched after it ran keeps old weights over the optimizer's "
-                        "step, without graphs too",
-                        "register the modules in the order in which they run",
-                    )
-                ]
+            ran, order = (", ".join(layer.name for layer in each) for each in (run, registered))
+            wrong = Violation(
+                "fsdp-v2-order",
+                f"units run in the order {ran}, and were registered in the order {order}",
+                "Megatron-FSDP v2 prefetches modules in the order of registration; a unit that is "
+                "prefetched after it ran keeps old weights over the optimizer's step, without "
+                "graphs too",
+                "register the modules in the order in which they run",
             )
+            raise ConfigurationError([wrong])
 
 
 def _groups(layer: Any) -> tuple[Any, ...]:
