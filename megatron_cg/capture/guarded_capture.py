@@ -114,7 +114,7 @@ class GuardedCapture:
     ) -> None:
         self._sharding, self._units, self._backend = sharding, tuple(units), backend
         self._mismatches, self._static_inputs = mismatches, static_inputs
-        self._hooks = tuple(Hooks(u.layer, u.graphed, sharding.moves) for u in self._units)
+        self._hooks = tuple(Hooks(u.layer, u.graphed, sharding.hoists_hook) for u in self._units)
         self._observers: tuple[Observer, ...] = ()
         self._leaves: OtherLeaves | None = None
 
@@ -322,7 +322,7 @@ class GuardedCapture:
         modules = list(unit.layer.modules())
         with Restores() as stack:
             # As in the capture. Megatron-FSDP's may end a backward pass of the whole model.
-            stack.callback(quiet_modules((), modules, self._sharding.made))
+            stack.callback(quiet_modules((), modules, self._sharding.owns_hook))
             stack.enter_context(self._sharding.states_kept(modules))
             stack.enter_context(buffers_kept(modules))
             stack.enter_context(frozen_kept(unit.graphed))

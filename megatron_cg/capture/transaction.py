@@ -59,7 +59,7 @@ def capturing(
         always.enter_context(gradients_kept(parameters))
         always.enter_context(buffers_kept(modules))
         always.callback(_quiet_parameters(parameters))
-        always.callback(quiet_modules(layers, modules, sharding.made))
+        always.callback(quiet_modules(layers, modules, sharding.owns_hook))
         always.enter_context(backend.preserved(layers))
         always.enter_context(compiled_kept())
         yield hooks, lasting

@@ -157,13 +157,10 @@ class BucketViews:
         place = (bucket.data.untyped_storage()._cdata, bucket.data.storage_offset())
         if place != self._place:
             self._place = place
-            self._views = {id(p): self._cut(bucket, p) for p in self._buffer.params}
+            cut, items = self._buffer.get_item_from_bucket, self._buffer.param_idx
+            views = {id(p): cut(bucket, items[p]).view(p.shape) for p in self._buffer.params}
+            self._views = views
         return [self._views[id(parameter)] for parameter in parameters]
-
-    def _cut(self, bucket: Any, parameter: nn.Parameter) -> torch.Tensor:
-        item = self._buffer.param_idx[parameter]
-        piece: torch.Tensor = self._buffer.get_item_from_bucket(bucket, item)
-        return piece.view(parameter.shape)
 
 
 class FreedBuffers:

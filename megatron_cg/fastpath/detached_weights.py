@@ -45,6 +45,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -204,7 +205,6 @@ class DetachedWeights:
     ) -> None:
         self._modules = [module for module in model.modules() if module not in graphed]
         self._bucketing = bucketing
-        self._eager: frozenset[int] | None = None
         self._of: dict[int, Weights] = {}
 
     def together(self, tail: Sequence[Any], *, of_graph: bool = False) -> Weights | None:
@@ -233,7 +233,7 @@ class DetachedWeights:
         ids = {id(tail[place]) for place in needed}
         if len(ids) < len(needed):
             return None
-        if not of_graph and not ids <= self._ids_outside_of_graphs():
+        if not of_graph and not ids <= self._ids_outside_of_graphs:
             return None
         if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
             return None  # another operation's weights; their own hooks wait for that operation
@@ -241,12 +241,11 @@ class DetachedWeights:
         self._of[id(tail[0])] = weights
         return weights
 
+    @cached_property
     def _ids_outside_of_graphs(self) -> frozenset[int]:
-        if self._eager is None:
-            # Between two steps modules may hold the optimizer's DTensors; in a pass they do not.
-            own = (p for module in self._modules for p in module.parameters(recurse=False))
-            self._eager = frozenset(map(id, own))
-        return self._eager
+        # Between two steps modules may hold the optimizer's DTensors; in a pass they do not.
+        own = (p for module in self._modules for p in module.parameters(recurse=False))
+        return frozenset(map(id, own))
 
 
 class Weights:

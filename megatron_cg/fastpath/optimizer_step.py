@@ -180,7 +180,7 @@ class _GradientTable:
         attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
         for gradients in self._kinds.values():
             gradients.attach(attribute, self._scratch)
-        self.borrowed = self._scratch is not None and self._scratch.borrows()
+        self.borrowed = self._scratch is not None and self._scratch.borrowed_bytes > 0
 
     def relocate(self) -> None:
         self.borrowed = False

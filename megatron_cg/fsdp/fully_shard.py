@@ -110,7 +110,7 @@ class FullyShard(PerModule):
     def is_unit(self, module: nn.Module) -> bool:
         return isinstance(module, FSDPModule)
 
-    def made(self, hook: Callable[..., Any]) -> bool:
+    def owns_hook(self, hook: Callable[..., Any]) -> bool:
         """Whether it is one of the two hooks of a ``fully_shard`` call."""
         return isinstance(getattr(hook, "__self__", None), FSDPState)
 

@@ -148,7 +148,7 @@ class MegatronFsdp(Sharding):
     def unit_hooks(self, unit: Unit) -> UnitHooks:
         return unit_hooks(unit)
 
-    def made(self, hook: Callable[..., Any]) -> bool:
+    def owns_hook(self, hook: Callable[..., Any]) -> bool:
         return fsdp_package_of(hook) is not None
 
     @contextmanager

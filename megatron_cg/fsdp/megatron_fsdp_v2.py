@@ -117,7 +117,7 @@ class MegatronFsdpV2(PerModule):
     def is_unit(self, module: nn.Module) -> bool:
         return is_sharded(module)
 
-    def made(self, hook: Callable[..., Any]) -> bool:
+    def owns_hook(self, hook: Callable[..., Any]) -> bool:
         return fsdp_package_of(hook) is not None
 
     def unit_hooks(self, unit: Unit) -> UnitHooks:

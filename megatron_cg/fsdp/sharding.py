@@ -12,12 +12,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.roles import (
-    CAPTURE_TIME_KEYS,
-    UnitHooks,
-    check_hook_of_unit,
-    never_called,
-)
+from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, UnitHooks, check_hook_of_unit, never_called
 from megatron_cg.hooks import HookRecord, module_hooks
 from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
@@ -66,7 +61,7 @@ class Sharding:
     def unit_hooks(self, unit: Unit) -> UnitHooks:
         """The current hooks of a unit, for the backend. Changes nothing.
 
-        Here there are no capture-time hooks: all but those of :meth:`made` are the user's.
+        Here there are no capture-time hooks: all but those of :meth:`owns_hook` are the user's.
 
         Raises HookError if a user's hook would not run as intended.
         """
@@ -79,11 +74,11 @@ class Sharding:
                         raise never_called(unit.name, module, record)
         return UnitHooks({key: {} for key in CAPTURE_TIME_KEYS})
 
-    def made(self, hook: Callable[..., Any]) -> bool:
+    def owns_hook(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook on a module belongs to the sharding."""
         return False
 
-    def moves(self, hook: Callable[..., Any]) -> bool:
+    def hoists_hook(self, hook: Callable[..., Any]) -> bool:
         """Whether such a hook inside of a unit runs around the unit while there are graphs.
 
         Otherwise no module in a unit may be a unit.
@@ -122,15 +117,12 @@ class Sharding:
         Called inside of :meth:`capturing`. Here all of them.
         """
         names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
-        kinds: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-            ("parameter", self.moved, nn.Module.named_parameters),
-            ("buffer", REPLACED, nn.Module.named_buffers),
-        )
+        kinds = (("parameter", self.moved), ("buffer", REPLACED))
         return [
             Watched(tensor, f"{kind} {names[id(module)]}{name}", moved)
             for module in graphed
-            for kind, moved, tensors_of in kinds
-            for name, tensor in tensors_of(module, recurse=False)
+            for kind, moved in kinds
+            for name, tensor in getattr(module, f"named_{kind}s")(recurse=False)
         ]
 
     def gradients(self) -> Iterator[tuple[str, Any]]:
@@ -154,7 +146,7 @@ class Sharding:
         return not any(map(is_quantized, layer.parameters()))
 
     def _of_user(self, module: nn.Module) -> Iterator[HookRecord]:
-        return (record for record in module_hooks(module) if not self.made(record.fn))
+        return (record for record in module_hooks(module) if not self.owns_hook(record.fn))
 
 
 class PerModule(Sharding):
@@ -210,8 +202,8 @@ class PerModule(Sharding):
                     f"leave unit {name} out of units, or do not call fully_shard on {path} itself",
                 )
 
-    def moves(self, hook: Callable[..., Any]) -> bool:
-        return self.made(hook)
+    def hoists_hook(self, hook: Callable[..., Any]) -> bool:
+        return self.owns_hook(hook)
 
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Any]) -> Iterator[Undo]:
         """Reshard a unit and put its unsharded parameters into buffers, each by its key."""

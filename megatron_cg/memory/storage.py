@@ -128,11 +128,7 @@ class IdlePool:
         self._given: dict[Hashable, list[StorageReference]] = {}
         self._grew = False
         self.borrowed_bytes = 0
-        """Bytes that the callers so far borrow."""
-
-    def borrows(self) -> bool:
-        """Whether some of the tensors are in memory that the next replay writes."""
-        return self.borrowed_bytes > 0
+        """Bytes that the callers so far borrow, which the next replay writes."""
 
     def still_held(self) -> int:
         """How many borrowed tensors somebody still holds; each is reported only once."""

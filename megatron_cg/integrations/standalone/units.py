@@ -198,7 +198,7 @@ def _unit_violations(
         for child, below in module.named_modules()
         if below is not module
         and sharding.is_unit(below)
-        and not any(sharding.moves(hook.fn) for hook in module_hooks(below))
+        and not any(sharding.hoists_hook(hook.fn) for hook in module_hooks(below))
     ]
     if inside:
         yield Violation(

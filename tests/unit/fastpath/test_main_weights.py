@@ -19,8 +19,9 @@ class Scratch:
         self.given: list[ref[torch.Tensor]] = []
         self.ended = False
 
-    def borrows(self) -> bool:
-        return not self.ended
+    @property
+    def borrowed_bytes(self) -> int:
+        return int(not self.ended)
 
     def still_held(self) -> int:
         return 2

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_cg.fastpath import install_parts, install_under_v2
-from megatron_cg.fastpath.v2_buffers import keep_layouts, keep_views
+from megatron_cg.fastpath.install_parts import keep_layouts, keep_views
 from megatron_cg.fsdp.sharding import lies_in
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.upstream.symbols import Symbol

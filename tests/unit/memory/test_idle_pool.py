@@ -145,21 +145,21 @@ def borrowed(allocator: Allocator, tensors: list[torch.Tensor]) -> list[bool]:
 def test_as_much_is_borrowed_as_fits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(3 * SMALL, 20 * SMALL)
     with allocator.installed(monkeypatch) as pool:
-        assert not pool.borrows()
+        assert not pool.borrowed_bytes
         sizes = [12 * MIB, 2 * MIB, 12 * MIB, 16 * MIB, 6 * MIB, MIB // 2]
         found = pool.empty("first", like(*sizes), torch.float32)
         # The second of 12 does not fit any more; one of half a MiB would come from blocks of
         # another kind.
         assert borrowed(allocator, found) == [True, True, False, False, True, False]
         assert [t.numel() for t in found] == sizes
-        assert pool.borrows() and pool.borrowed_bytes == 20 * SMALL
+        assert pool.borrowed_bytes == 20 * SMALL
         # Another caller, whose pieces live beside those, has what is left.
         other = pool.empty("second", like(3 * MIB, 2 * MIB), torch.float32)
         assert borrowed(allocator, other) == [False, True]
         assert allocator.reserved == 1 << 30
         del found, other
         pool.stop_borrowing()
-        assert not pool.borrows()
+        assert not pool.borrowed_bytes
         for caller in ("first", "third"):
             assert not any(borrowed(allocator, pool.empty(caller, like(2 * MIB), torch.float32)))
 
@@ -212,7 +212,7 @@ def test_a_caller_of_whom_a_piece_is_held_gets_ordinary_memory(
         assert [t.shape for t in found] == [t.shape for t in sizes]
         assert allocator.reserved == 1 << 30
         # It is still to be told of, since a replay would overwrite it.
-        assert pool.borrows() and pool.still_held() == 1
+        assert pool.borrowed_bytes and pool.still_held() == 1
         del alias
         found = pool.empty("one", sizes, torch.float32)
         assert borrowed(allocator, found) == [True, True, False]
