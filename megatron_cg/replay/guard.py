@@ -191,20 +191,16 @@ class Inputs:
     ) -> None:
         self._same_gradients = same_gradients
         labels = [*names, *(f"number {index}" for index in range(len(names), len(args)))]
-        own = {id(tensor) for tensor in borrowed}
-        storages = [tensor.untyped_storage() for tensor in (*args, *kwargs.values())]
+        own, tensors = {id(tensor) for tensor in borrowed}, [*args, *kwargs.values()]
+        storages = [tensor.untyped_storage() for tensor in tensors]
         self._memory = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
         self._positional = len(args)
         self._keywords = tuple(kwargs)
         self._given: list[str] = []
         """The keywords of the last call that was as at capture."""
         self._names = [*labels[: len(args)], *kwargs]
-        self._captured = [_fields(tensor) for tensor in (*args, *kwargs.values())]
-        self._borrowed = [
-            (number, tensor.data_ptr())
-            for number, tensor in enumerate((*args, *kwargs.values()))
-            if id(tensor) in own
-        ]
+        self._captured = [_fields(tensor) for tensor in tensors]
+        self._borrowed = [(n, one.data_ptr()) for n, one in enumerate(tensors) if id(one) in own]
 
     def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """The first input that is not as it was at capture."""
@@ -227,9 +223,9 @@ class Inputs:
                 if mismatch is not None:
                     return mismatch
         for number, address in self._borrowed:
-            if flat[number].data_ptr() != address:
-                subject, now = f"the memory of argument {self._names[number]}", flat[number]
-                return _mismatch("static input", subject, hex(address), hex(now.data_ptr()))
+            if (now := flat[number].data_ptr()) != address:
+                subject = f"the memory of argument {self._names[number]}"
+                return _mismatch("static input", subject, hex(address), hex(now))
         return None
 
     def _other_kind(self, name: str, captured: tuple[Any, ...], tensor: Any) -> Mismatch | None:
@@ -466,9 +462,7 @@ class Guard:
         self._entries = tuple(objects)
         self._objects = [(e.holder, e.key, e.holder.get(e.key)) for e in self._entries]
         containers = {
-            number: Contents(value)
-            for number, (_, _, value) in enumerate(self._objects)
-            if is_container(value)
+            n: Contents(v) for n, (_, _, v) in enumerate(self._objects) if is_container(v)
         }
         self._contents = {n: one for n, one in containers.items() if one.can_change}
         self._key_sets = list(key_sets)

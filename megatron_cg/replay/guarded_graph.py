@@ -266,8 +266,7 @@ class EagerPasses:
 
     def replay_follows(self) -> None:
         """Prepare a replay of the unit. Raises as :meth:`begin`."""
-        if not self._replays:
-            self._turn("replays", "replayed", replays=True)
+        self._turn("replays", "replayed", replays=True)
 
     def _turn(self, words: str, name: str, *, replays: bool) -> None:
         if self._replays is replays:
