@@ -112,6 +112,8 @@ class Guards:
                 found |= {f"{_ENVIRONMENT}.get({key.encode()!r})" for key in keys}
             elif name and LIBRARIES.isdisjoint(roots) and not _ELSEWHERE.search(name):
                 found.update(_asked(name, entry, words))
+        if "requires_grad" in words:
+            found.add("all(one.requires_grad for one in self.parameters())")
         return sorted(found)
 
 

@@ -63,7 +63,7 @@ class Layer(nn.Module):
             x = x * self.named[name]
         if self.mode is Mode.ONE and os.environ.get("SCALE_OF_TEST") is None:
             x = x + 1
-        return x + 1 if hasattr(self, "extra") else x
+        return x + 1 if hasattr(self, "extra") or not self.linear.bias.requires_grad else x
 
 
 def build(device: str = "meta") -> Region:
@@ -79,6 +79,7 @@ CHANGES = {
     "it.numbers = [1.0]": "len(self.numbers) was 2 and is 1",
     "it.named['y'] = 2.0": "(*self.named,) == ('x',) was True and is False",
     "it.mode = Mode.TWO": "self.mode was <Mode.ONE: 1> and is <Mode.TWO: 2>",
+    "it.linear.bias.requires_grad = False": "self.parameters()) was True and is False",
     "it.extra = 1": "hasattr(self, 'extra') was False and is True",
     "it.__dict__['factor'] = 9.0": "'factor' in self.__dict__ was False and is True",
     "Layer.factor = -0.0": "type(self).factor was 2.5 and is -0.0",
