@@ -45,7 +45,6 @@ _INTERNAL = frozenset(vars(nn.Module())) | {
 }
 """Attributes of modules that have rows of their own, or that this package sets."""
 _BY_TEXT = {"getattr", "vars", "__dict__"}
-_TRANSFORMERS = frozenset({"transformers"})
 _OF_CHECKPOINTS = {"architectures", "dtype"}
 """What ``save_pretrained`` of transformers sets in a model's configuration, for the file alone."""
 
@@ -274,8 +273,7 @@ class PythonState:
         if not is_looked_at or id(value) in seen or len(seen) > 999:
             return
         seen.add(id(value))
-        kinds = (k for k in type(value).__mro__ if k.__name__.lower() == "pretrainedconfig")
-        of_transformers = any(is_known(k, _TRANSFORMERS) for k in kinds)
+        of_transformers = any(k.__name__.lower() == "pretrainedconfig" for k in type(value).__mro__)
         written = _OF_CHECKPOINTS if of_transformers else ()
         for row in held_by(value, what):
             if named and (row.key in written or not self._is_read(row.key)):

@@ -22,7 +22,7 @@ import random
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -35,6 +35,7 @@ from megatron_cg.backends.base import device_generator
 from megatron_cg.capture.python_state import LIBRARIES, RECORDS, is_known
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, put_back
+from megatron_cg.upstream.patch import undone_after
 from megatron_cg.upstream.te import rng_states
 
 _CORE, _SHARDING = "megatron.core", "megatron.core.distributed"
@@ -180,19 +181,13 @@ class StepState:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether its values can be copied: it is dense, and nobody has freed its memory."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and (tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0)
 
 
-@contextmanager
-def step_state_kept() -> Iterator[None]:
+def step_state_kept() -> AbstractContextManager[None]:
     """Restore on exit the state of megatron-core."""
-    state = StepState()
-    try:
-        yield
-    finally:
-        state.restore()
+    return undone_after(StepState().restore)
 
 
 def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

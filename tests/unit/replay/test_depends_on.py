@@ -28,8 +28,6 @@ CHANGED = WARMUP + 1
 LOGGER = "megatron_cg.replay.mismatch_policy"
 SCALES = {"now": 1.0}
 """What the units read of this module."""
-FP32: Any = torch._C._set_fp32_precision_setter
-"""As ``fp32_precision`` of an operation in ``torch.backends``."""
 HANDLES: list[Any] = []
 """Of hooks on all modules."""
 
@@ -261,7 +259,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         *(1, "the layout of parameter late.weight in the forward pass was (8, 1)"),
     ),
     "switches": (
-        lambda _: FP32("cuda", "conv", "ieee"),
+        lambda _: torch._C._set_fp32_precision_setter("cuda", "conv", "ieee"),
         *(2, "was cudnn_allow_tf32=True at capture and is cudnn_allow_tf32=fp32_precision now"),
     ),
     "switches: SDPA": (
@@ -295,7 +293,7 @@ def restored() -> Iterator[None]:
             HANDLES.pop().remove()
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
-        FP32("cuda", "conv", "tf32")
+        torch._C._set_fp32_precision_setter("cuda", "conv", "tf32")
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
         torch.backends.cuda.enable_flash_sdp(True)
