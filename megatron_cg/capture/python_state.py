@@ -231,9 +231,8 @@ class PythonState:
             inner = [*self._functions_of(value)]
         elif not isinstance(value, torch.Tensor | nn.Module):
             inner = [(part, what) for part in parts_of(value)]
-            if hasattr(value, "cache_clear"):  # A cached call runs no code.
-                for function in functions_in(value):
-                    self._called_by(function)
+            for function in functions_in(value) if hasattr(value, "cache_clear") else ():
+                self._called_by(function)  # A cached call runs no code.
             rows = self._kept_in(value, what)
             inner += [(row.holder.get(row.key), row.what) for row in held_by(value, what)]
             inner += self._functions_of(type(value))

@@ -172,7 +172,7 @@ class StepState:
             add(_Holder(f"buffer {path}{{}}", module._buffers))
             one = _Holder(f"attribute {path}{{}}", vars(module), namespace=True, is_compared=own)
             add(one, users=True)
-        for kind in filter(_has_data_of_users, kinds):
+        for kind in (k for k in kinds if not is_known(k, LIBRARIES) and _has_data(k)):
             add(_Holder(f"attribute {kind.__name__}.{{}}", kind, namespace=True), users=True)
         for path, space in _namespaces(len(sys.modules)):
             add(_Holder(f"{path}.{{}}", space, namespace=True))
@@ -208,11 +208,6 @@ def _is_followed(kind: Any, users: bool) -> bool:
     known = is_known(kind, _KNOWN) and kind.__name__ not in _SCRATCH
     wanted = not is_known(kind, RECORDS) if users else known
     return wanted and kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_FOLLOWED)
-
-
-@cache
-def _has_data_of_users(kind: type) -> bool:
-    return not is_known(kind, LIBRARIES) and _has_data(kind)
 
 
 _NOT_FOLLOWED = (nn.Module, torch.Tensor, type, Enum)
