@@ -219,7 +219,8 @@ def difference(one: torch.Tensor | None, two: torch.Tensor | None) -> tuple[str,
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of ``tensor``, so that NaN equals NaN and 0.0 differs from -0.0."""
-    return tensor.contiguous().flatten().view(torch.uint8)
+    own = tensor.int_repr() if tensor.is_quantized else tensor.resolve_conj().resolve_neg()
+    return own.contiguous().flatten().view(torch.uint8)
 
 
 def _kind(tensor: torch.Tensor | None) -> str:
@@ -273,7 +274,7 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     """See Note [Two sums]."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    words = tensor.contiguous().flatten().view(torch.uint8)
+    words = bytes_of(tensor)
     size = max(n for n in _WORDS if words.numel() % n == 0 and words.storage_offset() % n == 0)
     words = words.view(_WORDS[size])
     whole = words.numel() // _COLUMNS * _COLUMNS

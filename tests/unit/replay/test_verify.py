@@ -237,6 +237,8 @@ def test_a_verification_runs_once_the_next_unit_is_gathered(
         ([torch.ones(2)], [None], "None"),
         ([torch.ones(2)], [], "the number of outputs"),
         ([torch.tensor(torch.nan), None], [torch.tensor(torch.nan), None], None),
+        (*[[torch.ones(2, dtype=torch.cfloat).conj()]] * 2, None),
+        (*[[torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8)]] * 2, None),
     ],
 )
 def test_outputs_are_compared_by_their_bits(one: Any, two: Any, words: str | None) -> None:
