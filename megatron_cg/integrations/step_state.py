@@ -63,10 +63,10 @@ class _Holder:
         self._namespace = namespace
         self.saved = self._now()
 
-    def below(self, users: bool | None) -> list[tuple[Any, Any]]:
-        """The parts that may change in place, with objects of ``users`` or of known packages."""
+    def below(self, written_by: str) -> list[tuple[Any, Any]]:
+        """The parts that may change in place, with objects of classes ``written_by`` these."""
         found = set(map(type, self.saved.values()))
-        kinds = {k for k in found if k in _STATE or (users is not None and _is_followed(k, users))}
+        kinds = {k for k in found if k in _STATE or _is_followed(k, written_by)}
         pairs = [pair for pair in self.saved.items() if type(pair[1]) in kinds]
         return [pair for pair in pairs if not self._namespace or _is_own(pair[0])]
 
@@ -146,9 +146,9 @@ class StepState:
         generators += [("of the device", one) for one in device_generator()]
         generators += [one for one in rng_states().items() if type(one[1]) is torch.Generator]
 
-        def add(holder: _Holder, depth: int = _DEPTH, *, users: bool | None = False) -> None:
+        def add(holder: _Holder, depth: int = _DEPTH, *, written_by: str = "packages") -> None:
             holders.append(holder)
-            for key, value in holder.below(users):
+            for key, value in holder.below(written_by):
                 if id(value) in seen:
                     continue
                 seen.add(id(value))
@@ -162,8 +162,7 @@ class StepState:
                     is_object = type(value) not in _CONTAINERS
                     inner = vars(value) if is_object else value
                     one = _Holder(f"{name}[{{}}]", inner, is_compared=holder.is_compared)
-                    # Objects of users may lead anywhere, such as to an optimizer.
-                    add(one, depth - 1, users=None if users and is_object else users)
+                    add(one, depth - 1, written_by=_below(type(value), written_by))
 
         kinds: dict[Any, Any] = {}
         for path, module in _modules(self._model):
@@ -171,12 +170,25 @@ class StepState:
             own = module not in self._graphed
             add(_Holder(f"buffer {path}{{}}", module._buffers))
             one = _Holder(f"attribute {path}{{}}", vars(module), namespace=True, is_compared=own)
-            add(one, users=True)
+            add(one, written_by="users")
         for kind in (k for k in kinds if not is_known(k, LIBRARIES) and _has_data(k)):
-            add(_Holder(f"attribute {kind.__name__}.{{}}", kind, namespace=True), users=True)
+            add(
+                _Holder(f"attribute {kind.__name__}.{{}}", kind, namespace=True), written_by="users"
+            )
         for path, space in _namespaces(len(sys.modules)):
             add(_Holder(f"{path}.{{}}", space, namespace=True))
         return holders, tensors, generators
+
+
+def _below(kind: type, written_by: str) -> str:
+    """Whose objects are followed in one of ``kind``.
+
+    An attribute of a module may lead to all of Megatron, such as its configuration; a container
+    there has the state of FP8. Objects of users may lead anywhere, such as to an optimizer.
+    """
+    if kind in _CONTAINERS:
+        return "users and packages" if "users" in written_by else written_by
+    return "packages" if "packages" in written_by and is_known(kind, _KNOWN) else ""
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -203,10 +215,11 @@ def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 @cache
-def _is_followed(kind: Any, users: bool) -> bool:
-    """Whether state may be in attributes of objects of this class, if ``users`` wrote it."""
+def _is_followed(kind: Any, written_by: str) -> bool:
+    """Whether state may be in attributes of objects of this class."""
     known = is_known(kind, _KNOWN) and kind.__name__ not in _SCRATCH
-    wanted = not is_known(kind, RECORDS) if users else known
+    wanted = "packages" in written_by and known
+    wanted = wanted or ("users" in written_by and not is_known(kind, RECORDS))
     return wanted and kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_FOLLOWED)
 
 

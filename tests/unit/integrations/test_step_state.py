@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from torch import nn
 
 from megatron_cg.errors import NotRestoredError
@@ -34,6 +35,10 @@ class Counting(nn.Module):
         self.steps, self.counts = 0, SimpleNamespace(steps=[0])
         self.history = [torch.zeros(1)]
         self.sums: dict[str, Any] = {"loss": torch.zeros(1), "of": {"layer": 0}}
+        # Transformer Engine's modules have such a dictionary, with objects of its own in it.
+        tracker: Any = MoEMetricsTracker()
+        tracker.scale = torch.zeros(1)
+        self.fp8_meta = {"scaling_fwd": tracker}
 
 
 def flat(value: Any) -> Any:
@@ -81,9 +86,11 @@ def test_buffers_and_attributes_of_modules(change: Callable[[Counting], None]) -
         change(module)
         assert (flat(vars(module)), flat(module._buffers)) != (before, buffers)
         module.counts.steps = [module.counts.steps.pop() + 1]
+        module.fp8_meta["scaling_fwd"].scale.add_(1)
         Counting.passes += 1
         state.restore()
         assert (module.counts.steps, Counting.passes) == ([0], 0)
+        assert module.fp8_meta["scaling_fwd"].scale == 0
         assert flat(vars(module)) == before and flat(module._buffers) == buffers
         assert module.seen is seen and module.logits is logits  # graphs write there
 
