@@ -37,7 +37,8 @@ from megatron_cg.upstream.symbols import Symbol
 
 _RUN = Symbol("torch.autograd:_engine_run_backward", "what every backward pass from Python calls")
 _NUMBER = Symbol("torch.autograd:_get_sequence_nr", "the number of the next node of this thread")
-RELIES_ON = (_RUN, _NUMBER)
+_HOOKED = Symbol("torch.nn.modules._functions:BackwardHookFunction", "what a backward hook inserts")
+RELIES_ON = (_RUN, _NUMBER, _HOOKED)
 _Edge = tuple[Any, int]
 Note = Callable[[torch.Tensor | None], None]
 Autocast = dict[str, Any]
@@ -317,10 +318,12 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -
         count = len(by) - len(others)
         leaf: Any = getattr(edge[0], "variable", None)
         key, returned = names.get(edge, leaf), edge in call.outputs
-        if count + returned > 1:
+        unhooked = _unhooked(edge, users, inside)
+        uses = [node for one in unhooked for node in users.get(one, ()) if not _is_hooked(node)]
+        if sum(node in inside for node in uses) + sum(one in call.outputs for one in unhooked) > 1:
             call.several.add(key)
         # An earlier call may have cast it, such as that of another microbatch.
-        casts = (n for n in by if call.cast is not None and _is_cast(n))
+        casts = (n for n in uses if call.cast is not None and _is_cast(n))
         if any(not inside.isdisjoint((node, *users.get((node, 0), ()))) for node in casts):
             call.cast.add(key)  # type: ignore[union-attr]
         is_varied = varies and count > 1 and leaf is not None
@@ -337,10 +340,27 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -
         if is_cast and not (returned and edge[0] in inside):
             return _CAST
         later = sum(node._sequence_nr() >= call.last for node in others)
-        if what is not None and key in call.several and later > returned:
+        is_several = key in call.several if call.replayed else count + returned > 1
+        if what is not None and is_several and later > returned:
             times = "several" if call.replayed else count
             return f"{what}, used {times} times inside and {later} times later outside"
     return None
+
+
+def _unhooked(edge: _Edge, users: Mapping[_Edge, Sequence[Any]], inside: set[Any]) -> list[_Edge]:
+    """The edge, and what full backward hooks of modules in a call make of it.
+
+    If such hooks are removed later, uses of those are uses of the edge.
+    """
+    edges = [edge]
+    for one in edges:
+        hooked = {node for node in users.get(one, ()) if node in inside and _is_hooked(node)}
+        edges += [(n, i) for n in hooked for i, e in enumerate(n.next_functions) if e == one]
+    return edges
+
+
+def _is_hooked(node: Any) -> bool:
+    return getattr(node, "_forward_cls", None) is _HOOKED.cached
 
 
 def _is_cast(node: Any) -> bool:

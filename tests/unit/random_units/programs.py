@@ -126,6 +126,10 @@ def alone() -> Iterator[Program]:
     yield Program(1, (("weight as argument",),), ((5, "autocast for a step", 0),))
     two, tied = (("plain",), ("plain",)), ((3, "head tied", 1),)
     yield Program(1, two, tied, order=(0, 1), autocast="step", micro=2)
+    # The tensors of a module with a backward hook are not those that its caller uses.
+    hooked = ((0, "backward hook added", 0), (2, "hooks removed", 0))
+    yield Program(1, events=(*hooked, (5, "hidden used later", 0)))
+    yield Program(1, (("weight as argument",),), hooked, autocast="forward")
     # A write into a view changes the history of what it is a view of.
     yield Program(1, (("unused result",), ("returned view written",)), order=(0, 1))
     yield Program(1, between="skip")
