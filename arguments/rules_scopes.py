@@ -139,6 +139,19 @@ RULES = (
         f"{{instead}}, or {_SELECTIVE}",
     ),
     Rule(
+        "recompute-of-attention",
+        lambda c: (
+            c.run.captures("attn")
+            and c.run.recomputes("core_attn")
+            and c.run.sequence_parallel
+            and c.run.hidden_dropout != 0.0
+        ),
+        "--recompute-modules core_attn with captured attention, --sequence-parallel and dropout",
+        "attention advances the random state that dropout reads too. Where it is recomputed, an "
+        "eager pass does that twice and a graph, in which Megatron recomputes nothing, once",
+        "type --hidden-dropout 0, or drop --recompute-granularity",
+    ),
+    Rule(
         "recompute-of-mhc",
         lambda c: c.run.recomputes("mhc"),
         "--recompute-modules mhc",

@@ -197,6 +197,7 @@ class RunArguments:
     recompute_modules: tuple[str, ...] = ("core_attn",)  # what selective recomputes
     attention_dropout: float = 0.1  # dropout in attention
     hidden_dropout: float = 0.1  # dropout after attention and MLP
+    sequence_parallel: bool = False  # tensor-parallel ranks share what is between GEMMs
     fine_grained_activation_offloading: bool = False  # activations of modules go there
     bf16: bool = False  # parameters and activations are bfloat16
     fp16: bool = False  # they are float16; without both they are float32

@@ -103,13 +103,15 @@ def _is_own(name: str) -> bool:
 class StepState:
     """The state of ``model``, its modules, and of megatron-core, as it is now.
 
-    Attributes in graphs of ``units``, if replays do not set them, are restored and not compared.
+    Attributes in graphs of ``units``, if replays do not set them, are restored and not compared;
+    nor are random states of a device where units do not leave them as eager passes do.
     """
 
     def __init__(self, model: Iterable[nn.Module] = (), units: Sequence[Unit] = ()) -> None:
         self._model = tuple(model)
         self._graphed = {m for unit in units if not unit.sets_attributes for m in unit.graphed}
         self._written = [parameter for unit in units for parameter in unit.written]
+        self._draws = all(unit.draws_as_eager for unit in units)
         self._holders, tensors, generators = self._found()
         copies = [torch.empty_like(tensor) for tensor, _ in tensors]
         if copies:
@@ -136,7 +138,8 @@ class StepState:
         _, tensors, generators = self._found(compared=True)
         yield from ((name, tensor) for tensor, name in tensors)
         for name, generator in generators:
-            yield f"random state {name}", generator.get_state()
+            if self._draws or generator.device.type == "cpu":
+                yield f"random state {name}", generator.get_state()
 
     def _found(self, *, compared: bool = False) -> tuple[list[_Holder], list[Any], list[Any]]:
         """All holders, and the tensors and generators in them, or in those to be compared alone."""

@@ -25,6 +25,8 @@ class Unit:
     sets_attributes = False
     """Whether :meth:`run` returns the tensors too that modules get as attributes in a pass, so that
     a replay can set them."""
+    draws_as_eager = True
+    """Whether replays leave random states on the device as eager passes do."""
 
     def __init__(
         self,

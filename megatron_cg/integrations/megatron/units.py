@@ -191,6 +191,12 @@ class MegatronUnit(Unit):
         before = isinstance(layer, TransformerLayer) and bool(scopes)
         self._is_direct = not before or CudaGraphModule.attn in scopes
         """Whether no code of the layer runs before its graph; attention does, if not captured."""
+        # Fused attention moves them on without dropout too, in eager passes once more where it is
+        # recomputed. Rules refuse what reads them (``recompute-of-attention``, Megatron's own).
+        self.draws_as_eager = layer.config.recompute_granularity is None or (
+            layer.config.recompute_granularity == "selective"
+            and "core_attn" not in layer.config.recompute_modules
+        )
 
     def leave_out(self, module: nn.Module | None) -> str:
         return leave_out(self.layer, module)

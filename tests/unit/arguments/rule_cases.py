@@ -132,6 +132,12 @@ ALL = (
     case("full-recompute", FULL, DENSE, fp4="e2m1"),
     case("full-recompute", FULL, DENSE, hybrid_layer_pattern="*-*-"),
     case("full-recompute", FULL, DENSE, REPEATED, recompute_method="uniform"),
+    case(
+        "recompute-of-attention",
+        recompute_granularity="selective",
+        sequence_parallel=True,
+        hidden_dropout=0.1,
+    ),
     case("recompute-of-mhc", recompute_granularity="selective", recompute_modules=("mhc",)),
     case("activation-offloading", fine_grained_activation_offloading=True),
     case("routing-replay", moe_enable_routing_replay=True),

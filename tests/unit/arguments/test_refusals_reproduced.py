@@ -11,6 +11,7 @@ import torch
 from megatron.core.models import backends
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.qk_clip import clip_qk
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, checkpoint
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
 from megatron_cg.backends.tape.tape_backend import FreedStorageError, TapeBackend
@@ -18,6 +19,7 @@ from megatron_cg.integrations.megatron.full_recompute import allow_full_recomput
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.upstream.megatron import capturing_flag, is_capturing
 from tests.functional.loops import RECOMPUTE
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
@@ -196,6 +198,24 @@ def test_beside_a_graph_of_a_part_the_rest_of_the_layer_keeps_its_activations(
         assert passes(trainer, "_forward_attention") == {}
         # Once, and not again in the backward pass: it has kept what that reads.
         assert passes(trainer, "_forward_mlp") == {"grad": LAYERS}
+
+
+@pytest.mark.refuses("recompute-of-attention")
+def test_megatrons_checkpoint_rewinds_no_generator_and_runs_once_in_a_capture(
+    one_rank: None,
+) -> None:
+    tracker, generator, runs = CudaRNGStatesTracker(), torch.Generator(), Counter[bool]()
+    tracker.states_ = {"model-parallel-rng": generator}
+    assert tracker.get_states()["model-parallel-rng"] is generator  # no copy of its state
+
+    def attention(hidden: torch.Tensor) -> torch.Tensor:
+        runs[is_capturing()] += 1
+        return hidden * 2
+
+    for capture in (nullcontext, capturing_flag):
+        with capture():
+            checkpoint(attention, False, torch.ones(1, requires_grad=True)).sum().backward()
+    assert runs == {False: 2, True: 1}
 
 
 @pytest.mark.refuses("full-recompute")
