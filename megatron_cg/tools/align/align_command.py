@@ -118,7 +118,7 @@ def _on_tape(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
 def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
     comparison = outcome.comparison
     if outcome.log_tail:
-        console.print("[bold]End of its log[/bold]")
+        console.print("[bold]From its log[/bold]")
         console.print(outcome.log_tail, markup=False, highlight=False, soft_wrap=True)
     if comparison.values:
         console.print(_table(title, comparison))

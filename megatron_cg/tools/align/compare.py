@@ -62,7 +62,7 @@ class Outcome:
 
     comparison: Comparison
     log_tail: str = ""
-    """The end of the log of a failed run; the records are then None."""
+    """The end of the log of a failed run, whose records are None, or what it says of a step."""
     eager: Run | None = None
     graphed: Run | None = None
 

@@ -16,6 +16,7 @@ OVERDUE = "did not end within --timeout"
 _TAIL = 40
 _STOP_SECONDS = 20.0
 """How long processes have to end by themselves before they are killed."""
+_DIFFERED = re.compile(r".* trained with graphs and then eagerly, has other numbers: .*")
 _SUPERVISOR = str(Path(__file__).with_name("supervise.py"))
 _NAMED = re.compile(
     r"^(?:\[rank\d+\]:\s*)?"
@@ -122,7 +123,8 @@ def run_and_compare(
         graphed = read_run(runs[-1].record)
     except RecordError as error:
         return Outcome(Comparison(FAILED, str(error)), log_tail(runs[-1].text()))
-    return Outcome(compare(eager, graphed), eager=eager, graphed=graphed)
+    differed = "\n".join(_DIFFERED.findall(runs[-1].text()))
+    return Outcome(compare(eager, graphed), differed, eager=eager, graphed=graphed)
 
 
 def _end(code: int, log: str) -> str:

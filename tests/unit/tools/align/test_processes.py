@@ -63,9 +63,10 @@ def recording(loss: float, **fields: Any) -> str:
 
 @pytest.mark.parametrize(("loss", "status"), [(1.0, IDENTICAL), (2.0, DIFFERENT)])
 def test_two_runs_are_compared(loss: float, status: str, tmp_path: Path) -> None:
-    runs = make_runs(tmp_path, recording(1.0), recording(loss))
+    said = "Step 6, trained with graphs and then eagerly, has other numbers: result"
+    runs = make_runs(tmp_path, recording(1.0), f"print({said!r})\n{recording(loss)}")
     outcome = run_and_compare(runs, 600)
-    assert outcome.comparison.status == status
+    assert outcome.comparison.status == status and outcome.log_tail == said
     assert outcome.eager is not None and outcome.graphed is not None
     # Their records are in the way of the next runs.
     with pytest.raises(LaunchError, match="holds an earlier run"):
