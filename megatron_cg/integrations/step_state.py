@@ -24,7 +24,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy
@@ -63,12 +63,14 @@ class _Holder:
         self._namespace = namespace
         self.saved = self._now()
 
-    def below(self, written_by: str) -> list[tuple[Any, Any]]:
+    def below(self, written_by: str) -> Iterable[tuple[Any, Any]]:
         """The parts that may change in place, with objects of classes ``written_by`` these."""
-        found = set(map(type, self.saved.values()))
-        kinds = {k for k in found if k in _STATE or _is_followed(k, written_by)}
-        pairs = [pair for pair in self.saved.items() if type(pair[1]) in kinds]
-        return [pair for pair in pairs if not self._namespace or _is_own(pair[0])]
+        saved = self.saved
+        if not self._namespace:
+            kinds = {k for k in set(map(type, saved.values())) if _may_change(k, written_by)}
+            return [pair for pair in saved.items() if type(pair[1]) in kinds]
+        names = _changing(tuple(saved), tuple(map(type, saved.values())), written_by)
+        return [(name, saved[name]) for name in names]
 
     def restore(self) -> None:
         """Let the parts be the same objects again, no more and no less."""
@@ -167,13 +169,14 @@ class StepState:
                     one = _Holder(f"{name}[{{}}]", inner, is_compared=holder.is_compared)
                     add(one, depth - 1, written_by=_below(type(value), written_by))
 
-        kinds: dict[Any, Any] = {}
+        classes: dict[Any, None] = {}
         for path, module in _modules(self._model):
-            kinds |= dict.fromkeys(type(module).__mro__)
+            classes[type(module)] = None
             own = module not in self._graphed
             add(_Holder(f"buffer {path}{{}}", module._buffers))
             one = _Holder(f"attribute {path}{{}}", vars(module), namespace=True, is_compared=own)
             add(one, written_by="users")
+        kinds = dict.fromkeys(kind for one in classes for kind in one.__mro__)
         for kind in (k for k in kinds if not is_known(k, LIBRARIES) and _has_data(k)):
             add(
                 _Holder(f"attribute {kind.__name__}.{{}}", kind, namespace=True), written_by="users"
@@ -215,6 +218,17 @@ def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
             children = module._modules.items()
             left += [(f"{path}{name}.", child) for name, child in children if child is not None]
+
+
+@lru_cache(maxsize=4096)
+def _changing(names: tuple[str, ...], kinds: tuple[type, ...], written_by: str) -> list[str]:
+    """Most modules have the attributes, by name and class, of many others, in every step."""
+    pairs = zip(names, kinds, strict=True)
+    return [name for name, kind in pairs if _is_own(name) and _may_change(kind, written_by)]
+
+
+def _may_change(kind: type, written_by: str) -> bool:
+    return kind in _STATE or _is_followed(kind, written_by)
 
 
 @cache
