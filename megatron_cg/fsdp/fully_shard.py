@@ -45,7 +45,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from megatron_cg.errors import BufferInUseError, Violation
+from megatron_cg.errors import BufferInUseError, HookError, Violation
 from megatron_cg.fsdp.sharding import PerModule, lies_in
 from megatron_cg.replay.borders import local
 from megatron_cg.upstream.patch import Undo, all_of, put_over
@@ -136,6 +136,7 @@ class FullyShard(PerModule):
 
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Any]) -> Iterator[Undo]:
         """See Note [One buffer for many units]."""
+        _require_reduced(layer)
         yield from _hooks_around(layer)
         for number, group in enumerate(groups_of(layer)):
             layout = tuple(
@@ -244,6 +245,18 @@ def own_groups(module: Any) -> list[Any]:
 
 def groups_of(layer: nn.Module) -> list[Any]:
     return [group for module in sharded_in(layer) for group in own_groups(module)]
+
+
+def _require_reduced(layer: nn.Module) -> None:
+    """Raise HookError if a gradient has come that FSDP2 did not reduce with the others."""
+    for param in (p for group in groups_of(layer) if group.reduce_grads for p in group.fsdp_params):
+        if param._unsharded_param.grad is not None:
+            raise HookError(
+                f"The gradient of {param._param_fqn} came when FSDP2 had reduced the others of its "
+                "unit, so eager training has it a step late. Autograd on a GPU runs late what "
+                "torch.autograd.grad(..., create_graph=True) in a forward pass has made. Call "
+                "fully_shard on a module around the unit alone."
+            )
 
 
 def _hooks_around(layer: nn.Module) -> Iterator[Undo]:

@@ -1,5 +1,6 @@
 """What cannot become a graph is refused before anything is changed, all of it at once."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -130,6 +131,28 @@ def test_fsdp2_modules_in_units_are_of_one_unit_and_cast_nothing(one_rank: None)
     assert (first.rule, second.rule) == ("shared-module", "fsdp2-casts-inside")
     assert first.found == "fully_shard was called on 1.1, which is in unit 0 too"
     assert "on 1 in unit 2 with a policy that casts its inputs" in second.found
+
+
+class Penalized(nn.Linear):
+    """Takes a gradient in another thread, as backward passes on a GPU run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x.detach().requires_grad_()
+        energy = super().forward(inner).square().sum()
+        with ThreadPoolExecutor(1) as pool:
+            grad = pool.submit(torch.autograd.grad, energy, inner, create_graph=True).result()
+        return x + grad[0]
+
+
+def test_a_gradient_that_fsdp2_reduces_a_step_late_is_refused(one_rank: None) -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), Penalized(2, 2))
+    sharded(model[1], model)
+    model[1].set_reshard_after_backward(False)
+    graphs, late = graph_units(model, ["1"], backend="tape"), "The gradient of 1.weight came when"
+    with graphs, pytest.raises(HookError, match=late):
+        while graphs.counters.replayed == 0:
+            with graphs.step():
+                model(torch.ones(3, 2)).sum().backward()
 
 
 @pytest.mark.parametrize("around", [True, False])
