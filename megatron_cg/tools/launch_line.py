@@ -21,8 +21,13 @@ _VALUE = r"=('[^']*'|\"[^\"]*\"|[^\s;&]*)"
 _VARIABLE = re.compile(rf"(?<![^\s;&'\"])([A-Za-z_]\w*){_VALUE}")
 _COMMAND_END = re.compile(r"[;&|\n]|\d?>")
 _LAUNCHER = re.compile(r"(?<!\S)(-m ?|--module[ =])megatron_cg\s+")
-_PYTHON = re.compile(r"(^|[/\s])(python[\d.]*|torchrun|torch\.distributed\.(run|launch))(\s|$)")
-_TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.\w+)\s")
+_PYTHON = re.compile(
+    r"(?:^|[/\s])(python[\d.]*|torchrun|torch\.distributed\.\w+|ft_launcher|deepspeed(?:\.\S+)?"
+    r"|accelerate(?:[- ]launch|\.\S+))(?=\s|$)"
+)
+"""What starts a script or, with ``-m``, a module."""
+_TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.\w+|ft_launcher|deepspeed)\s")
+_INCLUDED = re.compile(r"\s(?:-i|--include)[= ]\s*['\"]?[^\s'\"@:]+:([\d,]+)['\"]?\s")
 _TASKS = re.compile(r"(srun|mpirun|mpiexec)\s")
 
 _NO_SCRIPT = (
@@ -120,8 +125,14 @@ class LaunchLine:
         return replace(self, before=before)
 
     def with_launcher(self) -> Self:
-        python = "" if _PYTHON.search(self.before) else "python "
-        return replace(self, before=f"{self.before}{python}-m megatron_cg ")
+        started = _PYTHON.findall(self.before)
+        way = "-m" if started else "python -m"
+        # These put the rank's number before the script, unless they are told not to.
+        if started and started[-1].startswith("deepspeed"):
+            way = "--no_local_rank --module"
+        elif started and started[-1] == "torch.distributed.launch":
+            way = "--use-env -m"
+        return replace(self, before=f"{self.before}{way} megatron_cg ")
 
     def without_launcher(self) -> Self:
         return replace(self, before=_LAUNCHER.sub("", self.before))
@@ -207,14 +218,21 @@ def gpus_of(line: LaunchLine, count: int | None = None) -> Gpus:
     Raises LaunchLineError if nobody says how many there are.
     """
     text = f"{line.outer[0]} {line.before} "
-    per_node = _number(text, "--nproc[-_]per[-_]node", "--ntasks-per-node", "--gpus-per-node")
-    nodes = _number(text, "--nnodes", "--nodes")
+    per_node = _number(
+        text, "--nproc[-_]per[-_]node", "--(?:ntasks|gpus)-per-node", "--num[-_](?:gpus|accelerators)"
+    )
+    nodes = _number(text, "--n?nodes", "--num[-_](?:nodes|machines)")
     torchrun = _TORCHRUN.search(text)
+    if on_one_host := _INCLUDED.search(text):
+        per_node = on_one_host[1].count(",") + 1
     if _TASKS.search(text):
         nodes = nodes or _number(text, "-N")
         count = count or (None if torchrun else _number(text, "-n", "--ntasks", "-np"))
-    if torchrun and "--nnodes" not in text:
+    if torchrun and not re.search(r"\s(--nnodes|--num[-_]nodes|--hostfile|-H)", text):
         nodes = nodes or 1
+    if all_processes := _number(text, "--num[-_]processes"):
+        per_node = per_node or all_processes // (nodes or 1)
+        count = count or all_processes
     if nodes and per_node:
         count = count or nodes * per_node
     elif (world := line.variables.get("WORLD_SIZE", "")).isdecimal():

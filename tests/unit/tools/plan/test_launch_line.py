@@ -21,6 +21,13 @@ def read(line: str) -> LaunchLine:
         ("A=1 python -u b.py", "A=1 python -u -m megatron_cg b.py"),
         ("./b.py", "python -m megatron_cg ./b.py"),
         ("B='1 2' srun -N 2 python b.py", "B='1 2' srun -N 2 python -m megatron_cg b.py"),
+        ("ft_launcher --nnodes=1 b.py", "ft_launcher --nnodes=1 -m megatron_cg b.py"),
+        ("deepspeed b.py", "deepspeed --no_local_rank --module megatron_cg b.py"),
+        ("accelerate launch --multi_gpu b.py", "accelerate launch --multi_gpu -m megatron_cg b.py"),
+        (
+            "python -m torch.distributed.launch b.py",
+            "python -m torch.distributed.launch --use-env -m megatron_cg b.py",
+        ),
         (
             "python -m torch.distributed.run --nproc-per-node 2 b.py",
             "python -m torch.distributed.run --nproc-per-node 2 -m megatron_cg b.py",
@@ -84,6 +91,12 @@ def test_a_flag_given_twice_has_its_last_value_and_is_changed_once() -> None:
         ("mpiexec -n 16 python", 16),
         ("env WORLD_SIZE=64 RANK=0 python", 64),
         ("python", 0),
+        ("ft_launcher --nproc_per_node=8", 8),
+        ("deepspeed --num_gpus 8 --num_nodes=2", 16),
+        ("deepspeed --hostfile hosts --num_gpus 8", 0),
+        ("deepspeed --include localhost:0,1,4", 3),
+        ("deepspeed --include=a:0,1@b:0,1", 0),
+        ("accelerate launch --num_machines 2 --num_processes 16", 16),
     ],
 )
 def test_the_launcher_says_how_many_gpus_there_are(launcher: str, count: int) -> None:
