@@ -79,10 +79,13 @@ class LaunchLine:
     @property
     def starts_graphs(self) -> bool:
         """Whether the line starts this package, or the script does so itself."""
-        if _LAUNCHER.search(self.before):
-            return True
+        return bool(_LAUNCHER.search(self.before)) or "megatron_cg" in self.source
+
+    @property
+    def source(self) -> str:
+        """The script's text; empty if it is not on this machine."""
         script = Path(self.script)
-        return script.is_file() and "megatron_cg" in script.read_text("utf-8", "replace")
+        return script.read_text("utf-8", "replace") if script.is_file() else ""
 
     def values(self, name: str) -> tuple[str, ...] | None:
         """The values of a flag, as the parser takes them: those of its last use; None without."""

@@ -13,10 +13,12 @@ import io
 import os
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +38,8 @@ TE_VERSION = "2.20.2"
 _NEEDS = f"--cg-grouped-gemm cublas needs a Hopper GPU and a newer cuBLASLt on each host: {UPGRADE}"
 VOCABULARY = 131_072
 """If only the tokenizer knows it."""
+_SCRIPTS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
+"""Megatron's own, which add no flags."""
 _HOPPER = (9, 0)
 _OF_TE = (
     "megatron.core.transformer.moe.moe_utils",
@@ -101,11 +105,27 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
     if graph.cg_grouped_gemm == "cublas" and here.lacks_device_counts:
         notes.append(_NEEDS)
     if unknown:
-        notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
+        notes.append(_own(unknown, line))
     dropless = Configuration(run, graph, where).counts_on_device
     if megatron and (why := _megatrons_error(args, dropless, line.variables)):
         broken += (Violation("megatron", "Megatron stops", why, ""),)
     return Settings(args, run, graph, broken, tuple(notes))
+
+
+def _own(unknown: Sequence[str], line: LaunchLine) -> str:
+    """The note about a script's own flags. Raises LaunchLineError for what Megatron would refuse."""
+    source, is_megatrons = line.source, Path(line.script).name in _SCRIPTS
+    names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    for name in names or (unknown if is_megatrons else ()):
+        spelled = name.replace("_", "-")
+        near = get_close_matches(spelled, _parser()._option_string_actions, 1, 0.85)
+        if name not in source and (near or is_megatrons):
+            meant = f": did you mean {near[0]}?" if near else "."
+            raise LaunchLineError(
+                f"Megatron has no flag {name}, so it would refuse the line{meant} If the script "
+                "adds the flag, leave it out of the planned line"
+            )
+    return f"not Megatron's, so taken for the script's own: {' '.join(unknown)}"
 
 
 def _limits(args: Any) -> Iterator[str]:

@@ -80,7 +80,7 @@ _GPT_OSS = (
     "--window-size 128,0 --position-embedding-type yarn --rotary-scaling-factor 32 "
     "--moe-router-load-balancing-type none --moe-router-topk 4 --moe-grouped-gemm "
     "--moe-permute-fusion --moe-ffn-hidden-size 2880 --moe-router-dtype fp32 "
-    "--moe-token-dispatcher-type alltoall --moe-router-score-function softmax --enable-gpt-oss "
+    "--moe-token-dispatcher-type alltoall --moe-router-score-function softmax "
     f"--micro-batch-size 1 {_TRAINED}{_DATA}"
 )
 _NEMOTRON = (

@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -136,12 +137,27 @@ def test_what_would_change_the_training_is_refused_with_the_remedy(flags: str, p
         ("--hidden-size ${HIDDEN}", "as the shell expands it"),
         ("--cuda-graph-modules moe_rooter", "moe_rooter"),
         ("--yaml-cfg run.yaml", "on the command line"),
+        ("--num-expert 8", "no flag --num-expert, so it would refuse the line: did you mean --num-e"),
+        ("--use_megatron_fspd", "did you mean --use-megatron-fsdp?"),
+        ("--cg-moe-row 2", "did you mean --cg-moe-rows?"),
     ],
 )
 def test_flags_that_cannot_be_read_are_an_error(flags: str, words: str, plan: Plan) -> None:
     with pytest.raises(LaunchLineError) as caught:
         plan(preset("llama", flags))
     assert words in str(caught.value)
+
+
+def test_only_a_script_that_adds_a_flag_may_have_one_that_megatron_lacks(
+    plan: Plan, tmp_path: Path
+) -> None:
+    for name in ("--my-flag", "--num-expert"):
+        script = tmp_path / "train.py"
+        script.write_text(f"parser.add_argument({name!r})")
+        line = preset("llama", f"{name} 1")
+        assert f"script's own: {name} 1" in said(plan(line.replace("train.py", str(script))))
+        with pytest.raises(LaunchLineError, match=f"no flag {name}, so it would refuse"):
+            plan(line.replace("train.py", "pretrain_gpt.py"))
 
 
 @pytest.mark.parametrize(("memory", "captured"), [(20, "all"), (12.4, "fewer"), (9, "none")])
