@@ -22,19 +22,31 @@ _VARIABLE = re.compile(rf"(?<![^\s;&'\"])([A-Za-z_]\w*){_VALUE}")
 _COMMAND_END = re.compile(r"[;&|\n]|\d?>")
 _LAUNCHER = re.compile(r"(?<!\S)(-m ?|--module[ =])megatron_cg\s+")
 _PYTHON = re.compile(
-    r"(?:^|[/\s])(python[\d.]*|torchrun|torch\.distributed\.\w+|ft_launcher|deepspeed(?:\.\S+)?"
-    r"|accelerate(?:[- ]launch|\.\S+))(?=\s|$)"
+    r"(?:^|[/\s])(python[\d.]*|torchrun|torch\.distributed\.(?:run|launch)|ft_launcher|deepspeed|"
+    r"accelerate)(?=[\s.-]|$)"
 )
-"""What starts a script or, with ``-m``, a module."""
+# These put the rank's number before the script, unless they are told not to.
+_MODULE = {"deepspeed": "--no_local_rank --module", "torch.distributed.launch": "--use-env -m"}
 _TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.\w+|ft_launcher|deepspeed)\s")
-_INCLUDED = re.compile(r"\s(?:-i|--include)[= ]\s*['\"]?[^\s'\"@:]+:([\d,]+)['\"]?\s")
 _TASKS = re.compile(r"(srun|mpirun|mpiexec)\s")
 
 _NO_SCRIPT = (
     "give after a bare -- the whole command that starts the run, with its script (a name that ends "
-    "with .py) and flags: torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... "
-    "If a shell script starts it, write megatron-cg plan -- there, before torchrun or python"
+    "with .py) and flags: torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... In a "
+    "shell script, write megatron-cg plan -- before torchrun or python"
 )
+MEGATRONS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
+"""Scripts of Megatron that train GPT models, and add no flags."""
+_OTHERS = {
+    "a-loop-on-megatron-core": r"\bverl\b|\bslime\b|\bactor_rollout_ref\.|main_(ppo|dapo)|run_grpo|"
+    r"nemo_rl|openrlhf|train_rl|--perform-rl-step|--rollout-|--actor-num-",
+    "torchtitan": r"torchtitan|run_train\.sh|--(job|training|parallelism)\.",
+    "megatron-bridge": r"megatron[-_./]bridge|run_recipe|--recipe\b|\s(model|ddp|dist|train)\.\w+=",
+    "transformers": r"\b(transformers|trl)\b|axolotl|llamafactory|run_[cm]lm|--model_name_or_path",
+    "graph_units": r"automodel|pretrain_(bert|t5|vlm|ict|retro|vision|mimo)|"
+    r"/(bert|t5|retro|multimodal|mimo)/|(inference|generat\w*|server)\w*\.py",
+}
+"""By section of docs/standalone.md: what scripts, modules and flags are called that it serves."""
 
 
 class LaunchLineError(MegatronCGError):
@@ -47,7 +59,9 @@ class Flag:
     values: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join([self.name, *map(shlex.quote, self.values)]).strip()
+        """As in a shell, which expands variables."""
+        values = (f'"{v}"' if "$" in v and '"' not in v else shlex.quote(v) for v in self.values)
+        return " ".join([self.name, *values]).strip()
 
 
 @dataclass(frozen=True)
@@ -129,12 +143,7 @@ class LaunchLine:
 
     def with_launcher(self) -> Self:
         started = _PYTHON.findall(self.before)
-        way = "-m" if started else "python -m"
-        # These put the rank's number before the script, unless they are told not to.
-        if started and started[-1].startswith("deepspeed"):
-            way = "--no_local_rank --module"
-        elif started and started[-1] == "torch.distributed.launch":
-            way = "--use-env -m"
+        way = _MODULE.get(started[-1], "-m") if started else "python -m"
         return replace(self, before=f"{self.before}{way} megatron_cg ")
 
     def without_launcher(self) -> Self:
@@ -179,6 +188,7 @@ def _from_text(text: str) -> LaunchLine:
     text = re.sub(r"\\\s*\n", " ", text).strip()
     script = _SCRIPT.search(text)
     if script is None:
+        _check_known(text)
         raise LaunchLineError(_NO_SCRIPT)
     quote, rest = "", text[script.end() :]
     end = len(rest)
@@ -192,7 +202,22 @@ def _from_text(text: str) -> LaunchLine:
         flags = read_flags(shlex.split(rest[:end]))
     except ValueError as error:
         raise LaunchLineError(f"the line cannot be read: {error}") from error
-    return LaunchLine(text[: script.start()], script[2], flags, rest[end:].strip())
+    line = LaunchLine(text[: script.start()], script[2], flags, rest[end:].strip())
+    named = [re.match(r"--[\w.-]+|\+*[\w.]+=", word) for word in line.words]
+    names = [name[0] for name in named if name]
+    if Path(line.script).name not in MEGATRONS:
+        names += [line.script, *re.findall(r"(?:-m|--module)[= ]\s*(\S+)", line.before)]
+    if "megatron.training" not in line.source:
+        names += re.findall(r"(?m)^\s*(?:from|import) (\S+)", line.source)
+    _check_known(f" {' '.join(names)}")
+    return line
+
+
+def _check_known(text: str) -> None:
+    for section, pattern in _OTHERS.items():
+        if found := re.search(pattern, text, re.IGNORECASE):
+            text = f"{found[0].strip(' =')}: only lines of Megatron's GPT training can be read"
+            raise LaunchLineError(f"{text}; what serves this is in docs/standalone.md#{section}")
 
 
 def read_flags(words: Sequence[str]) -> tuple[Flag, ...]:
@@ -221,25 +246,20 @@ def gpus_of(line: LaunchLine, count: int | None = None) -> Gpus:
     Raises LaunchLineError if nobody says how many there are.
     """
     text = f"{line.outer[0]} {line.before} "
-    per_node = _number(
-        text, "--nproc[-_]per[-_]node", "--(?:ntasks|gpus)-per-node", "--num[-_](?:gpus|accelerators)"
-    )
+    per_node = _number(text, "--(?:nproc|ntasks|gpus)[-_]per[-_]node", "--num[-_](?:gpus|acc\\w+)")
     nodes = _number(text, "--n?nodes", "--num[-_](?:nodes|machines)")
     torchrun = _TORCHRUN.search(text)
-    if on_one_host := _INCLUDED.search(text):
-        per_node = on_one_host[1].count(",") + 1
     if _TASKS.search(text):
         nodes = nodes or _number(text, "-N")
         count = count or (None if torchrun else _number(text, "-n", "--ntasks", "-np"))
-    if torchrun and not re.search(r"\s(--nnodes|--num[-_]nodes|--hostfile|-H)", text):
+    if torchrun and not re.search(r"\s(--nnodes|--num[-_]nodes|--hostfile|-H|--include|-i)", text):
         nodes = nodes or 1
-    if all_processes := _number(text, "--num[-_]processes"):
-        per_node = per_node or all_processes // (nodes or 1)
-        count = count or all_processes
+    if world := _number(text, "--num[-_]processes"):
+        count, per_node = count or world, world // (nodes or 1)
     if nodes and per_node:
         count = count or nodes * per_node
-    elif (world := line.variables.get("WORLD_SIZE", "")).isdecimal():
-        count = count or int(world)
+    elif (size := line.variables.get("WORLD_SIZE", "")).isdecimal():
+        count = count or int(size)
     if not count:
         raise LaunchLineError(
             "the line does not say how many GPUs there are: give --gpus N, before the bare --"

@@ -16,10 +16,14 @@ from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.memory import Layer, Memory, layers_of, memory_of
 from megatron_cg.tools.plan.settings import Settings, settings_of
 
-_MODULES, _GEMM = "--cuda-graph-modules", "--cg-grouped-gemm"
+_MODULES, _SCOPE, _GEMM = "--cuda-graph-modules", "--cuda-graph-scope", "--cg-grouped-gemm"
 _EXCHANGE, _ROWS, _LAYERS = "--cg-moe-exchange", "--cg-moe-rows", "--cg-layers"
 _RECOMPUTE, _MASK = "--recompute-modules", "--no-create-attention-mask-in-dataloader"
-LAUNCHER = "-m megatron_cg"
+LAUNCHER, _FORMAT = "-m megatron_cg", "--ckpt-format"
+_CONVERT = (
+    " A checkpoint in --load {} has to be converted from torch_dist first: torchrun "
+    "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor, of Megatron-LM"
+)
 _WHY = "all of each layer that graphs can hold"
 _CHOSEN = {
     _MODULES: _WHY,
@@ -34,8 +38,7 @@ _ORDER = ("mamba", "attn", "mlp")
 _ROUNDS = 30
 """Each mends at least one error, or is the last."""
 _LARGE = 4_096
-"""Width of an expert beyond which whole layers pay only with fused permutation. Mixtral's 14,336:
-329 ms beside 288 with partial graphs, and with it 265 beside 299, in BF16."""
+"""Width of experts beyond which whole layers pay only with fused permutation; Mixtral's: 14,336."""
 _PIPELINE = "drop --*pipeline* --overlap-param-gather-with-optimizer-step"
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 _SELECTIVE = (
@@ -98,9 +101,12 @@ class Tried:
         choice = " ".join(str(flag) for flag in self.line.flags if flag.name in _CHOSEN)
         if self.memory is not None:
             return f"{choice} would need {gib(self.memory.total)} of {gib(room)}"
-        first = self.settings.broken[0]
-        remedy = first.remedy.partition(", or ")[0]
-        return f"{choice} is refused. {first.found}: {first.reason}. Instead: {remedy}"
+        text = f"{choice} is refused"
+        for item in self.settings.broken:
+            remedy = item.remedy.partition(", or ")[0]
+            text += f". {item.found}: {item.reason.rstrip('.')}"
+            text += f". Instead: {remedy}" if remedy else ""
+        return text
 
 
 @dataclass(frozen=True)
@@ -123,8 +129,13 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
 
     Raises LaunchLineError if the flags cannot be read.
     """
-    settings, known = settings_of(given, megatron=False), gpus_of(given, gpus)
-    editor = _Editor(known.count, given)
+    editor = _Editor(gpus or 0, given)
+    for name in (_MODULES, _SCOPE):
+        values = given.values(name) or ()
+        if values != (scopes := tuple(re.findall(r"\w+", " ".join(values)))):
+            editor.change(" ".join(["add", name, *scopes]), "spaces separate its values")
+    settings, known = settings_of(editor.line, megatron=False), gpus_of(given, gpus)
+    editor.gpus = known.count
     for fix, why in _needs(settings, given, known):
         editor.change(fix, why)
     tried: list[Tried] = []
@@ -144,12 +155,11 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     for name in _CHOSEN:
         if best.line.values(name) != tried[0].line.values(name):
             reasons[name] = tried[0].against(room)
+    if _FORMAT in reasons and (path := given.values("--load")):
+        reasons[_FORMAT] += _CONVERT.format(*path)
     if best.memory is not None:
         run = replace(best.settings.run, cuda_graph_impl="none")
         eager = memory_of(replace(best.settings, run=run))
-        if _MASK in reasons and best.memory.masks:
-            held = gib(best.memory.masks)
-            reasons[_MASK] += f"; graphs would hold {held} of them, and each replay copy one"
     return Edited(given, known, replace(best, reasons=reasons), eager, room)
 
 
@@ -190,7 +200,7 @@ def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[
         yield "add --te-rng-tracker", why
     masks = args.create_attention_mask_in_dataloader and not args.reset_attention_mask
     if masks and not run.packs_sequences:
-        yield f"add {_MASK}", "causal attention needs no mask"
+        yield f"add {_MASK}", "causal attention needs no mask, and each replay would copy one"
 
 
 @dataclass
@@ -203,7 +213,7 @@ class _Editor:
 
     def attempt(self, choice: _Choice, why: str) -> Tried:
         trial = _Editor(self.gpus, self.line, dict(self.reasons))
-        trial.change("drop --cuda-graph-scope", "--cuda-graph-modules replaces it")
+        trial.change(f"drop {_SCOPE}", "--cuda-graph-modules replaces it")
         for name, reason in {**_CHOSEN, _MODULES: why}.items():
             if name in choice:
                 trial.change(" ".join(["add", name, *choice[name]]), reason)
@@ -265,11 +275,11 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     run, args, against = settings.run, settings.args, ""
     stated = {name: v for name in _CHOSEN if (v := given.values(name)) is not None}
     kept = {name: stated[name] for name in (_GEMM, _LAYERS) if name in stated}
-    if scopes := given.values("--cuda-graph-scope"):
+    if scopes := given.values(_SCOPE):
         stated = {_MODULES: scopes, **stated}
     whole = run.cuda_graph_impl == "transformer_engine" and run.wants_graphs
     if whole or _MODULES in stated:
-        yield stated, "--cuda-graph-scope is its older name"
+        yield stated, f"{_SCOPE} is its older name"
     available = available_scopes(run) or (frozenset({"attn", "moe" if run.is_moe else "mlp"}),)
     here = frozenset().union(*available)
     every = tuple(scope for scope in _ORDER if scope in here)

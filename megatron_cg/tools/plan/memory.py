@@ -4,9 +4,8 @@ A part of a layer has the parameters and the saved activations that are added up
 megatron-core 0.19.2 with Transformer Engine's modules; a test compares them with recorded runs.
 Biases, norms' weights and positions are left out: they are less than a hundredth.
 
-What is not computed from shapes is a constant that was fitted to recorded runs on H100s and H200s.
-A run's peak is in one of two phases: the layers' passes, with activations and logits, or the
-optimizer step, with fp32 copies of the gradients.
+Constants were fitted to recorded runs on H100s and H200s. A run's peak is in one of two phases: the
+layers' passes, with activations and logits, or the optimizer step, with fp32 copies of gradients.
 """
 
 from collections import Counter
@@ -24,16 +23,11 @@ _SLOT_ROWS = 128
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a layer.
+    """A part of a layer, and the ``scope`` that captures it; None if none can.
 
-    Attributes:
-        name: what it is called.
-        scope: which scope captures it; None if none can.
-        split: numbers of parameters that tensor-parallel ranks share.
-        whole: those that each of them has.
-        experts: those of all experts.
-        saved: bytes that the forward pass saves on a rank for the backward pass.
-        outputs: bytes of what a graph that ends behind it hands to the eager part that follows.
+    Numbers of parameters: ``split`` that tensor-parallel ranks share, ``whole`` that each has, and
+    of all ``experts``. Bytes: ``saved`` for the backward pass, and ``outputs`` that a graph which
+    ends behind it hands to the eager part that follows.
     """
 
     name: str
@@ -59,15 +53,9 @@ class Layer:
 
 
 class Shape:
-    """Sizes of one microbatch on one rank.
-
-    Attributes:
-        width: bytes of an activation's element.
-        tensor: tensor-parallel ranks.
-        tokens: tokens in what tensor parallelism splits.
-        hidden: bytes of the hidden states between layers.
-        norm: bytes of a norm's output that the layer after it saves.
-        gated: 2 if an MLP multiplies two projections, else 1.
+    """Sizes of one microbatch on one rank: in bytes the ``width`` of an element, the ``hidden``
+    states between layers, and a ``norm``'s output that is saved. ``tensor`` parallelism splits
+    ``tokens``; ``gated`` is 2 if an MLP multiplies two projections, else 1.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -267,8 +255,6 @@ class Memory:
 
     parameters: tuple[int, int, int]
     """Of the whole model, of a rank, and of a rank after sharding."""
-    masks: int
-    """Bytes of attention masks that graphs hold if the data loader makes masks."""
     terms: Mapping[str, Mapping[str, int]]
 
     def _sum(self, phase: str) -> int:
@@ -304,7 +290,7 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
     state = rank.state(parts)
     outputs = [_outputs(shape, layer) for layer in graphed]
     masks = args.micro_batch_size * args.seq_length**2 // args.context_parallel_size
-    masks *= sum(layer.holds("attention") for layer in graphed)
+    masks *= args.create_attention_mask_in_dataloader
     peer = graphed and shape.graph.cg_moe_exchange == "peer"
     logits = shape.bytes_of(vocabulary) * (1 + (args.mtp_num_layers or 0))
     terms = {
@@ -313,7 +299,7 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
             "FSDP buffers": rank.buffers(layers, ends),
             "workspaces": _MISCELLANEOUS,
             "static inputs": shape.hidden * len(graphed),
-            "attention masks": masks * args.create_attention_mask_in_dataloader,
+            "attention masks": masks * sum(layer.holds("attention") for layer in graphed),
             "output gradients": sum(set(outputs)),
         },
         _POOL: {
@@ -334,7 +320,7 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
     }
     count = sum(part.split + part.whole + part.experts for part in parts)
     sharded = rank.held(parts, sharded=rank.shards_weights)
-    return Memory((count, rank.held(parts), sharded), masks, terms)
+    return Memory((count, rank.held(parts), sharded), terms)
 
 
 class _Rank:

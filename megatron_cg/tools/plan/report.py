@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from megatron_cg.errors import ranged
 from megatron_cg.tools.launch_line import LaunchLine, read_line
 from megatron_cg.tools.plan.edit import LAUNCHER, Edited, edit, gib
 from megatron_cg.tools.plan.memory import Layer, Memory, Part
@@ -16,9 +17,8 @@ WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
 _USABLE = 0.99
 """The part of a card's nominal memory that a process can have: 79.2 GiB of 80."""
 _SMALLER = (
-    "It does not fit without graphs either: use more GPUs, a larger --expert-model-parallel-size "
-    "or --tensor-model-parallel-size, a shorter --seq-length or a smaller --micro-batch-size, or "
-    "--recompute-granularity."
+    "It does not fit without graphs either: use more GPUs, more tensor or expert parallelism, a "
+    "shorter --seq-length, a smaller --micro-batch-size, or --recompute-granularity."
 )
 _FEWER = "Capture fewer layers, as with --cg-layers attn:0-15, or leave scopes out."
 
@@ -68,6 +68,8 @@ def _lines(plan: Edited) -> Iterator[str]:
             yield from _wrapped(f"- {item.found}: {item.reason}", "  ")
             if item.remedy:
                 yield from _wrapped(f"Instead: {item.remedy}.", "      ")
+        for text in best.settings.notes:
+            yield from _wrapped(f"- {text}", "  ")
         return
     made = changes(plan)
     yield "\nChanges:" if made else "\nThe command can run as it is."
@@ -77,7 +79,11 @@ def _lines(plan: Edited) -> Iterator[str]:
     if made:
         yield f"\nThe command:\n\n{best.line}"
     yield "\nCaptured, by layer:"
-    for names, layer in _alike(best.layers):
+    alike: dict[tuple[str, tuple[Part, ...]], list[Layer]] = {}
+    for layer in best.layers:
+        alike.setdefault((layer.kind, layer.captured), []).append(layer)
+    for layer, *others in alike.values():
+        names = ranged(one.name for one in (layer, *others))
         held = [part.name for part in layer.captured]
         eager = [part.name for part in layer.parts if part not in layer.captured]
         words = f"- {names} ({layer.kind}): {', '.join(held) or 'nothing'}"
@@ -86,20 +92,6 @@ def _lines(plan: Edited) -> Iterator[str]:
     yield from _verdict(plan, best.memory)
     for text in best.settings.notes:
         yield from _wrapped(f"- {text}", "  ")
-
-
-def _alike(layers: Sequence[Layer]) -> Iterator[tuple[str, Layer]]:
-    """Layers by what graphs hold of them; neighbours as ranges: ``0-3, 5, MTP 0``."""
-    alike: dict[tuple[str, tuple[Part, ...]], tuple[Layer, list[list[str]]]] = {}
-    for layer in layers:
-        _, ranges = alike.setdefault((layer.kind, layer.captured), (layer, []))
-        last = ranges[-1][-1] if ranges else ""
-        if layer.name.isdecimal() and last.isdecimal() and int(layer.name) == int(last) + 1:
-            ranges[-1] = [ranges[-1][0], layer.name]
-        else:
-            ranges.append([layer.name])
-    for first, ranges in alike.values():
-        yield ", ".join(map("-".join, ranges)), first
 
 
 def _memory(memory: Memory) -> Iterator[str]:
@@ -117,10 +109,7 @@ def _verdict(plan: Edited, memory: Memory) -> Iterator[str]:
     eager = plan.eager.total if plan.eager is not None else memory.total
     fits = "fits" if plan.accepted else "does not fit"
     sizes = f"{gib(memory.total)}, {gib(eager)} without graphs, of {gib(plan.room)}"
-    text = (
-        "Passes and optimizer step do not overlap, and copies of gradients lie in idle memory of "
-    )
-    yield from _wrapped(f"{fits}: {sizes}. {text}the graphs where there is room.", "")
+    yield from _wrapped(f"{fits}: {sizes}.", "")
     if not plan.accepted:
         yield from _wrapped(_SMALLER if eager > plan.room else _FEWER, "  ")
 

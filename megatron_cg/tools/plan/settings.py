@@ -1,9 +1,8 @@
 """Reads flags with Megatron's own parser and rules, and with ours.
 
 Relied on: megatron-core 0.19.2, ``megatron.training.arguments``: ``add_megatron_arguments``,
-``validate_args``, and what ``parse_args`` adds to the namespace;
-``argument_utils.core_transformer_config_from_args``. Megatron stops at its first broken rule. Of
-ours all are found.
+``validate_args``, what ``parse_args`` adds; ``argument_utils.core_transformer_config_from_args``.
+Megatron stops at its first broken rule. Of ours all are found.
 """
 
 import argparse
@@ -11,6 +10,7 @@ import copy
 import importlib
 import io
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ from packaging.version import Version
 
 from megatron_cg.arguments.megatron import add_arguments, read_graph, read_run
 from megatron_cg.arguments.rule import Configuration
-from megatron_cg.arguments.schema import BACKENDS, Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import BACKENDS, SCOPES, Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.errors import Violation
-from megatron_cg.tools.launch_line import LaunchLine, LaunchLineError
+from megatron_cg.tools.launch_line import MEGATRONS, LaunchLine, LaunchLineError
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.te import UPGRADE
 
@@ -38,8 +38,6 @@ TE_VERSION = "2.20.2"
 _NEEDS = f"--cg-grouped-gemm cublas needs a Hopper GPU and a newer cuBLASLt on each host: {UPGRADE}"
 VOCABULARY = 131_072
 """If only the tokenizer knows it."""
-_SCRIPTS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
-"""Megatron's own, which add no flags."""
 _HOPPER = (9, 0)
 _OF_TE = (
     "megatron.core.transformer.moe.moe_utils",
@@ -81,12 +79,15 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
     Raises LaunchLineError in the user's terms.
     """
     variables = [word for word in line.words if "$" in word]
-    hint = f". {variables[0]}: give the line as the shell expands it" if variables else ""
+    hint = f"{' '.join(variables)}: give the line as the shell expands it" if variables else ""
     try:
         args, unknown = _parser().parse_known_args(line.words)
-    except (LaunchLineError, AssertionError, KeyError, ValueError, SyntaxError) as error:
+    except KeyError as error:
         # Megatron looks a scope up in its enumeration, and argparse lets that error through.
-        raise LaunchLineError(f"the flags cannot be read: {error}{hint}") from None
+        text = f"--cuda-graph-modules has no {error}: give any of {', '.join(SCOPES)}. {hint}"
+        raise LaunchLineError(text.rstrip(". ")) from None
+    except (LaunchLineError, AssertionError, ValueError, SyntaxError) as error:
+        raise LaunchLineError(f"the flags cannot be read: {error}. {hint}".rstrip(". ")) from None
     if args.yaml_cfg is not None:
         text = "--yaml-cfg: give the run's settings on the command line; no rule reads the file"
         raise LaunchLineError(text)
@@ -104,31 +105,33 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
     notes = [*notices(run, where), *_limits(args)]
     if graph.cg_grouped_gemm == "cublas" and here.lacks_device_counts:
         notes.append(_NEEDS)
-    if unknown:
-        notes.append(_own(unknown, line))
+    if own := [word for word in unknown if "$" not in word]:
+        _check_unknown(own, line)
+        notes.append(f"not Megatron's, so taken for the script's own: {' '.join(own)}")
     dropless = Configuration(run, graph, where).counts_on_device
     if megatron and (why := _megatrons_error(args, dropless, line.variables)):
         broken += (Violation("megatron", "Megatron stops", why, ""),)
+    if hint and (broken or any("$" in word for word in unknown)):
+        notes.insert(0, hint)
     return Settings(args, run, graph, broken, tuple(notes))
 
 
-def _own(unknown: Sequence[str], line: LaunchLine) -> str:
-    """The note about a script's own flags. Raises LaunchLineError for what Megatron would refuse."""
-    source, is_megatrons = line.source, Path(line.script).name in _SCRIPTS
-    names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-    for name in names or (unknown if is_megatrons else ()):
-        spelled = name.replace("_", "-")
-        near = get_close_matches(spelled, _parser()._option_string_actions, 1, 0.85)
-        if name not in source and (near or is_megatrons):
+def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
+    """Raise LaunchLineError for flags that Megatron refuses and the script does not add."""
+    is_megatrons = Path(line.script).name in MEGATRONS
+    for name in [word.partition("=")[0] for word in words if is_megatrons or word[:2] == "--"]:
+        near = get_close_matches(name.replace("_", "-"), _parser()._option_string_actions, 1, 0.85)
+        if name not in line.source and (near or is_megatrons):
             meant = f": did you mean {near[0]}?" if near else "."
+            own = "If the script adds it, leave it out of the planned line"
             raise LaunchLineError(
-                f"Megatron has no flag {name}, so it would refuse the line{meant} If the script "
-                "adds the flag, leave it out of the planned line"
+                f"Megatron would refuse {name}, which it does not know{meant} {own}"
             )
-    return f"not Megatron's, so taken for the script's own: {' '.join(unknown)}"
 
 
 def _limits(args: Any) -> Iterator[str]:
+    if args.use_checkpoint_args:
+        yield "--use-checkpoint-args: no checkpoint is read; add the flags of its model"
     if args.fp8 or args.fp4:
         yield "memory is counted as for BF16: no run in FP8 or FP4 was recorded"
     layers = args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json
@@ -197,8 +200,9 @@ def _hopper(variables: Mapping[str, str], dropless: bool) -> Iterator[None]:
 
 
 def _text_of(error: BaseException) -> str:
-    """An error in one line; for a bare assertion, the line of Megatron that raises it."""
+    """An error in one line; for a bare assertion, what Megatron asserts, in flags."""
     if text := " ".join(str(error).split()):
         return text
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.line} ({type(error).__name__} in {last.name})"
+    line = traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
+    flags = re.sub(r"\bargs\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", line)
+    return flags.replace("assert ", "it requires ", 1).replace(" is not None", "")

@@ -36,6 +36,9 @@ MENDED = [
     ("--cuda-graph-impl local --use-megatron-fsdp", "--cuda-graph-impl transformer_engine", ""),
     ("--external-cuda-graph --cuda-graph-scope attn", "--cuda-graph-modules attn", "--external"),
     ("--my-flag 1", "--my-flag 1", ""),
+    ("--cuda-graph-modules [attn,mlp]", "--cuda-graph-modules attn mlp", "[attn"),
+    ("--cuda-graph-scope=attn,", "--cuda-graph-modules attn", "scope"),
+    ("--load $A --my-flag", '--load "$A"', "'$A"),
     (f"{FULL} --hidden-dropout 0.1", "--recompute-granularity selective", "--recompute-method"),
     (f"{FULL} --hidden-dropout 0.0", FULL.partition(" --recompute-m")[0], "selective"),
 ]
@@ -114,7 +117,7 @@ REFUSED = {
         "activation-offloading",
         "drop --fine-grained",
     ),
-    "--num-attention-heads 7": ("megatron", "num_attention_heads"),
+    "--num-attention-heads 7": ("megatron", "requires --hidden-size % --num-attention-heads == 0"),
     "--num-experts 4 --moe-layer-freq [1]*3 --moe-grouped-gemm": ("megatron", "each of 8 layers"),
     "--num-experts 9 --expert-model-parallel-size 3": ("megatron", "2 GPUs are not divisible"),
 }
@@ -137,7 +140,10 @@ def test_what_would_change_the_training_is_refused_with_the_remedy(flags: str, p
         ("--hidden-size ${HIDDEN}", "as the shell expands it"),
         ("--cuda-graph-modules moe_rooter", "moe_rooter"),
         ("--yaml-cfg run.yaml", "on the command line"),
-        ("--num-expert 8", "no flag --num-expert, so it would refuse the line: did you mean --num-e"),
+        (
+            "--num-expert 8",
+            "would refuse --num-expert, which it does not know: did you mean --num-exp",
+        ),
         ("--use_megatron_fspd", "did you mean --use-megatron-fsdp?"),
         ("--cg-moe-row 2", "did you mean --cg-moe-rows?"),
     ],
@@ -148,16 +154,27 @@ def test_flags_that_cannot_be_read_are_an_error(flags: str, words: str, plan: Pl
     assert words in str(caught.value)
 
 
-def test_only_a_script_that_adds_a_flag_may_have_one_that_megatron_lacks(
-    plan: Plan, tmp_path: Path
-) -> None:
-    for name in ("--my-flag", "--num-expert"):
-        script = tmp_path / "train.py"
-        script.write_text(f"parser.add_argument({name!r})")
-        line = preset("llama", f"{name} 1")
-        assert f"script's own: {name} 1" in said(plan(line.replace("train.py", str(script))))
-        with pytest.raises(LaunchLineError, match=f"no flag {name}, so it would refuse"):
-            plan(line.replace("train.py", "pretrain_gpt.py"))
+def test_a_script_may_add_flags_unless_it_is_megatrons(plan: Plan, tmp_path: Path) -> None:
+    script, line = tmp_path / "train.py", preset("llama", "--num-expert 1")
+    script.write_text("parser.add_argument('--num-expert')")
+    assert "script's own: --num-expert 1" in said(plan(line.replace("train.py", str(script))))
+    with pytest.raises(LaunchLineError, match="would refuse --my-flag"):
+        plan(preset("llama", "--my-flag").replace("train.py", "pretrain_gpt.py"))
+
+
+SAID = {
+    "--cuda-graph-impl full_iteration --cuda-graph-scope full_iteration": "'full_iteration'",
+    "--recompute-activations --attention-dropout 0.1": "graphed attention recomputation",
+    "--load /old --ckpt-format torch_dist": "A checkpoint in --load /old has to be converted",
+    "--save /new": "it requires --save-interval",
+    "--fp16 --data-path $A $B": "$A $B: give the line as the shell expands it",
+}
+
+
+@pytest.mark.parametrize("flags", SAID)
+def test_a_reason_names_its_cause_and_has_no_hole(flags: str, plan: Plan) -> None:
+    text = said(plan(preset("qwen3-moe", flags)))
+    assert SAID[flags] in text and ".. " not in text
 
 
 @pytest.mark.parametrize(("memory", "captured"), [(20, "all"), (12.4, "fewer"), (9, "none")])
@@ -178,7 +195,7 @@ def test_less_memory_means_fewer_layers_until_nothing_fits(
 def test_layers_of_prediction_have_names_of_their_own(plan: Plan) -> None:
     found = plan(preset("llama", "--mtp-num-layers 2"))
     assert [layer.name for layer in found.best.layers][-3:] == ["7", "MTP 0", "MTP 1"]
-    assert "0-7, MTP 0, MTP 1 (attention + MLP)" in said(found)
+    assert "0 to 7, MTP 0, MTP 1 (attention + MLP)" in said(found)
     once = plan(preset("llama", "--mtp-num-layers 2 --mtp-use-repeated-layer"))
     hybrid = plan(preset("mamba-hybrid").replace("M-M-MM*-", "M-M-MM*-/*-/*-"))
     for found, names in ((once, ["7", "MTP 0"]), (hybrid, ["MTP 0", "MTP 1"])):
@@ -199,10 +216,8 @@ def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_stated_kernel_and_its_exchange_are_kept_where_they_can_be(plan: Plan) -> None:
-    graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe"
-    stated = (
-        f"--cg-moe-exchange peer --cg-grouped-gemm cublas --expert-model-parallel-size 2 {graphs}"
-    )
+    graphs = "--cuda-graph-modules attn moe --expert-model-parallel-size 2"
+    stated = f"--cg-moe-exchange peer --cg-grouped-gemm cublas {graphs}"
     kept = plan(preset("qwen3-moe", stated)).best
     assert not {"--cg-grouped-gemm", "--cg-moe-exchange"}.intersection(kept.reasons)
     assert plan(preset("qwen3-moe", "--cg-grouped-gemm cublas")).best.settings.graph == replace(
@@ -216,11 +231,8 @@ def test_a_stated_kernel_and_its_exchange_are_kept_where_they_can_be(plan: Plan)
     assert apart.best.settings.graph.cg_moe_exchange == "nccl"
     rows = "--cg-moe-rows 1.5 --cg-moe-exchange nccl --cg-layers attn:0-3 moe:0-3"
     graph = plan(preset("qwen3-moe", f"{rows} --expert-model-parallel-size 2")).best.settings.graph
-    assert (graph.cg_moe_rows, graph.cg_moe_exchange, graph.cg_layers) == (
-        1.5,
-        "nccl",
-        ("attn:0-3", "moe:0-3"),
-    )
+    assert (graph.cg_moe_rows, graph.cg_moe_exchange) == (1.5, "nccl")
+    assert graph.cg_layers == ("attn:0-3", "moe:0-3")
     te = plan(preset("qwen3-moe", "--cg-grouped-gemm te")).best
     assert te.settings.run.cuda_graph_modules == ("attn", "moe_router", "moe_preprocess")
     assert te.line.has("--cg-grouped-gemm")

@@ -1,6 +1,7 @@
 """What may be typed after ``megatron-cg plan --`` and ``bench --``."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -24,10 +25,8 @@ def read(line: str) -> LaunchLine:
         ("ft_launcher --nnodes=1 b.py", "ft_launcher --nnodes=1 -m megatron_cg b.py"),
         ("deepspeed b.py", "deepspeed --no_local_rank --module megatron_cg b.py"),
         ("accelerate launch --multi_gpu b.py", "accelerate launch --multi_gpu -m megatron_cg b.py"),
-        (
-            "python -m torch.distributed.launch b.py",
-            "python -m torch.distributed.launch --use-env -m megatron_cg b.py",
-        ),
+        ("python -m torch.distributed.launch b.py",
+         "python -m torch.distributed.launch --use-env -m megatron_cg b.py"),
         (
             "python -m torch.distributed.run --nproc-per-node 2 b.py",
             "python -m torch.distributed.run --nproc-per-node 2 -m megatron_cg b.py",
@@ -93,9 +92,7 @@ def test_a_flag_given_twice_has_its_last_value_and_is_changed_once() -> None:
         ("python", 0),
         ("ft_launcher --nproc_per_node=8", 8),
         ("deepspeed --num_gpus 8 --num_nodes=2", 16),
-        ("deepspeed --hostfile hosts --num_gpus 8", 0),
-        ("deepspeed --include localhost:0,1,4", 3),
-        ("deepspeed --include=a:0,1@b:0,1", 0),
+        ("deepspeed --include=a:0,1@b:0,1 --num_gpus 2", 0),
         ("accelerate launch --num_machines 2 --num_processes 16", 16),
     ],
 )
@@ -113,3 +110,30 @@ def test_the_launcher_says_how_many_gpus_there_are(launcher: str, count: int) ->
 def test_what_has_no_script_is_refused_with_what_to_give(line: str) -> None:
     with pytest.raises(LaunchLineError, match="whole command that starts the run"):
         read(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "section"),
+    [
+        ("torchrun -m torchtitan.train --module llama3 --config llama3_debugmodel", "torchtitan"),
+        ("torchrun scripts/training/run_recipe.py --recipe llama32_1b", "megatron-bridge"),
+        ("accelerate launch run_clm.py --model_name_or_path gpt2", "transformers"),
+        ("python -m verl.trainer.main_ppo trainer.nnodes=1", "a-loop-on-megatron-core"),
+        ("ray job submit -- python3 train.py --rollout-batch-size 8", "a-loop-on-megatron-core"),
+        ("torchrun pretrain_t5.py --num-layers 2", "graph_units"),
+        ("torchrun examples/multimodal/train.py --num-layers 2", "graph_units"),
+    ],
+)
+def test_what_trains_no_gpt_is_told_which_section_serves_it(line: str, section: str) -> None:
+    with pytest.raises(LaunchLineError, match=rf"docs/standalone.md#{section}$"):
+        read(line)
+    page = (Path(__file__).parents[4] / "docs/standalone.md").read_text("utf-8")
+    assert f"# {section}\n" in page.lower().replace(" ", "-").replace("#-", "# ")
+
+
+def test_a_script_is_known_by_its_imports_and_none_by_a_path(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("from megatron.bridge.training import pretrain\n")
+    with pytest.raises(LaunchLineError, match="#megatron-bridge"):
+        read(f"torchrun {script}")
+    assert read("torchrun /verl/pretrain_gpt.py --load /slime/torchtitan --fp8-recipe x").flags
