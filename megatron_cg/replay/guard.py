@@ -121,6 +121,10 @@ _CAUSES = {
     "hooks": "A replay runs no Python of the modules inside the graph, so such a hook is not "
     "called. Put it on the layer itself, where it runs around every replay.",
 }
+# Asked before each replay, where finding them in torch takes longer than the calls.
+_transform = torch._C._functorch.peek_interpreter_stack
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _MODES = ("autocast", "autocast cache", "determinism", "default dtype", "modes", "fp8")
 
 
@@ -555,10 +559,8 @@ class Guard:
 
 def _around() -> str:
     """What operations of this thread go through in Python: modes of torch, vmap and the like."""
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if not (
-        transform or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-    ):
+    transform = _transform()
+    if not (transform or _function_modes() or _dispatch_modes()):
         return "none"
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     names = [type(one).__name__ for one in modes if not isinstance(one, DeviceContext)]
