@@ -25,7 +25,6 @@ _PYTHON = re.compile(
     r"(?:^|[/\s])(python[\d.]*|torchrun|torch\.distributed\.(?:run|launch)|ft_launcher|deepspeed|"
     r"accelerate)(?=[\s.-]|$)"
 )
-# These put the rank's number before the script, unless they are told not to.
 _MODULE = {"deepspeed": "--no_local_rank --module", "torch.distributed.launch": "--use-env -m"}
 _TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.\w+|ft_launcher|deepspeed)\s")
 _TASKS = re.compile(r"(srun|mpirun|mpiexec)\s")
@@ -41,8 +40,9 @@ _OTHERS = {
     "a-loop-on-megatron-core": r"\bverl\b|\bslime\b|\bactor_rollout_ref\.|main_(ppo|dapo)|run_grpo|"
     r"nemo_rl|openrlhf|train_rl|--perform-rl-step|--rollout-|--actor-num-",
     "torchtitan": r"torchtitan|run_train\.sh|--(job|training|parallelism)\.",
-    "megatron-bridge": r"megatron[-_./]bridge|run_recipe|--recipe\b|\s(model|ddp|dist|train)\.\w+=",
-    "transformers": r"\b(transformers|trl)\b|axolotl|llamafactory|run_[cm]lm|--model_name_or_path",
+    "megatron-bridge": r"megatron[-_./]bridge|run_recipe|run_script|setup_experiment|"
+    r"--recipe\b|\s(model|ddp|dist|train)\.\w+=",
+    "transformers": r"\b(transformers|trl|swift)\b|axolotl|llamafactory|run_[cm]lm|--model_name",
     "graph_units": r"automodel|pretrain_(bert|t5|vlm|ict|retro|vision|mimo)|"
     r"/(bert|t5|retro|multimodal|mimo)/|(inference|generat\w*|server)\w*\.py",
 }
@@ -59,9 +59,7 @@ class Flag:
     values: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """As in a shell, which expands variables."""
-        values = (f'"{v}"' if "$" in v and '"' not in v else shlex.quote(v) for v in self.values)
-        return " ".join([self.name, *values]).strip()
+        return " ".join([self.name, *map(quoted, self.values)]).strip()
 
 
 @dataclass(frozen=True)
@@ -143,6 +141,7 @@ class LaunchLine:
 
     def with_launcher(self) -> Self:
         started = _PYTHON.findall(self.before)
+        # Some put the rank's number before the script, unless they are told not to.
         way = _MODULE.get(started[-1], "-m") if started else "python -m"
         return replace(self, before=f"{self.before}{way} megatron_cg ")
 
@@ -173,14 +172,19 @@ def read_line(words: Sequence[str]) -> LaunchLine:
     return _from_text(kept[0] if len(kept) == 1 else joined(kept))
 
 
+def quoted(word: str) -> str:
+    """The word as a shell reads it, which still expands a variable."""
+    return f'"{word}"' if re.fullmatch(r'[^\s"]*\$[^\s"]*', word) else shlex.quote(word)
+
+
 def joined(words: Sequence[str]) -> str:
     """Words as a shell reads them, with a space after the last; assignments stay assignments."""
-    quoted = []
+    text = ""
     for word in words:
         name, equals, value = word.partition("=")
         is_variable = equals and re.fullmatch(r"[A-Za-z_]\w*", name)
-        quoted.append(f"{name}={shlex.quote(value)}" if is_variable else shlex.quote(word))
-    return "".join(f"{word} " for word in quoted)
+        text += (f"{name}={quoted(value)}" if is_variable else quoted(word)) + " "
+    return text
 
 
 def _from_text(text: str) -> LaunchLine:

@@ -101,12 +101,11 @@ class Tried:
         choice = " ".join(str(flag) for flag in self.line.flags if flag.name in _CHOSEN)
         if self.memory is not None:
             return f"{choice} would need {gib(self.memory.total)} of {gib(room)}"
-        text = f"{choice} is refused"
+        said = [f"{choice} is refused"]
         for item in self.settings.broken:
-            remedy = item.remedy.partition(", or ")[0]
-            text += f". {item.found}: {item.reason.rstrip('.')}"
-            text += f". Instead: {remedy}" if remedy else ""
-        return text
+            said.append(f"{item.found}: {item.reason.rstrip('.')}")
+            said += [f"Instead: {item.remedy.partition(', or ')[0]}"] * bool(item.remedy)
+        return ". ".join(said)
 
 
 @dataclass(frozen=True)
@@ -189,15 +188,13 @@ def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[
     if not given.starts_graphs:
         yield "launch", "Megatron alone captures no layers under Megatron-FSDP"
     if not run.use_megatron_fsdp:
-        why = "graphs of this package are captured under Megatron-FSDP"
-        yield "add --use-megatron-fsdp", why
-        yield "add --data-parallel-sharding-strategy optim_grads_params", why
+        add = "add --use-megatron-fsdp; add --data-parallel-sharding-strategy optim_grads_params"
+        yield add, "graphs of this package are captured under Megatron-FSDP"
     if run.cuda_graph_impl != "transformer_engine" or not run.wants_graphs:
         yield "drop --enable-cuda-graph --external-cuda-graph", "--cuda-graph-impl replaces it"
         yield "add --cuda-graph-impl transformer_engine", "layerwise graphs"
     if not args.te_rng_tracker:
-        why = "graphs turn it on; an eager run that you compare with needs it too"
-        yield "add --te-rng-tracker", why
+        yield "add --te-rng-tracker", "graphs turn it on; a run to compare with needs it too"
     masks = args.create_attention_mask_in_dataloader and not args.reset_attention_mask
     if masks and not run.packs_sequences:
         yield f"add {_MASK}", "causal attention needs no mask, and each replay would copy one"

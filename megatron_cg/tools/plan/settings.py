@@ -91,6 +91,9 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
     if args.yaml_cfg is not None:
         text = "--yaml-cfg: give the run's settings on the command line; no rule reads the file"
         raise LaunchLineError(text)
+    if args.hidden_size is None and not hint:
+        text = "there is no --hidden-size: give a model's flags, also with --use-checkpoint-args,"
+        raise LaunchLineError(f"{text} or see docs/standalone.md if the script is not Megatron's")
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank, args.world_size = 0, gpus
     run, graph = read_run(args), read_graph(args)
@@ -130,8 +133,6 @@ def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
 
 
 def _limits(args: Any) -> Iterator[str]:
-    if args.use_checkpoint_args:
-        yield "--use-checkpoint-args: no checkpoint is read; add the flags of its model"
     if args.fp8 or args.fp4:
         yield "memory is counted as for BF16: no run in FP8 or FP4 was recorded"
     layers = args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json

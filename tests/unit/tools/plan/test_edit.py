@@ -111,12 +111,10 @@ def test_whole_layers_of_large_experts_need_fused_permutation(name: str, plan: P
         assert fused.best.settings.run.cuda_graph_modules == ("attn", "moe")
 
 
+OFFLOAD = "--fine-grained-activation-offloading"
 REFUSED = {
     "--fp16": ("fp16", "type --bf16 instead"),
-    "--fine-grained-activation-offloading --offload-modules mlp_norm": (
-        "activation-offloading",
-        "drop --fine-grained",
-    ),
+    f"{OFFLOAD} --offload-modules mlp_norm": ("activation-offloading", f"drop {OFFLOAD}"),
     "--num-attention-heads 7": ("megatron", "requires --hidden-size % --num-attention-heads == 0"),
     "--num-experts 4 --moe-layer-freq [1]*3 --moe-grouped-gemm": ("megatron", "each of 8 layers"),
     "--num-experts 9 --expert-model-parallel-size 3": ("megatron", "2 GPUs are not divisible"),
@@ -145,7 +143,6 @@ def test_what_would_change_the_training_is_refused_with_the_remedy(flags: str, p
             "would refuse --num-expert, which it does not know: did you mean --num-exp",
         ),
         ("--use_megatron_fspd", "did you mean --use-megatron-fsdp?"),
-        ("--cg-moe-row 2", "did you mean --cg-moe-rows?"),
     ],
 )
 def test_flags_that_cannot_be_read_are_an_error(flags: str, words: str, plan: Plan) -> None:
@@ -160,6 +157,9 @@ def test_a_script_may_add_flags_unless_it_is_megatrons(plan: Plan, tmp_path: Pat
     assert "script's own: --num-expert 1" in said(plan(line.replace("train.py", str(script))))
     with pytest.raises(LaunchLineError, match="would refuse --my-flag"):
         plan(preset("llama", "--my-flag").replace("train.py", "pretrain_gpt.py"))
+    with pytest.raises(LaunchLineError, match=r"no --hidden-size: .* docs/standalone.md"):
+        plan("torchrun --nproc-per-node 8 train.py --use-checkpoint-args")
+    assert "[@]}: give the line as the" in said(plan("torchrun --nproc-per-node 8 b.py ${M[@]}"))
 
 
 SAID = {

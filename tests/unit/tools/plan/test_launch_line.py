@@ -44,6 +44,10 @@ def test_the_launcher_goes_before_the_script(line: str, edited: str) -> None:
     assert again.starts_graphs and again.flags == changed.flags
 
 
+def test_a_variable_of_the_shell_stays_one() -> None:
+    assert 'k="$N" "${A[@]}" b.py \\\n    --x "$Y"' in str(read("k='$N' '${A[@]}' b.py --x '$Y'"))
+
+
 def test_mpirun_hands_a_variable_on() -> None:
     line = read("A=1 mpirun -np 2 python b.py").with_variable("B", "3").with_variable("A", "2")
     assert str(line) == "A=2 mpirun -x B=3 -np 2 python b.py"
@@ -90,7 +94,6 @@ def test_a_flag_given_twice_has_its_last_value_and_is_changed_once() -> None:
         ("mpiexec -n 16 python", 16),
         ("env WORLD_SIZE=64 RANK=0 python", 64),
         ("python", 0),
-        ("ft_launcher --nproc_per_node=8", 8),
         ("deepspeed --num_gpus 8 --num_nodes=2", 16),
         ("deepspeed --include=a:0,1@b:0,1 --num_gpus 2", 0),
         ("accelerate launch --num_machines 2 --num_processes 16", 16),
@@ -132,8 +135,7 @@ def test_what_trains_no_gpt_is_told_which_section_serves_it(line: str, section: 
 
 
 def test_a_script_is_known_by_its_imports_and_none_by_a_path(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text("from megatron.bridge.training import pretrain\n")
+    (script := tmp_path / "mine.py").write_text("from megatron.bridge.training import pretrain\n")
     with pytest.raises(LaunchLineError, match="#megatron-bridge"):
         read(f"torchrun {script}")
     assert read("torchrun /verl/pretrain_gpt.py --load /slime/torchtitan --fp8-recipe x").flags
