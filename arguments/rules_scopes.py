@@ -23,10 +23,6 @@ _PACKS = (
 )
 
 
-def _captures_nothing(given: Configuration) -> bool:
-    return given.layers is not None and not any(captured for _, captured in given.layers)
-
-
 def _layer_selection(given: Configuration) -> list[Facts]:
     """``--cg-layers`` must be well formed and match the run's scopes and layers."""
     selection, broken = read_tokens(given.graph.cg_layers)
@@ -113,7 +109,7 @@ RULES = (
     ),
     Rule(
         "scope-selects-nothing",
-        _captures_nothing,
+        lambda c: c.layers is not None and not any(captured for _, captured in c.layers),
         "no layer of the model has a scope that --cuda-graph-modules and --cg-layers select",
         "nothing would be captured",
         "type --cuda-graph-modules attn mlp (dense) or --cuda-graph-modules attn moe_router (MoE), "

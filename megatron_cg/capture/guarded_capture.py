@@ -406,17 +406,12 @@ def _first(errors: Sequence[BaseException], root: nn.Module) -> tuple[BaseExcept
 
     The first refusal in a module's code, else the first error there, else the first of all.
     """
-    earliest = errors[::-1]
-    placed = [(error, _place(error, root)) for error in earliest]
+    frames = [(error, list(traceback.walk_tb(error.__traceback__))) for error in errors[::-1]]
+    placed = [(error, place_of(reversed(found), root)) for error, found in frames]
     inside = [(error, place) for error, place in placed if place is not None]
     refused = [(error, place) for error, place in inside if _is_refusal(error)]
     outside = [(error, place) for error, place in placed if _is_refusal(error)]
     return [*refused, *inside, *outside][0]
-
-
-def _place(error: BaseException, root: nn.Module) -> Place | None:
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return place_of(reversed(frames), root)
 
 
 def forget_accumulators(modules: Iterable[nn.Module]) -> None:

@@ -116,7 +116,11 @@ def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
     ranks = range(len(rows)) if ranks is None else ranks
     heads, (against, sizes, graphs) = rows[:, :2], rows[:, 2:].unbind(1)
     if not torch.equal(heads, heads[:1].expand_as(heads)):
-        raise AgreementError(_mixed_up(heads.tolist(), ranks))
+        each = ((f"{name_of(Kind(kind))} {serial}" for kind, serial in heads.tolist()), ranks)
+        raise AgreementError(
+            f"ranks came to different votes: {differing(*each)}. They no longer do the same, so "
+            "this run ends on all of them."
+        )
     held = graphs.tolist()
     most = Counter(held).most_common(1)[0][0]
     minority = tuple(rank for rank, own in zip(ranks, held, strict=True) if own != most)
@@ -125,14 +129,6 @@ def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
         for votes in (against, against == 2)
     )
     return Decision(voted_against, int(sizes.min()), int(sizes.max()), minority, ends)
-
-
-def _mixed_up(heads: list[list[int]], group: Sequence[int]) -> str:
-    each = differing((f"{name_of(Kind(kind))} {serial}" for kind, serial in heads), group)
-    return (
-        f"ranks came to different votes: {each}. They no longer do the same, so this run ends on "
-        "all of them."
-    )
 
 
 def differing(values: Iterable[object], ranks: Iterable[int]) -> str:

@@ -193,10 +193,8 @@ class MegatronUnit(Unit):
         """Whether no code of the layer runs before its graph; attention does, if not captured."""
         # Fused attention moves them on without dropout too, in eager passes once more where it is
         # recomputed. Rules refuse what reads them (``recompute-of-attention``, Megatron's own).
-        self.draws_as_eager = layer.config.recompute_granularity is None or (
-            layer.config.recompute_granularity == "selective"
-            and "core_attn" not in layer.config.recompute_modules
-        )
+        kind, parts = layer.config.recompute_granularity, layer.config.recompute_modules
+        self.draws_as_eager = not kind or (kind == "selective" and "core_attn" not in parts)
 
     def leave_out(self, module: nn.Module | None) -> str:
         return leave_out(self.layer, module)

@@ -127,9 +127,8 @@ def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
         if name not in line.source and (near or is_megatrons):
             meant = f": did you mean {near[0]}?" if near else "."
             own = "If the script adds it, leave it out of the planned line"
-            raise LaunchLineError(
-                f"Megatron would refuse {name}, which it does not know{meant} {own}"
-            )
+            text = f"Megatron would refuse {name}, which it does not know{meant} {own}"
+            raise LaunchLineError(text)
 
 
 def _limits(args: Any) -> Iterator[str]:
