@@ -4,6 +4,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+STEP_DIFFERS = "trained with graphs and then eagerly, has other numbers"
+"""In the error and in the log line of a verified step, by which ``align`` finds them."""
+
 
 class MegatronCGError(RuntimeError):
     """Base of every error that this package raises on purpose."""

@@ -116,10 +116,10 @@ def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
     ranks = range(len(rows)) if ranks is None else ranks
     heads, (against, sizes, graphs) = rows[:, :2], rows[:, 2:].unbind(1)
     if not torch.equal(heads, heads[:1].expand_as(heads)):
-        each = ((f"{name_of(Kind(kind))} {serial}" for kind, serial in heads.tolist()), ranks)
+        named = (f"{name_of(Kind(kind))} {serial}" for kind, serial in heads.tolist())
         raise AgreementError(
-            f"ranks came to different votes: {differing(*each)}. They no longer do the same, so "
-            "this run ends on all of them."
+            f"ranks came to different votes: {differing(named, ranks)}. They no longer do the "
+            "same, so this run ends on all of them."
         )
     held = graphs.tolist()
     most = Counter(held).most_common(1)[0][0]

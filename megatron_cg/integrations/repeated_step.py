@@ -21,6 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import TIMEOUT
+from megatron_cg.errors import STEP_DIFFERS
 from megatron_cg.events import StepRepeated, StepVerified, emit
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.step_state import StepState
@@ -165,6 +166,6 @@ def _text(number: int | None, found: list[str], eager: Digests, cause: str) -> s
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     names = ", ".join(found[:_SHOWN]) + more if found else "none on this rank, see another's log"
     return (
-        f"{step}, trained with graphs and then eagerly, has other numbers: {names}. Gradients are "
+        f"{step}, {STEP_DIFFERS}: {names}. Gradients are "
         f"named in the order of the backward pass, the last layer first. Compared: {eager}. {cause}"
     )

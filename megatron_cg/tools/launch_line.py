@@ -211,8 +211,8 @@ def _from_text(text: str) -> LaunchLine:
     names = [name[0] for name in named if name]
     if Path(line.script).name not in MEGATRONS:
         names += [line.script, *re.findall(r"(?:-m|--module)[= ]\s*(\S+)", line.before)]
-    if "megatron.training" not in line.source:
-        names += re.findall(r"(?m)^\s*(?:from|import) (\S+)", line.source)
+    if "megatron.training" not in (source := line.source):
+        names += re.findall(r"(?m)^\s*(?:from|import) (\S+)", source)
     _check_known(f" {' '.join(names)}")
     return line
 

@@ -191,8 +191,8 @@ class MegatronUnit(Unit):
         before = isinstance(layer, TransformerLayer) and bool(scopes)
         self._is_direct = not before or CudaGraphModule.attn in scopes
         """Whether no code of the layer runs before its graph; attention does, if not captured."""
-        # Fused attention moves them on without dropout too, in eager passes once more where it is
-        # recomputed. Rules refuse what reads them (``recompute-of-attention``, Megatron's own).
+        # Fused attention advances them without dropout too, and an eager pass that recomputes it
+        # does so twice. Rules refuse what reads them (``recompute-of-attention``, Megatron's own).
         kind, parts = layer.config.recompute_granularity, layer.config.recompute_modules
         self.draws_as_eager = not kind or (kind == "selective" and "core_attn" not in parts)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_cg.errors import MegatronCGError
+from megatron_cg.errors import STEP_DIFFERS, MegatronCGError
 from megatron_cg.telemetry.read_record import RecordError, read_run
 from megatron_cg.tools.align.compare import FAILED, Comparison, Outcome, compare
 
@@ -16,7 +16,7 @@ OVERDUE = "did not end within --timeout"
 _TAIL = 40
 _STOP_SECONDS = 20.0
 """How long processes have to end by themselves before they are killed."""
-_DIFFERED = re.compile(r".* trained with graphs and then eagerly, has other numbers: .*")
+_DIFFERED = re.compile(rf".* {STEP_DIFFERS}: .*")
 _SUPERVISOR = str(Path(__file__).with_name("supervise.py"))
 _NAMED = re.compile(
     r"^(?:\[rank\d+\]:\s*)?"

@@ -121,10 +121,10 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
 
 def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
     """Raise LaunchLineError for flags that Megatron refuses and the script does not add."""
-    is_megatrons = Path(line.script).name in MEGATRONS
+    is_megatrons, source = Path(line.script).name in MEGATRONS, line.source
     for name in [word.partition("=")[0] for word in words if is_megatrons or word[:2] == "--"]:
         near = get_close_matches(name.replace("_", "-"), _parser()._option_string_actions, 1, 0.85)
-        if name not in line.source and (near or is_megatrons):
+        if name not in source and (near or is_megatrons):
             meant = f": did you mean {near[0]}?" if near else "."
             own = "If the script adds it, leave it out of the planned line"
             text = f"Megatron would refuse {name}, which it does not know{meant} {own}"
