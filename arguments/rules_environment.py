@@ -6,6 +6,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
 from megatron_cg.arguments.schema import TAPE, TRANSFORMER_ENGINE, Environment
+from megatron_cg.upstream.te import INSTALL
 
 _SEEN = {
     "megatron-core": (0, 19, 2),
@@ -64,8 +65,7 @@ engine_too_old = Rule(
     "transformer-engine {version}",
     "before 2.19 make_graphed_callables has no capture_time_hooks, so the hooks of FSDP units "
     "cannot run during capture",
-    "type pip install 'transformer-engine[pytorch]>=2.19', or capture without it: --cg-backend "
-    "native",
+    f"type {INSTALL}, or capture without it: --cg-backend native",
 )
 """Transformer Engine is optional, so an installation may lack it."""
 

@@ -6,6 +6,7 @@ import sys
 
 import megatron_cg
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
+from megatron_cg.version import __version__
 
 CACHE_VARIABLE, CACHE_ENTRIES = "CUBLASLT_HEURISTICS_CACHE_CAPACITY", 1 << 18
 """How many GEMM problems cuBLASLt remembers the best kernel for; by default 8,192.
@@ -17,10 +18,16 @@ same. 262,144 entries take 94 MB of host memory.
 
 _USAGE = """usage: torchrun [...] -m megatron_cg SCRIPT [the script's own arguments]
 
-Runs a Megatron pretraining script unchanged, with partial CUDA graphs possible under Megatron-FSDP:
-add --cuda-graph-impl transformer_engine --cuda-graph-modules attn --fsdp-double-buffer
---fsdp-db-use-persist-buf-on-alloc-fail to its arguments. SCRIPT --help shows our group of flags.
-For the other tools: megatron-cg --help."""
+Runs a Megatron pretraining script unchanged, with CUDA graphs of layers possible under
+Megatron-FSDP. For an MoE model on one host of Hopper GPUs add to the script's arguments:
+
+  --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe
+  --cg-grouped-gemm torch --cg-moe-exchange peer --moe-permute-fusion
+  --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
+  --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader
+
+A dense model takes "attn mlp", and not the second line. SCRIPT --help shows the group of flags
+"megatron_cg". "megatron-cg plan" edits a launch line; for all tools: megatron-cg --help."""
 
 
 def main() -> None:
@@ -29,8 +36,8 @@ def main() -> None:
     ``sys.path`` is that of ``python SCRIPT``: it begins with the script's folder, and has no
     working directory. With ``python -P`` it has neither.
     """
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(_USAGE)
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help", "--version"):
+        print(__version__ if sys.argv[1:2] == ["--version"] else _USAGE)
         sys.exit(0 if len(sys.argv) > 1 else 2)
     script = sys.argv[1]
     if not os.path.isfile(script):

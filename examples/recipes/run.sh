@@ -96,8 +96,10 @@ parallel=(
     --context-parallel-size "${CONTEXT_PARALLEL:-1}"
 )
 experts=()
+# Megatron fuses rotary embeddings by default; with latent attention only those of YaRN.
+if [[ " ${model[*]} " == *" --multi-latent-attention "* ]]; then model+=(--no-rope-fusion); fi
 if [[ " ${model[*]} " == *" --num-experts "* ]]; then
-    parallel+=(--expert-model-parallel-size "${EXPERT_PARALLEL:-1}")
+    parallel+=(--expert-model-parallel-size "${EXPERT_PARALLEL:-1}" --moe-permute-fusion)
     if [[ $whole == 1 ]]; then
         mapfile -t scopes < <(printf '%s\n' "${scopes[@]}" moe | grep -v '^moe_')
         # One grouped GEMM for all experts, in a run with GRAPHS=0 too, so that its bits are equal.
@@ -119,8 +121,6 @@ training=(
     --eval-interval 500 --eval-iters 10 --log-interval 10
     # Attention is causal by itself; a mask would be copied into every graph.
     --no-create-attention-mask-in-dataloader
-    # As in every run that was verified.
-    --no-rope-fusion
     # The generator that graphs need; with it GRAPHS=0 draws the same numbers.
     --te-rng-tracker
 )

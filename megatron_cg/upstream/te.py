@@ -30,6 +30,11 @@ _LEAST = 130801
 """13.8.1: what cuBLASLt itself asks for. Up to 13.7 a graph's second replay is wrong."""
 UPGRADE = "pip install 'nvidia-cublas>=13.8.1'"
 """Of CUDA 13. Torch 2.11 pins an older one, and pip warns."""
+INSTALL = (
+    "pip install setuptools wheel ninja pybind11 && pip install --no-build-isolation "
+    "'transformer-engine[core_cu13,pytorch]==2.20.2'"
+)
+"""TE is compiled against the installed torch: requirements/gpu-build.txt."""
 _HOPPER = 9
 """Major compute capability, of the GPUs on which it was tried."""
 NOT_LOADED = "Transformer Engine is not loaded"

@@ -68,9 +68,15 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             for name, number, line in runs:
                 print(f"# {name}.{number}\n{shlex.join(line.command)}")
             return 0
+        here = machine()
+        if not here["gpus"]:
+            raise BenchError(
+                "nvidia-smi finds no GPU, and bench measures GPUs: start it where there are some. "
+                "--dry-run prints its lines anywhere, and megatron-cg plan computes the memory."
+            )
         results: dict[str, Any] = {
             "schema": SCHEMA,
-            "machine": machine(),
+            "machine": here,
             "settings": {name: getattr(args, name) for name in _SETTINGS},
             "runs": [],
         }

@@ -202,7 +202,8 @@ COMMANDS = {command.__name__: command for command in _MODULES}
 
 def invoke(command: str, args: argparse.Namespace, extra: Sequence[str]) -> int:
     if command == "report" and importlib.util.find_spec("matplotlib") is None:
-        raise MegatronCGError("the plots need matplotlib: pip install 'megatron-cg[report]'.")
+        text = "the plots need matplotlib: pip install 'matplotlib>=3.9,<3.12'"
+        raise MegatronCGError(f"{text}, or in a checkout pip install '.[report]'.")
     module = importlib.import_module(f"megatron_cg.tools.{_MODULES[COMMANDS[command]]}")
     return int(module.invoke(args, extra))
 

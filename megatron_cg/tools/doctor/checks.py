@@ -10,6 +10,7 @@ Note [Two copies of cuDNN]
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from megatron_cg.arguments import rules_environment
 from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.schema import FRAMEWORKS, TAPE, TRANSFORMER_ENGINE, Environment
 from megatron_cg.errors import Violation
-from megatron_cg.upstream.te import UPGRADE
+from megatron_cg.upstream import te
 
 SECONDS = 300.0
 """Time limit of the other process; imports from a cold network disk take minutes."""
@@ -111,9 +112,7 @@ INSTALL = {
     "megatron-fsdp": "pip install 'megatron-fsdp==0.6.1'",
     "megatron-bridge": "pip install --no-deps 'megatron-bridge==0.6.2'",
     "torchtitan": "pip install --no-deps 'torchtitan==0.3.0'",
-    # TE is compiled against the installed torch: requirements/gpu-build.txt.
-    _TE: "pip install setuptools wheel ninja pybind11 && pip install --no-build-isolation "
-    "'transformer-engine[core_cu13,pytorch]==2.20.2'",
+    _TE: te.INSTALL,
 }
 """What installs the versions that were measured."""
 
@@ -131,6 +130,16 @@ def versions(system: System) -> Iterator[Finding]:
             continue
         if name != _TE or system.backend == TRANSFORMER_ENGINE:
             yield _package(system, name, version)
+        if remedy := _missing(system, name):
+            found = f"{name} is installed without all that it requires"
+            yield warning(found, "its imports fail, at once or later", remedy)
+
+
+def _missing(system: System, name: str) -> str:
+    """What installs the requirements that a framework lacks, and leaves torch as it is."""
+    lacks = (system.told("unmet") or {}).get(name)
+    words = [f"torch=={system.told('versions')['torch']}", *(lacks or ())]
+    return f"pip install {shlex.join(words)}" if lacks else ""
 
 
 def _package(system: System, name: str, version: str | None) -> Finding:
@@ -185,7 +194,7 @@ def libraries(system: System) -> Iterator[Finding]:
         if not lacks:
             able = "--cg-grouped-gemm cublas (BF16, FP8) or torch (BF16)"
         elif lacks.startswith("cuBLASLt"):
-            able = f"--cg-grouped-gemm torch (BF16); for cublas (BF16, FP8) {UPGRADE}: {lacks}"
+            able = f"--cg-grouped-gemm torch (BF16); for cublas (BF16, FP8) {te.UPGRADE}: {lacks}"
         yield ok(f"dropless experts in graphs: {able}")
     for name, files in torch["loaded"].items():
         own = {Path(file).parent: file for file in files}
@@ -209,7 +218,8 @@ def symbols(system: System) -> Iterator[Finding]:
         broken, unknown = (
             [row["symbol"] for row in states if row[key]] for key in ("error", "unknown")
         )
-        remedy = INSTALL.get(package, f"python -c 'import {states[0]['module']}'")
+        known = INSTALL.get(package, f"python -c 'import {states[0]['module']}'")
+        remedy = _missing(system, package) or known
         if broken:
             found = f"symbols of {package} are missing or changed: {', '.join(broken)}"
             yield error(found, "this package refuses to capture without them", remedy)

@@ -12,8 +12,11 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 from megatron_cg.arguments.schema import FRAMEWORKS, NATIVE, PACKAGES, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.upstream.symbols import Symbol, installed_version
@@ -47,6 +50,7 @@ def stages(backend: str) -> dict[str, Callable[[], Any]]:
     stages_here: dict[str, Callable[[], Any]] = {
         "machine": platform.platform,
         "versions": lambda: {n: installed_version(n) for n in (*PACKAGES, *FRAMEWORKS)},
+        "unmet": lambda: {name: unmet(name) for name in FRAMEWORKS},
     }
     if installed_version("torch"):
         stages_here["torch"] = torch
@@ -57,6 +61,22 @@ def stages(backend: str) -> dict[str, Callable[[], Any]]:
         if installed_version("megatron-core"):
             stages_here["symbols"] = lambda: look_up(backend)
     return stages_here
+
+
+def unmet(distribution: str) -> list[str]:
+    """What an installed distribution requires, and is not here in a version that it takes."""
+    with suppress(PackageNotFoundError):
+        every = map(Requirement, requires(distribution) or ())
+        needed = [one for one in every if not one.marker or one.marker.evaluate({"extra": ""})]
+        return [f"{one.name}{one.specifier}" for one in needed if not _is_met(one)]
+    return []
+
+
+def _is_met(requirement: Requirement) -> bool:
+    with suppress(PackageNotFoundError):
+        found = requirement.name in PACKAGES or version(requirement.name)
+        return found is True or requirement.specifier.contains(found, prereleases=True)
+    return False
 
 
 def torch() -> dict[str, Any]:

@@ -69,6 +69,14 @@ def test_a_gpu_without_a_known_peak_has_no_mfu(
     assert made["summary"]["graphs"]["mfu"] is None
 
 
+def test_without_a_gpu_it_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    here: dict[str, Any] = {"gpus": [], "driver": None, "versions": {}}
+    monkeypatch.setattr("megatron_cg.tools.bench.bench_command.machine", lambda: here)
+    assert main(["bench", *LINE]) == 2 and "finds no GPU" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("fails", ["ddp", "eager"])
 def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_made(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -19,6 +19,7 @@ LOADED = {"cuDNN": [CUDNN], "NCCL": [NCCL], "cuBLAS": []}
 FOUND: dict[str, Any] = {
     "machine": "Linux",
     "versions": VERSIONS,
+    "unmet": {},
     "torch": {
         "folder": "/venv/torch",
         "cuda": "13.0",

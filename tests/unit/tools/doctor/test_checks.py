@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.doctor.checks import INSTALL, Level, System, can_run, examine, run_probe
 from megatron_cg.tools.doctor.probe import driver as driver_here
-from megatron_cg.tools.doctor.probe import loaded
+from megatron_cg.tools.doctor.probe import loaded, unmet
 from tests.unit.tools.doctor.systems import CUDNN, LOADED, NCCL, ROOT, of_level, only, system
 
 OTHER_CUDNN = "/opt/cudnn/lib/libcudnn.so.9.1.0"
@@ -101,6 +101,22 @@ def test_remedies_lead_to_what_was_measured() -> None:
     assert only(second_copy, Level.WARNING).remedy == "export CUDNN_HOME=/venv/nvidia/cudnn"
     hidden = system(driver(error="none"), variables={"CUDA_VISIBLE_DEVICES": ""})
     assert only(hidden, Level.ERROR).remedy.startswith("unset CUDA_VISIBLE_DEVICES")
+
+
+def test_what_a_framework_lacks_is_said_and_installed_beside_the_same_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after ``pip install --no-deps``: a folder of metadata, and nothing of what it requires."""
+    needs = ("numpy>=99", "absent>1", "rich", "torch<2", "gone; extra == 'all'")
+    lines = ["Metadata-Version: 2.1", "Name: torchtitan", "Version: 0.3.0"]
+    (folder := tmp_path / "torchtitan-0.3.0.dist-info").mkdir()
+    (folder / "METADATA").write_text("\n".join(lines + [f"Requires-Dist: {one}" for one in needs]))
+    monkeypatch.syspath_prepend(tmp_path)
+    found = packages(torchtitan="0.3.0") | {"unmet": {"torchtitan": unmet("torchtitan")}}
+    finding = only(system(found), Level.WARNING)
+    assert finding.found == "torchtitan is installed without all that it requires"
+    assert finding.remedy == "pip install torch==2.11.0 'numpy>=99' 'absent>1'"
+    assert unmet("megatron-bridge") == []
 
 
 @pytest.mark.parametrize("backend", [NATIVE, TAPE])
