@@ -379,6 +379,11 @@ class GraphController:
         finally:
             session.close()
 
+    def begin_again(self) -> None:
+        """Release this rank's graphs, before another capture. No vote."""
+        self.release()
+        self._captured = False
+
     def begin_step(self) -> None:
         goes_on()
         if self.session is not None:

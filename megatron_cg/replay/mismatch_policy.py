@@ -88,6 +88,8 @@ class Counters(Mapping[str, int]):
 
 logger = logging.getLogger(__name__)
 _TURN, _ROUND = 10, 200
+_NOT_BY_CAPTURE = ("order", "recompute", "verification")
+"""Mismatches that another capture would meet too."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class ReplayPolicy:
     """Steps from one that is trained twice and compared to the next; 0 means never."""
     say: Callable[[str], str] = str
     """Errors name flags; says the same with the settings of the caller."""
+    again: str = ""
+    """What a report adds if another capture could help."""
 
 
 class Verifications:
@@ -200,6 +204,10 @@ class MismatchPolicy:
         self.capture = ""
         """Says in reports whose unit it is, if several models have graphs."""
         self._reported: set[tuple[str, tuple[str, str]]] = set()
+        self._now: set[str] = set()
+        """The units with a mismatch in this step that another capture could help."""
+        self._in_a_row: dict[str, int] = {}
+        """In how many steps up to the last one they had one."""
         self._likewise: dict[tuple[str, str], list[str]] = {}
         """Other units with a mismatch that was reported, to be named together."""
         self._switches = Switches()
@@ -213,8 +221,15 @@ class MismatchPolicy:
                 "megatron_cg: no replay of %s for %s (%s) either.", names, subject, clause
             )
         self._likewise.clear()
+        self._in_a_row = {layer: self._in_a_row.get(layer, 0) + 1 for layer in self._now}
+        self._now.clear()
         self.verifications.begin_step()
         self.other_switch = self._switches.broken()
+
+    @property
+    def steps_in_a_row(self) -> int:
+        """In how many steps before this one, without a break, one unit could not be replayed."""
+        return max(self._in_a_row.values(), default=0)
 
     @property
     def verifies_step(self) -> bool:
@@ -275,11 +290,14 @@ class MismatchPolicy:
     def _report(self, mismatch: Mismatch, layer: str) -> str:
         self.counters.mismatched += 1
         text = mismatch.text(f"{layer}{self.capture}")
+        lasts = mismatch.clause not in _NOT_BY_CAPTURE
+        self._now.update([layer] if lasts else ())
         if (layer, mismatch.key) in self._reported:
             return text
         if any(key == mismatch.key for _, key in self._reported):
             self._likewise.setdefault(mismatch.key, []).append(layer)
         else:
-            logger.warning("megatron_cg: no replay of %s Reported once.", text)
+            again = self._policy.again if lasts else ""
+            logger.warning("megatron_cg: no replay of %s Reported once.%s", text, again)
         self._reported.add((layer, mismatch.key))
         return text

@@ -33,11 +33,12 @@ from megatron_cg.integrations.call_arguments import (
 from megatron_cg.integrations.repeated_step import gradients_saved, train_step
 from megatron_cg.integrations.standalone.module_unit import ModuleUnit
 from megatron_cg.integrations.standalone.observe import Observer
-from megatron_cg.integrations.standalone.sums import Later
+from megatron_cg.integrations.standalone.sums import Later, separate
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures, is_first_rank
+from megatron_cg.upstream.patch import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,11 @@ class GraphedUnits:
             steps). A number N compares all replays of every N-th step; 0 means never.
         verify_steps: in every N-th step :meth:`verified` trains twice and compares; 0 means never.
         fast_path: False is as ``--cg-no-fsdp-fast-path``.
+        separate_inputs: whether units take their arguments through views (``x.view_as(x)``), in
+            eager passes too, so that a unit's own uses of a tensor that others use too are summed
+            first. Numbers may then differ from those of plain eager training in the last bits. They
+            equal those of eager training with these views bit for bit, which is this same call with
+            more ``warmup_steps`` than the loop has steps.
         group: the ranks that train this model together, if those are not all ranks of the default
             process group, such as ``mesh.get_group()``. They vote on what all of them must do.
 
@@ -127,6 +133,7 @@ class GraphedUnits:
         verify_interval: int | None = None,
         verify_steps: int = 0,
         fast_path: bool = True,
+        separate_inputs: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         given, wanted = settings_in(locals()), several(units)
@@ -142,11 +149,14 @@ class GraphedUnits:
             self._agreement = Agreement(group=group, remedy=_ALIKE, alone=_SOME_RANKS)
             undo.callback(self._agreement.close)
             given |= {"units": [*map(_named, wanted)], "warmup_steps": warmup_steps}
+            given["separate_inputs"] = separate_inputs
             given["backend"] = getattr(backend, "name", backend)
             require_same(self._agreement, "graph_units", given)
             self._backend = backend_of(backend)
             self._sharding = find_sharding(model)
             self._units = find_units(self._sharding, wanted, self._backend.name)
+            if separate_inputs:
+                undo.callback(all_of(map(separate, self._units.values())))
             self._observer = Observer(self._units, self._sharding)
             follow_captures()
             undo.callback(self._observer.forget)

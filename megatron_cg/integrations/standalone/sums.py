@@ -18,8 +18,14 @@ Note [Casts that autocast caches]
 Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every backward pass that is
 started from Python goes through ``torch.autograd._engine_run_backward``, whose fifth argument are
 the tensors whose gradients are asked for.
+
+Note [Separate inputs]
+    With ``separate_inputs=True`` each call takes its arguments through views, eager passes too. A
+    view sums the uses inside and passes on one gradient, as a replay does, at the same place in the
+    order of autograd's nodes. So numbers are those of eager training with these views.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,8 +34,11 @@ from typing import Any
 from weakref import finalize, ref
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_cg.memory.storage import is_dense
+from megatron_cg.replay.borders import same_memory
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import Undo, put_over
@@ -47,16 +56,20 @@ _DEVICES = ("cpu", "cuda")
 _INPUTS = 3  # Where a backward pass gets the tensors whose gradients it returns.
 _PASSES_ON = {"_CopiedBackward", "_LaidOutBackward"}
 """Nodes of this package between a replay and its input."""
-_CAUSE = (
-    "Autograd sums the gradients of all uses one by one, and a graph its own first. Use it once in "
-    "the unit (x = x.view_as(x) as the first line of forward), train so from the first step on, or "
-    "leave the unit out of units."
+_CAUSE = "Autograd sums the gradients of all uses one by one, and a graph its own first. "
+_READ = (
+    "a result that it also uses itself, whose gradient is read or hooked outside",
+    "read the gradient of a view that the loss uses instead (y = y.view_as(y) outside of the unit)",
 )
-_READ = "a result that it also uses itself, whose gradient is read or hooked outside"
 _CAST = (
-    "a weight that torch.autocast has cast once, for uses inside and outside (cache_enabled=False "
-    "makes it cast for each use)"
+    "a weight that torch.autocast has cast once, for uses inside and outside",
+    "enter torch.autocast with cache_enabled=False, which casts it for each use",
 )
+_ARGUMENT = (
+    "pass separate_inputs=True to graph_units: units then take their arguments through views, and "
+    "train as eager training with these views does"
+)
+_WEIGHT = "use it once in the unit (w = w.view_as(w) in its forward)"
 
 
 @dataclass
@@ -101,8 +114,8 @@ class Sums:
         self._calls: list[_Call] = []
         self._used: dict[_Edge, tuple[str, Any, Any]] = {}
         """By edge, of results that a unit uses itself: unit, reference and hooks."""
-        self.shared: dict[str, str] = {}
-        """By unit: what is summed across its border, in words."""
+        self.shared: dict[str, tuple[str, str]] = {}
+        """By unit: what is summed across its border, and what to do, in words."""
         self.seen: dict[str, _Call] = {}
         """By unit, its last call."""
         self.autocast: dict[str, Autocast] = {}
@@ -266,9 +279,10 @@ class Later:
             if what is not None:
                 self._refuse(what, unit)
 
-    def _refuse(self, what: str, unit: str) -> None:
-        subject = "what is summed with gradients from outside"
-        self._found(Mismatch("sharing", subject, "something else", what, _CAUSE), unit)
+    def _refuse(self, found: tuple[str, str], unit: str) -> None:
+        subject, (what, remedy) = "what is summed with gradients from outside", found
+        cause = f"{_CAUSE}From the first step on, {remedy}. Or leave the unit out of units."
+        self._found(Mismatch("sharing", subject, "something else", what, cause), unit)
 
 
 def _shape(edges: list[_Edge], replays: Mapping[Any, str]) -> Iterator[Any]:
@@ -304,10 +318,12 @@ def _users(roots: Sequence[Any]) -> dict[_Edge, list[Any]]:
     return users
 
 
-def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -> str | None:
+def _crossing(
+    call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool
+) -> tuple[str, str] | None:
     """What is summed over uses inside and outside of a call, or in varying dtypes; or None.
 
-    Adds to what the call uses several times, and casts.
+    With what to do instead. Adds to what the call uses several times, and casts.
     """
     inside = call.inside(edge for edge in call.outputs if edge in users)
     names = {edge: name for name, edge in call.inputs.items()}
@@ -328,7 +344,8 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -
             call.cast.add(key)  # type: ignore[union-attr]
         is_varied = varies and count > 1 and leaf is not None
         if is_varied and leaf.grad_dtype not in (None, leaf.dtype):
-            return f"{_leaf_name(edge[0])}, used {count} times inside, has another reduce_dtype"
+            said = f"{_leaf_name(edge[0])}, used {count} times inside, has another reduce_dtype"
+            return said, _WEIGHT
         if not count or not others:
             continue
         # One use of an input or weight that the unit returns gets its gradient by the graph. What
@@ -343,7 +360,8 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool) -
         is_several = key in call.several if call.replayed else count + returned > 1
         if what is not None and is_several and later > returned:
             times = "several" if call.replayed else count
-            return f"{what}, used {times} times inside and {later} times later outside"
+            said = f"{what}, used {times} times inside and {later} times later outside"
+            return said, _ARGUMENT if edge in names else _WEIGHT
     return None
 
 
@@ -375,6 +393,61 @@ def _leaf_name(node: Any) -> str | None:
 def _edge(tensor: torch.Tensor | GradientEdge) -> _Edge:
     edge = tensor if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor)
     return edge.node, edge.output_nr
+
+
+def separate(module: nn.Module) -> Undo:
+    """Give ``module`` views of its arguments; see Note [Separate inputs]."""
+    run = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        views = _Views()
+        try:
+            return run(*map(views.of, args), **{n: views.of(one) for n, one in kwargs.items()})
+        finally:
+            views.restore()
+
+    return put_over(module, "forward", forward)
+
+
+class _Views:
+    """The views of one call's arguments. Lists and dicts hold them as long as the call runs."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+        """By the id of what was given."""
+        self._given: dict[int, Any] = {}
+        """By the id of what was made."""
+        self._filled: list[Any] = []
+
+    def of(self, value: Any) -> Any:
+        kind, made = type(value), value
+        if id(value) in self._made or id(value) in self._given:
+            return self._made.get(id(value), value)
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad and is_dense(value):
+                made = same_memory(value)
+                vars(made).update({} if isinstance(value, nn.Parameter) else vars(value))
+        elif kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+            parts = [self.of(one) for one in value]
+            if any(map(operator.is_not, parts, value)):
+                made = tuple(parts) if kind is tuple else kind(*parts)
+        elif kind is list or kind is dict:
+            self._fill(value, self.of)
+            self._filled.append(value)
+        if made is not value:
+            self._made[id(value)], self._given[id(made)] = made, value
+        return made
+
+    def restore(self) -> None:
+        for one in self._filled:
+            self._fill(one, lambda value: self._given.get(id(value), value))
+
+    @staticmethod
+    def _fill(container: Any, make: Callable[[Any], Any]) -> None:
+        for key, one in [*(container.items() if type(container) is dict else enumerate(container))]:
+            container[key] = make(one)
 
 
 def autocast_now(device_type: str) -> Autocast:

@@ -99,14 +99,13 @@ def _wrong_around(observer: Observer) -> Iterator[Violation]:
             "results of a replay do not share memory with an argument, or for autograd with others",
             "write into a clone, or take the unit out of units",
         )
-    for name, what in observer.sums.shared.items():
+    for name, (what, remedy) in observer.sums.shared.items():
         yield Violation(
             "unit-shared-gradients",
             f"unit {name}: {what}",
             "autograd sums the gradients of all uses one by one, and a graph those of its own uses "
             "apart and in one dtype, so numbers would differ",
-            "use it once in the unit (x = x.view_as(x) as the first line of forward), or take the "
-            "unit out of units",
+            f"{remedy}, or take the unit out of units",
         )
 
 

@@ -50,6 +50,8 @@ class Program:
     warmup: int = 2
     verify_interval: int = 0
     verify_steps: int = 0
+    separate: bool = False
+    """Whether units take their arguments through views, eagerly too."""
 
     def __str__(self) -> str:
         default = Program(self.seed)
@@ -102,6 +104,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice((2, 2, 3)),
         chance.choice((0, 0, 0, 1, 2)),
         chance.choice((0, 0, 0, 1, 2)),
+        chance.random() < 0.2,
     )
 
 

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_cg import graph_units
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, MegatronCGError, ReplayMismatchError
+from megatron_cg.integrations.standalone.sums import separate
+from megatron_cg.upstream.patch import all_of
 from tests.unit.random_units.features import BACKEND, DEVICE, WORLD, W
 from tests.unit.random_units.programs import HAPPENS, ROWS, STEPS, Net, Program, draw
 
@@ -86,6 +88,7 @@ class Run:
             warmup_steps=self.program.warmup,
             verify_interval=self.program.verify_interval,
             verify_steps=self.program.verify_steps,
+            separate_inputs=self.program.separate,
         )
         try:
             self.train()
@@ -101,9 +104,12 @@ class Run:
 
     def train(self) -> None:
         """All steps; a refused capture leaves the run as an eager one, and so do closed graphs."""
+        with_views = self.net.units if self.program.separate else ()
+        views = all_of(map(separate, with_views if self.graphs is None else ()))
         for self.s in range(STEPS + 1):
             if self.s == STEPS:
                 self.close()
+                views()
             self.way = self._new_way()
             for step, name, number in self.program.events:
                 if step == self.s:
@@ -118,6 +124,7 @@ class Run:
                     except MegatronCGError as error:
                         self.refused = error
                         self.close()
+                        views = all_of(map(separate, with_views))
                 self._step()
             self._look()
         numbers: Any = np.random.get_state()

@@ -75,7 +75,7 @@ class Training:
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=0.1)
 
     def graphs(self, units: str = "*", *, backend: Any = "tape", **options: Any) -> GraphedUnits:
-        return graph_units(self.model, units, backend=backend, warmup_steps=WARMUP, **options)
+        return graph_units(self.model, units, backend=backend, **{"warmup_steps": WARMUP} | options)
 
     def run(self, graphs: GraphedUnits | None = None) -> Iterator[torch.Tensor | None]:
         """Losses, gradients (None where a weight has none) and weights."""
@@ -118,7 +118,11 @@ def assert_as_eager(
 ) -> None:
     """Train eagerly and with graphs: the same bits, and these counts of the graphs."""
     eager, graphed = Training(*of_training), Training(*of_training)
-    expected = list(eager.run())
+    if options.get("separate_inputs"):
+        with eager.graphs(units, warmup_steps=STEPS + 1, separate_inputs=True) as never:
+            expected = list(eager.run(never))
+    else:
+        expected = list(eager.run())
     with graphed.graphs(units, **options) as graphs:
         found = list(graphed.run(graphs))
         expect(graphs.counters, **counts)

@@ -11,6 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.errors import CaptureError, ConfigurationError, ReplayMismatchError
+from megatron_cg.integrations.standalone.sums import separate
+from megatron_cg.upstream.patch import all_of
+from tests.unit.counted import expect
 from tests.unit.integrations.standalone.plain import (
     REPLAYED,
     ROWS,
@@ -24,6 +27,7 @@ from tests.unit.integrations.standalone.plain import (
     backward,
     in_turn,
     refused,
+    same,
     train,
     units,
 )
@@ -42,6 +46,90 @@ def test_an_input_that_is_used_twice_inside_and_later_outside_is_refused() -> No
     error = refused(ConfigurationError, said, units, used_later)
     named = [(one.rule, one.found) for one in error.violations]
     assert named == [("unit-shared-gradients", f"unit {n}: {said}") for n in range(UNITS)]
+    assert all("pass separate_inputs=True to graph_units" in one.remedy for one in error.violations)
+
+
+class Fed(nn.Module):
+    """Uses tensors in containers, which it is also given by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, others: Any) -> torch.Tensor:
+        (first, second), named = others[0], others[1]["named"]
+        made: torch.Tensor = torch.tanh(self.linear(first)) * second + named.sin() + x.cos()
+        return made
+
+
+def fed(run: Training, x: torch.Tensor) -> torch.Tensor:
+    """Each unit gets its input four times, in containers that stay the loop's own."""
+    for layer in run.model:
+        x = x * 1
+        others: list[Any] = [(x, x), {"named": x}]
+        y = layer(x, others=others)
+        assert others[0][0] is x and others[1]["named"] is x
+        x = y + x.sin() * 3
+    return backward(x.square().mean())
+
+
+SHARING = {"an argument": (Unit, used_later), "containers": (Fed, fed)}
+
+
+@pytest.mark.parametrize("options", [{}, {"verify_interval": 1}, {"on_mismatch": "error"}])
+@pytest.mark.parametrize("name", SHARING)
+def test_separate_inputs_equal_eager_training_with_views(name: str, options: Any) -> None:
+    kind, microbatch = SHARING[name]
+    of_training = (partial(units, kind), microbatch)
+    counts = {"replayed": REPLAYED, "mismatched": 0}
+    assert_as_eager(counts, *of_training, separate_inputs=True, **options)
+    # Without views numbers are others, so that the option has to be asked for.
+    plain, viewed = Training(*of_training), Training(*of_training)
+    undo = all_of(map(separate, viewed.model))
+    assert not same(plain.run(), viewed.run())
+    undo()
+    assert not any("forward" in vars(unit) for unit in viewed.model)
+
+
+def test_eager_passes_after_a_mismatch_keep_inputs_separate() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        rows = x[:-1] if run.step == STEPS - 1 else x
+        return used_later(run, rows)
+
+    counts = {"replayed": REPLAYED - UNITS, "eager": UNITS, "mismatched": UNITS}
+    assert_as_eager(counts, units, microbatch, separate_inputs=True)
+
+
+def test_a_verified_step_keeps_inputs_separate() -> None:
+    """The loop after ``close()`` does not."""
+
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        return used_later(run, x.detach().requires_grad_())
+
+    eager, graphed = Training(units, microbatch), Training(units, microbatch)
+    undo = all_of(map(separate, eager.model))
+    expected = list(eager.run())
+    undo()
+    with graphed.graphs(separate_inputs=True, verify_steps=1) as graphs:
+        graphed.microbatch = lambda *of: graphs.verified(partial(microbatch, *of))
+        assert same(expected, list(graphed.run(graphs)))
+        expect(graphs.counters, steps_verified=STEPS - WARMUP, steps_differed=0)
+    graphed.microbatch = microbatch
+    assert same(eager.run(), graphed.run())
+
+
+def test_separate_inputs_leave_weights_to_the_unit() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        loss = in_turn(run.model, x).square().mean()
+        return backward(loss + sum(layer.linear.weight.sin().sum() for layer in run.model))
+
+    said = (
+        r"a parameter of shape \(8, 8\), used 2 times inside and 1 times later outside.*w.view_as"
+    )
+    training = Training(partial(units, Twice), microbatch)
+    graphs = training.graphs(separate_inputs=True)
+    with graphs, pytest.raises(ConfigurationError, match=said):
+        list(training.run(graphs))
 
 
 class Twice(Unit):
