@@ -180,7 +180,7 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[None]:
     """Let all ranks decide together at every compiled region that is called in this block.
 
     All ranks enter it together, before the first call of a compiled region, and call the same
-    regions in the same order. See ``docs/standalone.md``.
+    regions in the same order. See ``docs/compiled.md``.
 
     ``timeout`` is how long a rank waits for another at a vote; longer than a compilation takes.
 

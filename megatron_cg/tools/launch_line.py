@@ -37,16 +37,17 @@ _NO_SCRIPT = (
 MEGATRONS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
 """Scripts of Megatron that train GPT models, and add no flags."""
 _OTHERS = {
-    "a-loop-on-megatron-core": r"\bverl\b|\bslime\b|\bactor_rollout_ref\.|main_(ppo|dapo)|run_grpo|"
-    r"nemo_rl|openrlhf|train_rl|--perform-rl-step|--rollout-|--actor-num-",
-    "torchtitan": r"torchtitan|run_train\.sh|--(job|training|parallelism)\.",
-    "megatron-bridge": r"megatron[-_./]bridge|run_recipe|run_script|setup_experiment|"
+    "graph_units.md#a-loop-on-megatron-core": r"\bverl\b|\bslime\b|\bactor_rollout_ref\.|"
+    r"main_(ppo|dapo)|run_grpo|nemo_rl|openrlhf|train_rl|--perform-rl-step|--rollout-|--actor-num-",
+    "clients.md#torchtitan": r"torchtitan|run_train\.sh|--(job|training|parallelism)\.",
+    "clients.md#megatron-bridge": r"megatron[-_./]bridge|run_recipe|run_script|setup_experiment|"
     r"--recipe\b|\s(model|ddp|dist|train)\.\w+=",
-    "transformers": r"\b(transformers|trl|swift)\b|axolotl|llamafactory|run_[cm]lm|--model_name",
-    "graph_units": r"automodel|pretrain_(bert|t5|vlm|ict|retro|vision|mimo)|"
+    "clients.md#transformers": r"\b(transformers|trl|swift)\b|axolotl|llamafactory|run_[cm]lm|"
+    r"--model_name",
+    "graph_units.md": r"automodel|pretrain_(bert|t5|vlm|ict|retro|vision|mimo)|"
     r"/(bert|t5|retro|multimodal|mimo)/|(inference|generat\w*|server)\w*\.py",
 }
-"""By section of docs/standalone.md: what scripts, modules and flags are called that it serves."""
+"""By page and section of docs/: what scripts, modules and flags are called that it serves."""
 
 
 class LaunchLineError(MegatronCGError):
@@ -221,7 +222,7 @@ def _check_known(text: str) -> None:
     for section, pattern in _OTHERS.items():
         if found := re.search(pattern, text, re.IGNORECASE):
             text = f"{found[0].strip(' =')}: only lines of Megatron's GPT training can be read"
-            raise LaunchLineError(f"{text}; what serves this is in docs/standalone.md#{section}")
+            raise LaunchLineError(f"{text}; what serves this is in docs/{section}")
 
 
 def read_flags(words: Sequence[str]) -> tuple[Flag, ...]:

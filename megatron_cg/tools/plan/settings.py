@@ -93,7 +93,7 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
         raise LaunchLineError(text)
     if args.hidden_size is None and not hint:
         text = "there is no --hidden-size: give a model's flags, also with --use-checkpoint-args,"
-        raise LaunchLineError(f"{text} or see docs/standalone.md if the script is not Megatron's")
+        raise LaunchLineError(f"{text} or see docs/graph_units.md if the script is not Megatron's")
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank, args.world_size = 0, gpus
     run, graph = read_run(args), read_graph(args)

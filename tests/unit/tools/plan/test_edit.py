@@ -157,7 +157,7 @@ def test_a_script_may_add_flags_unless_it_is_megatrons(plan: Plan, tmp_path: Pat
     assert "script's own: --num-expert 1" in said(plan(line.replace("train.py", str(script))))
     with pytest.raises(LaunchLineError, match="would refuse --my-flag"):
         plan(preset("llama", "--my-flag").replace("train.py", "pretrain_gpt.py"))
-    with pytest.raises(LaunchLineError, match=r"no --hidden-size: .* docs/standalone.md"):
+    with pytest.raises(LaunchLineError, match=r"no --hidden-size: .* docs/graph_units.md"):
         plan("torchrun --nproc-per-node 8 train.py --use-checkpoint-args")
     assert "[@]}: give the line as the" in said(plan("torchrun --nproc-per-node 8 b.py ${M[@]}"))
 
