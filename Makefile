@@ -1,9 +1,15 @@
-# make demo: compare training with and without graphs, here and now.
-# make check: lint, types and the tests of FAST, in half a minute; for while one works.
-# make test: unit tests, ruff, mypy, documentation and wheel.
-# make newest: the tape's alignment and the contract tests, with the newest torch that the tape has run.
-# make main: contract tests, fast path and the alignments of all presets, with the Megatron-LM in $(MEGATRON), if it is there.
-# make docs: the documentation, as a site in build/site. make wheel: the wheel, in build/dist.
+# Bare `make`, or make help, prints these lines:
+#
+#   make demo     compare training with and without graphs, here and now
+#   make check    lint, types and fast tests, in half a minute; for while one works
+#   make test     what CI runs: unit tests, lint, types, pages, wheel, newest torch
+#   make unit     the unit tests alone
+#   make newest   the tape's alignment and the contract tests, with the newest torch that it has run
+#   make main     contract tests, fast path and alignments with the Megatron-LM in $(MEGATRON), if it is there
+#   make docs     the pages, as a site in build/site
+#   make wheel    the wheel, in build/dist
+#   make clean    remove what these made
+#
 # All make an environment in $(VENV) from what requirements/ says, and only when that has changed.
 
 VENV ?= .venv
@@ -42,7 +48,10 @@ DEMO_NEEDS := $(STAMP) $(if $(HAS_GPU),$(STAMP)-gpu)
 # The processes of a test run share what the first of them compiles, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check fast test lint types unit newest main docs wheel clean
+.PHONY: help demo check fast test lint types unit newest main docs wheel clean
+
+help:
+	@sed -n 's/^#   make/make/p' Makefile
 
 demo: $(DEMO_NEEDS)
 	$(PYTHON) -m megatron_cg.tools.cli.main align $(ALIGN)

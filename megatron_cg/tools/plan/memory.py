@@ -53,9 +53,11 @@ class Layer:
 
 
 class Shape:
-    """Sizes of one microbatch on one rank: in bytes the ``width`` of an element, the ``hidden``
-    states between layers, and a ``norm``'s output that is saved. ``tensor`` parallelism splits
-    ``tokens``; ``gated`` is 2 if an MLP multiplies two projections, else 1.
+    """Sizes of one microbatch on one rank.
+
+    In bytes: the ``width`` of an element, the ``hidden`` states between layers, and a ``norm``'s
+    output that is saved. ``tensor`` parallelism splits ``tokens``; ``gated`` is 2 if an MLP
+    multiplies two projections, else 1.
     """
 
     def __init__(self, settings: Settings) -> None:
