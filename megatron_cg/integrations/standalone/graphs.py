@@ -14,7 +14,7 @@ from torch import nn
 from megatron_cg.arguments.words import UNITS, errors_name_arguments, sentences
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import GraphController, Session
-from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.consensus.exchange import TIMEOUT, Agreement
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.find_sharding import find_sharding
 from megatron_cg.integrations.call_arguments import (
@@ -60,6 +60,14 @@ _NOT_VERIFIED = Violation(
     "out",
 )
 
+_AGAIN = (
+    " If it stays so, capture again, on all ranks between two steps: graphs.close(), and then "
+    "graphs = graph_units(model, units). Or pass recapture=N to graph_units."
+)
+_CHANGED = (
+    "a unit had a mismatch in each of {} steps, here or on another rank. The graphs are released, "
+    "and units are captured again after {} steps (recapture)."
+)
 _SOME_RANKS = (
     "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
     "GROUP = torch.distributed.new_group(RANKS), which all ranks call"
@@ -107,6 +115,10 @@ class GraphedUnits:
             first. Numbers may then differ from those of plain eager training in the last bits. They
             equal those of eager training with these views bit for bit, which is this same call with
             more ``warmup_steps`` than the loop has steps.
+        recapture: N captures again if a unit had a mismatch in each of N steps on any rank, such as
+            after unfreezing; ranks vote in every N-th step. ``warmup_steps`` eager steps come
+            before it, and if it fails, ``on_failure`` says what follows. If it did not help, the
+            next one comes after 2 N such steps. 0 means never.
         group: the ranks that train this model together, if those are not all ranks of the default
             process group, such as ``mesh.get_group()``. They vote on what all of them must do.
 
@@ -134,32 +146,35 @@ class GraphedUnits:
         verify_steps: int = 0,
         fast_path: bool = True,
         separate_inputs: bool = False,
+        recapture: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         given, wanted = settings_in(locals()), several(units)
         broken = [] if wanted else [_NO_UNITS]
         broken += at_least("warmup_steps", warmup_steps, 1)
+        broken += at_least("recapture", recapture, 0)
         broken += check_settings(given, UNITS)
         broken += member_of(group)
         refuse(broken)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
-        self._policy = ReplayPolicy(on_mismatch, verify_interval, verify_steps, sentences(UNITS))
+        again = "" if recapture else _AGAIN
+        self._policy = ReplayPolicy(
+            on_mismatch, verify_interval, verify_steps, sentences(UNITS), again
+        )
+        self._model, self._wanted, self._recapture = model, wanted, recapture
+        self._separates = separate_inputs
         self._fast_path, self._awaits_verified = fast_path, False
         with ExitStack() as undo:
             self._agreement = Agreement(group=group, remedy=_ALIKE, alone=_SOME_RANKS)
             undo.callback(self._agreement.close)
             given |= {"units": [*map(_named, wanted)], "warmup_steps": warmup_steps}
-            given["separate_inputs"] = separate_inputs
+            given |= {"separate_inputs": separate_inputs, "recapture": recapture}
             given["backend"] = getattr(backend, "name", backend)
             require_same(self._agreement, "graph_units", given)
             self._backend = backend_of(backend)
-            self._sharding = find_sharding(model)
-            self._units = find_units(self._sharding, wanted, self._backend.name)
-            if separate_inputs:
-                undo.callback(all_of(map(separate, self._units.values())))
-            self._observer = Observer(self._units, self._sharding)
+            self._begin()
             follow_captures()
-            undo.callback(self._observer.forget)
+            undo.callback(self._forget)
             undo.callback(graphs_close_in_time())
             self._controller = GraphController(
                 self._agreement,
@@ -170,6 +185,33 @@ class GraphedUnits:
             undo.callback(self._controller.close)
             undo.callback(self._controller.release)
             self._undo = undo.pop_all()
+
+    def _begin(self) -> None:
+        """Find the units as the model is now, to be observed from the first step on."""
+        self._sharding = find_sharding(self._model)
+        self._units = find_units(self._sharding, self._wanted, self._backend.name)
+        self._observer = Observer(self._units, self._sharding)
+        self._join = all_of(map(separate, self._units.values() if self._separates else ()))
+
+    def _forget(self) -> None:
+        self._observer.forget()
+        self._join()
+
+    def _begin_again_if_due(self) -> None:
+        """Release graphs on all ranks if a unit of any of them has changed for good."""
+        session, every = self.session, self._recapture
+        if not every or session is None or session.mismatches.verifications.step % every:
+            return
+        mismatches = session.mismatches
+        if not mismatches.on_any_rank("recapture", mismatches.steps_in_a_row >= every, TIMEOUT):
+            return
+        if is_first_rank():
+            logger.warning(f"megatron_cg: {_CHANGED.format(every, self._warmup_steps)}")
+        if mismatches.verifications.step <= 3 * every:
+            self._recapture *= 2
+        self._controller.begin_again()
+        self._forget()
+        self._begin()
 
     @property
     def counters(self) -> Counters:
@@ -202,6 +244,7 @@ class GraphedUnits:
             if self._controller.gave_up:
                 self._observer.forget()
             self._controller.begin_step()
+            self._begin_again_if_due()
             session = self.session
             self._awaits_verified = session is not None and session.mismatches.verifies_step
             if self.session is None and self._controller.awaits_capture:
@@ -243,7 +286,7 @@ class GraphedUnits:
         Call it before ``destroy_process_group``, which closes graphs too but waits for them. Warns
         if the loop was over before the capture.
         """
-        if self._controller.awaits_capture and is_first_rank():
+        if self._controller.awaits_capture and not self.counters.captured and is_first_rank():
             logger.warning(
                 f"megatron_cg: nothing was captured: the loop had {self._observer.steps} steps in "
                 f"graphs.step(), and the first {self._warmup_steps} are eager (warmup_steps)."
