@@ -21,7 +21,7 @@ INSTALL := sh tools/install.sh $(PYTHON)
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
 # Tests that neither train a model nor start a process.
 FAST := $(patsubst %,arguments/test_%.py,layers megatron_agrees megatron_flags rules) \
-	integrations/standalone/test_call.py \
+	units/test_call.py \
 	capture/test_observer.py hooks/test_extract.py \
 	$(patsubst %,tools/align/test_%.py,command compare data) \
 	tools/bench/test_lines.py \

@@ -72,3 +72,16 @@ class Rule:
             values = {"run": given.run, "graph": given.graph, **facts}
             texts = (text.format(**values) for text in (self.found, self.reason, self.remedy))
             yield Violation(self.name, *texts)
+
+
+WITHOUT_FIXED_SHAPES = "moe-without-drop-and-pad"
+"""The rule that is broken where a model was built without dropless experts but captures them."""
+
+rows_below_average = Rule(
+    "rows-below-average",
+    lambda c: c.graph.cg_moe_rows is not None and not c.graph.cg_moe_rows >= 1,
+    "--cg-moe-rows {graph.cg_moe_rows:g}",
+    "it is a multiple of the rows that a rank receives on average, so with less than 1 every step "
+    "would be repeated",
+    "type --cg-moe-rows 1.25, or more",
+)

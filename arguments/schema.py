@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from megatron_cg import version
+from megatron_cg.extensions import not_installed
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.upstream.te import NOT_LOADED, lacks_device_counts
 
@@ -242,6 +243,11 @@ class RunArguments:
     def has_low_precision(self) -> bool:
         return self.fp8 is not None or self.fp4 is not None
 
+    @property
+    def one_kernel(self) -> str:
+        """The ``--cg-grouped-gemm`` that is one kernel for all experts and needs the least."""
+        return "cublas" if self.has_low_precision else "torch"
+
     def captures(self, scope: str) -> bool:
         return self.is_whole_layer or scope in self.cuda_graph_modules
 
@@ -276,6 +282,8 @@ class Environment:
     backend: str = TRANSFORMER_ENGINE
     lacks_device_counts: str = NOT_LOADED
     """Why Transformer Engine's grouped GEMM cannot read counts on the device; empty if it can."""
+    without: tuple[str, ...] = ()
+    """The extensions of this package that are not installed."""
 
     @classmethod
     def read(cls, backend: str = TRANSFORMER_ENGINE) -> Self:
@@ -286,6 +294,7 @@ class Environment:
             variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
             backend=backend,
             lacks_device_counts=lacks_device_counts(),
+            without=not_installed(),
         )
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from megatron_cg.arguments import rules_environment, rules_experts, rules_fsdp, rules_scopes
+from megatron_cg import extensions
+from megatron_cg.arguments import rules_environment, rules_fsdp, rules_scopes
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
 from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments, flag_of
 from megatron_cg.errors import Violation
@@ -24,7 +25,22 @@ def _flags_without_effect(given: Configuration) -> list[Facts]:
     return [{"flags": " ".join(flags), "fsdp": fsdp}] if flags else []
 
 
+def _without_their_extension(given: Configuration) -> list[Facts]:
+    return [
+        {"folder": folder, "flag": flag_of(field), "value": value}
+        for folder, field, value in extensions.asked_of(given.environment.without, given.graph)
+    ]
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "extension-missing",
+        _without_their_extension,
+        "{flag} {value}",
+        "it needs the extension megatron_cg/{folder}, which is not installed",
+        "install the whole package again with pip, or drop {flag}",
+        without_graphs=True,
+    ),
     Rule(
         "flags-without-graphs",
         _flags_without_effect,
@@ -36,7 +52,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *rules_fsdp.RULES,
     *rules_scopes.RULES,
-    *rules_experts.RULES,
+    *extensions.expert_rules(),
     *rules_environment.RULES,
 )
 

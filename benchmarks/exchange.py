@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.moe.install import largest_slot
-from megatron_cg.moe.slots import Collective, PeerMemory, exchange, find_places
+from megatron_cg.experts.install import largest_slot
+from megatron_cg.experts.slots import Collective, PeerMemory, exchange, find_places
 
 WARMUP, CALLS = 5, 50
 BOUND = 1.25

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.moe.grouped_gemm import GroupedGemm
+from megatron_cg.experts.grouped_gemm import GroupedGemm
 
 SIZES = (
     *((2048, 768), (4096, 14336), (2048, 1408), (4096, 1536), (7168, 2048), (2880, 2880)),

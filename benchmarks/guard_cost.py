@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_cg.replay.guard import Guard, Mismatch
+from megatron_cg.tape.launch import run_processes
 from megatron_cg.telemetry.capture_report import counts_text
 from megatron_cg.tools.cli.main import positive
-from megatron_cg.tools.cpu.launch import run_processes
 
 REPEATS = 50
 MODELS = ("dense", "moe")
@@ -76,10 +76,10 @@ def measure(experts: int, calls: int) -> Costs:
     """Nanoseconds by clause, of the first layer; needs cpu_fakes and a process group of one."""
     from megatron.core import parallel_state
 
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.tape.cpu_model import transformer_layers
+    from megatron_cg.tape.tape_backend import TapeBackend
+    from megatron_cg.tape.train import Trainer
+    from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
     model = CpuModelConfig(layers=2, experts=experts, graph_modules=scopes)

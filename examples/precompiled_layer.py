@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--load", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        from megatron_cg.tools.cpu.launch import run_processes
+        from megatron_cg.tape.launch import run_processes
 
         run_processes(partial(train, args.load, "cpu"))
         return

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from megatron_cg import GraphedLayers
-from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tape.launch import run_processes
 
 GPU = torch.cuda.is_available()
 SEQUENCE, BATCH, MICROBATCHES, STEPS = 64, 2, 2, 8

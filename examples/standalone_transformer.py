@@ -156,7 +156,7 @@ def train(args: argparse.Namespace, device: str, *, graphed: bool) -> list[torch
     from contextlib import nullcontext
 
     from megatron_cg import graph_units
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.tape.tape_backend import TapeBackend
 
     model, optimizer = build(args, device)
     summed = ranks_summed(args.sharding)
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        from megatron_cg.tools.cpu.launch import run_processes
+        from megatron_cg.tape.launch import run_processes
 
         run_processes(partial(run, args, "cpu"), args.processes)
         return

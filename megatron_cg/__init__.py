@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_cg.compiled.together import compile_together
     from megatron_cg.integrations.megatron.loop import GraphedLayers
     from megatron_cg.integrations.megatron.patches import counters, disable, enable
-    from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
+    from megatron_cg.units.graphs import GraphedUnits, graph_units
 
 __all__ = [
     "CaptureError",
@@ -34,12 +34,12 @@ __all__ = [
 
 _LATER = {
     "GraphedLayers": "megatron_cg.integrations.megatron.loop",
-    "GraphedUnits": "megatron_cg.integrations.standalone.graphs",
+    "GraphedUnits": "megatron_cg.units.graphs",
     "compile_together": "megatron_cg.compiled.together",
     "counters": "megatron_cg.integrations.megatron.patches",
     "disable": "megatron_cg.integrations.megatron.patches",
     "enable": "megatron_cg.integrations.megatron.patches",
-    "graph_units": "megatron_cg.integrations.standalone.graphs",
+    "graph_units": "megatron_cg.units.graphs",
 }
 
 

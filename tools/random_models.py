@@ -24,8 +24,8 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_cg.tools.cpu import launch
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape import launch
+from megatron_cg.tape.training_plan import CpuModelConfig
 
 STEPS = 7
 AT_ONCE = 20
@@ -238,12 +238,12 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    from megatron_cg.experts import row_bound
+    from megatron_cg.experts.install import use_device_counts
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.steps import repeat_steps
-    from megatron_cg.moe import row_bound
-    from megatron_cg.moe.install import use_device_counts
-    from megatron_cg.tools.cpu import cpu_model
-    from megatron_cg.tools.cpu.fakes import replaced
+    from megatron_cg.tape import cpu_model
+    from megatron_cg.tape.fakes import replaced
     from tests.unit.grouped_linear import in_place_of_te
 
     make = cpu_model.gpt_model
@@ -295,9 +295,9 @@ def _add_buffer(model: torch.nn.Module, kind: str) -> None:
 @contextmanager
 def training(drawn: Draw, *, graphs: bool) -> Iterator[Any]:
     """A trainer, for as long as the block."""
-    from megatron_cg.tools.cpu.training_plan import TrainingPlan
+    from megatron_cg.tape.training_plan import TrainingPlan
     from tests.unit import trainers
-    from tests.unit.moe import steps_of_megatron
+    from tests.unit.experts import steps_of_megatron
 
     random.seed(1)
     numpy.random.seed(1)
@@ -316,7 +316,7 @@ def training(drawn: Draw, *, graphs: bool) -> Iterator[Any]:
 
 def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
     """Each number of the run to the last bit, digests of the weights, and how many replays."""
-    from megatron_cg.telemetry.record import parameter_digests
+    from megatron_cg.tools.record.record import parameter_digests
     from tests.unit.trainers import half_a_batch
 
     found: list[Any] = []
@@ -346,9 +346,9 @@ def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
 
 
 def _capture(trainer: Any, drawn: Draw, step: int, event: str, close: Any) -> None:
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.replay.mismatch_policy import ReplayPolicy
+    from megatron_cg.tape.tape_backend import TapeBackend
 
     if step > drawn.captured_after and event in LATER:
         close()
@@ -424,7 +424,7 @@ def main() -> int:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     torch.set_num_threads(1)
     launch.START = "forkserver"
-    names = [f"megatron_cg.tools.cpu.{name}" for name in IMPORTED]
+    names = [f"megatron_cg.tape.{name}" for name in IMPORTED]
     multiprocessing.set_forkserver_preload([*names, "megatron.core.models.gpt"])
     equal = 0
     for some in batched(seeds, AT_ONCE):

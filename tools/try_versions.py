@@ -25,15 +25,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = (
-    *("backends", "tools/cpu", "tools/doctor/test_symbols.py"),
+    *("backends", "tape", "tools/doctor/test_symbols.py"),
     *("fsdp/test_hooks_of_real_models.py", "capture/test_hook_order.py"),
-    "integrations/standalone/test_sharded.py",
+    "units/test_sharded.py",
 )
 ALIGN = "-m megatron_cg.tools.cli.main align --backend tape --steps 6 --preset "
 PRESETS = ("llama-tiny", "qwen3-moe-tiny", "mixtral-tiny", "deepseek-v3-tiny")
 PYTEST = "-m pytest -q -p no:cacheprovider -W ignore -n 2 --dist loadfile "
 CHECKS = {
-    "contract tests": f"{PYTEST}--ignore tests/unit/backends/tape/test_own_loop.py "
+    "contract tests": f"{PYTEST}--ignore tests/unit/tape/test_own_loop.py "
     + " ".join(f"tests/unit/{name}" for name in CONTRACT),
     "alignment": f"{ALIGN}qwen3-moe-tiny",
 }
@@ -43,10 +43,10 @@ MORE_CHECKS = {
     "rules": f"{PYTEST}tests/unit/arguments tests/unit/runs/test_hyper_connections.py",
     **{f"alignment of {preset}": ALIGN + preset for preset in PRESETS},
     "alignment under v2": f"{ALIGN}{PRESETS[1]} --megatron-fsdp-version 2",
-    "loops": f"{PYTEST}tests/unit/backends/tape/test_own_loop.py tests/unit/runs/test_life.py",
+    "loops": f"{PYTEST}tests/unit/tape/test_own_loop.py tests/unit/runs/test_life.py",
 }
 """With sources of Megatron-LM, in place of the one alignment."""
-STANDALONE = {"standalone": f"{PYTEST}tests/unit/integrations/standalone/test_sharded.py"}
+STANDALONE = {"standalone": f"{PYTEST}tests/unit/units/test_sharded.py"}
 """With the megatron_fsdp package in these sources too."""
 
 

@@ -42,8 +42,7 @@ from megatron_cg.errors import (
     PhaseError,
 )
 from megatron_cg.events import CaptureBegan, CaptureEnded, GraphsDeleted, emit, in_range
-from megatron_cg.fastpath import FastPath, install_under_v2
-from megatron_cg.fastpath import install as install_fast_path
+from megatron_cg.extensions import FastPath, install_fast_path
 from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.guarded_graph import GuardedGraph
@@ -212,20 +211,14 @@ class Session:
     def _install_fast_path(self) -> None:
         if not self._shortens:
             return
-        if self.sharding.groups:
-            self.fast_path = install_under_v2(self.sharding.groups)
-        elif self.sharding.megatron_fsdp is None:
-            return
-        else:
-            self.fast_path = install_fast_path(
-                self.sharding.megatron_fsdp,
-                self._backend.scratch(),
-                self._optimizers,
-                {m for unit in self.units for top in unit.graphed for m in top.modules()},
-                [self._backend.replay_function(graph.graph) for graph in self._graphs()],
-            )
-        self._undo.callback(self.fast_path.close)
-        self.mismatches.issue_held = self.fast_path.deferred.issue
+        graphed = {m for unit in self.units for top in unit.graphed for m in top.modules()}
+        graphs = [graph.graph for graph in self._graphs()]
+        self.fast_path = install_fast_path(
+            self.sharding, self._backend, self._optimizers, graphed, graphs
+        )
+        if self.fast_path is not None:
+            self._undo.callback(self.fast_path.close)
+            self.mismatches.flush_prefetch = self.fast_path.flush_prefetch
 
     @contextmanager
     def _failed_start_shared(self) -> Iterator[None]:

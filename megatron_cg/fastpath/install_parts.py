@@ -28,6 +28,7 @@ from weakref import finalize
 import torch
 from torch import nn
 
+from megatron_cg.backends.base import Backend
 from megatron_cg.fastpath import bucketing, gather, host_reads, optimizer_step, scaled_copies
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import (
@@ -38,6 +39,7 @@ from megatron_cg.fastpath.detached_weights import (
 from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_v2, unknown_bodies
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.memory.storage import IdlePool
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
@@ -91,7 +93,7 @@ class FastPath:
         self.left_out: dict[str, str] = {}
         self.bucketing: GradientBucketing | None = None
         self.deferred = DeferredPrefetch()
-        """Holds gathers. They must be issued before a graphed unit runs eagerly."""
+        """Holds gathers; see :meth:`flush_prefetch`."""
         self._detached: DetachedWeights | None = None
         self._undo = ExitStack()
 
@@ -163,6 +165,26 @@ class FastPath:
     def _unit_is_done(self, unit: nn.Module) -> None:
         if self.bucketing is not None:
             self.bucketing.unit_is_done(unit)
+
+    def flush_prefetch(self) -> None:
+        """Issue the gathers that are held, as before a graphed unit runs eagerly."""
+        self.deferred.issue()
+
+
+def install_for(
+    sharding: Sharding,
+    backend: Backend,
+    optimizers: Sequence[Any],
+    graphed: Collection[nn.Module],
+    graphs: Iterable[Any],
+) -> FastPath | None:
+    """Install what is applicable to a sharding by Megatron-FSDP; None for any other."""
+    if sharding.groups:
+        return install_under_v2(sharding.groups)
+    if sharding.megatron_fsdp is None:
+        return None
+    replays = [backend.replay_function(graph) for graph in graphs]
+    return install(sharding.megatron_fsdp, backend.scratch(), optimizers, graphed, replays)
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
+from megatron_cg import extensions
 from megatron_cg.arguments.layers import read_tokens
-from megatron_cg.arguments.rule import Configuration
-from megatron_cg.arguments.rules_experts import rows_below_average
+from megatron_cg.arguments.rule import Configuration, rows_below_average
 from megatron_cg.arguments.schema import GraphArguments, argument_of, flag_of, shared_by_ranks
 from megatron_cg.arguments.words import ENABLE, said
 from megatron_cg.backends.base import Backend
@@ -31,7 +31,11 @@ def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: arguments[name] for name in _FIELDS if arguments.get(name) is not None}
 
 
-def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> Iterator[Violation]:
+def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> list[Violation]:
+    return list(_check_each(given, call)) or list(_missing_extensions(given))
+
+
+def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
     for name, value in given.items():
         choices = _FIELDS[name].metadata["argparse"].get("choices")
         if name == "backend" and (call == ENABLE or isinstance(value, str)):
@@ -55,8 +59,20 @@ def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> Iterator[Vio
         elif name == "moe_rows" and type(value) not in (int, float):
             yield Violation("argument", f"moe_rows={value!r}", "it is a number", "moe_rows=1.25")
         elif name == "moe_rows":
-            graph = GraphArguments(cg_moe_rows=value)
-            yield from said(rows_below_average(Configuration(graph=graph)), call)
+            given_rows = Configuration(graph=GraphArguments(cg_moe_rows=value))
+            yield from said(rows_below_average(given_rows), call)
+
+
+def _missing_extensions(given: Mapping[str, Any]) -> Iterator[Violation]:
+    names = {field.name: name for name, field in _FIELDS.items()}
+    settings, absent = with_settings(GraphArguments(), given), extensions.not_installed()
+    for folder, field, value in extensions.asked_of(absent, settings):
+        yield Violation(
+            "extension-missing",
+            f"{names[field]}={value!r}",
+            f"it needs the extension megatron_cg/{folder}, which is not installed",
+            f"install the whole package again with pip, or leave {names[field]} out",
+        )
 
 
 def with_settings(before: GraphArguments, given: Mapping[str, Any]) -> GraphArguments:
@@ -108,9 +124,7 @@ def backend_of(value: Backend | BackendName | None) -> Backend:
         CaptureError: the native backend, and there is no GPU.
     """
     if value == "tape":
-        from megatron_cg.backends.tape.tape_backend import TapeBackend
-
-        return TapeBackend()
+        return extensions.tape_backend()
     if value == "native":
         from megatron_cg.backends.native.native_backend import NativeBackend
 

@@ -23,9 +23,9 @@ from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import TIMEOUT
 from megatron_cg.errors import STEP_DIFFERS
 from megatron_cg.events import StepRepeated, StepVerified, emit
+from megatron_cg.extensions import RowBound
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.step_state import StepState
-from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.replay.plain import is_plain
 from megatron_cg.replay.verify import Digests
 from megatron_cg.restore import Restores

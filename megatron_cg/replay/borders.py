@@ -77,7 +77,7 @@ _COMPUTES = frozenset(
 it passes the gradient of a bias on."""
 _LINEAR = (
     "megatron.core.tensor_parallel.layers",
-    "megatron_cg.moe.grouped_gemm",
+    "megatron_cg.experts.grouped_gemm",
     "transformer_engine.pytorch.module",
 )
 """Modules whose functions do so too."""

@@ -251,7 +251,7 @@ class EagerPasses:
         None: the step is repeated, on all ranks. Raises as :meth:`MismatchPolicy.mismatched`, and
         ReplayMismatchError if the graphs contain collectives and other ranks replay.
         """
-        self.mismatches.issue_held()
+        self.mismatches.flush_prefetch()
         if isinstance(why, Mismatch):
             self.mismatches.mismatched(why, self.name, collectives=self.collectives)
         elif why is not None:
@@ -305,7 +305,7 @@ def replay_instead(
                 try:
                     made = why()
                 except Exception:
-                    passes.mismatches.issue_held()
+                    passes.mismatches.flush_prefetch()
                     raise
                 if not isinstance(made, Mismatch):
                     return made
@@ -391,7 +391,7 @@ class GuardedGraph:
             mismatch = mismatch or self._mismatches.other_switch
             mismatch = mismatch or self._verifications.refuted.get(self._index)
         if mismatch is None and (self._index in self._verifications.due or not self._replayed):
-            self._mismatches.issue_held()
+            self._mismatches.flush_prefetch()
             with named_range("verification"):
                 mismatch = self._verify(args, kwargs)
         return mismatch

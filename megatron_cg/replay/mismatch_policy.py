@@ -191,7 +191,7 @@ class MismatchPolicy:
         self.counters = counters
         noted = noted or (lambda _name, here: here)
         self.verifications = Verifications(policy.verify_interval, units, counters, noted)
-        self.issue_held: Callable[[], None] = lambda: None
+        self.flush_prefetch: Callable[[], None] = lambda: None
         """Issues the all-gathers deferred until a launch; must be called before eager passes."""
         self.repeats = False
         """Whether every unit runs eagerly on all ranks: they repeat a step, or one has differed."""

@@ -27,7 +27,7 @@ from megatron_cg.events import (
     subscribers,
 )
 from megatron_cg.replay.mismatch_policy import Counters
-from megatron_cg.telemetry.record import Memory, add_capture, memory, note
+from megatron_cg.telemetry.sinks import Memory, add_capture, memory, note
 from megatron_cg.upstream.patch import run_instead
 from megatron_cg.upstream.symbols import Symbol
 

@@ -38,9 +38,9 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 import megatron_cg
-from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.moe import row_bound
-from megatron_cg.tools.cpu.fakes import replaced
+from megatron_cg.experts import row_bound
+from megatron_cg.tape.fakes import replaced
+from megatron_cg.tape.tape_backend import TapeBackend
 from tests.functional.loops import (
     API,
     BATCH,

@@ -13,24 +13,24 @@ import pytest
 import torch
 from packaging.version import Version
 
+from megatron_cg.tape import launch
 from megatron_cg.tools.align.run import DETERMINISTIC_ENVIRONMENT
-from megatron_cg.tools.cpu import launch
 from megatron_cg.upstream.symbols import installed_version
 
 LONGEST = (
     "runs/test_random_models.py",
-    "integrations/standalone/test_sharded.py",
+    "units/test_sharded.py",
     "random_units/test_random_units.py",
     "ordering/test_order.py",
-    "moe/test_repeats.py",
-    "backends/tape/test_own_loop.py",
+    "experts/test_repeats.py",
+    "tape/test_own_loop.py",
     "fastpath/test_fast_path.py",
     "runs/test_life.py",
     "compiled/test_loaded.py",
-    "moe/test_four_ranks.py",
+    "experts/test_four_ranks.py",
     "examples/test_transformers_trainer.py",
     "examples/test_standalone_transformer.py",
-    "moe/test_training.py",
+    "experts/test_training.py",
     "integrations/megatron/test_full_recompute.py",
     "fastpath/test_gather.py",
     "compiled/test_traps.py",
@@ -63,10 +63,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist would begin with files of the most tests.
-    imported = ["megatron_cg.tools.cpu.launch", "megatron_cg.tools.cpu.fakes"]
+    imported = ["megatron_cg.tape.launch", "megatron_cg.tape.fakes"]
     # Where Transformer Engine is, some of them keep it out of Megatron, before that is imported.
     if importlib.util.find_spec("transformer_engine") is None:
-        imported += ["megatron_cg.tools.cpu.train", "megatron.core.models.gpt"]
+        imported += ["megatron_cg.tape.train", "megatron.core.models.gpt"]
         imported += ["tests.unit.quick_build"]
     # Inductor would import torch in two more processes to find out which vectors the CPU has.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
@@ -179,7 +179,7 @@ def one_rank(imported: None, tmp_path: Path) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-    from megatron_cg.tools.cpu.fakes import cpu_fakes
+    from megatron_cg.tape.fakes import cpu_fakes
 
     with cpu_fakes():
         torch.distributed.init_process_group(
@@ -202,7 +202,7 @@ def replays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dense_model(one_rank: None) -> Any:
-    from megatron_cg.tools.cpu.cpu_model import build
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+    from megatron_cg.tape.cpu_model import build
+    from megatron_cg.tape.training_plan import CpuModelConfig
 
     return build(CpuModelConfig(layers=2, graph_modules=("attn", "mlp")))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.tools.cpu.fakes import module_entry
+from megatron_cg.tape.fakes import module_entry
 
 _REPLACED = "transformer_engine.pytorch.module.grouped_linear"
 """The classes say that they are of it, so that a capture trusts them as Transformer Engine's."""
@@ -26,7 +26,7 @@ def in_place_of_te() -> Iterator[None]:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The contract of Transformer Engine's; see ``moe/grouped_gemm.py``."""
+    """The contract of Transformer Engine's; see ``experts/grouped_gemm.py``."""
 
     __module__ = _REPLACED
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tape.tape_backend import TapeBackend
 from tests.unit.backends.cuda_double import OnCpu
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_cg.consensus import exchange
-from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tape.launch import run_processes
 
 HANGS_AFTER = 900.0
 """Seconds after which a process that waits for another is ended, with where it waits."""

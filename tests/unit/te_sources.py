@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS
-from megatron_cg.tools.cpu.fakes import cpu_fakes
+from megatron_cg.tape.fakes import cpu_fakes
 from megatron_cg.upstream.symbols import fingerprint_of
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import megatron_cg
-from megatron_cg.tools.cpu.fakes import FACTORIES
+from megatron_cg.tape.fakes import FACTORIES
 
 ROOT = Path(megatron_cg.__file__).parent
 MADE_FOR_TOOLS = "tools"

@@ -4,10 +4,10 @@ from typing import get_args
 
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.events import Range
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.trainers import trainer_of
 
 ELSEWHERE = {"clip gradients", "eager pass", "vote"}

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 
 
 def new_trainer(model: CpuModelConfig | None = None, **plan: Any) -> Any:
     """A trainer of ``model``; ``plan`` has other fields of ``TrainingPlan``."""
-    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tape.train import Trainer
 
     return Trainer(TrainingPlan(model or CpuModelConfig(layers=1), **plan))
 
 
 def layers_of(trainer: Any) -> list[Any]:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+    from megatron_cg.tape.cpu_model import transformer_layers
 
     return list(transformer_layers(trainer.model))
 

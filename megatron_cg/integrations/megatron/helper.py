@@ -22,7 +22,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.megatron import run_of
-from megatron_cg.arguments.rules_experts import WITHOUT_FIXED_SHAPES
+from megatron_cg.arguments.rule import WITHOUT_FIXED_SHAPES
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.arguments.words import ENABLE, said
@@ -30,14 +30,14 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import WITHOUT, Agreement
 from megatron_cg.errors import ConfigurationError, HookError
+from megatron_cg.extensions import PeerMemory, experts_of
 from megatron_cg.fsdp.find_sharding import of_megatron
 from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
 from megatron_cg.integrations.call_arguments import by_argument, require_same, several
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
-from megatron_cg.integrations.megatron.units import LayerScopes, units_of
-from megatron_cg.moe.install import bound_of, grouped_gemm_of, peer_memory_of, shared_experts_idle
+from megatron_cg.integrations.megatron.units import LayerScopes, shared_experts_idle, units_of
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
@@ -182,7 +182,7 @@ class FsdpHelper:
     def _after_failure(self) -> None:
         self.helper._reset_after_capture()
         self.helper._capture_finished = True
-        if (peers := peer_memory_of(self.fsdp)) is not None:
+        if (peers := self._peer_memory) is not None:
             peers.forget()
 
     def _capture(self) -> Session:
@@ -223,10 +223,15 @@ class FsdpHelper:
                         f"{_HELPER}.create_cudagraphs",
                         "one call of that module's make_graphed_callables for all layers",
                     )
-                if (peers := peer_memory_of(self.fsdp)) is not None:
+                if (peers := self._peer_memory) is not None:
                     changes.callback(peers.hold())
             session.on_close(changes.pop_all().close)
         return session
+
+    @property
+    def _peer_memory(self) -> PeerMemory | None:
+        experts = experts_of(self.fsdp)
+        return None if experts is None else experts.peers
 
     def _changes(self) -> Iterator[Undo]:
         yield without_unused_masks(self._layers, self._inputs)
@@ -293,11 +298,11 @@ def check_model(
         )
     environment = Environment.read(backend)
     # What counts is what the model was built with.
-    gemm, cause = grouped_gemm_of(fsdp), ""
-    if gemm is not None:
-        bound = bound_of(fsdp)
-        rows = bound.factor if bound is not None else None
-        exchange: Any = "nccl" if peer_memory_of(fsdp) is None else "peer"
+    experts, cause = experts_of(fsdp), ""
+    if experts is not None:
+        rows = experts.bound.factor if experts.bound is not None else None
+        gemm: Any = experts.gemm
+        exchange: Any = "nccl" if experts.peers is None else "peer"
         given = replace(given, cg_grouped_gemm=gemm, cg_moe_rows=rows, cg_moe_exchange=exchange)
     elif given.cg_grouped_gemm != "te":
         cause = f"; the model was built before {ENABLE}(), or with another dispatcher than alltoall"

@@ -1,6 +1,6 @@
 """Layerwise graphs in a custom training loop on megatron-core, without megatron.training.
 
-For models of the standalone megatron_fsdp package see :mod:`megatron_cg.integrations.standalone`.
+For models of the standalone megatron_fsdp package see :mod:`megatron_cg.units`.
 """
 
 from __future__ import annotations

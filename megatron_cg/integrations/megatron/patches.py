@@ -28,6 +28,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_cg import extensions
 from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
 from megatron_cg.arguments.words import ENABLE
 from megatron_cg.capture.session import close_all_sessions
@@ -44,6 +45,7 @@ from megatron_cg.integrations.call_arguments import (
     with_settings,
 )
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
+from megatron_cg.telemetry.sinks import is_recorded
 from megatron_cg.upstream.patch import Undo, all_of, put_over, run_instead, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
@@ -137,7 +139,7 @@ def enable(
     """
     global _active
     given = settings_in(locals())
-    refuse(list(check_settings(given)))
+    refuse(check_settings(given))
     now = with_settings(_settings[-1], given)
     with ExitStack() as undo:
         undo.callback(_build_models_for(now, full_recompute=full_recompute))
@@ -203,8 +205,9 @@ def _extend_validation() -> Undo:
 
 
 def _extend_bridge() -> Undo:
-    from megatron_cg.integrations.megatron import bridge
-    from megatron_cg.telemetry.record import BRIDGE
+    bridge = extensions.bridge()
+    if bridge is None:
+        return lambda: None
 
     def configured(cfg: Any) -> None:
         run = bridge.check(cfg, _settings[-1])
@@ -213,7 +216,7 @@ def _extend_bridge() -> Undo:
             if run is not None:
                 _validated.append(model)
                 undo.callback(bridge.errors_name_fields(cfg))
-            _start(_settings[-1], run, BRIDGE)
+            _start(_settings[-1], run, "bridge")
 
     undo = ExitStack()
     undo.callback(bridge.before_validation(configured))
@@ -225,8 +228,6 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.steps import repeat_steps
     from megatron_cg.integrations.megatron.under_v2 import allow_graphs_under_v2
-    from megatron_cg.moe.install import use_device_counts
-    from megatron_cg.moe.row_bound import RowBound
 
     def changes() -> Iterator[Undo]:
         yield allow_graphs_under_v2()
@@ -234,31 +235,29 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
         if (gemm != "te" and factor is not None) or given.cg_verify_steps:
             yield repeat_steps()
         if gemm != "te":
-            bound = RowBound(factor) if factor is not None else None
-            yield use_device_counts(bound, by_peers=given.cg_moe_exchange == "peer", gemm=gemm)
+            by_peers = given.cg_moe_exchange == "peer"
+            yield extensions.use_device_counts(gemm, rows=factor, by_peers=by_peers)
         if full_recompute:
             yield allow_full_recompute()
 
     return all_of(changes())
 
 
-def _start(settings: Any, run: Any, loop: Any = None) -> None:
-    """After :func:`enable`: do what a run's settings ask for, in ``loop`` or else Megatron's.
+def _start(settings: Any, run: Any, loop: str = "megatron") -> None:
+    """After :func:`enable`: do what a run's settings ask for, in the loop of that name.
 
     ``run`` has Megatron's settings; None if it asks for no graphs.
     """
-    from megatron_cg.telemetry.record import MEGATRON, install_recorder, is_recorded
-
     if _active is None:
         return
     full_recompute = run is not None and recomputes_layers(run)
     _active.callback(_build_models_for(settings, full_recompute=full_recompute))
     folders = (settings.cg_record, True), (settings.cg_report, False)
     # A loop may be recorded already, since another configuration was validated.
-    for folder, digests in () if loop and is_recorded() else folders:
+    for folder, digests in () if loop == "bridge" and is_recorded() else folders:
         if folder is not None:
-            _active.callback(install_recorder(folder, loop or MEGATRON, digests=digests))
-    if run is not None and loop is None:
+            _active.callback(extensions.install_recorder(folder, loop, digests=digests))
+    if run is not None and loop == "megatron":
         _active.callback(_follow_train(settings))
 
 
@@ -286,7 +285,6 @@ def _help_models_under_fsdp() -> Undo:
     """
     from megatron_cg.fsdp.find_sharding import root_of
     from megatron_cg.integrations.megatron.steps import by_optimizer
-    from megatron_cg.moe.install import grouped_gemm_of
 
     old = _INIT.find()
     kind, _ = _INIT.place()
@@ -298,7 +296,7 @@ def _help_models_under_fsdp() -> Undo:
         root = root_of(given["model"][0])
         if root is None and recomputes_layers(given["config"]):
             raise ConfigurationError([_RECOMPUTES])
-        if root is None and any(map(grouped_gemm_of, given["model"])):
+        if root is None and any(map(extensions.experts_of, given["model"])):
             raise ConfigurationError([_EXPERTS])
         if root is None or type(self) is not kind:
             old(self, *args, **kwargs)
@@ -314,8 +312,6 @@ def _help_models_under_fsdp() -> Undo:
 
 def settings_now() -> GraphArguments:
     """The settings of a user's own loop. Raises ConfigurationError if it cannot have them."""
-    from megatron_cg.telemetry.record import is_recorded
-
     now = _settings[-1]
     if (now.cg_record or now.cg_report) and not is_recorded():
         raise ConfigurationError([_NOT_RECORDED])

@@ -11,7 +11,7 @@ once more eagerly (``integrations/repeated_step.py``), where Megatron's dispatch
 Note [What a bound costs]
     Without a repeat: one all-reduce of four bytes, copies of the model's buffers, and a wait
     of the host until the last forward pass is done (Note [When the host knows] in
-    ``moe/row_bound.py``). The GPU still has the last backward pass to run then.
+    ``experts/row_bound.py``). The GPU still has the last backward pass to run then.
 
 Note [Verification]
     A replay beyond the bound differs from the eager pass that ``--cg-verify-interval`` runs beside
@@ -38,10 +38,9 @@ from torch import nn
 from megatron_cg.capture.observer import StaticInputs
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.extensions import RowBound, experts_of
 from megatron_cg.fsdp.find_sharding import root_of
 from megatron_cg.integrations.repeated_step import Batches, train_step
-from megatron_cg.moe.install import bound_of
-from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.patch import (
     Undo,
     all_of,
@@ -194,7 +193,8 @@ def repeat_if_needed(
 ) -> Undo:
     """Repeat steps of ``model`` if its layers have a bound of rows, or its steps are verified."""
     root: Any = root_of(model[0])
-    bound = bound_of(root)
+    experts = experts_of(root)
+    bound = None if experts is None else experts.bound
     if bound is None and not verifies:
         return lambda: None
     repeater = _Repeater(model, optimizers, controller, steps, bound)

@@ -22,7 +22,7 @@ Note [State outside of the layer]
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -47,6 +47,19 @@ from megatron_cg.upstream.megatron import (
 )
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
+
+_SHARED = Symbol(
+    "megatron.core.transformer.moe.shared_experts:SharedExpertState",
+    "which stage of an overlapped shared expert is next",
+    attributes=("IDLE",),
+)
+
+
+def shared_experts_idle(layers: Iterable[nn.Module]) -> None:
+    """Let overlapped shared experts begin anew if a capture failed between two of their stages."""
+    for module in (module for layer in layers for module in layer.modules()):
+        if hasattr(module, "_overlap_state"):
+            module._overlap_state = _SHARED.find().IDLE
 
 
 class LayerScopes:

@@ -28,6 +28,7 @@ from megatron_cg.tools.align.processes import LaunchError, Run, check_start, run
 from megatron_cg.tools.align.run import (
     EAGER,
     GRAPHS,
+    TAPE_NOTICE,
     Plan,
     by_run,
     check_gpus,
@@ -35,7 +36,6 @@ from megatron_cg.tools.align.run import (
     gpu_count,
     make_run,
 )
-from megatron_cg.tools.align.tape import TAPE_NOTICE, describe, tape_plan, tape_run
 from megatron_cg.tools.align.token_data import from_text, python_sources
 from megatron_cg.upstream.symbols import installed_version
 
@@ -103,6 +103,8 @@ def _on_tape(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
             f"the tape has a training loop of its own and cannot take {' '.join([*given, *extra])}"
             f": leave it out, or give --backend {TRANSFORMER_ENGINE} on a machine with GPUs."
         )
+    from megatron_cg.tools.align.tape import describe, tape_plan, tape_run
+
     plan = tape_plan(
         preset,
         steps=args.steps,

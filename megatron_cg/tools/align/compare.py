@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from megatron_cg.telemetry.read_record import captured_after
+from megatron_cg.tools.record.read_record import captured_after
 
 IDENTICAL, DIFFERENT, FAILED = "identical", "different", "failed"
 NOT_COMPARABLE = "not comparable"

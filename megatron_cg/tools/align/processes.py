@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_cg.errors import STEP_DIFFERS, MegatronCGError
-from megatron_cg.telemetry.read_record import RecordError, read_run
 from megatron_cg.tools.align.compare import FAILED, Comparison, Outcome, compare
+from megatron_cg.tools.record.read_record import RecordError, read_run
 
 OVERDUE = "did not end within --timeout"
 """How a run's log and the comparison describe a run that had to be stopped."""

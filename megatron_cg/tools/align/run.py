@@ -13,6 +13,7 @@ from megatron_cg.tools.align.processes import LaunchError, Run
 from megatron_cg.tools.align.token_data import data_flags
 
 EAGER, GRAPHS = "eager", "graphs"
+TAPE_NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
 PACKAGE = Path(__file__).resolve().parents[2]
 
 BASE_FLAGS = (

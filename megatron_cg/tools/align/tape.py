@@ -11,12 +11,11 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.align.processes import LaunchError, Run
-from megatron_cg.tools.align.run import GRAPHS, PACKAGE, environment
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from megatron_cg.tools.align.run import GRAPHS, PACKAGE, TAPE_NOTICE, environment
 
-TAPE_NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
 _GPU_ONLY = ("mamba", "moe")
 _OF_EXPERTS = ("moe_router", "moe_preprocess")
 
@@ -85,8 +84,8 @@ def main(text: str, processes: str, directory: str) -> None:
     # If Transformer Engine is installed, Megatron would build its layers from kernels that a CPU
     # lacks. None makes its import fail (docs.python.org, "The module cache").
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    from megatron_cg.tools.cpu import launch
-    from megatron_cg.tools.cpu.train import train
+    from megatron_cg.tape import launch
+    from megatron_cg.tools.align.tape_run import train
 
     fields = json.loads(text)
     model, tokens = CpuModelConfig(**fields.pop("model")), Path(fields.pop("tokens"))

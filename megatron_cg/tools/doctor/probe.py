@@ -26,10 +26,10 @@ _FAMILIES = {"cuDNN": "libcudnn", "NCCL": "libnccl.", "cuBLAS": "libcublas"}
 """Families of libraries, and what the file names of each begin with."""
 _DECLARED = re.compile(r"^RELIES_ON\b", re.MULTILINE)
 _PACKAGE = Path(__file__).resolve().parents[2]
-_OF_THE_TAPE = ("megatron_cg.backends.tape.", "megatron_cg.tools.cpu.")
+_OF_THE_TAPE = "megatron_cg.tape."
 _NOT_USED = {
     TAPE: ("megatron_cg.backends.te.",),
-    NATIVE: (*_OF_THE_TAPE, "megatron_cg.backends.te.te_"),
+    NATIVE: (_OF_THE_TAPE, "megatron_cg.backends.te.te_"),
 }
 """Modules that a backend has no use for. With ``native``, TE's layers may be in the model."""
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_cg.arguments.layers import available_scopes
-from megatron_cg.arguments.rules_experts import kernel_of
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.memory import Layer, Memory, layers_of, memory_of
 from megatron_cg.tools.plan.settings import Settings, settings_of
@@ -228,7 +227,7 @@ class _Editor:
         for _ in range(_ROUNDS):
             before, settings = self.line, settings_of(self.line, self.gpus)
             for violation in settings.broken:
-                fixes = _FIXES.get(violation.rule, "").format(kernel=kernel_of(settings.run))
+                fixes = _FIXES.get(violation.rule, "").format(kernel=settings.run.one_kernel)
                 if violation.rule == "megatron" and self.line == before:
                     reason = violation.reason
                     fixes = next((_MEGATRONS[p] for p in _MEGATRONS if re.search(p, reason)), "")
@@ -289,7 +288,7 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     elif "moe" in here and not (against := _against_whole(args, gpus, stated)):
         why = "whole MoE layers in graphs save most launches"
         shared = args.expert_model_parallel_size > 1
-        for gemm in dict.fromkeys((*stated.get(_GEMM, ()), kernel_of(run))):
+        for gemm in dict.fromkeys((*stated.get(_GEMM, ()), run.one_kernel)):
             flags = {_EXCHANGE: ("peer",), **stated} if shared else dict(kept)
             flags |= {_MODULES: (*base, "moe"), _GEMM: (gemm,)}
             yield flags, why

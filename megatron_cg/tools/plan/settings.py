@@ -24,6 +24,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from megatron_cg import extensions
 from megatron_cg.arguments.megatron import add_arguments, read_graph, read_run
 from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.schema import BACKENDS, SCOPES, Environment, GraphArguments, RunArguments
@@ -177,7 +178,6 @@ def _hopper(variables: Mapping[str, str], dropless: bool) -> Iterator[None]:
     from megatron.core import utils
 
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-    from megatron_cg.moe.install import allow_dropless_experts
 
     before = dict(os.environ)
     gpu = SimpleNamespace(major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132)
@@ -194,7 +194,9 @@ def _hopper(variables: Mapping[str, str], dropless: bool) -> Iterator[None]:
             for name in [name for name in missing if name.startswith("fused_")]:
                 undo.callback(set_attribute(module, name, lambda *_a, **_n: None))
         undo.callback(allow_full_recompute())
-        if dropless:
+        if dropless and extensions.is_installed("experts"):
+            from megatron_cg.experts.install import allow_dropless_experts
+
             undo.callback(allow_dropless_experts())
         yield
 

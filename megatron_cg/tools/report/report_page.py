@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron_cg.files import whole_file
-from megatron_cg.telemetry import read_record
 from megatron_cg.tools.align import compare as align
 from megatron_cg.tools.align.run import EAGER, GRAPHS
+from megatron_cg.tools.record import read_record
 from megatron_cg.version import __version__
 
 MIB = 2**20

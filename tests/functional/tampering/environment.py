@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.telemetry.record import note
+from megatron_cg.telemetry.sinks import note
 from tests.functional.tampering.places import before_capture, wrap
 
 

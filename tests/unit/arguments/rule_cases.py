@@ -26,7 +26,7 @@ class Case:
         ours = {name: v for name, v in self.change.items() if name.startswith("cg_")}
         versions = {name: v for name, v in self.change.items() if name in GOOD_ENVIRONMENT.versions}
         variables = {name: v for name, v in self.change.items() if name.isupper()}
-        found_in = {*ours, *versions, *variables, "lacks_device_counts"}
+        found_in = {*ours, *versions, *variables, "lacks_device_counts", "without"}
         others = self.change.keys() - found_in
         graph = GraphArguments(**ours)
         found = {**GOOD_ENVIRONMENT.versions, **versions}
@@ -35,6 +35,7 @@ class Case:
             variables=variables,
             backend=BACKENDS[graph.cg_backend],
             lacks_device_counts=self.change.get("lacks_device_counts", NOT_LOADED),
+            without=self.change.get("without", ()),
         )
         run = dataclasses.replace(GOOD_RUN, **{name: self.change[name] for name in others})
         return run, graph, environment
@@ -217,4 +218,5 @@ ALL = (
         NCCL_GRAPH_REGISTER="1",
     ),
     case("max-connections", CUDA_DEVICE_MAX_CONNECTIONS="1"),
+    case("extension-missing", without=("tools",), cg_record="somewhere"),
 )

@@ -14,11 +14,11 @@ from megatron.core.optimizer.qk_clip import clip_qk
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, checkpoint
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
-from megatron_cg.backends.tape.tape_backend import FreedStorageError, TapeBackend
 from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.cpu_model import build, transformer_layers
+from megatron_cg.tape.tape_backend import FreedStorageError, TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.megatron import capturing_flag, is_capturing
 from tests.functional.loops import RECOMPUTE
 from tests.unit.counted import expect
@@ -224,7 +224,7 @@ def test_a_graph_inside_of_megatrons_checkpoint_is_not_replayed_in_the_first_pas
 ) -> None:
     """As a HybridStack, whose layers get no checkpoint of their own."""
     with (
-        patch("megatron_cg.tools.cpu.train.recompute_in_layers", lambda *_: lambda: None),
+        patch("megatron_cg.tape.train.recompute_in_layers", lambda *_: lambda: None),
         training(()) as trainer,
     ):
         session = trainer.capture(TapeBackend(), policy=ReplayPolicy("eager"))

@@ -18,8 +18,8 @@ import megatron_cg
 from megatron_cg.arguments.schema import GraphArguments, argument_of
 from megatron_cg.arguments.validation import violations
 from megatron_cg.arguments.words import PACKING, UNITS, errors_name_arguments, said, sentences
+from megatron_cg.clients.bridge import errors_name_fields
 from megatron_cg.errors import CaptureError, Violation
-from megatron_cg.integrations.megatron.bridge import errors_name_fields
 from megatron_cg.upstream.patch import undone_after
 from tests.unit.arguments.rule_cases import ALL, LATER, Case
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.native.native_backend import NativeBackend
-from megatron_cg.backends.tape.tape_backend import Pool, recording, window
-from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes, replaced
+from megatron_cg.tape.fakes import FakeStream, cpu_fakes, replaced
+from megatron_cg.tape.tape_backend import Pool, recording, window
 from tests.unit.backends.blocks import small
 
 DEFAULT = "the default stream"

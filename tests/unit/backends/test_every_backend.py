@@ -13,8 +13,8 @@ from torch import nn
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.driver.capture import GraphResetError
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import CaptureError, HookError
+from megatron_cg.tape.tape_backend import TapeBackend
 from tests.unit.backends.blocks import MASK, Scale, capture, make_blocks, small, train
 from tests.unit.backends.cuda_double import OnCpu, cuda_double
 

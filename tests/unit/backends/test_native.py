@@ -20,7 +20,7 @@ from tests.unit.backends.cuda_double import (
     capture,
     cuda_double,
 )
-from tests.unit.integrations.standalone.plain import REPLAYED, Unit, assert_as_eager, units
+from tests.unit.units.plain import REPLAYED, Unit, assert_as_eager, units
 
 
 def test_graphs_share_a_pool_and_a_stream_and_are_captured_on_it(cuda: CudaDouble) -> None:

@@ -44,7 +44,7 @@ def contract(graph_source: ast.Module) -> dict[str, Any]:
 
 
 def hooks_of_both_layers(model: Any) -> tuple[list[Any], list[Any]]:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+    from megatron_cg.tape.cpu_model import transformer_layers
 
     model.module._replace_param_with_raw_if_needed()
     layers: list[Any] = list(transformer_layers(model))

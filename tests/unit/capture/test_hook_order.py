@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, CaptureTimeHooks
+from megatron_cg.tape.tape_backend import TapeBackend
 from tests.unit.te_sources import loops_of_te
 
 Call = tuple[int, str, str]

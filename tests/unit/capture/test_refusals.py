@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.calls import place_of
-from megatron_cg.backends.tape.tape_backend import TapeBackend, recording
 from megatron_cg.capture.guarded_capture import refusal
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.replay.unit import Unit
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend, recording
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.trainers import trainer_of
 
 UNSUPPORTED = (
@@ -106,14 +106,14 @@ def as_cuda_ends_captures(monkeypatch: pytest.MonkeyPatch) -> None:
             except (torch.AcceleratorError, LookupError):
                 raise torch.AcceleratorError(INVALIDATED)  # noqa: B904 - as an end in __exit__
 
-    monkeypatch.setattr("megatron_cg.backends.tape.tape_backend.recording", ending)
+    monkeypatch.setattr("megatron_cg.tape.tape_backend.recording", ending)
 
 
 def failing_capture(
     way: str, read: Callable[[torch.Tensor], None], kind: Any = CaptureError
 ) -> BaseException:
     """What a capture ends with whose second layer reads in its attention."""
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+    from megatron_cg.tape.cpu_model import transformer_layers
 
     with trainer_of(CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))) as trainer:
         attention: Any = transformer_layers(trainer.model)[1].self_attention

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_cg.backends.driver.capture import GraphResetError
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture import session as session_module
 from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement
@@ -21,7 +20,8 @@ from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.hooks import MODULE_REGISTRIES
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.replay.verify import bytes_of
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 from tests.unit.counted import expect
 from tests.unit.runs.test_one_rank_failures import call_that_fails, failing

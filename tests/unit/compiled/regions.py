@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from megatron_cg import graph_units
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.compiled.load import Precompiled, load
 from megatron_cg.compiled.region import Region, megatron_groups
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.replay.verify import bytes_of
+from megatron_cg.tape.tape_backend import TapeBackend
 
 WORLD = 4
 _ROWS, _BATCH, _HIDDEN = 8, 2, 32

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from examples import precompiled_layer
+from megatron_cg.tape import launch
 from megatron_cg.tools.cli.main import main as command
-from megatron_cg.tools.cpu import launch
 
 
 def printed(folder: Path, body: Callable[[], None]) -> None:

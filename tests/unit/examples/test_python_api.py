@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import megatron_cg
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.megatron_fsdp import _KEEPS, find_megatron_fsdp
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.symbols import installed_version
 from tests.unit.trainers import microbatch_of, new_trainer
 
@@ -63,7 +63,7 @@ def test_it_has_the_same_losses_with_and_without_graphs(
 
 @pytest.fixture
 def model(one_rank: None) -> Any:
-    from megatron_cg.tools.cpu.cpu_model import build
+    from megatron_cg.tape.cpu_model import build
 
     return build(CpuModelConfig(layers=1, fsdp_options={"fsdp_double_buffer": False}))
 

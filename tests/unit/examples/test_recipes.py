@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.moe.install import use_device_counts
+from megatron_cg.experts.install import use_device_counts
 from megatron_cg.tools.align.presets import load_preset, preset_names
 from tests.unit.grouped_linear import in_place_of_te
 

@@ -26,7 +26,7 @@ FLAGS = "--compare --steps 4 --warmup 2 --layers 2 --hidden 16 --sequence 8 --sh
 FORKED = """
 import runpy, sitecustomize, sys
 import torch._dynamo, torch.distributed.fsdp
-from megatron_cg.tools.cpu import launch
+from megatron_cg.tape import launch
 
 launch.START = "fork"
 example, *flags = sys.argv[1:]

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_cg.fastpath.optimizer_step import install_clip
 from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.tools.cpu.cpu_model import build
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.cpu_model import build
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 
 Change = Callable[[Any, Any], Any]

@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.backends.driver.capture import GraphResetError
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.guarded_capture import forget_accumulators
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in, detach_in_graphs
+from megatron_cg.tape.tape_backend import TapeBackend
 from tests.unit.fastpath.test_bucketing import SIZE, Megatron
 
 PARTS, WIDTH = 6, 4

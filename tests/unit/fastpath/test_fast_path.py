@@ -12,13 +12,13 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError
 from megatron_cg.fastpath import FastPath, install
 from megatron_cg.fastpath import bucketing as gradients
-from megatron_cg.telemetry.record import parameter_digests
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
+from megatron_cg.tools.record.record import parameter_digests
 from megatron_cg.upstream.symbols import installed_version
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import layers_of, trainer_of
@@ -160,7 +160,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         if frozen is not None:
             from megatron.core.models.gpt import GPTModel
 
-            patch.setattr("megatron_cg.tools.cpu.cpu_model.GPTModel", with_frozen(GPTModel, frozen))
+            patch.setattr("megatron_cg.tape.cpu_model.GPTModel", with_frozen(GPTModel, frozen))
         shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16, **options)
         trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES))
         if penalty:

@@ -23,9 +23,9 @@ from megatron_cg.fastpath.gather import (
     install_gathers,
     install_unshard,
 )
-from megatron_cg.tools.cpu import fakes
-from megatron_cg.tools.cpu.cpu_model import build
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape import fakes
+from megatron_cg.tape.cpu_model import build
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import trainer_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_cg.fastpath.optimizer_step import install_main_gradients, install_main_weights
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 
 
@@ -122,7 +122,7 @@ def installed(store: Any) -> list[Any]:
 def compare_attached() -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from megatron_cg.tools.cpu.cpu_model import build
+    from megatron_cg.tape.cpu_model import build
 
     runs: dict[str, Any] = {}
     for name, options in OPTIONS.items():

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fastpath.detached_weights import _Detached
 from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import layers_of, new_trainer
 

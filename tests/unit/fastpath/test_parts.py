@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath import install, install_parts
 from megatron_cg.fastpath.optimizer_step import REPLACES_STEP
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.replay.plain import _Identity as Same
-from megatron_cg.telemetry.record import parameter_digests
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.doctor import probe
+from megatron_cg.tools.record.record import parameter_digests
 from megatron_cg.upstream.symbols import Symbol, installed_version
 from tests.unit.te_sources import fingerprint_in, source_of_te
 from tests.unit.trainers import layers_of, trainer_of

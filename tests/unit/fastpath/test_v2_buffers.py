@@ -15,7 +15,7 @@ from megatron_cg.fastpath.install_parts import keep_layouts, keep_views
 from megatron_cg.fsdp.sharding import lies_in
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.upstream.symbols import Symbol
-from tests.unit.integrations.standalone.sharded import Network, under_v2
+from tests.unit.units.sharded import Network, under_v2
 
 PROGRAMS, LENGTH = 60, 40
 

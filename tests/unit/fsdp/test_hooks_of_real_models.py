@@ -15,7 +15,7 @@ from megatron_cg.upstream.symbols import installed_version
 
 
 def layers_of(model: nn.Module) -> list[Any]:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+    from megatron_cg.tape.cpu_model import transformer_layers
 
     return list(transformer_layers(model))
 

@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp, gather_alone, raw_parameters
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import trainer_of
 

@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 from megatron_cg import GraphedLayers, enable, graph_units
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ArgumentError, CaptureError
 from megatron_cg.integrations.call_arguments import backend_of, several
+from megatron_cg.tape.tape_backend import TapeBackend
 from tests.unit.backends.cuda_double import cuda_double
 
 MODEL = nn.Linear(1, 1)

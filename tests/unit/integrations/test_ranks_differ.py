@@ -13,9 +13,9 @@ from torch import nn
 from megatron_cg import GraphedLayers, compile_together, graph_units
 from megatron_cg.arguments import schema
 from megatron_cg.arguments.schema import GraphArguments
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus.decision import AgreementError
 from megatron_cg.errors import HookError
+from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.upstream import symbols
 from megatron_cg.upstream.patch import applied
 from tests.unit.ranks import on_ranks

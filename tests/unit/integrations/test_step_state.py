@@ -1,4 +1,4 @@
-"""What a step changes beside what ``tests/unit/moe/test_repeats.py`` trains with is restored."""
+"""What a step changes beside what ``experts/test_repeats.py`` trains with is restored."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

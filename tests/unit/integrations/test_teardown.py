@@ -12,10 +12,10 @@ import torch
 from torch.distributed import distributed_c10d
 
 import megatron_cg
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import Phase, close_all_sessions
 from megatron_cg.integrations import teardown
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import layers_of, new_trainer
 
@@ -146,17 +146,17 @@ def report():
 atexit.register(report)
 
 import megatron_cg
-from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.fakes import cpu_fakes
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.fakes import cpu_fakes
 
 megatron_cg.enable()
 store = "file://" + tempfile.mkdtemp() + "/store"
 torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
 fakes = cpu_fakes()
 fakes.__enter__()
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-from megatron_cg.tools.cpu.train import Trainer
-from megatron_cg.tools.cpu.training_plan import TrainingPlan
+from megatron_cg.tape.training_plan import CpuModelConfig
+from megatron_cg.tape.train import Trainer
+from megatron_cg.tape.training_plan import TrainingPlan
 
 trainer = Trainer(TrainingPlan(CpuModelConfig(layers=1)))
 trainer.step()

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import helper_of, layers_of, microbatch_of, new_trainer
 
@@ -70,7 +70,7 @@ def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trainers pass no mask, as Megatron's data loader where it makes none, or their own."""
     from megatron.core.transformer import cuda_graphs
 
-    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tape.train import Trainer
 
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
     monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)

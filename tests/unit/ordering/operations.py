@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends import calls
 from megatron_cg.backends.calls import tensors_in
-from megatron_cg.backends.tape import tape_backend
-from megatron_cg.backends.tape.tape_backend import Pool, Tape
-from megatron_cg.tools.cpu.fakes import replaced
+from megatron_cg.tape import tape_backend
+from megatron_cg.tape.fakes import replaced
+from megatron_cg.tape.tape_backend import Pool, Tape
 from tests.unit.ordering.streams import Device
 from tests.unit.ordering.trace import Allocate, Launch, Release, Span, Trace, caller
 

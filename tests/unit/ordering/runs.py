@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.fastpath import install
 from megatron_cg.fastpath.part import find_cell, hook_functions
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import run_around, set_cell
 from tests.unit.fastpath.test_fast_path import BorrowingTape
 from tests.unit.ordering.check import Race, races

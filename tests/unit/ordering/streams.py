@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, Work
 import megatron_cg.fastpath  # noqa: F401 - all modules that ask for the stream
 from megatron_cg.backends.calls import tensors_in
 from megatron_cg.fastpath import bucketing as fast_streams
-from megatron_cg.tools.cpu.fakes import FakeEvent, FakeStream, replaced
+from megatron_cg.tape.fakes import FakeEvent, FakeStream, replaced
 from tests.unit.ordering.trace import (
     Await,
     AwaitStream,

@@ -8,7 +8,7 @@ from tests.unit.interpreted import python
 
 def test_the_names_are_listed_and_there() -> None:
     from megatron_cg.integrations.megatron.loop import GraphedLayers
-    from megatron_cg.integrations.standalone import GraphedUnits, graph_units
+    from megatron_cg.units import GraphedUnits, graph_units
 
     assert set(dir(megatron_cg)) >= set(megatron_cg.__all__)
     assert all(getattr(megatron_cg, name) for name in megatron_cg.__all__)

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import BaseTorchFunctionMode
 
 from tests.unit.counted import expect
-from tests.unit.integrations.standalone.plain import STEPS, WARMUP, WIDTH, Training, same
+from tests.unit.units.plain import STEPS, WARMUP, WIDTH, Training, same
 
 CHANGED = WARMUP + 1
 LOGGER = "megatron_cg.replay.mismatch_policy"

@@ -63,7 +63,7 @@ def found_wrong() -> Iterator[None]:
 
 def with_collectives() -> Any:
     """A run whose units sum something over all ranks, as tensor parallelism does."""
-    from tests.unit.integrations.standalone.sharded import Block, v1_run
+    from tests.unit.units.sharded import Block, v1_run
 
     real = Block.forward
 

@@ -23,7 +23,7 @@ def described(calls: list[str]) -> tuple[list[str], Counters]:
     happened: list[str] = []
     layer: Any = nn.Identity()
     mismatches = MismatchPolicy(ReplayPolicy(), Counters())
-    mismatches.issue_held = lambda: happened.append("held")
+    mismatches.flush_prefetch = lambda: happened.append("held")
     passes = EagerPasses("unit", mismatches, collectives=False)
     graph: Any = type("Graph", (), {"eager_passes": passes})()
     layer.cuda_graphs = [graph]

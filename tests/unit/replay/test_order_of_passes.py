@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.guarded_graph import InFlight
 from megatron_cg.replay.unit import Unit
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.replay.test_own_gradients import Replay
 from tests.unit.trainers import trainer_of
 

@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.replay import borders
 from megatron_cg.replay.borders import own_gradient
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
-from tests.unit.integrations.standalone.plain import (
+from tests.unit.units.plain import (
     REPLAYED,
     WARMUP,
     Training,

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
-from tests.unit.integrations.standalone import plain
 from tests.unit.ranks import on_ranks
 from tests.unit.replay.test_eager_passes import UNIT, WRONG, with_collectives
+from tests.unit.units import plain
 
 TURN, ROUND, UNITS = 10, 200, 3
 PAUSE = 15
@@ -108,7 +108,7 @@ def life(eager: Any, run: Any, wrong: str = "") -> dict[str, Any]:
 
 
 def on_two_ranks() -> list[dict[str, Any]]:
-    from tests.unit.integrations.standalone.sharded import Case, Run, under_fsdp2
+    from tests.unit.units.sharded import Case, Run, under_fsdp2
 
     case = Case(under_fsdp2())
     return [

@@ -14,7 +14,7 @@ from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import ROUNDS, _differences, verify
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 from tests.unit.counted import expect
 from tests.unit.fastpath.test_order import noted
@@ -37,8 +37,8 @@ def run(
     """Losses, norms and counts of tokens; counters; MoE metrics of a training run."""
     from megatron.core.transformer.moe import moe_logging
 
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+    from megatron_cg.tape.cpu_model import transformer_layers
+    from megatron_cg.tape.tape_backend import TapeBackend
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
     model = CpuModelConfig(
@@ -207,7 +207,7 @@ def test_a_difference_counts_if_each_replay_has_it(
 def test_a_verification_runs_once_the_next_unit_is_gathered(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.tape.tape_backend import TapeBackend
 
     model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"))
     with trainer_of(model, graphs=True) as trainer:

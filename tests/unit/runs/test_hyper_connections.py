@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.fakes import replaced
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.fakes import replaced
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
 
@@ -26,7 +26,7 @@ def trainer(scopes: tuple[str, ...], **options: object) -> Iterator[Any]:
     """
     from megatron.core.transformer.transformer_layer import HyperConnectionTransformerLayer
 
-    from megatron_cg.tools.cpu import cpu_model
+    from megatron_cg.tape import cpu_model
 
     name = "get_gpt_layer_local_spec"
     make = vars(cpu_model)[name]

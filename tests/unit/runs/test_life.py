@@ -19,19 +19,19 @@ import pytest
 import torch
 
 import megatron_cg
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.telemetry.read_record import read_run
-from megatron_cg.telemetry.record import Recorder, parameter_digests
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.align.compare import Comparison, Run, compare
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tools.record.read_record import read_run
+from megatron_cg.tools.record.record import Recorder, parameter_digests
 from megatron_cg.upstream.patch import undone_after
 from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.unit.counted import expect
+from tests.unit.experts.test_training import OVERLAPPED
 from tests.unit.grouped_linear import grouped_experts, in_place_of_te
-from tests.unit.moe.test_training import OVERLAPPED
 from tests.unit.trainers import evaluate, half_a_batch, new_trainer
 
 pytestmark = pytest.mark.fault
@@ -218,7 +218,7 @@ def train_all(root: Path) -> None:
 def live(name: str, directory: Path, *, graphs: bool) -> None:
     from megatron.core import parallel_state
 
-    from megatron_cg.moe.install import use_device_counts
+    from megatron_cg.experts.install import use_device_counts
 
     model = CpuModelConfig(layers=LAYERS, dropout=0.1, graph_modules=("attn", "mlp"))
     if name == "all at once":
@@ -258,7 +258,7 @@ def train_life(name: str, training: Training, recorder: Recorder) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]:
-    from megatron_cg.tools.cpu.launch import run_processes
+    from megatron_cg.tape.launch import run_processes
 
     root = tmp_path_factory.mktemp("life")
     run_processes(partial(train_all, root), RANKS)

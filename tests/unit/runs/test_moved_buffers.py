@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.functional.tampering.replay import (
     buffers_moved,
     buffers_moved_in_backward,

@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from megatron_cg import events, restore
 from megatron_cg.backends.driver import capture as driver
-from megatron_cg.backends.tape.tape_backend import is_recording
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.fastpath import bucketing, optimizer_step
 from megatron_cg.fsdp import megatron_fsdp
-from megatron_cg.telemetry.record import parameter_digests
-from megatron_cg.tools.cpu.cpu_model import transformer_layers
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.cpu_model import transformer_layers
+from megatron_cg.tape.tape_backend import is_recording
+from megatron_cg.tape.training_plan import CpuModelConfig
+from megatron_cg.tools.record.record import parameter_digests
 from tests.unit import trainers
 from tests.unit.one_mask import OneMask
 from tests.unit.ranks import ended, on_ranks

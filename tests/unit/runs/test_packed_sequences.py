@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.fakes import replaced
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.fakes import replaced
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
 

@@ -17,9 +17,9 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_cg
+from megatron_cg.clients.bridge import _warn_once as told
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron import patches
-from megatron_cg.integrations.megatron.bridge import _warn_once as told
 
 CONFIG, INITIALIZE = (f"megatron.bridge.training.{name}" for name in ("config", "initialize"))
 COMPILES = Path(helpers.__file__).with_name("Makefile").exists()

@@ -14,19 +14,20 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.experts.install import use_device_counts
 from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-from megatron_cg.moe.install import use_device_counts
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.telemetry.read_record import read_run
+from megatron_cg.tape.cpu_model import transformer_layers
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.train import Trainer
+from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.tools.align.compare import compare
-from megatron_cg.tools.cpu.cpu_model import transformer_layers
-from megatron_cg.tools.cpu.train import Trainer, train
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from megatron_cg.tools.align.tape_run import train
+from megatron_cg.tools.record.read_record import read_run
 from tests.functional.loops import RECOMPUTE
+from tests.unit.experts.test_repeats import SIGMOID
 from tests.unit.grouped_linear import grouped_experts, in_place_of_te
-from tests.unit.moe.test_repeats import SIGMOID
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import evaluate, half_a_batch
 

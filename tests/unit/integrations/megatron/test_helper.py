@@ -18,11 +18,11 @@ from megatron_cg.errors import (
     PhaseError,
     UpstreamChangedError,
 )
+from megatron_cg.experts.install import DeviceDispatcher
+from megatron_cg.experts.slots import PeerMemory
 from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2
 from megatron_cg.integrations.megatron import helper as module
-from megatron_cg.moe.install import DeviceDispatcher
-from megatron_cg.moe.slots import PeerMemory
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import applied
 from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.counted import expect

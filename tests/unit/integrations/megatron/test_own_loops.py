@@ -1,6 +1,6 @@
 """``enable()`` in a user's training loop: Megatron's helper is ours, and steps are reported to it.
 
-Whole trainings of this kind are in ``tests/unit/backends/tape/test_own_loop.py``.
+Whole trainings of this kind are in ``tests/unit/tape/test_own_loop.py``.
 """
 
 import gc
@@ -21,10 +21,10 @@ from megatron_cg.capture.session import open_sessions
 from megatron_cg.consensus.decision import AgreementError, Kind
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError
+from megatron_cg.experts.install import DeviceDispatcher
 from megatron_cg.integrations.megatron import patches
 from megatron_cg.integrations.megatron.helper import FsdpHelper
-from megatron_cg.moe.install import DeviceDispatcher
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import applied
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask

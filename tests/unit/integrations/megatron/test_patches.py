@@ -60,7 +60,7 @@ def test_experts_stay_as_they_are_by_default(monkeypatch: pytest.MonkeyPatch) ->
         used.append(gemm)
         return lambda: None
 
-    monkeypatch.setattr("megatron_cg.moe.install.use_device_counts", use)
+    monkeypatch.setattr("megatron_cg.experts.install.use_device_counts", use)
     for gemm in ("te", "cublas", "torch"):
         given = GraphArguments(cg_grouped_gemm=gemm)
         patches._build_models_for(given, full_recompute=False)()

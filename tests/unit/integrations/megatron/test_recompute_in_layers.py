@@ -18,8 +18,8 @@ from megatron_cg.integrations.megatron.full_recompute import (
 )
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import MegatronUnit
-from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.cpu_model import build, transformer_layers
+from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.megatron import capturing_flag, is_capturing
 from tests.functional.loops import GROUPS, RECOMPUTE, Run
 from tests.functional.own_loop import make_config, make_model

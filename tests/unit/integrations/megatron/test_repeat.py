@@ -67,7 +67,8 @@ class Loop:
         self.forward: Callable[[Any], Any] = self.take
         fsdp_of = {id(self.chunk): self.fsdp}
         monkeypatch.setattr(repeat, "root_of", lambda model: fsdp_of.get(id(model)))
-        monkeypatch.setattr(repeat, "bound_of", {self.fsdp: self.bound}.get)
+        experts = SimpleNamespace(bound=self.bound)
+        monkeypatch.setattr(repeat, "experts_of", {self.fsdp: experts}.get)
         monkeypatch.setattr(schedules, "forward_backward_no_pipelining", self.schedule())
         self.undo_repeats = repeat.repeat_steps()
         self.undo = self.follow()

@@ -20,7 +20,7 @@ def test_only_the_scopes_differ_and_the_rest_is_shared(dense_model: Any) -> None
 
 
 def test_give_scopes_is_undone(dense_model: Any) -> None:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+    from megatron_cg.tape.cpu_model import transformer_layers
 
     layer: Any = transformer_layers(dense_model)[0]
     before = (layer.config, layer.mlp.config)

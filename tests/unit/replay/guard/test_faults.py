@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
 
@@ -26,7 +26,7 @@ Fault = Callable[[Any], Any]
 
 
 def layer_of(trainer: Any) -> Any:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+    from megatron_cg.tape.cpu_model import transformer_layers
 
     return transformer_layers(trainer.model)[0]
 

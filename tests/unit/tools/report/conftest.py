@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cg.telemetry.record import Recorder, recording
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
+from megatron_cg.telemetry.sinks import recording
+from megatron_cg.tools.record.record import Recorder
 from tests.unit.tools.report.made_up import make_record, write
 
 MODEL = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"), sequence_length=16)
@@ -36,7 +37,8 @@ def tape_pair(one_rank: None, tmp_path: Path) -> Path:
 
 
 def train_recorded(plan: TrainingPlan, directory: Path) -> None:
-    from megatron_cg.tools.cpu.train import Trainer, record_steps
+    from megatron_cg.tape.train import Trainer
+    from megatron_cg.tools.align.tape_run import record_steps
 
     recorder = Recorder(directory)
     with recording(recorder), closing(Trainer(plan)) as trainer:

@@ -1,0 +1,1 @@
+"""What clients of Megatron need besides: Megatron-Bridge."""

@@ -1,0 +1,165 @@
+"""The extensions: which folders are optional, and the few places where one plugs into the core.
+
+The core imports no extension. It asks here for what one brings, and works without it where the
+folder was deleted. No extension imports another; ``tools`` alone may import all. import-linter
+checks that, and ``tests/unit/packaging/test_extensions.py`` makes each folder unimportable in turn.
+
+To add one: a folder with its settings in :data:`EXTENSIONS`, and a function here for each thing
+that the core asks it for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron_cg.arguments.rule import Rule
+    from megatron_cg.arguments.schema import GraphArguments
+    from megatron_cg.backends.base import Backend
+    from megatron_cg.fsdp.sharding import Sharding
+
+    Undo = Callable[[], None]
+
+EXTENSIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "experts": {
+        "cg_grouped_gemm": ("cublas", "torch"),
+        "cg_moe_rows": (),
+        "cg_moe_exchange": ("peer",),
+    },
+    "fastpath": {},
+    "units": {},
+    "clients": {},
+    "compiled": {},
+    "tape": {"cg_backend": ("tape",)},
+    "tools": {"cg_record": (), "cg_report": ()},
+}
+"""By folder, the settings that need it (fields of GraphArguments), each with the values that do;
+empty: every value but None."""
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+class RowBound(Protocol):
+    """The bound of rows that graphs exchange; see ``experts/row_bound.py``."""
+
+    factor: float
+    bound: int
+
+    def begin_step(self) -> None: ...
+    def share(self) -> None: ...
+    def holds(self) -> bool: ...
+    def exceeded(self) -> int: ...
+    def enough(self, rows: int) -> float: ...
+
+
+class PeerMemory(Protocol):
+    """The memory by which ranks exchange tokens, for one model."""
+
+    def hold(self) -> Undo: ...
+    def forget(self) -> None: ...
+
+
+class ModelExperts(Protocol):
+    """What the dropless experts of one model were built with."""
+
+    @property
+    def gemm(self) -> str: ...
+    @property
+    def bound(self) -> RowBound | None: ...
+    @property
+    def peers(self) -> PeerMemory | None: ...
+
+
+class FastPath(Protocol):
+    """Megatron-FSDP's bookkeeping of one model while its graphs replay."""
+
+    parts: list[str]
+    left_out: dict[str, str]
+
+    def flush_prefetch(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def not_installed() -> tuple[str, ...]:
+    """The extensions whose folders are not there. Imports nothing of them."""
+    return tuple(name for name in EXTENSIONS if not is_installed(name))
+
+
+def is_installed(name: str) -> bool:
+    full = f"{_PACKAGE}.{name}"
+    return full in sys.modules or find_spec(full) is not None
+
+
+def asked_of(names: Iterable[str], given: GraphArguments) -> list[tuple[str, str, object]]:
+    """(extension, field, value) of each setting that needs one of these extensions."""
+    return [
+        (name, field, value)
+        for name in names
+        for field, values in EXTENSIONS[name].items()
+        if (value := getattr(given, field)) is not None and (not values or value in values)
+    ]
+
+
+def _load(module: str) -> Any:
+    """A module of an extension, or None if that is not installed."""
+    name = module.partition(".")[0]
+    return import_module(f"{_PACKAGE}.{module}") if is_installed(name) else None
+
+
+def expert_rules() -> Sequence[Rule]:
+    """What runs with experts in graphs must not have. Imports no torch."""
+    found = _load("experts.rules")
+    return found.RULES if found is not None else ()
+
+
+def experts_of(model: nn.Module) -> ModelExperts | None:
+    """What the dropless experts of ``model`` were built with; None if it has none."""
+    found = _load("experts.install")
+    made: ModelExperts | None = None if found is None else found.experts_of(model)
+    return made
+
+
+def use_device_counts(gemm: str, *, rows: float | None, by_peers: bool) -> Undo:
+    """Let models built from now on have dropless experts; see ``experts/install.py``."""
+    install = import_module(f"{_PACKAGE}.experts.install")
+    bound = None if rows is None else install.RowBound(rows)
+    undo: Undo = install.use_device_counts(bound, by_peers=by_peers, gemm=gemm)
+    return undo
+
+
+def install_fast_path(
+    sharding: Sharding,
+    backend: Backend,
+    optimizers: Sequence[Any],
+    graphed: Iterable[nn.Module],
+    graphs: Iterable[Any],
+) -> FastPath | None:
+    """Install what is applicable to ``sharding``; None if nothing is, or it is not installed."""
+    found = _load("fastpath.install_parts")
+    if found is None:
+        return None
+    path: FastPath | None = found.install_for(sharding, backend, optimizers, graphed, graphs)
+    return path
+
+
+def bridge() -> Any:
+    """Megatron-Bridge's configurations (``clients/bridge.py``), or None if not installed."""
+    return _load("clients.bridge")
+
+
+def tape_backend() -> Backend:
+    """The backend without a GPU. Raises ModuleNotFoundError if it is not installed."""
+    made: Backend = import_module(f"{_PACKAGE}.tape.tape_backend").TapeBackend()
+    return made
+
+
+def install_recorder(folder: str, loop: str, *, digests: bool) -> Undo:
+    """Record the run of this process, in ``loop`` ``"megatron"`` or ``"bridge"``."""
+    record = import_module(f"{_PACKAGE}.tools.record.record")
+    undo: Undo = record.install_recorder(folder, loop, digests=digests)
+    return undo

@@ -1,8 +1,0 @@
-"""CUDA graphs for units of any ``torch.nn.Module`` under the standalone megatron_fsdp package.
-
-A training loop needs only :func:`graph_units`. Nothing of megatron-core is imported.
-"""
-
-from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
-
-__all__ = ["GraphedUnits", "graph_units"]

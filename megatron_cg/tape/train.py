@@ -1,0 +1,247 @@
+"""A training loop for the CPU: the real model and FSDP, eager or with tapes after warmup."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_cg.backends.base import Backend
+from megatron_cg.capture.session import Session
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.fsdp.find_sharding import of_megatron
+from megatron_cg.integrations import repeated_step
+from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
+from megatron_cg.integrations.megatron.masks import ObservedInputs
+from megatron_cg.integrations.megatron.units import shared_experts_idle, units_of
+from megatron_cg.tape.cpu_model import build, transformer_layers
+from megatron_cg.tape.training_plan import TrainingPlan
+from megatron_cg.telemetry.capture_report import follow_captures
+from megatron_cg.upstream.megatron import capturing_flag
+
+
+class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
+    """Endless (tokens, labels), each (batch, sequence) int64; ranks take turns in the stream.
+
+    ``prefix`` names a dataset in Megatron's indexed format; None uses the bytes of Python's own
+    ``os.py``. Each id is taken modulo ``vocabulary``. ``group`` has the ranks that take turns, all
+    if None.
+    """
+
+    def __init__(
+        self,
+        prefix: Path | None,
+        batch: int,
+        sequence: int,
+        vocabulary: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        stream = _text() if prefix is None else _indexed(prefix)
+        # A stream shorter than a sequence repeats, as in Megatron's own datasets.
+        stream = stream.repeat(sequence // stream.numel() + 1)
+        self._stream = stream % vocabulary
+        self._batch, self._sequence = batch, sequence
+        self._next, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._count = max(1, (stream.numel() - 1) // sequence)
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = []
+        for _ in range(self._batch):
+            start = (self._next % self._count) * self._sequence
+            rows.append(self._stream[start : start + self._sequence + 1])
+            self._next += self._ranks
+        block = torch.stack(rows)
+        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+
+def _text() -> torch.Tensor:
+    data = Path(os.__file__).read_bytes()
+    return torch.from_numpy(numpy.frombuffer(data, dtype=numpy.uint8).astype(numpy.int64))
+
+
+def _indexed(prefix: Path, limit: int = 2**20) -> torch.Tensor:
+    """Return the first documents of a dataset as one stream of about ``limit`` tokens."""
+    documents, length = [], 0
+    for document in IndexedDataset(str(prefix)):
+        documents.append(numpy.asarray(document, dtype=numpy.int64))
+        length += documents[-1].size
+        if length >= limit:
+            break
+    return torch.from_numpy(numpy.concatenate(documents))
+
+
+class Trainer:
+    """A built model with its optimizer; needs cpu_fakes and a default process group."""
+
+    def __init__(self, plan: TrainingPlan) -> None:
+        self.plan = plan
+        self.model = build(plan.model)
+        self._fsdp: Any = self.model
+        if not plan.model.under_v2:
+            self._fsdp = self.model.module
+            self._fsdp._replace_param_with_distributed_if_needed()
+        self._parameters = list(self._fsdp.parameters())
+        self._optimizer = self._made_optimizer()
+        self._batches: Iterator[Any] = Batches(
+            plan.tokens,
+            plan.micro_batch_size,
+            plan.model.sequence_length,
+            plan.model.vocabulary,
+            parallel_state.get_data_parallel_group(),
+        )
+        self._static_inputs = ObservedInputs(transformer_layers(self.model))
+        self.session: Session | None = None
+
+    def _made_optimizer(self) -> Any:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import (
+            experimental,
+            fully_shard_optimizer,
+        )
+
+        adam = torch.optim.Adam(self._parameters, lr=self.plan.learning_rate)
+        if self.plan.model.under_v2:
+            experimental.fully_shard_optimizer(adam)  # in place
+            return adam
+        return fully_shard_optimizer(adam)
+
+    def step(self) -> tuple[float, float]:
+        """Train one step; return the mean loss per token (all processes) and the gradient norm."""
+        with ExitStack() as stack:
+            if self.session is not None:
+                self.session.mismatches.begin_step()
+            elif self.plan.graphs:
+                stack.callback(self._static_inputs.observe_step())
+            return self._step()
+
+    def _step(self) -> tuple[float, float]:
+        verifies = self.session is not None and self.session.mismatches.verifies_step
+        loss = self._verified() if verifies else self._passes()
+        norm = self._gradient_norm()
+        with_synced = {} if self.plan.model.under_v2 else {"sync_grad_before_optimizer_step": False}
+        self._optimizer.step(**with_synced)
+        return loss, norm
+
+    def _verified(self) -> float:
+        assert self.session is not None
+        batches = self._batches
+        self._batches = again = repeated_step.Batches(batches)
+
+        def eagerly() -> float:
+            again.rewind()
+            return self._passes()
+
+        try:
+            loss: float = repeated_step.train_step(self.session, self._passes, eagerly)
+        finally:
+            self._batches = batches
+        return loss
+
+    def _passes(self) -> float:
+        """All passes of a step; returns the mean loss."""
+        self._optimizer.zero_grad()
+        total = torch.zeros(2, dtype=torch.float64)
+        for microbatch in range(self.plan.microbatches):
+            last = microbatch == self.plan.microbatches - 1
+            with nullcontext() if last else self._fsdp.no_sync():
+                losses = self._forward()
+                self._scaled(losses).backward()
+            total += torch.tensor([losses.detach().double().sum(), losses.numel()])
+        dist.all_reduce(total)
+        self._fsdp.finish_grad_sync()
+        self._fsdp.scale_gradients(1.0 / float(total[1]))
+        return float(total[0] / total[1])
+
+    def _scaled(self, losses: torch.Tensor) -> torch.Tensor:
+        """Version 2 averages gradients over ranks and does not scale them afterwards."""
+        count = losses.numel() * self.plan.microbatches if self.plan.model.under_v2 else 1
+        return losses.sum() / count
+
+    def _forward(self) -> torch.Tensor:
+        tokens, labels = next(self._batches)
+        length = tokens.shape[1]
+        positions = torch.arange(length).expand_as(tokens)
+        mask = ~torch.tril(torch.ones(length, length, dtype=torch.bool)).reshape(1, 1, length, -1)
+        losses: torch.Tensor = self.model(tokens, positions, mask, labels=labels)
+        return losses.float()
+
+    def _gradient_norm(self) -> float:
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                total += parameter.grad.to_local().double().square().sum()
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+    def capture(
+        self,
+        backend: Backend,
+        agreement: Agreement | None = None,
+        *,
+        only: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Session:
+        """Capture the transformer layers; they replay until the session is closed.
+
+        ``only`` lists the indices of the layers to capture; None means all. ``agreement`` and
+        ``options`` are the session's.
+
+        Raises what the session and the backend raise; the model is then unchanged.
+        """
+        follow_captures()
+        layers = transformer_layers(self.model)
+        if only is not None:
+            layers = [layers[index] for index in only]
+        sharding = of_megatron(self.model)
+        assert sharding is not None
+        session = Session(
+            sharding,
+            units_of(layers),
+            backend,
+            agreement,
+            static_inputs=self._static_inputs,
+            **options,
+        )
+        with ExitStack() as lasting:
+            args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
+            lasting.callback(shared_experts_idle, layers)
+            lasting.callback(recompute_in_layers(self.model, self._static_inputs))
+            with session.capturing(), capturing_flag():
+                graphs = session.capture(
+                    tuple(layers),
+                    args,
+                    sample_kwargs=kwargs,
+                    num_warmup_iters=2,
+                    allow_unused_input=True,
+                    _order=[1, -1],
+                    _num_layers_per_chunk=[len(layers)],
+                    _reuse_graph_input_output_buffers=True,
+                )
+                for layer, graph in zip(layers, graphs, strict=True):
+                    layer.cuda_graphs = [graph]
+            session.on_close(lasting.pop_all().close)
+        self._optimizer.zero_grad()
+        self.session = session
+        return session
+
+    def close(self) -> None:
+        """Delete the graphs, if there are any. Safe to call twice."""
+        if self.session is not None:
+            self.session.close()
+
+    def _samples(self, layer: Any) -> tuple[tuple[torch.Tensor], dict[str, torch.Tensor]]:
+        """Return static inputs as Megatron's helper makes them, in the model's precision."""
+        shape = self.plan.model
+        inputs = layer.get_layer_static_inputs(shape.sequence_length, self.plan.micro_batch_size)
+        hidden = inputs.pop("hidden_states").detach().to(layer.config.params_dtype)
+        if "attention_mask" in inputs:
+            gpt = next(m for m in self.model.modules() if hasattr(m, "rotary_pos_emb"))
+            inputs["rotary_pos_emb"] = gpt.rotary_pos_emb(shape.sequence_length)
+            # The model passes one mask for the whole batch, so the graph uses that shape.
+            inputs["attention_mask"] = inputs["attention_mask"][:1].clone()
+        return (hidden.requires_grad_(),), inputs

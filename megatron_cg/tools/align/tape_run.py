@@ -1,0 +1,70 @@
+"""One process of a run on the CPU: trains by its plan, and writes the record."""
+
+import time
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_cg.arguments.schema import VERIFY_STEPS
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.train import Trainer
+from megatron_cg.tape.training_plan import TrainingPlan
+from megatron_cg.telemetry.sinks import recording
+from megatron_cg.tools.record.record import Recorder, Setup, dataset
+from megatron_cg.upstream.patch import undone_after
+
+
+def setup_of(plan: TrainingPlan) -> Setup:
+    """What a record says of the run; captured scopes, buffers and its length may differ."""
+    model = asdict(plan.model)
+    del model["graph_modules"], model["grouped"]
+    for name in ("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"):
+        model["fsdp_options"].pop(name, None)
+    names = ("microbatches", "micro_batch_size", "learning_rate")
+    return {
+        "model": model,
+        "data": {"tokens": plan.tokens and dataset(str(plan.tokens))},
+        "training": {name: getattr(plan, name) for name in names},
+    }
+
+
+def record_steps(plan: TrainingPlan, trainer: Trainer, recorder: Recorder) -> None:
+    """Train the steps of ``plan``, and record their numbers and the counts of graphs."""
+    for number in range(plan.steps):
+        if plan.graphs and number == plan.warmup_steps:
+            policy = ReplayPolicy(verify_steps=VERIFY_STEPS)
+            trainer.capture(TapeBackend(), Agreement(), policy=policy)
+        start = time.perf_counter()
+        loss, norm = trainer.step()
+        losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
+        recorder.add_step(losses, norm, False, start)
+    if trainer.session is not None:
+        recorder.note("graphs", trainer.session.counters.as_dict())
+
+
+def train(plan: TrainingPlan, directory: Path) -> None:
+    """Run ``plan`` in this process and write its record to ``directory/rank<N>.jsonl``.
+
+    The record's file is written also when training fails, with the error's name and text.
+    """
+    recorder = Recorder(directory)
+    recorder.begin(setup_of(plan))
+    try:
+        with (
+            undone_after(allow_full_recompute()),
+            recording(recorder),
+            closing(Trainer(plan)) as trainer,
+        ):
+            record_steps(plan, trainer, recorder)
+            recorder.finish([trainer.model])
+    except BaseException as error:
+        recorder.fail(error)
+        raise
+    finally:
+        parallel_state.destroy_model_parallel()

@@ -1,1 +1,0 @@
-"""Trains with the real Megatron-FSDP without a GPU: fakes, a model, a loop, its processes."""

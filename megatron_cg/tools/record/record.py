@@ -1,0 +1,333 @@
+"""Records what a run trained, bit for bit: losses, gradient norms and parameter shards.
+
+Compared runs must agree on the setup: what is trained, on which data and in which layout.
+For ``megatron-cg report`` it also records step times, counters, the captures, and the warnings of
+this package. ``read_record.py`` has the format.
+
+Megatron looks up ``train``, ``train_step`` and ``evaluate`` as globals of their module for each
+call; Megatron-Bridge (0.6.2) does so in several modules, for ``train_step`` once when ``train``
+begins. ``train_step`` returns eight values: the first is the loss dictionary, the second
+``skipped_iter`` and the sixth the gradient norm. The first value of ``evaluate`` is a dictionary of
+losses.
+
+The recorder reads values after the step returns, so it cannot change what it records.
+A step's time ends when its losses are read, which waits for the optimizer. ``train_step`` waits for
+the gradient norm, which may be there before (``fastpath/host_reads.py``).
+Python writes a float with as many digits as it takes to read the same bits back; a float holds any
+value of a smaller type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megatron_cg.arguments.schema import PACKAGES
+from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
+from megatron_cg.fsdp.roles import fsdp_class
+from megatron_cg.telemetry.sinks import recording
+from megatron_cg.tools.record.read_record import FORMAT
+from megatron_cg.upstream.patch import run_instead
+from megatron_cg.upstream.symbols import Symbol, changed, installed_version
+from megatron_cg.version import __version__
+
+_ARGS = Symbol("megatron.training.global_vars:get_args", "the run's arguments")
+_BUFFERS = {
+    "main": "main_weight_buffer",
+    "model": "model_weight_buffer",
+    "transpose": "transpose_weight_buffer",
+}
+Setup = dict[str, dict[str, Any]]
+"""By group (``model``, ``parallel``, ``data``, ``training``), then by name."""
+
+_NAMES: Mapping[str, str] = {
+    "model": """
+        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+        seq_length padded_vocab_size untie_embeddings_and_output_weights position_embedding_type
+        rotary_base rotary_percent normalization layernorm_epsilon swiglu squared_relu
+        add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout init_method_std
+        num_experts moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
+        moe_router_topk moe_router_score_function moe_router_load_balancing_type moe_aux_loss_coeff
+        moe_expert_capacity_factor multi_latent_attention q_lora_rank kv_lora_rank mtp_num_layers
+        hybrid_layer_pattern mamba_state_dim mamba_head_dim
+        bf16 fp16 fp8 fp8_recipe fp8_param_gather fp4""",
+    "parallel": """
+        tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size
+        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+        use_megatron_fsdp data_parallel_sharding_strategy num_distributed_optimizer_instances""",
+    "data": "mock_data split tokenizer_type tokenizer_model",
+    "training": """
+        seed train_iters micro_batch_size global_batch_size rampup_batch_size optimizer lr min_lr
+        lr_decay_style lr_warmup_iters weight_decay clip_grad adam_beta1 adam_beta2 adam_eps""",
+}
+
+
+def of_megatron() -> Setup:
+    """The setup of the run in this process; empty if Megatron has no arguments."""
+    try:
+        args = _ARGS.find()()
+    except AssertionError:
+        # A custom training loop: it calls Megatron's functions and parses no flags.
+        return {}
+    setup = {
+        group: {name: getattr(args, name, None) for name in names.split()}
+        for group, names in _NAMES.items()
+    }
+    setup["data"]["data_path"] = [dataset(word) for word in args.data_path or ()]
+    return setup
+
+
+def dataset(prefix: str) -> str:
+    """A dataset by name and size, wherever it lies; a word that is no dataset stays as it is."""
+    path = Path(f"{prefix}.bin")
+    try:
+        return f"{path.name} of {path.stat().st_size:,} bytes"
+    except OSError:
+        return prefix
+
+
+def parameter_digests(model: nn.Module) -> dict[str, str]:
+    """SHA-256 of this rank's shard of every parameter, by ``<weights>:<parameter name>``.
+
+    Under Megatron-FSDP the weights are ``main`` (updated by the optimizer), ``model`` (used by the
+    layers) and, with FP8 parameters, ``transpose``. Without Megatron-FSDP, and for parameters that
+    are not sharded, they are ``parameter``. Waits for the device.
+    """
+    if torch.cuda.is_available():
+        # If weights are not sharded, the last step's all-gather may still be in flight on its own
+        # stream.
+        torch.cuda.synchronize()
+    fsdp: Any = find_megatron_fsdp(model)
+    if fsdp is None:
+        return {f"parameter:{name}": digest(value) for name, value in model.named_parameters()}
+    buffer = fsdp.param_and_grad_buffer
+    digests: dict[str, str] = {}
+    for group in buffer.parameter_groups:
+        kinds = {kind: getattr(group, name) for kind, name in _BUFFERS.items()}
+        present = {kind: weights for kind, weights in kinds.items() if weights is not None}
+        # If only some of a group's weights are sharded (ZeRO-1 and 2), the others also hold copies
+        # of weights that other ranks own. The next all-gather renews them, so their state at the
+        # end of a run is random. This rank digests only the weights it owns.
+        only_own = any(weights.is_data_distributed for weights in present.values())
+        for item, parameter in enumerate(group.params):
+            name = buffer.param_to_name[parameter]
+            if not present:
+                digests[f"parameter:{name}"] = digest(parameter)
+            for kind, weights in present.items():
+                value = weights.get_item(item, only_shard=only_own)
+                digests[f"{kind}:{name}"] = digest(value)
+    return digests
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes, for any dtype and device."""
+    value = tensor.detach()
+    local = getattr(value, "to_local", None)
+    value = (local() if local is not None else value).cpu().contiguous()
+    hashed = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
+    hashed.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
+logger = logging.getLogger(__name__)
+
+
+def _loop(train: str, step: str, evaluate: str) -> tuple[Symbol, ...]:
+    model, what = ("forward_step_func", "data_iterator", "model"), "a function of the loop"
+    return (
+        Symbol(f"{train}:train", what, parameters=("forward_step_func", "model")),
+        Symbol(f"{step}:train_step", what, parameters=(*model, "optimizer")),
+        Symbol(f"{evaluate}:evaluate", what, parameters=model),
+    )
+
+
+LoopName = Literal["megatron", "bridge"]
+_MEGATRON, _BRIDGE = "megatron.training.training", "megatron.bridge.training"
+_LOOPS: Mapping[str, tuple[Symbol, ...]] = {
+    "megatron": _loop(_MEGATRON, _MEGATRON, _MEGATRON),
+    "bridge": _loop(f"{_BRIDGE}.pretrain", f"{_BRIDGE}.train", f"{_BRIDGE}.eval"),
+}
+RELIES_ON = (
+    *chain(*_LOOPS.values()),
+    _ARGS,
+    *fsdp_class("ParamAndGradBuffer", "parameter_groups", "param_to_name"),
+    *fsdp_class("ParameterGroup", "params", *_BUFFERS.values()),
+    *fsdp_class("DataParallelBuffer", "get_item", "is_data_distributed"),
+)
+
+_VARIABLES = ("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_NCCL_", "MAMBA_")
+"""How the environment variables begin that affect CUDA, NCCL, TE and the allocator."""
+_WRITE_SECONDS = 10.0
+"""Steps are written that often; a killed run lacks at most those of this time."""
+
+
+def install_recorder(
+    directory: str | Path, loop: LoopName = "megatron", *, digests: bool = True
+) -> Callable[[], None]:
+    """Record the run of this process into ``directory/rank<N>.jsonl``; returns the undo.
+
+    For the arguments see :class:`Recorder`. Raises UpstreamChangedError when a function of
+    ``loop`` is not as relied on.
+    """
+    recorder = Recorder(Path(directory), digests=digests)
+    functions = (recorder.train, recorder.train_step, recorder.evaluate)
+    with ExitStack() as stack:
+        for symbol, function in zip(_LOOPS[loop], functions, strict=True):
+            stack.callback(run_instead(symbol, function))
+        stack.enter_context(recording(recorder))
+        return stack.pop_all().close
+
+
+class Recorder(logging.Handler):
+    """The record of one rank; its file grows step by step, from the begin of training.
+
+    As a handler of logging it records warnings and errors. ``digests`` says whether to read every
+    parameter shard at the end, as comparisons need.
+    """
+
+    def __init__(self, directory: Path, *, digests: bool = True) -> None:
+        super().__init__(logging.WARNING)
+        rank = int(os.environ.get("RANK", "0"))
+        self._path = directory / f"rank{rank}.jsonl"
+        self._digests = digests
+        self._lines: list[str] = []
+        self._is_open = self._failed = False
+        self._written = 0.0
+        self._steps = 0
+        self._add(
+            format=FORMAT,
+            rank=rank,
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            began=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={name: installed_version(name) for name in PACKAGES}
+            | {"megatron-cg": __version__},
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            command=list(sys.argv),
+            environment={n: os.environ[n] for n in sorted(os.environ) if n.startswith(_VARIABLES)},
+        )
+
+    def begin(self, setup: Setup) -> None:
+        """Begin the file; only ``setup`` distinguishes the run from a run of another model."""
+        self._is_open = True
+        self.note("setup", setup)
+
+    def note(self, key: str, value: Any) -> None:
+        """Set ``key``."""
+        self._add(**{key: value})
+        self._write()
+
+    def add_capture(self, capture: Mapping[str, Any]) -> None:
+        """Add a capture, and the number of steps trained before it."""
+        self.note("captures", [{"after_step": self._steps, **capture}])
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a warning or an error, and the number of steps trained before it."""
+        try:
+            level, text = record.levelname.lower(), record.getMessage()
+            self.note("events", [{"after_step": self._steps, "level": level, "text": text}])
+        except Exception:
+            self.handleError(record)
+
+    def train_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``step``, and add its loss, gradient norm and time to the record."""
+        start = time.perf_counter()
+        result = step(*args, **kwargs)
+        if not isinstance(result, tuple) or len(result) != 8:
+            of = Symbol(f"{step.__module__}:train_step", "what returns eight values")
+            raise changed(of.distribution, of.path, of.expected)
+        losses, skipped, grad_norm = result[0], result[1], result[5]
+        self.add_step(losses, grad_norm, bool(skipped), start)
+        return result
+
+    def evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``evaluate``, and store its losses with those of the last trained step."""
+        result = evaluate(*args, **kwargs)
+        if self._steps and result[0]:
+            losses = {f"evaluation {name}": float(value) for name, value in result[0].items()}
+            self.note("evaluation", losses)
+        return result
+
+    def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``train``; begin the file, and end it with the parameters or with the error."""
+        model = inspect.signature(train).bind(*args, **kwargs).arguments["model"]
+        self.begin(of_megatron())
+        try:
+            result = train(*args, **kwargs)
+        except SystemExit:
+            self.finish(model)
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.finish(model)
+        return result
+
+    def add_step(self, losses: dict[str, Any], grad_norm: Any, skipped: bool, start: float) -> None:
+        """Add one step; ``start`` is the ``time.perf_counter()`` of its begin."""
+        self._steps += 1
+        step = {
+            "losses": {name: float(value) for name, value in losses.items()},
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "skipped": skipped,
+            "milliseconds": (time.perf_counter() - start) * 1e3,
+        }
+        self._add(steps=[step])
+        if time.monotonic() - self._written >= _WRITE_SECONDS:
+            self._write()
+
+    def finish(self, model: list[Any]) -> None:
+        """Record the parameter shards of every model chunk and the peak memory."""
+        for index, chunk in enumerate(model if self._digests else ()):
+            for name, digest in parameter_digests(chunk).items():
+                self._add(parameters={name if len(model) == 1 else f"{index}:{name}": digest})
+        if torch.cuda.is_available():
+            self._add(peak_allocated_bytes=torch.cuda.max_memory_allocated())
+        self._is_open = True
+        self.note("finished", True)
+
+    def fail(self, error: BaseException) -> None:
+        """Record the error that ended the run."""
+        self._is_open = True
+        self.note("error", f"{type(error).__name__}: {error}")
+
+    def _add(self, **entry: Any) -> None:
+        if not self._failed:
+            self._lines.append(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
+
+    def _write(self) -> None:
+        """Write the lines so far, if training has begun; the first ones replace an older file.
+
+        A full disk is logged once and ends no run: other ranks would wait for this one forever,
+        and the checkpoint after training would be lost.
+        """
+        if not self._is_open or not self._lines:
+            return
+        lines, self._lines = self._lines, []
+        mode = "a" if self._written else "x"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._written:  # Also a link or a pipe that lies there.
+                self._path.unlink(missing_ok=True)
+            # A path in it may have bytes that are no UTF-8.
+            with self._path.open(mode, encoding="utf-8", errors="replace") as file:
+                file.writelines(lines)
+        except OSError as error:
+            # Before the warning, which is an event of this record.
+            self._failed = True
+            reason = f"{error.filename or self._path} cannot be written: {error.strerror}"
+            logger.warning("megatron_cg: %s. Training goes on without a record.", reason)
+        self._written = time.monotonic()

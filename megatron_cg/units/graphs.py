@@ -1,0 +1,350 @@
+"""The graphs of one model under the standalone Megatron-FSDP, over the steps of a training loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_cg.arguments.words import UNITS, errors_name_arguments, sentences
+from megatron_cg.backends.base import Backend
+from megatron_cg.capture.session import GraphController, Session
+from megatron_cg.consensus.exchange import TIMEOUT, Agreement
+from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.integrations.call_arguments import (
+    BackendName,
+    OnFailure,
+    OnMismatch,
+    at_least,
+    backend_of,
+    check_settings,
+    member_of,
+    refuse,
+    require_same,
+    settings_in,
+    several,
+)
+from megatron_cg.integrations.repeated_step import gradients_saved, train_step
+from megatron_cg.integrations.teardown import graphs_close_in_time
+from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
+from megatron_cg.telemetry.capture_report import follow_captures, is_first_rank
+from megatron_cg.units.find_sharding import find_sharding
+from megatron_cg.units.find_units import UnitName, check_seen, find_units
+from megatron_cg.units.module_unit import ModuleUnit
+from megatron_cg.units.observe import Observer
+from megatron_cg.units.sums import Later, separate
+from megatron_cg.upstream.patch import all_of
+
+logger = logging.getLogger(__name__)
+
+_NO_UNITS = Violation(
+    "argument",
+    "units names nothing",
+    "no unit would be captured",
+    'units=["layers.*"], with names as in model.module.named_modules()',
+)
+
+_ALIKE = (
+    "Run the same steps and passes on all ranks. To train without graphs: leave graph_units out."
+)
+_NOT_VERIFIED = Violation(
+    "step-not-verified",
+    "verify_steps, and a step that did not give its passes to graphs.verified()",
+    "only a function that trains all passes of a step can be run twice and compared",
+    "loss = graphs.verified(lambda: train(batch)) before optimizer.step(), or leave verify_steps "
+    "out",
+)
+
+_AGAIN = (
+    " If it stays so, capture again, on all ranks between two steps: graphs.close(), and then "
+    "graphs = graph_units(model, units). Or pass recapture=N to graph_units."
+)
+_CHANGED = (
+    "a unit had a mismatch in each of {} steps, here or on another rank. The graphs are released, "
+    "and units are captured again after {} steps (recapture)."
+)
+_SOME_RANKS = (
+    "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
+    "GROUP = torch.distributed.new_group(RANKS), which all ranks call"
+)
+
+
+class GraphedUnits:
+    """Replay CUDA graphs of ``units`` of a model while it trains.
+
+    The model may be sharded by Megatron-FSDP's ``fully_shard_model``, by Megatron-FSDP v2
+    (``megatron_fsdp.experimental``), by torch's ``fully_shard`` (FSDP2), wrapped by
+    DistributedDataParallel, or neither.
+
+    This call captures nothing: steps inside :meth:`GraphedUnits.step` train eagerly for the first
+    ``warmup_steps`` steps. The units are then captured with the arguments of those calls, so no
+    sample inputs are needed. All ranks of ``group`` call this together::
+
+        with graph_units(model, ["layers.*"]) as graphs:
+            for batch in batches:
+                with graphs.step():
+                    optimizer.zero_grad()
+                    model(batch).mean().backward()
+                    optimizer.step()
+
+    Args:
+        model: the wrapped model, or any module around it. ``fully_shard_model`` must have been
+            called with ``fsdp_double_buffer=True`` and
+            ``fsdp_db_use_persist_buf_on_alloc_fail=True``.
+        units: FSDP units, or any modules if the model is not sharded: names as in
+            ``named_modules()`` of the model inside the wrapper, with ``*`` for one part between
+            dots; modules; or classes. A single one may be given without a list.
+        warmup_steps: eager steps before capture, at least 1. From 3 on, inputs after the first that
+            are the same tensor in all steps, such as a mask or a rotary table, are read in place.
+        backend: the capture backend, as an object or by name: ``"native"``, which needs nothing but
+            torch; ``"transformer_engine"`` or ``"te"``, which captures FP8 too; ``"tape"``.
+        on_failure: whether a failed capture raises, or is logged and training goes on eagerly.
+        on_mismatch: what happens when a graph must not be replayed; as ``--cg-on-mismatch``.
+        verify_interval: None compares one unit's replay with an eager pass in every tenth step, in
+            turn (if there are fewer than 20 units, less often after some rounds: each once in 200
+            steps). A number N compares all replays of every N-th step; 0 means never.
+        verify_steps: in every N-th step :meth:`verified` trains twice and compares; 0 means never.
+        fast_path: False is as ``--cg-no-fsdp-fast-path``.
+        separate_inputs: whether units take their arguments through views (``x.view_as(x)``), in
+            eager passes too, so that a unit's own uses of a tensor that others use too are summed
+            first. Numbers may then differ from those of plain eager training in the last bits. They
+            equal those of eager training with these views bit for bit, which is this same call with
+            more ``warmup_steps`` than the loop has steps.
+        recapture: N captures again if a unit had a mismatch in each of N steps on any rank, such as
+            after unfreezing; ranks vote in every N-th step. ``warmup_steps`` eager steps come
+            before it, and if it fails, ``on_failure`` says what follows. If it did not help, the
+            next one comes after 2 N such steps. 0 means never.
+        group: the ranks that train this model together, if those are not all ranks of the default
+            process group, such as ``mesh.get_group()``. They vote on what all of them must do.
+
+    Raises:
+        ArgumentError: with every argument that is wrong.
+        AgreementError: not all ranks of ``group`` make this call; with those that do not. Or they
+            differ in settings, versions or variables; with all of them.
+        HookError: the model is sharded in a way that is not known, or in more than one.
+        ConfigurationError: with every reason why a unit cannot be captured.
+        UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.
+        CaptureError: the native backend, and there is no GPU.
+    """
+
+    @errors_name_arguments(UNITS)
+    def __init__(
+        self,
+        model: nn.Module,
+        units: UnitName | Iterable[UnitName],
+        *,
+        warmup_steps: int = 3,
+        backend: Backend | BackendName = "native",
+        on_failure: OnFailure = "error",
+        on_mismatch: OnMismatch = "eager",
+        verify_interval: int | None = None,
+        verify_steps: int = 0,
+        fast_path: bool = True,
+        separate_inputs: bool = False,
+        recapture: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        given, wanted = settings_in(locals()), several(units)
+        broken = [] if wanted else [_NO_UNITS]
+        broken += at_least("warmup_steps", warmup_steps, 1)
+        broken += at_least("recapture", recapture, 0)
+        broken += check_settings(given, UNITS)
+        broken += member_of(group)
+        refuse(broken)
+        self._warmup_steps, self._on_failure = warmup_steps, on_failure
+        again = "" if recapture else _AGAIN
+        self._policy = ReplayPolicy(
+            on_mismatch, verify_interval, verify_steps, sentences(UNITS), again
+        )
+        self._model, self._wanted, self._recapture = model, wanted, recapture
+        self._separates = separate_inputs
+        self._fast_path, self._awaits_verified = fast_path, False
+        with ExitStack() as undo:
+            self._agreement = Agreement(group=group, remedy=_ALIKE, alone=_SOME_RANKS)
+            undo.callback(self._agreement.close)
+            given |= {"units": [*map(_named, wanted)], "warmup_steps": warmup_steps}
+            given |= {"separate_inputs": separate_inputs, "recapture": recapture}
+            given["backend"] = getattr(backend, "name", backend)
+            require_same(self._agreement, "graph_units", given)
+            self._backend = backend_of(backend)
+            self._begin()
+            follow_captures()
+            undo.callback(self._forget)
+            undo.callback(graphs_close_in_time())
+            self._controller = GraphController(
+                self._agreement,
+                self._capture,
+                goes_on=on_failure == "eager",
+                option="on_failure='eager'",
+            )
+            undo.callback(self._controller.close)
+            undo.callback(self._controller.release)
+            self._undo = undo.pop_all()
+
+    def _begin(self) -> None:
+        """Find the units as the model is now, to be observed from the first step on."""
+        self._sharding = find_sharding(self._model)
+        self._units = find_units(self._sharding, self._wanted, self._backend.name)
+        self._observer = Observer(self._units, self._sharding)
+        self._join = all_of(map(separate, self._units.values() if self._separates else ()))
+
+    def _forget(self) -> None:
+        self._observer.forget()
+        self._join()
+
+    def _begin_again_if_due(self) -> None:
+        """Release graphs on all ranks if a unit of any of them has changed for good."""
+        session, every = self.session, self._recapture
+        if not every or session is None or session.mismatches.verifications.step % every:
+            return
+        mismatches = session.mismatches
+        if not mismatches.on_any_rank("recapture", mismatches.steps_in_a_row >= every, TIMEOUT):
+            return
+        if is_first_rank():
+            logger.warning(f"megatron_cg: {_CHANGED.format(every, self._warmup_steps)}")
+        if mismatches.verifications.step <= 3 * every:
+            self._recapture *= 2
+        self._controller.begin_again()
+        self._forget()
+        self._begin()
+
+    @property
+    def counters(self) -> Counters:
+        """The counts of all captures so far."""
+        return self._controller.counters
+
+    @property
+    def session(self) -> Session | None:
+        """The current graphs; None before capture, and after falling back to eager."""
+        return self._controller.session
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One training step of all ranks: every pass up to the optimizer's step.
+
+        On entry, graphs are captured if they are due. If other weights need a gradient than in the
+        last step, one more step is observed first.
+
+        Raises:
+            ConfigurationError: the observed calls of a unit cannot be captured.
+            CaptureError: capture failed, on this rank or another; nothing was changed. Not raised
+                with ``on_failure="eager"``, unless ranks can no longer go on together.
+            AgreementError: ranks no longer do the same; this one has to end.
+            ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.MismatchPolicy`.
+        """
+        warmed_up = self._observer.steps >= self._warmup_steps
+        with errors_name_arguments(UNITS), ExitStack() as stack:
+            if self._controller.awaits_capture and warmed_up and self._observer.is_recent:
+                self._controller.capture()
+            if self._controller.gave_up:
+                self._observer.forget()
+            self._controller.begin_step()
+            self._begin_again_if_due()
+            session = self.session
+            self._awaits_verified = session is not None and session.mismatches.verifies_step
+            if self.session is None and self._controller.awaits_capture:
+                stack.enter_context(self._observer.observe_step())
+            yield
+        if self._awaits_verified:
+            raise ConfigurationError([_NOT_VERIFIED])
+
+    def verified[T](self, step: Callable[[], T]) -> T:
+        """What ``step`` returns, which runs all passes of a training step, inside :meth:`step`.
+
+        In every ``verify_steps``-th step it runs once more, eagerly, from the state and gradients
+        of before (Megatron-FSDP: from cleared gradients), and the numbers of both are compared; see
+        ``--cg-verify-steps``. So it must not update weights or read its batch by itself::
+
+            with graphs.step():
+                batch = next(batches)
+                optimizer.zero_grad()
+                loss = graphs.verified(lambda: train(batch))
+                optimizer.step()
+
+        Raises ReplayMismatchError: with ``on_mismatch="error"``, if they differ on any rank.
+        """
+        self._awaits_verified, session = False, self.session
+        if session is None or not session.mismatches.verifies_step:
+            return step()
+        restore = gradients_saved(self._sharding)
+
+        def eagerly() -> T:
+            restore()
+            return step()
+
+        made: T = train_step(session, step, eagerly)
+        return made
+
+    def close(self) -> None:
+        """Release the graphs and undo all changes. Safe to call twice.
+
+        Call it before ``destroy_process_group``, which closes graphs too but waits for them. Warns
+        if the loop was over before the capture.
+        """
+        if self._controller.awaits_capture and not self.counters.captured and is_first_rank():
+            logger.warning(
+                f"megatron_cg: nothing was captured: the loop had {self._observer.steps} steps in "
+                f"graphs.step(), and the first {self._warmup_steps} are eager (warmup_steps)."
+            )
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        if kind is not None:
+            self._undo.close()
+        self.close()
+
+    @errors_name_arguments(UNITS)
+    def _capture(self) -> Session:
+        seen = self._observer.calls
+        check_seen(self._units, self._observer)
+        device_type = next(iter(seen.values())).autocast["device_type"]
+        backward = self._observer.autocast_in_backward(device_type) | {"cache_enabled": False}
+        units = [ModuleUnit(name, self._units[name], call, backward) for name, call in seen.items()]
+        session = Session(
+            self._sharding,
+            units,
+            self._backend,
+            self._agreement,
+            joins=self._on_failure == "eager",
+            policy=self._policy,
+            static_inputs=self._observer.static_inputs,
+            fast_path=self._fast_path,
+        )
+        samples = [call.samples() for call in seen.values()]
+        with session.capturing(), ExitStack() as stack:
+            stack.enter_context(torch.autocast(**backward))
+            for unit, (args, kwargs) in zip(units, samples, strict=True):
+                stack.enter_context(unit.taking_tensors(args, kwargs))
+            graphs = session.capture(
+                [unit.layer for unit in units],
+                [args for args, _ in samples],
+                sample_kwargs=[kwargs for _, kwargs in samples],
+                allow_unused_input=True,
+                # Given any order, TE returns the graphs; without one it replaces the modules'
+                # forwards.
+                _order=[1, -1],
+                _num_layers_per_chunk=[len(seen)],
+            )
+            for unit, graph in zip(units, graphs, strict=True):
+                vars(unit.layer)["cuda_graphs"] = [graph]
+        pairs = zip(units, samples, strict=True)
+        names = {unit.name: [*unit.inputs, *named] for unit, (_, named) in pairs}
+        found = session.mismatches.mismatched_in_backward
+        later = Later(self._observer.sums.seen, names, graphs[0].in_flight.nodes, found)
+        session.on_close(later.observe())
+        return session
+
+
+def _named(unit: UnitName) -> str:
+    return unit if isinstance(unit, str) else getattr(unit, "__qualname__", type(unit).__name__)
+
+
+graph_units = GraphedUnits

@@ -1,0 +1,312 @@
+"""Observes the steps before capture: the order of units, their arguments and their autocast.
+
+Sample inputs are made from this, so users need not know the shapes of inner modules.
+
+Note [Checkpointing around a unit]
+    Activation checkpointing around a unit calls it again in the backward pass. The form without
+    reentrance (torch 2.11, ``torch/utils/checkpoint.py``) pairs the tensors that the two passes
+    save for backward by their number, through saved-tensor hooks. A replay saves none. So if one
+    pass is a replay and the other is eager, tensors are paired wrongly: gradients are wrong, and no
+    error follows. Both passes are told here, and both run eagerly.
+
+Note [Gradients from outside]
+    A unit may use a tensor that it returns or was given. Its gradient is then the sum over uses
+    inside and outside, and a graph gets those from outside alone, in their own strides. So the
+    caller gets a view, whose gradient that is. Autograd adds up the same terms in the same order:
+    uses outside come later in the forward pass, so their gradients come first.
+    For autograd it is no view, or a write would change the history of its base. But an argument or
+    another result on the same memory must see a write, so then it is one, and the unit is refused.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatron_cg.capture.observer import StaticInputs, version_of
+from megatron_cg.capture.operations import key_of
+from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.replay.borders import Layout, Noted, apart, local, spec_of
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.units.call import CallForm
+from megatron_cg.units.find_sharding import Unsharded
+from megatron_cg.units.results import attributes_of, results_of, tensors_of
+from megatron_cg.units.sums import Autocast, Note, Sums, autocast_now
+from megatron_cg.upstream.backward_pass import in_backward_pass
+from megatron_cg.upstream.patch import look
+from megatron_cg.upstream.symbols import Symbol
+
+_HOOKS = Symbol(
+    "torch._C:_autograd._top_saved_tensors_default_hooks",
+    "the saved-tensor hooks that apply now, or None",
+)
+RELIES_ON = (_HOOKS,)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One training call of a unit."""
+
+    form: CallForm
+    makers: Mapping[str, Callable[[], torch.Tensor]]
+    """Makes a sample of each of its tensors, by name."""
+    autocast: Autocast
+    """Around its forward pass."""
+    recompute: str | None
+    """Where a call of the step was made, if activation checkpointing may have made it."""
+    layouts: dict[Any, Layout]
+    """Of the DTensors that it returned and set, with the gradients that they got."""
+    gradients: dict[Any, Noted]
+    """The strides of the gradients of all that it returned and set."""
+
+    def samples(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """Memory for the inputs of its graph."""
+        made = {name: maker() for name, maker in self.makers.items()}
+        return tuple(made.pop(name) for name in self.form.names), made
+
+
+class Observer:
+    """Observes the units' calls in whole training steps; their ``sharding`` observes too."""
+
+    def __init__(self, units: Mapping[str, nn.Module], sharding: Sharding) -> None:
+        self._units, self._sharding = dict(units), sharding
+        self.calls: dict[str, Seen] = {}
+        """The last call of each unit in whole steps, in the order of their calls."""
+        self._now: dict[str, Seen] = {}
+        self.sums = Sums(sharding.varies_sums)
+        self._views: list[tuple[str, torch.Tensor, int]] = []
+        """Results of this step on the memory of an input or of another result, with their version
+        when returned."""
+        self.written: set[str] = set()
+        """The units whose callers write into such a result."""
+        self._given: Collection[Any] = ()
+        """The memory of the tensors of the call that runs now."""
+        self._held: Mapping[Any, torch.Tensor] = {}
+        """The attributes before it."""
+        self._follows: dict[str, set[str]] = {}
+        """The units right before a unit, in any step."""
+        self._memory: dict[str, dict[str, Any]] = {}
+        """Where weights were when the step began."""
+        self.moved: dict[str, str] = {}
+        """By unit: a weight that is elsewhere in the forward pass of each step."""
+        self.static_inputs = StaticInputs(self._units.values())
+        self.steps = 0
+        self._trained: set[str] = set()
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether the weights that need a gradient are those of the last observed step.
+
+        What is shared between units depends on it, such as the cast of a weight.
+        """
+        return self._trained == self._trainable()
+
+    def _trainable(self) -> set[str]:
+        return {
+            f"{unit}.{name}"
+            for unit, module in self._units.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @contextmanager
+    def observe_step(self) -> Iterator[None]:
+        """Observe every call inside the block; a step that raises is forgotten."""
+        self._now = {}
+        self._views.clear()
+        moved, self.moved = self.moved, {}
+        if isinstance(self._sharding, Unsharded):
+            self._memory = {name: _memory_of(module) for name, module in self._units.items()}
+        with ExitStack() as stack:
+            stack.callback(self._sharding.observe_step(self._units.values()))
+            stack.callback(self.sums.observe_step())
+            for name, module in self._units.items():
+                stack.callback(look(module, partial(self._look, name)))
+                stack.callback(look(module, partial(self._look_back, name), after=True))
+            if self.steps:
+                stack.callback(self.static_inputs.observe_step())
+            yield
+        for name, output, version in self._views:
+            if version_of(output) != version:
+                self.written.add(name)
+        self._views.clear()
+        if self.steps:
+            self.moved = {unit: name for unit, name in moved.items() if unit in self.moved}
+        self.steps += 1
+        self.calls, self._trained = self._in_order(), self._trainable()
+
+    def _in_order(self) -> dict[str, Seen]:
+        """All calls so far; a step may leave units out, as LayerDrop does."""
+        for one, following in pairwise(self._now):
+            self._follows.setdefault(following, set()).add(one)
+        known = self.calls | self._now
+        try:
+            found = {unit: self._follows.get(unit, ()) for unit in self._units if unit in known}
+            return {unit: known[unit] for unit in TopologicalSorter(found).static_order()}
+        except CycleError:  # The order has changed.
+            self._follows.clear()
+            return self._now | {unit: seen for unit, seen in known.items() if unit not in self._now}
+
+    def autocast_in_backward(self, device_type: str) -> Autocast:
+        """Around the last backward pass; if there was none, what is around this call."""
+        return self.sums.autocast.get(device_type) or autocast_now(device_type)
+
+    def keeps_casts(self, call: Seen) -> bool:
+        """Whether autocast keeps casts of weights that are gathered again for the backward pass."""
+        now = call.autocast
+        if isinstance(self._sharding, Unsharded) or not (now["enabled"] and now["cache_enabled"]):
+            return False
+        return self.autocast_in_backward(now["device_type"]) == now
+
+    def forget(self) -> None:
+        """Forget what was seen, when no capture follows."""
+        self.calls, self._now = {}, {}
+
+    def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        form = CallForm.of(module.forward, args, kwargs)
+        tensors, by_name, _ = form.split(args, kwargs)
+        given = {**dict(zip(form.names, tensors, strict=False)), **by_name}
+        self._given = {key_of(tensor) for tensor in given.values()}
+        self._held = attributes_of(module.modules())
+        if before_step := self._memory.get(name):
+            now = _memory_of(module)
+            elsewhere = [one for one in now if now[one] != before_step.get(one, now[one])]
+            self.moved.update((name, one) for one in elsewhere[:1])
+        before = self._now.get(name)
+        self._now[name] = Seen(
+            form,
+            {key: _maker(tensor) for key, tensor in given.items()},
+            autocast_now(tensors[0].device.type if tensors else "cpu"),
+            (before.recompute if before else None) or recompute_around(),
+            before.layouts if before else {},
+            before.gradients if before else {},
+        )
+        self.sums.begun(name, form.by_name(tensors, by_name))
+
+    def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
+        if not module.training or not torch.is_grad_enabled():
+            return outputs
+        leaves, spec = tree_flatten(outputs)
+        returned = tensors_of(leaves)
+        own = attributes_of(module.modules()).items()
+        held = {place: tensor for place, tensor in own if self._held.get(place) is not tensor}
+        given = self._given
+        self._held, self._given = {}, ()
+        used = self.sums.ended(name, list(filter(_has_node, (*returned, *held.values()))))
+        results = results_of(leaves, held)
+        memory = [key_of(one) for one in {id(t): t for _, t in results}.values()]
+        shared = {key for key in memory if key and (key in given or memory.count(key) > 1)}
+        # See Note [Gradients from outside].
+        views = {
+            id(t): t.view_as(t) if key_of(t) in shared else apart(t)
+            for _, t in results
+            if id(t) in used and _may_be_viewed(t)
+        }
+        notes: list[tuple[torch.Tensor, Note]] = []
+        for key, tensor in results:
+            made = views.get(id(tensor), tensor)
+            if not isinstance(key, int):
+                vars(key[0])[key[1]] = made
+            if not made.requires_grad or made.is_leaf:
+                continue
+            seen, label = self._now[name], f"result {key if isinstance(key, int) else key[1]}"
+            noted = seen.gradients.setdefault(key, Noted(label))
+            notes.append((made, noted.note))
+            if made is not tensor and not tensor.is_leaf:
+                noted.inside = noted.inside or Noted(label)
+                # A hook on the tensor would look like one of the loop's.
+                edge, note = get_gradient_edge(tensor), noted.inside.note
+                edge.node.register_prehook(lambda all_, n=edge.output_nr, note=note: note(all_[n]))
+            if spec_of(made) is not None:
+                layout = seen.layouts.setdefault(key, Layout(made, label))
+                layout.refuse = lambda _varies: None  # At capture.
+                notes.append((made, layout.note))
+        self.sums.returned(name, notes, views.values())
+        self._views += [(name, t, version_of(t)) for _, t in results if key_of(t) in shared]
+        made_of = [views.get(id(leaf), leaf) for leaf in leaves]
+        return tree_unflatten(made_of, spec) if views else outputs
+
+
+def _may_be_viewed(tensor: torch.Tensor) -> bool:
+    """Whether a view has all that the tensor has."""
+    is_plain = type(tensor) is torch.Tensor and not vars(tensor)
+    return is_plain or spec_of(tensor) is not None
+
+
+def _memory_of(module: nn.Module) -> dict[str, Any]:
+    """Where weights are."""
+    found = ((n, local(p)) for n, p in module.named_parameters() if not is_lazy(p))
+    return {name: (own.shape, own.device, own.data_ptr()) for name, own in found}
+
+
+def _maker(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Makes a tensor with the layout of ``tensor``; of indices and masks with their values too.
+
+    Made-up values of those may be out of range.
+    """
+    shape, stride, device = tensor.shape, tensor.stride(), tensor.device
+    empty = partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=device)
+    if not tensor.is_floating_point():
+        kept = empty().copy_(tensor)
+        return lambda: kept
+    needs_gradient = tensor.requires_grad
+    return lambda: empty().zero_().requires_grad_(needs_gradient)
+
+
+def _has_node(value: torch.Tensor) -> bool:
+    """Whether autograd has a node for ``value``: a sharded parameter may have no memory here."""
+    if not isinstance(value, nn.Parameter):
+        return True
+    return not isinstance(value, DTensor) and value.untyped_storage().nbytes() >= value.nbytes
+
+
+def recompute_around() -> str | None:
+    """What shows that a call made now is, or will be, recomputed; None if nothing does."""
+    if in_backward_pass():
+        return "inside a backward pass"
+    hooks = _HOOKS.cached(False)  # False: also while a trace is made
+    if hooks is None:
+        return None
+    pack = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__).partition(".__init__")[0]
+    return f"under saved-tensor hooks ({getattr(hooks[0], '__module__', '')}.{pack})"
+
+
+def recompute_cause(shown: str) -> tuple[str, str]:
+    """Why a replay cannot be where :func:`recompute_around` shows, and what to do instead."""
+    if "hooks" in shown and "checkpoint" not in shown:
+        return (
+            "a replay saves no tensors for backward, so these hooks would get none of the unit's",
+            "enter them around other modules alone, or leave the unit out of units",
+        )
+    return (
+        "activation checkpointing around the unit calls it again in the backward pass, on what it "
+        "saved; a replay saves nothing",
+        "leave the unit out of units, or put the checkpoint inside the unit",
+    )
+
+
+def not_recomputed() -> Mismatch | None:
+    """A mismatch if the call made now must not be a replay."""
+    shown = recompute_around()
+    if shown is None:
+        return None
+    reason, remedy = recompute_cause(shown)
+    return Mismatch(
+        "recompute",
+        "the place of its call",
+        "outside of backward passes and of saved-tensor hooks",
+        shown,
+        f"{reason[0].upper()}{reason[1:]}. {remedy[0].upper()}{remedy[1:]}.",
+    )

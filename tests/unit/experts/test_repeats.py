@@ -1,0 +1,300 @@
+"""Steps that exceed a bound of rows are repeated, and train bit for bit as eager steps."""
+
+import hashlib
+import random
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.events import StepRepeated, StepVerified, subscribers
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
+from tests.functional.loops import RECOMPUTE
+from tests.unit.experts.steps_of_megatron import MegatronTrainer, repeats, trainer_of
+from tests.unit.grouped_linear import grouped_experts, in_place_of_te
+from tests.unit.ranks import on_ranks
+
+WARMUP, LAYERS, MICROBATCHES, RANKS, FACTOR = 1, 2, 2, 2, 1.05
+Passes = frozenset[tuple[int, int, int]]
+"""In which the bound counts as exceeded, on the rank's device: rank, microbatch and layer."""
+NEVER: Passes = frozenset()
+EVERY: Passes = frozenset(product(range(RANKS), range(MICROBATCHES), range(LAYERS)))
+
+
+def of(place: int, number: int) -> Passes:
+    """Those of one rank, microbatch or layer."""
+    return frozenset(one for one in EVERY if one[place] == number)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and for each of its steps with graphs the passes that exceed the bound.
+
+    With ``real`` the bound is a real one, of ``FACTOR``, and every step exceeds it.
+    """
+
+    exceeds: tuple[Passes, ...] = (NEVER, EVERY, NEVER)
+    real: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dropout: float = 0.0
+    fast_path: bool = True
+    verify_interval: int = 0
+    verifies_steps: bool = False
+    again: int | None = None
+    """The step before which graphs are deleted and captured again."""
+    evaluated: int | None = None
+    """The step before which the model is evaluated."""
+
+    @property
+    def steps(self) -> int:
+        return WARMUP + len(self.exceeds)
+
+    @property
+    def repeated(self) -> list[int]:
+        found = enumerate(self.exceeds, WARMUP)
+        return [step for step, exceeds in found if self.real or exceeds]
+
+    @property
+    def verified(self) -> list[int]:
+        """The steps that are to be compared with eager ones."""
+        with_graphs = range(WARMUP, self.steps) if self.verifies_steps else ()
+        return [step for step in with_graphs if step not in self.repeated]
+
+    @property
+    def eager(self) -> str:
+        """Equal for cases with equal eager steps, of which some have more."""
+        return repr((self.options, self.dropout, self.evaluated, self.again))
+
+
+GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
+ON_META = {"init_model_with_meta_device": True}
+SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_dtype": "fp32",
+}
+LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
+RECOMPUTED = {**RECOMPUTE, **SIGMOID}
+FIRST_OF_ONE = of(0, 1) & of(1, 0) & of(2, 0)
+PLACES: dict[str, Passes] = {
+    "every pass, at first": EVERY,
+    "never": NEVER,
+    "one rank": of(0, 1),
+    "never after one rank": NEVER,
+    "the other rank": of(0, 0),
+    "first microbatch": of(1, 0),
+    "last microbatch": of(1, 1),
+    "never after both microbatches": NEVER,
+    "last layer of one rank": of(0, 0) & of(1, 1) & of(2, LAYERS - 1),
+    "first layer of one rank": FIRST_OF_ONE,
+    "never after one layer": NEVER,
+    **{f"every pass, {number} in a row": EVERY for number in (1, 2, 3)},
+}
+"""Steps of one run, in this order."""
+ALL_AT_ONCE = SIGMOID | LOSSES
+CASES = {
+    "each place in its step": Case(tuple(PLACES.values())),
+    "loss over all microbatches, without the fast path": Case(options=GLOBAL, fast_path=False),
+    "captured again, evaluated, all at once": Case(
+        (NEVER, EVERY, EVERY, NEVER, EVERY),
+        options=ALL_AT_ONCE,
+        dropout=0.2,
+        again=3,
+        evaluated=4,
+        verifies_steps=True,
+    ),
+    "verified": Case((NEVER, EVERY, NEVER, FIRST_OF_ONE, NEVER), verify_interval=1),
+    "a real bound, all at once, made on meta": Case(
+        real=True, options=ALL_AT_ONCE | ON_META, dropout=0.2
+    ),
+    "a real bound, recomputed, verified": Case(real=True, options=RECOMPUTED, verify_interval=2),
+}
+"""What a step changes is compared after each, so one case has all that draws numbers or counts."""
+
+
+def forced_bound(steps: tuple[Passes, ...]) -> Any:
+    """A bound that counts as exceeded in these passes of each step with graphs."""
+    from megatron_cg.experts.row_bound import RowBound
+
+    class Forced(RowBound):
+        called = 0
+        switches = torch.zeros(LAYERS, dtype=torch.int64)
+
+        def watch(self, counts: torch.Tensor) -> None:
+            switch = self.switches[self.called % LAYERS]
+            self.called += 1
+            super().watch(counts * (1 + 1000 * switch))
+            # Nothing is sent then, so the numbers are wrong.
+            counts.mul_(1 - switch)
+
+        def before(self, step: int, microbatch: int) -> None:
+            exceeds = steps[step - WARMUP] if step >= WARMUP else NEVER
+            here = dist.get_rank(), microbatch
+            on = [(*here, layer) in exceeds for layer in range(LAYERS)]
+            self.switches.copy_(torch.tensor(on))
+
+    return Forced(1000.0)
+
+
+def digest(tensors: Any) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor).detach().contiguous()
+        found.update(local.flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def state_of(trainer: MegatronTrainer) -> dict[str, Any]:
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    machine = get_rerun_state_machine()
+    moments = [state for one in trainer._parameters for state in _moments(trainer, one)]
+    metrics = get_moe_metrics_tracker().metrics
+    return {
+        "shards": digest(trainer._parameters),
+        "moments": digest(moments),
+        "buffers": {name: digest([one]) for name, one in trainer.model.named_buffers()},
+        "metrics": {name: entry.values.tolist() for name, entry in metrics.items()},
+        "random": hashlib.sha256(repr(random.getstate()).encode()).hexdigest(),
+        "numpy": hashlib.sha256(repr(numpy.random.get_state()).encode()).hexdigest(),
+        "torch": digest([torch.get_rng_state()]),
+        "tracker": {name: digest([one]) for name, one in get_cuda_rng_tracker().states_.items()},
+        "machine": [dict(machine.large_value_counts), dict(machine.max_values)],
+        "read": trainer.read,
+    }
+
+
+def _moments(trainer: MegatronTrainer, parameter: Any) -> list[torch.Tensor]:
+    state = trainer._optimizer.state.get(parameter, {})
+    return [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]
+
+
+def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    from megatron_cg.experts import row_bound
+    from megatron_cg.experts.install import use_device_counts
+    from megatron_cg.experts.row_bound import RowBound
+    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+    from megatron_cg.integrations.megatron.steps import repeat_steps
+
+    shape = CpuModelConfig(
+        layers=LAYERS,
+        experts=4,
+        grouped=grouped_experts,
+        expert_parallel=2,
+        dropout=case.dropout,
+        options=case.options,
+        graph_modules=("attn", "moe") if ours else ("attn",),
+    )
+    plan = TrainingPlan(shape, graphs=ours, microbatches=MICROBATCHES)
+    events: list[Any] = []
+    random.seed(1)
+    numpy.random.seed(1)
+    with ExitStack() as undo:
+        undo.enter_context(patch.object(row_bound, "MULTIPLE", 1))
+        undo.callback(allow_full_recompute())
+        if ours:
+            undo.enter_context(in_place_of_te())
+            bound = RowBound(FACTOR) if case.real else forced_bound(case.exceeds)
+            undo.callback(use_device_counts(bound))
+        trainer = undo.enter_context(trainer_of(plan))
+        if ours:
+            trainer.before = getattr(bound, "before", trainer.before)
+            subscribers.append(events.append)
+            undo.callback(subscribers.remove, events.append)
+            undo.callback(repeat_steps())
+            undo.callback(repeats(trainer))
+        numbers, states = [], []
+        policy = ReplayPolicy("error", case.verify_interval, int(case.verifies_steps))
+        for step in range(steps):
+            if ours and step in (WARMUP, case.again):
+                if trainer.session is not None:
+                    trainer.session.close()
+                agreement = Agreement()
+                session = trainer.capture(
+                    TapeBackend(), agreement, policy=policy, fast_path=case.fast_path
+                )
+                undo.callback(session.close)
+            if step in (WARMUP, case.again, case.evaluated):
+                # As Megatron does after a capture, and after the line of a log.
+                get_moe_metrics_tracker().clear()
+            if step == case.evaluated:
+                numbers.append([float(trainer.evaluate()).hex()])
+            numbers.append([number.hex() for number in trainer.step()])
+            states.append(state_of(trainer))
+        repeated = [one for one in events if isinstance(one, StepRepeated)]
+        return {
+            "steps": numbers,
+            "states": states,
+            "repeated": [one.step - 1 for one in repeated if one.step is not None],
+            "verified": [(one.step or 0) - 1 for one in events if isinstance(one, StepVerified)],
+            "told": all(one.rows > one.bound > 0 for one in repeated),
+            "passes": trainer.forward_passes,
+            "counts": trainer.session.counters.as_dict() if trainer.session is not None else {},
+        }
+
+
+def train_all() -> dict[str, Any]:
+    # What Megatron's router compiles takes longer than the steps; test_verify.py compiles it.
+    torch.compiler.set_stance("force_eager")
+    eager = {}
+    for case in sorted(CASES.values(), key=lambda one: one.steps, reverse=True):
+        if case.eager not in eager:
+            eager[case.eager] = train(case, case.steps, ours=False)
+    found = {
+        name: {"eager": eager[case.eager], "ours": train(case, case.steps, ours=True)}
+        for name, case in CASES.items()
+    }
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_as_after_eager_steps(results: list[dict[str, Any]], name: str) -> None:
+    case = CASES[name]
+    numbers = case.steps + (case.evaluated is not None)
+    for found in results:
+        ours, eager = found[name]["ours"], found[name]["eager"]
+        assert len(ours["steps"]) == numbers and len(ours["states"]) == case.steps
+        assert ours["steps"] == eager["steps"][:numbers]
+        for step, state in enumerate(ours["states"]):
+            assert state == eager["states"][step], f"after step {step}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_steps_that_exceed_the_bound_are_repeated(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    case = CASES[name]
+    for found in results:
+        ours = found[name]["ours"]
+        assert ours["repeated"] == case.repeated and ours["told"]
+        assert ours["verified"] == case.verified
+        twice = len(case.repeated) + len(case.verified)
+        passes = MICROBATCHES * (case.steps + twice) + (case.evaluated is not None)
+        assert ours["passes"] == passes
+        counts = ours["counts"]
+        assert counts["mismatched"] == 0
+        if case.again is None and case.evaluated is None:
+            assert counts["repeated"] == len(case.repeated)
+            assert counts["replayed"] == LAYERS * MICROBATCHES * len(case.exceeds)
+            assert counts["eager"] == LAYERS * MICROBATCHES * len(case.repeated)
+        assert (counts["verified"] > 0) == (case.verify_interval > 0)

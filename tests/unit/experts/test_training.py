@@ -1,0 +1,181 @@
+"""Whole dropless MoE layers in graphs train bit for bit as Megatron's own way does eagerly."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import HookError
+from megatron_cg.fastpath import scaled_copies
+from megatron_cg.replay.mismatch_policy import Counters
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
+from megatron_cg.upstream.patch import set_attribute
+from tests.functional.loops import HAS_V2
+from tests.unit.counted import expect
+from tests.unit.grouped_linear import grouped_experts, in_place_of_te
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
+
+STEPS, WARMUP, LAYERS, MICROBATCHES = 3, 1, 2, 2
+EXPERTS = ("attn", "moe")
+ROUTER = ("attn", "moe_router", "moe_preprocess")
+ALONE = ("attn", "moe_router")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, trained eagerly in Megatron's way and in each of ``ways``."""
+
+    expert_parallel: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    experts: int = 4
+    grouped: bool = True
+    ways: tuple[str, ...] = ("fast",)
+    tensor_parallel: int = 1
+
+
+SHARED = {"moe_shared_expert_intermediate_size": 32}
+OVERLAPPED: dict[str, Any] = {
+    **SHARED,
+    "moe_shared_expert_overlap": True,
+    "moe_shared_expert_gate": True,
+}
+DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+V2 = {"megatron_fsdp_version": 2}
+ONE_CHOICE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+AVERAGED = {"calculate_per_token_loss": False}
+MODELS = {
+    "one rank has all experts": Model(options=AVERAGED),
+    "experts on two ranks": Model(
+        2, AVERAGED, ways=("eager", "graphs", "fast", "router", "layer", "peer")
+    ),
+    "one expert a rank, probabilities on the input": Model(
+        2, {**ONE_CHOICE, "moe_apply_probs_on_input": True}, experts=2
+    ),
+    "shared experts, overlapped": Model(2, OVERLAPPED, ways=("fast", "alone")),
+    "overlapped, drop and pad": Model(2, {**OVERLAPPED, **DROP_AND_PAD}, grouped=False),
+    **({"under v2": Model(2, fsdp=V2, ways=("graphs", "layer", "peer"))} if HAS_V2 else {}),
+}
+"""``tools.random_models`` draws other routers, losses and ways of sharding."""
+CASES = [(name, way) for name, model in MODELS.items() for way in model.ways]
+SCOPES = {"eager": EXPERTS, "graphs": EXPERTS, "fast": EXPERTS, "layer": ()} | {"peer": EXPERTS}
+SCOPES |= {"router": ROUTER, "alone": ALONE, "dense": ("attn", "mlp")}
+FAST = ("fast", "dense", "peer")
+
+
+def fit(model: Model, way: str) -> dict[str, Any]:
+    from contextlib import ExitStack
+
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    from megatron_cg.experts import grouped_gemm
+    from megatron_cg.experts.install import experts_of, use_device_counts
+
+    ours, graphs = way != "megatron", way not in ("megatron", "eager")
+    destroy_moe_metrics_tracker()
+    lie, distance = list[Any](), grouped_gemm._distance
+
+    def watched(weights: Any) -> int | None:
+        lie.append(distance(weights))
+        return lie[-1]  # type: ignore[no-any-return]
+
+    with ExitStack() as undo:
+        undo.callback(set_attribute(grouped_gemm, "_distance", watched))
+        # As if the weights were large; each of a layer's dense weights is a run of its own.
+        undo.callback(set_attribute(scaled_copies, "_WORTH_A_LAUNCH", 1))
+        if ours:
+            undo.enter_context(in_place_of_te())
+            undo.callback(use_device_counts(by_peers=way == "peer"))
+        shape = CpuModelConfig(
+            layers=LAYERS,
+            experts=model.experts,
+            grouped=grouped_experts if model.grouped else None,
+            expert_parallel=model.expert_parallel,
+            tensor_parallel=model.tensor_parallel,
+            options=model.options,
+            fsdp_options=model.fsdp,
+            graph_modules=SCOPES.get(way, ("attn",)),
+        )
+        made_of = trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES)
+        trainer = undo.enter_context(made_of)
+        steps, counters, parts, scaled = [], Counters(), list[str](), 0
+        for step in range(STEPS):
+            if graphs and step == WARMUP:
+                session = trainer.capture(TapeBackend(), Agreement(), fast_path=way in FAST)
+                counters = session.counters
+                parts = session.fast_path.parts if session.fast_path is not None else []
+            steps.append([number.hex() for number in trainer.step()])
+        if parts and "gradients" in parts:
+            scaled = session.fast_path.bucketing.scaled
+        experts = experts_of(trainer.model)
+        device = experts is not None and experts.gemm == "torch"
+        shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
+        copied = None in lie
+        made: dict[str, Any] = {"peers": experts is not None and experts.peers is not None}
+        made |= {"device": device, "parts": list(parts), "scaled": scaled}
+        return {"copied": copied, "steps": steps, **made, **shown}
+
+
+def train_all(models: Mapping[str, Model]) -> dict[str, Any]:
+    # What Megatron's router compiles takes longer than the steps; test_verify.py compiles it.
+    torch.compiler.set_stance("force_eager")
+    found = {
+        name: {way: fit(model, way) for way in ("megatron", *model.ways)}
+        for name, model in models.items()
+    }
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return on_ranks(partial(train_all, MODELS))
+
+
+def check(found: dict[str, Any], model: Model, way: str) -> None:
+    """Losses and norms are Megatron's, and whole layers were replayed."""
+    one, megatron, graphs = found[way], found["megatron"], way != "eager"
+    assert one["steps"] == megatron["steps"] and len(set(map(tuple, one["steps"]))) == STEPS
+    on_device = model.grouped and way not in ("router", "alone")
+    assert not one["copied"]  # Weights lie in a bucket.
+    assert one["device"] == on_device and not megatron["device"]
+    assert one["peers"] == (way == "peer")
+    replayed = LAYERS * MICROBATCHES * (STEPS - WARMUP)
+    assert one["captured"] == LAYERS * graphs and one["eager"] == 0
+    assert one["replayed"] == replayed * graphs
+    fast = way in FAST and model.fsdp is not V2
+    assert ("gradients" in one["parts"]) == fast
+    # The bucket of the experts, whose gradients are two runs, and that of the dense weights.
+    assert one["scaled"] == (2 * replayed if fast and model.options is AVERAGED else 0)
+
+
+@pytest.mark.parametrize(("model", "way"), CASES)
+def test_layers_train_as_megatrons(results: list[dict[str, Any]], model: str, way: str) -> None:
+    for found in results:
+        check(found[model], MODELS[model], way)
+
+
+@pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids=" ".join)
+def test_a_captured_router_has_no_trace(
+    scopes: tuple[str, ...], one_rank: None, tmp_path: Path
+) -> None:
+    from megatron.core.transformer.moe.router_trace import RouterTracer
+
+    shape = CpuModelConfig(layers=LAYERS, experts=4, graph_modules=scopes)
+    tracer = RouterTracer(str(tmp_path), STEPS, 0, training_mode=True)
+    with trainer_of(shape, graphs=True) as trainer:
+        tracer.register_hooks(trainer.model)
+        trainer.step()
+        captured = "moe_router" in scopes
+        with pytest.raises(HookError, match="RouterTracer") if captured else nullcontext():
+            session = trainer.capture(TapeBackend())
+            trainer.step()
+            expect(session.counters, replayed=LAYERS)
+        assert len(tracer.records) == (LAYERS if captured else 2 * LAYERS)

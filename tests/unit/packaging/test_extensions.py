@@ -1,0 +1,101 @@
+"""The core without one of its extensions: the folder is deleted from a copy of the package."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_cg
+from megatron_cg.extensions import EXTENSIONS
+
+TRAINS = """
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.tape import launch
+from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
+
+def trained(graphs):
+    from megatron.core import parallel_state
+    from megatron_cg.tape.tape_backend import TapeBackend
+    from megatron_cg.tape.train import Trainer
+
+    plan = TrainingPlan(CpuModelConfig(experts=EXPERTS, graph_modules=SCOPES), graphs=graphs)
+    trainer = Trainer(plan)
+    steps = []
+    for step in range(plan.steps):
+        if graphs and step == plan.warmup_steps:
+            trainer.capture(TapeBackend(), Agreement())
+        steps.append([number.hex() for number in trainer.step()])
+    replayed = graphs and trainer.session.counters.replayed
+    trainer.close()
+    parallel_state.destroy_model_parallel()
+    return steps, replayed
+
+def body():
+    eager, graphs = trained(False), trained(True)
+    assert eager[0] == graphs[0] and graphs[1] > 0, (eager, graphs)
+
+launch.START = "fork"
+launch.run_processes(body, 1)
+"""
+SETTINGS = """
+import importlib.util
+import megatron_cg
+from megatron_cg.errors import ArgumentError
+
+assert importlib.util.find_spec("megatron_cg.NAME") is None
+for setting in SETTINGS:
+    try:
+        megatron_cg.enable(**setting)
+    except ArgumentError as error:
+        assert "megatron_cg/NAME, which is not installed" in str(error), error
+    else:
+        raise AssertionError(setting)
+megatron_cg.enable()
+megatron_cg.enable(verify_steps=3)
+megatron_cg.disable()
+"""
+LINE = "torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 "
+LINE += "--num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --bf16 "
+LINE += "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-3 --mock-data "
+LINE += "--tokenizer-type NullTokenizer --vocab-size 128 --transformer-impl transformer_engine"
+EXAMPLES = {
+    "experts": [{"grouped_gemm": "torch"}, {"moe_rows": 2.0}, {"moe_exchange": "peer"}],
+    "tape": [{"backend": "tape"}],
+    "tools": [{"record": "somewhere"}, {"report": "somewhere"}],
+}
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_the_core_works_without(name: str, tmp_path: Path) -> None:
+    """Its commands start, its settings are refused by name, and graphs equal eager training."""
+    package = Path(megatron_cg.__file__).parent
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, tmp_path / "megatron_cg", ignore=without)
+    shutil.rmtree(tmp_path / "megatron_cg" / name)
+    # The installed package may be this checkout: its finder would find the folder there.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(*words: str) -> str:
+        command = [sys.executable, *words]
+        ended = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    assert "SCRIPT" in run("-m", "megatron_cg", "--help")
+    if name != "tools":
+        run("-m", "megatron_cg.tools.cli.main", "align", "--help")
+        cli = ("-m", "megatron_cg.tools.cli.main", "plan", "--")
+        assert "--cuda-graph-impl transformer_engine" in run(*cli, *LINE.split())
+    script = SETTINGS.replace("SETTINGS", repr(EXAMPLES.get(name, []))).replace("NAME", name)
+    if name != "tape":
+        experts, scopes = (4, ("attn", "moe_router")) if name == "experts" else (0, ("attn",))
+        script += TRAINS.replace("EXPERTS", repr(experts)).replace("SCOPES", repr(scopes))
+    run("-c", script)

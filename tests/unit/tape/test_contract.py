@@ -1,0 +1,166 @@
+"""The contract of TE's make_graphed_callables, as the tape keeps it."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_cg.errors import HostSyncError
+from megatron_cg.tape.fakes import cpu_fakes
+from megatron_cg.tape.tape_backend import TapeBackend, is_recording, recorded_action
+from tests.unit.backends.blocks import small
+
+capture = partial(small, TapeBackend())
+
+
+class Reading(nn.Module):
+    def __init__(self, read: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner(x)
+        self.read(hidden.detach())
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("read", "named"),
+    [
+        (lambda t: t.sum().item(), r"aten\._local_scalar_dense"),
+        (lambda t: bool(t.any()), r"aten\.\w+"),
+        (lambda t: t.nonzero(), r"aten\.nonzero"),
+        (lambda t: t[t > 0], r"aten\.\w+"),
+        (lambda t: t.masked_select(t > 0), r"aten\.\w+"),
+        (lambda t: t.unique(), r"aten\._unique2"),
+        (lambda t: t.tolist(), r"Tensor\.tolist"),
+        (lambda t: torch.rand(2).tolist(), r"Tensor\.tolist"),
+        (lambda t: torch.zeros(4).add_(t[0]).tolist(), r"Tensor\.tolist"),
+        (lambda t: torch.zeros(2).normal_().tolist(), r"Tensor\.tolist"),
+        (lambda t: t.numpy(), r"Tensor\.numpy"),
+        (lambda t: t.cpu(), r"Tensor\.cpu"),
+        (lambda t: t.to("cpu"), r"Tensor\.to"),
+        (lambda t: t.to(device="cpu", dtype=torch.float64), r"Tensor\.to"),
+    ],
+)
+def test_a_read_on_the_host_is_refused_with_op_and_module(
+    read: Callable[[torch.Tensor], Any], named: str
+) -> None:
+    place = r"the callable itself \(Reading\) \(captured as forward of callable 0 \(Reading\)\)"
+    with pytest.raises(HostSyncError, match=rf"{named}\S* in {place}"):
+        capture(Reading(read))
+    assert torch.ones(2).tolist() == torch.ones(2).cpu().to("cpu").tolist() == [1.0, 1.0]
+    assert torch.ones(2).numpy().sum() == 2.0
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_another_thread_reads_waits_and_copies_meanwhile(in_backward: bool) -> None:
+    def work() -> list[Any]:
+        torch.cuda.synchronize()
+        made = torch.tensor([1.0, 2.0]).to(torch.device("cpu"))
+        recorded_action(lambda: actions.append(is_recording()))
+        return [made.tolist(), made.numpy().sum(), (made * 2).cpu().sum().item(), is_recording()]
+
+    def in_a_thread(*_tensors: torch.Tensor) -> None:
+        found.append(pool.submit(work).result())
+        assert is_recording() is (len(found) == 2)
+
+    class Later(Reading):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.inner(x)
+            hidden.register_hook(in_a_thread)
+            return hidden * 1
+
+    found: list[Any] = []
+    actions: list[bool] = []
+    with cpu_fakes(), ThreadPoolExecutor(1) as pool:
+        (graph,) = capture((Later if in_backward else Reading)(in_a_thread), num_warmup_iters=1)
+        assert found == [[[1.0, 2.0], 3.0, 6.0, False]] * 2
+        graph(torch.ones(2, 4)).sum().backward()
+    assert len(found) == 2 and actions == [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("wait", "named"),
+    [
+        # Looked up as it is called, when it is a fake.
+        (lambda: torch.cuda.synchronize(0), r"torch\.cuda\.synchronize"),
+        (lambda: torch.cuda.current_stream().synchronize(), "synchronize of a stream or an event"),
+    ],
+)
+def test_a_wait_for_the_device_is_refused_with_its_module(
+    wait: Callable[[], None], named: str
+) -> None:
+    with cpu_fakes():
+        with pytest.raises(HostSyncError, match=rf"{named} in the callable itself \(Reading\)"):
+            capture(Reading(lambda _: wait()))
+        wait()
+
+
+def test_a_copy_in_the_backward_pass_is_refused_too() -> None:
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            gradient.cpu()
+            return gradient
+
+    class Module(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            read: torch.Tensor = Reads.apply(super().forward(x))  # type: ignore[no-untyped-call]
+            return read
+
+    with pytest.raises(HostSyncError, match=r"Tensor\.cpu in the backward pass \(captured"):
+        capture(Module(4, 4))
+
+
+def test_each_replay_begins_with_a_tensor_of_data_as_it_was_made() -> None:
+    class Adding(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = torch.full((4,), 2).cumsum(0).tolist()
+            total = torch.tensor([*map(float, rows)])
+            assert total.sum().item() == 20.0 and len(total.nonzero()) == 4
+            total += super().forward(x).sum(0) * torch.tensor(2.0)
+            return total + torch.tensor([1.0])
+
+    module = Adding(4, 4)
+    (graph,) = capture(module)
+    for scale in (1.0, -2.0):
+        x = torch.arange(8.0).reshape(2, 4) * scale
+        assert torch.equal(graph(x), module(x))
+
+
+def test_masks_that_need_no_count_are_recorded() -> None:
+    def fine(t: torch.Tensor) -> None:
+        t[t > 0] = 1.0
+        t.index_select(0, torch.zeros(1, dtype=torch.long, device=t.device))
+        counts = torch.ones(2, dtype=torch.long, device=t.device)
+        t.repeat_interleave(counts, dim=0, output_size=2)
+        t.repeat_interleave(2, dim=0)
+        with FakeTensorMode():  # Whatever compiles code traces it so.
+            torch.ones(2, device=t.device).exp_()
+
+    capture(Reading(fine))
+
+
+def test_state_on_the_host_that_belongs_to_the_graph_is_taken_along() -> None:
+    seen: list[bool] = []
+
+    class Acting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            recorded_action(lambda: seen.append(is_recording()))
+            return super().forward(x)
+
+    (graph,) = capture(Acting(4, 4), num_warmup_iters=1)
+    assert seen == [False, True]
+    graph(torch.ones(2, 4))
+    assert seen == [False, True, False]

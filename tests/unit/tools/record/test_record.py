@@ -1,0 +1,318 @@
+"""Records: written around Megatron's own module, with loops made for the test, and read back."""
+
+import argparse
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_cg
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.telemetry.sinks import note, recording
+from megatron_cg.tools.record import record
+from megatron_cg.tools.record.read_record import RecordError, read_run
+from megatron_cg.tools.record.record import (
+    Recorder,
+    dataset,
+    digest,
+    install_recorder,
+    of_megatron,
+)
+
+STEPS = 5
+LOSS = 1 / 3
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Megatron's module with a short ``train``, which calls ``each`` after every step."""
+    import megatron.training.training as module
+
+    def train_step(forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any,
+                   iteration: Any = None) -> Any:  # fmt: skip
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        return {"lm loss": torch.tensor([LOSS])}, 0, False, False, 0, 0.1, 0, None
+
+    def train(forward_step_func: Any, model: Any, each: Callable[[int], None]) -> str:
+        for number in range(STEPS):
+            module.train_step(None, None, model, None)
+            each(number)
+        return "trained"
+
+    def evaluate(forward_step_func: Any, data_iterator: Any, model: Any) -> Any:
+        return {"lm loss": torch.tensor(0.25)}, None, False
+
+    monkeypatch.setattr(module, "train_step", train_step)
+    monkeypatch.setattr(module, "train", train)
+    monkeypatch.setattr(module, "evaluate", evaluate)
+    monkeypatch.setenv("RANK", "0")
+    before = module.train, module.train_step, module.training_log, module.evaluate
+    yield module
+    megatron_cg.disable()
+    assert (module.train, module.train_step, module.training_log, module.evaluate) == before
+
+
+@pytest.fixture
+def model() -> list[torch.nn.Module]:
+    return [torch.nn.Linear(2, 2)]
+
+
+@pytest.fixture
+def recorded(training: Any, tmp_path: Path) -> Iterator[Any]:
+    undo = install_recorder(tmp_path)
+    yield training
+    undo()
+    undo()
+
+
+def read(directory: Path) -> dict[str, Any]:
+    return read_run(directory)[0]
+
+
+def nothing(_number: int) -> None:
+    """A step after which nothing happens."""
+
+
+def test_every_step_and_the_last_parameters_are_recorded(
+    recorded: Any, model: list[torch.nn.Module], tmp_path: Path
+) -> None:
+    assert list(tmp_path.iterdir()) == []
+
+    def each(number: int) -> None:
+        if number == 3:
+            recorded.evaluate(None, None, None)
+
+    assert recorded.train(None, model, each) == "trained"
+    # A note after training is written too.
+    note("graphs", {"captured": 1})
+    data = read(tmp_path)
+    assert data["finished"] and data["error"] is None and data["graphs"] == {"captured": 1}
+    assert len(data["steps"]) == STEPS
+    step = data["steps"][1]
+    assert step["losses"] == {"lm loss": float(torch.tensor(LOSS))}
+    assert step["grad_norm"] == 0.1 and step["skipped"] is False and step["milliseconds"] > 0
+    # Losses of an evaluation are with those of the step before it.
+    losses = [step["losses"] for step in data["steps"]]
+    assert losses[3] == {**losses[2], "evaluation lm loss": 0.25} and losses[4] == losses[2]
+    assert data["parameters"] == {
+        f"parameter:{name}": digest(value) for name, value in model[0].named_parameters()
+    }
+    assert data["versions"]["megatron-core"]
+
+
+def test_a_step_ends_when_its_loss_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fast path lets ``train_step`` return while the optimizer's kernels run."""
+    now = 1.0
+
+    class Loss:
+        def __float__(self) -> float:
+            nonlocal now
+            now += 0.5
+            return LOSS
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    recorder = Recorder(tmp_path)
+    recorder.add_step({"lm loss": Loss()}, 0.1, False, 0.75)
+    assert json.loads(recorder._lines[-1])["steps"][0]["milliseconds"] == 750.0
+
+
+def test_the_flag_records_an_eager_run_too(
+    training: Any, model: list[torch.nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.training import arguments
+
+    monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
+    megatron_cg.enable()
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    words = ["--use-megatron-fsdp", "--cg-report", str(tmp_path), "--log-interval", "3"]
+    arguments.validate_args(parser.parse_args(words), {})
+    undo = install_recorder(tmp_path / "record")
+    training.train(None, [*model, torch.nn.Linear(2, 2)], nothing)
+    undo()
+    data = read(tmp_path)
+    assert data["finished"] and len(data["steps"]) == STEPS
+    # Only a comparison needs them; the chunks of a model are kept apart.
+    assert data["parameters"] == {}
+    assert set(read(tmp_path / "record")["parameters"]) == {
+        f"{chunk}:parameter:{name}" for chunk in (0, 1) for name in ("weight", "bias")
+    }
+
+
+def test_a_run_that_exits_is_recorded_whole_and_one_that_fails_says_so(
+    recorded: Any, model: list[torch.nn.Module], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit):
+        recorded.train(None, model, sys.exit)
+    data = read(tmp_path)
+    assert data["finished"] and data["error"] is None and len(data["parameters"]) == 2
+    undo = install_recorder(tmp_path / "failed")
+    with pytest.raises(ZeroDivisionError):
+        recorded.train(None, model, lambda number: 1 // (1 - number))
+    undo()
+    data = read(tmp_path / "failed")
+    assert not data["finished"] and data["error"].startswith("ZeroDivisionError: ")
+    assert len(data["steps"]) == 2 and data["parameters"] == {}
+
+
+def test_a_killed_run_has_left_what_it_had_done(
+    recorded: Any, model: list[torch.nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "_WRITE_SECONDS", 0.0)
+    path, seen = tmp_path / "rank0.jsonl", []
+
+    def look(_number: int) -> None:
+        text = path.read_text()
+        seen.append(len(read(tmp_path)["steps"]))
+        # As if it had been killed in the middle of a write.
+        path.write_text(text + '{"steps": [{"los')
+        assert len(read(tmp_path)["steps"]) == seen[-1] and not read(tmp_path)["finished"]
+        path.write_text(text)
+
+    recorded.train(None, model, look)
+    assert seen == [1, 2, 3, 4, 5]
+
+
+def test_a_record_that_cannot_be_written_ends_no_run_and_is_told_once(
+    training: Any, model: list[torch.nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    undo = install_recorder(no_folder)
+    training.train(None, model, nothing)
+    note("graphs", {})
+    with pytest.raises(ZeroDivisionError):
+        training.train(None, model, lambda number: 1 // number)
+    undo()
+    (told,) = caplog.messages
+    assert f"{no_folder} cannot be written" in told and "Training goes on" in told
+
+
+def test_another_signature_or_result_is_refused_by_name(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_step(forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any) -> Any:
+        return {}, 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "train_step", train_step)
+        undo = install_recorder(tmp_path)
+        with pytest.raises(UpstreamChangedError, match="returns eight values"):
+            training.train_step(None, None, None, None)
+        undo()
+        # The last that is replaced: the others are undone.
+        patch.setattr(training, "evaluate", lambda config: None)
+        before = training.train, training.train_step, training.evaluate
+        with pytest.raises(UpstreamChangedError, match=r"megatron-core .*training:evaluate is not"):
+            install_recorder(tmp_path)
+        assert (training.train, training.train_step, training.evaluate) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [LOSS, -0.0, 5e-324, math.inf, math.nan])
+def test_numbers_keep_every_bit(number: float, tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.add_step({"lm loss": torch.tensor(number, dtype=torch.float64)}, None, False, 0.0)
+    recorder.finish([])
+    assert read(tmp_path)["steps"][0]["losses"]["lm loss"].hex() == number.hex()
+
+
+def test_a_path_that_is_no_utf_8_leaves_a_record_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_TOPO_FILE", "caf\udce9 \U0001f600\u2028")
+    monkeypatch.setattr(sys, "argv", ["/data/caf\udce9/train.py"])
+    Recorder(tmp_path).finish([])
+    data = read(tmp_path)
+    assert data["command"] == ["/data/caf?/train.py"]
+    assert data["environment"]["NCCL_TOPO_FILE"] == "caf? \U0001f600\u2028"
+
+
+def test_warnings_of_this_package_are_in_the_record_and_no_others(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    ours = logging.getLogger("megatron_cg.replay.mismatch_policy")
+    with recording(recorder):
+        recorder.add_step({"lm loss": 1.0}, None, False, 0.0)
+        ours.warning("no replay of %s", "layer 3")
+        ours.info("not worth it")
+        logging.getLogger("elsewhere").warning("of somebody else")
+    ours.warning("too late")
+    recorder.finish([])
+    expected = {"after_step": 1, "level": "warning", "text": "no replay of layer 3"}
+    assert read(tmp_path)["events"] == [expected]
+
+
+def line(**changed: Any) -> str:
+    header = {"format": 1, "rank": 0, "world_size": 1, "versions": {}, "device": "cpu"}
+    return json.dumps(header | {"command": [], "environment": {}} | changed) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "line 0: KeyError: 'rank'"),
+        ("[]\n", r"line 1: AttributeError: 'list'"),
+        (line(format=2), "it is of another version, so record the run again"),
+        (line() + '{"steps": 3}\n', "line 2: TypeError: 'int'"),
+        (line() + '{"evaluation": {}}\n', "line 2: IndexError"),
+        (line(rank=1, world_size=2), "it is of rank 1 of 2"),
+        (line(world_size=0), "it is of rank 0 of 0"),
+    ],
+)
+def test_a_damaged_or_foreign_record_is_refused_in_one_line(
+    text: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rank0.jsonl").write_text(text)
+    with pytest.raises(RecordError, match=rf"rank0\.jsonl is not a record.*({told})") as refused:
+        read_run(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_neither_read_nor_written_to(
+    make: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path / "rank0.jsonl")
+    with pytest.raises(RecordError, match="it is not a regular file"):
+        read_run(tmp_path)
+    Recorder(tmp_path).finish([])
+    assert caplog.messages if make is os.mkdir else read(tmp_path)["finished"]
+
+
+def test_folders_without_the_records_of_one_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="holds no record"):
+        read_run(tmp_path)
+    (tmp_path / "rank0.jsonl").write_text(line(world_size=2))
+    (tmp_path / "rank1.jsonl").write_text(line(rank=1, world_size=3))
+    with pytest.raises(RecordError, match="records of runs with 2 and 3 ranks"):
+        read_run(tmp_path)
+
+
+def test_the_setup_is_read_from_megatrons_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    (tmp_path / "text.bin").write_bytes(b"some")
+    args = SimpleNamespace(hidden_size=64, seed=7, data_path=["0.5", str(tmp_path / "text")])
+    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", args)
+    setup = of_megatron()
+    assert setup["model"]["hidden_size"] == 64 and setup["training"]["seed"] == 7
+    assert setup["parallel"]["context_parallel_size"] is None
+    assert setup["data"]["data_path"] == ["0.5", "text.bin of 4 bytes"]
+    assert dataset(str(tmp_path / "absent")) == str(tmp_path / "absent")
+    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", None)
+    assert of_megatron() == {}
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    known = {action.dest for action in parser._actions} | {"padded_vocab_size"}
+    assert not set(" ".join(record._NAMES.values()).split()) - known

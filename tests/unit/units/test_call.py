@@ -1,0 +1,151 @@
+"""Which arguments and results of a call go through a graph, and which must be as they were."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_cg.units.call import CallForm
+from megatron_cg.units.results import Results
+
+X, Y, MASK = torch.ones(1), torch.ones(2), torch.ones(3)
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Kind(torch.Tensor):
+    pass
+
+
+KIND = torch.ones(1, requires_grad=True).as_subclass(Kind)
+
+
+def forward(x: Any, flag: Any = False, y: Any = None, *, mask: Any = None, scale: Any = 1) -> None:
+    pass
+
+
+def variadic(x: Any, /, *more: Any, **named: Any) -> None:
+    pass
+
+
+def plain(x: Any, bias: Any) -> None:
+    pass
+
+
+@functools.wraps(plain)
+def scaled(scale: Any, x: Any, bias: Any) -> None:
+    """Takes one more argument than its signature says."""
+
+
+def call(*args: Any, **kwargs: Any) -> Call:
+    return args, kwargs
+
+
+class Packed(NamedTuple):
+    starts: torch.Tensor
+    longest: int
+
+
+NESTED = call(Y, (X, MASK), mask={"full": [MASK, 3], "none": None})
+TENSORS: list[tuple[Callable[..., Any], Call, Any, dict[str, Any]]] = [
+    (forward, call(X, True, Y, mask=MASK, scale=1), X, {"y": Y, "mask": MASK}),
+    (forward, NESTED, Y, {"flag[0]": X, "flag[1]": MASK, "mask['full'][0]": MASK}),
+    (forward, call((X, Y)), X, {"x[1]": Y}),
+    (forward, call(mask=(None, MASK), x=X), MASK, {"x": X}),
+    (variadic, call(1, X, Y, x=MASK), X, {"number 2": Y, "x": MASK}),
+    (scaled, call(X, Y, bias=MASK), X, {"number 1": Y, "bias": MASK}),
+    (forward, call(KIND, True, KIND), X, {}),
+    (forward, call(X, Packed(Y, 7)), X, {"flag.starts": Y}),
+]
+"""A function, a call, its first tensor, and the others by name."""
+
+
+@pytest.mark.parametrize(("function", "made", "first", "others"), TENSORS)
+def test_tensors_are_taken_out_and_put_back(
+    function: Any, made: Call, first: Any, others: dict[str, Any]
+) -> None:
+    form = CallForm.of(function, *made)
+    args, kwargs, mismatch = form.split(*made)
+    assert mismatch is None and form.problems() == []
+    assert args == (first,) and kwargs == others
+    joined = form.join(args, kwargs)
+    assert joined == made and [type(one) for one in joined[0]] == [type(one) for one in made[0]]
+
+
+GIVEN = torch.ones(1, 3).expand(4, 3)
+LEAF, OTHER = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+FULL = call(X, True, Y, mask=MASK, scale=1)
+MISMATCHES: list[tuple[Call, Call, str]] = [
+    (FULL, call(X, False, Y, mask=MASK, scale=1), "argument flag"),
+    (FULL, call(X, True, y=Y, mask=MASK, scale=1), "the way of its call"),
+    (FULL, call(X, True, Y, scale=1), "the way of its call"),
+    (FULL, call(X, True, Y, mask=MASK, scale=X), "argument scale"),
+    (NESTED, call(Y, (X,), **NESTED[1]), "argument flag"),
+    (NESTED, call(Y, (X, None), **NESTED[1]), "argument flag[1]"),
+    (NESTED, call(*NESTED[0], mask={"full": [MASK, 4], "none": None}), "argument mask['full'][1]"),
+    (NESTED, call(*NESTED[0], mask={"none": None, "full": [MASK, 3]}), "argument mask"),
+    (call(X), call(X, scale=None), "the way of its call"),
+    (call(X, X.shape), call(X, Y.shape), "argument flag"),
+    (call(X, X.shape), call(X, (1,)), "argument flag"),
+    (call(X, GIVEN), call(X, GIVEN[:2]), "argument flag"),
+    (call(X, GIVEN), call(X, GIVEN.contiguous()), "argument flag"),
+    (call(X, Packed(Y, 7)), call(X, Packed(Y, 8)), "argument flag.longest"),
+    (call(LEAF, 1, LEAF), call(LEAF, 1, Y), "argument y"),
+    (call(LEAF, 1, OTHER), call(LEAF, 1, LEAF), "argument y"),
+]
+"""A captured call, another one, and what differs."""
+
+
+@pytest.mark.parametrize(("captured", "made", "subject"), MISMATCHES)
+def test_another_form_is_a_mismatch(captured: Call, made: Call, subject: str) -> None:
+    mismatch = CallForm.of(forward, *captured).split(*made)[2]
+    assert mismatch is not None and mismatch.subject == subject
+
+
+def test_equal_constants_and_another_order_of_keywords_are_none() -> None:
+    form = CallForm.of(forward, *call(X, X.shape, y=float("nan"), scale=1))
+    assert form.split(*call(X, torch.Size([1]), scale=1, y=float("nan")))[2] is None
+
+
+def test_a_container_that_changes_later_does_not_change_the_form() -> None:
+    sizes = [1, 2]
+    form = CallForm.of(forward, (X, sizes), {})
+    sizes[0] = 5
+    mismatch = form.split((X, sizes), {})[2]
+    assert mismatch is not None and mismatch.subject == "argument flag[0]"
+
+
+class Array:
+    """Cannot be compared, as an array of NumPy."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, _other: object) -> Any:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (call([object], scale=object), ["argument x[0]", "argument scale", "no argument"]),
+        (call(X, Array()), ["argument flag"]),
+    ],
+)
+def test_what_no_graph_can_take_is_named(made: Call, named: list[str]) -> None:
+    problems = CallForm.of(forward, *made).problems()
+    assert [text.split(" is ")[0] for text in problems] == named
+
+
+def test_a_shape_is_returned_whole_and_an_attribute_that_no_graph_can_set_is_named() -> None:
+    attributes: Any = {(torch.nn.Identity(), "loss"): KIND}
+    results, _ = Results.of(
+        (X, X.shape),
+        attributes,
+        {},
+        without_gradient=(),
+        seen={},
+        laid_out=lambda _number, output, _key: output,
+    )
+    assert results.leaves[1] == X.shape
+    assert results.problem(None) == "returns, or sets as an attribute, a Kind"

@@ -1,0 +1,161 @@
+"""Units are captured again after a change that lasts, if that was asked for."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.unit.counted import expect
+from tests.unit.ranks import on_ranks
+from tests.unit.units import plain
+from tests.unit.units.plain import (
+    UNITS,
+    WARMUP,
+    WIDTH,
+    Training,
+    Unit,
+    same,
+    units,
+)
+from tests.unit.units.sharded import (
+    MICROBATCHES,
+    Case,
+    Run,
+    equal,
+    under_ddp,
+    under_fsdp2,
+    under_v1,
+    under_v2,
+)
+
+STEPS, EVERY, CHANGE = 16, 2, 5
+"""The first capture comes in step 2, and the change in the fourth step with graphs."""
+
+
+class Growing(Unit):
+    """Has a scale and, frozen or missing at first, a second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.second = 1.0, nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.adapter = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x) * self.scale + self.adapter(self.second(x))
+        return out
+
+
+def unfreeze(run: Training) -> None:
+    run.model[0].second.requires_grad_(True)
+    run.optimizer.add_param_group({"params": run.model[0].second.parameters()})
+
+
+def adapt(run: Training) -> None:
+    torch.manual_seed(7)
+    run.model[1].adapter = nn.Linear(WIDTH, WIDTH)
+    run.optimizer.add_param_group({"params": run.model[1].adapter.parameters()})
+
+
+def set_schedule(run: Training) -> None:
+    run.model[0].scale = 0.5
+
+
+def in_double(run: Training) -> None:
+    run.optimizer = torch.optim.AdamW(run.model.double().parameters(), lr=0.1)
+    run.microbatch = lambda run, x: plain.train(run, x.double())
+
+
+@pytest.fixture(autouse=True)
+def _long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "STEPS", STEPS)
+
+
+def trained(before: Callable[[Training], object], **options: Any) -> tuple[Any, Any]:
+    """The counters and the graphs of a run that is equal to an eager one."""
+    eager, graphed = (Training(partial(units, Growing), before=before) for _ in range(2))
+    expected = list(eager.run())
+    with graphed.graphs(**options) as graphs:
+        assert same(expected, graphed.run(graphs))
+    return graphs.counters, graphs
+
+
+CHANGES = {unfreeze: 1, adapt: 1, set_schedule: 1, in_double: 2}
+"""And how many units have a mismatch then."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_lasts_is_captured_after_so_many_steps(change: Any) -> None:
+    def before(run: Training) -> None:
+        if run.step == CHANGE:
+            change(run)
+
+    counters, _ = trained(before, recapture=EVERY)
+    without = EVERY * CHANGES[change]
+    replayed = (STEPS - 2 * WARMUP) * UNITS - without
+    expect(counters, captured=2 * UNITS, mismatched=without, eager=without, replayed=replayed)
+
+
+def test_without_it_the_message_says_how_to_capture_again(caplog: pytest.LogCaptureFixture) -> None:
+    def before(run: Training) -> None:
+        if run.step == CHANGE:
+            set_schedule(run)
+
+    counters, _ = trained(before)
+    expect(counters, captured=UNITS, mismatched=STEPS - CHANGE)
+    assert "graphs.close(), and then graphs = graph_units(model, units)" in caplog.text
+
+
+def test_a_change_that_comes_and_goes_is_not_captured() -> None:
+    def before(run: Training) -> None:
+        run.model[0].scale = 0.5 if run.step % 2 else 1.0
+
+    counters, _ = trained(before, recapture=EVERY)
+    expect(counters, captured=UNITS)
+
+
+def test_a_capture_that_does_not_help_comes_less_often() -> None:
+    """A scale that is another one in each step."""
+
+    def before(run: Training) -> None:
+        run.model[0].scale = 1.0 + run.step
+
+    counters, graphs = trained(before, recapture=1)
+    assert counters.captured == 3 * UNITS and graphs._recapture == 4
+
+
+WRAPS = {"fsdp2": under_fsdp2(), "ddp": under_ddp(), "v1": under_v1(), "v2": under_v2()}
+
+
+def double_on_one_rank(run: Run, step: int) -> None:
+    if step == 3 and dist.get_rank() == 1:
+        run.network.doubled = True
+
+
+def run_each() -> dict[str, Any]:
+    """By way of sharding, whether a run equals an eager one, and its counters."""
+    found = {}
+    for way, wrap in WRAPS.items():
+        case = Case(wrap, options={"recapture": EVERY}, before_step=double_on_one_rank)
+        plain, graphed = Run(case), Run(case)
+        plain.train(10)
+        graphed.train(10, graphed=True)
+        assert graphed.graphs is not None
+        found[way] = equal(plain, graphed), graphed.graphs.counters.as_dict()
+    return found
+
+
+def test_all_ranks_capture_again_if_one_has_changed() -> None:
+    """Mismatches in steps 3 to 5, a vote in step 6 that rank 1 wins, and a capture in step 7."""
+    ranks = on_ranks(run_each)
+    layers, passes = 3, 3 * MICROBATCHES
+    for rank, found in enumerate(ranks):
+        for way, (is_equal, counters) in found.items():
+            assert is_equal, way
+            eager = 3 * passes * rank
+            replayed = 8 * passes - eager
+            expected = {"captured": 2 * layers, "mismatched": eager, "replayed": replayed}
+            assert counters | expected == counters, way

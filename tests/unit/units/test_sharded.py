@@ -1,0 +1,480 @@
+"""Graphs under each way of sharding: bits as in eager training, and memory that stays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_cg import graph_units
+from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
+from megatron_cg.fsdp.megatron_fsdp_v2 import unsharded_parameters
+from megatron_cg.units.fully_shard import FullyShard, own_groups
+from tests.unit.ranks import on_ranks
+from tests.unit.units.sharded import (
+    IN_BF16,
+    IN_CONTEXT,
+    LATER,
+    MICROBATCHES,
+    STEPS,
+    WARMUP,
+    WIDTH,
+    ZERO_1,
+    ZERO_2,
+    Block,
+    Case,
+    Network,
+    Run,
+    closed_while,
+    evaluate,
+    marked_last,
+    save_and_load,
+    trained,
+    under_ddp,
+    under_fsdp2,
+    under_v1,
+    under_v2,
+    unsharded_in_between,
+    without_sync,
+)
+
+PLACED: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+
+
+def layers_of(run: Run) -> list[Any]:
+    return list(run.network.layers)
+
+
+def prefetch(run: Run, step: int) -> None:
+    if step == 0:
+        one, two, three = layers_of(run)
+        one.set_modules_to_forward_prefetch([two, three])
+        three.set_modules_to_backward_prefetch([two, one])
+
+
+def unshard_first(run: Run, _step: int) -> None:
+    """As a user does to gather the first unit while something else runs."""
+    layers_of(run)[0].unshard()
+
+
+def hold_all(run: Run, step: int) -> None:
+    """As a user does to export weights; at the capture too, and one unit at a time."""
+    if step in {WARMUP, LATER}:
+        held = []
+        for layer in layers_of(run):
+            layer.unshard()
+            held.append(layer.up.weight.detach())
+        held += [layer.up.weight for layer in layers_of(run)]
+        run.losses += [weight.detach().clone() for weight in held]
+
+
+def gather_first(run: Run, _step: int) -> None:
+    """As a prefetch of v2 before the step does."""
+    if not IN_CONTEXT:
+        run.model._lazy_init_context()
+    layers_of(run)[0]._unshard_parameter_groups()
+
+
+def drop_a_loss(run: Run, step: int) -> None:
+    """Right before the capture: DDP still expects its backward pass then."""
+    if step == WARMUP:
+        run.loss(20_000)
+
+
+def forward_alone(run: Run, _step: int) -> None:
+    """A loss without a backward pass."""
+    run.losses.append(run.loss(10_001).detach().clone())
+
+
+def interrupt(run: Run, step: int) -> None:
+    """An exception in the middle of an eager forward pass; the loop goes on."""
+    if step == LATER:
+        unit = layers_of(run)[1]
+        unit.broken, run.rows = True, 2
+        with pytest.raises(ArithmeticError):
+            run.loss(0)
+        unit.broken, run.rows = False, 3
+        if hasattr(run.model, "reset_iter_state"):  # torch 2.13; FSDP2 needs it from there on
+            run.model.reset_iter_state()
+
+
+def smaller_batches(run: Run, step: int) -> None:
+    run.rows = 3 if step < LATER else 2
+
+
+def never_resharded_later(run: Run, step: int) -> None:
+    if step == LATER:
+        layers_of(run)[0]._reshard_parameter_groups = lambda: None
+
+
+def on_two_meshes(network: Network) -> Any:
+    """Each layer has parameters on two process groups; torch 2.12 and later."""
+    other = DeviceMesh.from_group(dist.new_group(), "cpu")
+    mesh = init_device_mesh("cpu", (2,))
+    placed = PLACED(Shard(0), _fsdp_common.FSDPMeshInfo(other, shard_mesh_dim=0))
+    for layer in network.layers:
+        own: Any = dict.fromkeys(layer.get_submodule("up").parameters(), placed)
+        fully_shard(layer, mesh=mesh, shard_placement_fn=own.get)
+    return fully_shard(network, mesh=mesh)
+
+
+def with_weights_used_twice(network: Network) -> Any:
+    for layer in network.layers:
+        layer.down = layer.up
+    return under_fsdp2(mp_policy=IN_BF16)(network)
+
+
+def in_bf16(network: Network) -> None:
+    """Weights compute in bf16, and the optimizer has them in fp32."""
+    network.to(torch.bfloat16)
+
+
+def with_frozen_layer(network: Network) -> None:
+    network.layers[1].requires_grad_(False)
+
+
+class InReverse(nn.ModuleList):
+    """Runs its modules from the last to the first."""
+
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+def run_in_reverse(network: Network) -> None:
+    network.layers = InReverse(network.layers)
+
+
+class Gated(Block):
+    """Its second output alone depends on ``gate``."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__(inner)
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, double: bool = False) -> Any:
+        return super().forward(x, double), self.gate(x).square().mean()
+
+
+def with_gates(network: Any) -> None:
+    """The loss does not use the first second output where the network is doubled."""
+    network.layers = nn.ModuleList(Gated(16) for _ in network.layers)
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        x, seconds = network.embed(tokens), []
+        for layer in network.layers:
+            x, second = layer(x)
+            seconds.append(second)
+        return network.head(x) * (1 + sum(seconds[network.doubled :]))  # type: ignore[no-any-return]
+
+    network.forward = forward
+
+
+def smaller_on_one_rank(run: Run, step: int) -> None:
+    run.network.doubled = step == LATER
+    run.rows = 2 if step == LATER and dist.get_rank() else 3
+
+
+WRAPS: dict[str, Callable[[Network], Any]] = {
+    "FSDP2": under_fsdp2(),
+    "v1": under_v1(),
+    "v2": under_v2(),
+    "DDP": under_ddp(),
+}
+CASES = {
+    f"{way}, evaluated, units of two shapes{', verified' * verify_interval}": Case(
+        wrap,
+        (16, 24, 16),
+        {"verify_interval": verify_interval, "verify_steps": 2 * verify_interval},
+        evaluate,
+    )
+    for way, wrap in WRAPS.items()
+    for verify_interval in (0, 1)
+} | {
+    "FSDP2, no unit is resharded": Case(under_fsdp2(after_forward={0: False, 1: False, 2: False})),
+    "FSDP2, units stay unsharded between microbatches": Case(
+        under_fsdp2(), microbatch=unsharded_in_between
+    ),
+    "FSDP2, one reduction a step": Case(under_fsdp2(mp_policy=IN_BF16), microbatch=without_sync),
+    "FSDP2, explicit prefetch": Case(under_fsdp2(), before_step=prefetch),
+    "FSDP2, a unit is unsharded before the step": Case(under_fsdp2(), before_step=unshard_first),
+    "FSDP2, all units are unsharded before the step": Case(under_fsdp2(), before_step=hold_all),
+    "FSDP2, no module around the units": Case(under_fsdp2(around=False)),
+    "FSDP2, inputs of units need no gradient": Case(under_fsdp2(), detached=True),
+    "FSDP2, state is saved and loaded": Case(under_fsdp2(), before_step=save_and_load),
+    "FSDP2, sharded modules in units": Case(
+        under_fsdp2(inside=True), options={"verify_interval": 2}
+    ),
+    "FSDP2, they stay unsharded between microbatches": Case(
+        under_fsdp2(inside=True), microbatch=unsharded_in_between
+    ),
+    "v1, optimizer and gradients": Case(under_v1(zero_dp_strategy="optim_grads")),
+    "v2, bf16": Case(under_v2(prepare=in_bf16)),
+    "v2, five units of one shape": Case(under_v2(), inner=(16, 16, 16, 16, 16)),
+    "v2, the root is not sharded": Case(under_v2(root=False)),
+    "v2, a frozen unit": Case(under_v2(prepare=with_frozen_layer)),
+    "v2, a unit is gathered before the step": Case(under_v2(), before_step=gather_first),
+    "v2, a loss without a backward pass": Case(under_v2(), before_step=forward_alone),
+    "v2, sharded modules in units": Case(under_v2(inside=True), options={"verify_interval": 2}),
+    "v2, state is saved and loaded": Case(under_v2(), before_step=save_and_load),
+    "DDP, gradients in buckets": Case(under_ddp(gradient_as_bucket_view=True)),
+    "DDP, unused parameters": Case(under_ddp(find_unused_parameters=True)),
+    "DDP, one reduction a step": Case(under_ddp(), microbatch=without_sync),
+    "DDP, a loss is dropped before the capture": Case(under_ddp(), before_step=drop_a_loss),
+}
+"""Every training pass after the capture is replayed in these."""
+if PLACED is not None:
+    CASES["FSDP2, parameters on two meshes"] = Case(on_two_meshes, options={"verify_interval": 2})
+for zero, placed in {"ZeRO-1": ZERO_1, "ZeRO-2": ZERO_2}.items() if IN_CONTEXT else ():
+    # The released v2 has ZeRO-3 alone.
+    CASES[f"main's v2, {zero}"] = Case(
+        under_v2(prepare=in_bf16, placed=placed), before_step=evaluate
+    )
+OF_FOUR = {
+    "FSDP2, two replicas of two shards": Case(under_fsdp2(mesh=(2, 2))),
+    "FSDP2, resharded to pairs after forward": Case(
+        under_fsdp2(mesh=(4,), after_forward={0: 2, 1: 2, 2: 2})
+    ),
+    "v2, two replicas of two shards": Case(under_v2(mesh=(2, 2)), microbatch=marked_last),
+}
+"""The same on four ranks."""
+EAGER_ALONE = [
+    Case(under_v1(with_gates), (16,) * 3, {"fast_path": fast_path}, smaller_on_one_rank)
+    for fast_path in (False, True)
+]
+"""Rank 1 runs units of several outputs eagerly in a step; in the order of replays its buckets."""
+WITH_OTHER_BATCHES = {
+    "plain": Case(under_fsdp2(), before_step=smaller_batches),
+    "units stay unsharded": Case(
+        under_fsdp2(), before_step=smaller_batches, microbatch=unsharded_in_between
+    ),
+    "detached": Case(under_fsdp2(), before_step=smaller_batches, detached=True),
+}
+"""From a step after the capture on, every pass runs eagerly in these; under FSDP2."""
+
+
+def storages(run: Run, way: str) -> list[list[tuple[int, torch.Tensor]]]:
+    """Of each unit's parameters: where it lies unsharded, and that memory."""
+    if way == "v2":
+        groups = [group for layer in layers_of(run) for group in layer._parameter_groups]
+        places = [unsharded_parameters(group)[0].data_ptr() for group in groups]
+        buffers = [group._unsharded_model_weight.local_buffer for group in groups]
+        return [[pair] for pair in zip(places, buffers, strict=True)]
+    units = [own_groups(layer)[0].fsdp_params for layer in layers_of(run)]
+    return [[(p._unsharded_param.data_ptr(), p.all_gather_outputs[0]) for p in u] for u in units]
+
+
+def memory(way: str, inner: tuple[int, ...]) -> dict[str, Any]:
+    """Where unsharded parameters lie while there are graphs, and what is left after them."""
+    found: dict[str, Any] = {"sharded": []}
+
+    def look(run: Run, step: int) -> None:
+        if step == LATER:
+            found["addresses"] = [[place for place, _ in unit] for unit in storages(run, way)]
+
+    def begins(model: Any, _last: bool) -> Any:
+        held = next(iter(model.layers[0].parameters()))
+        found["sharded"].append(isinstance(held, DTensor))
+        return nullcontext()
+
+    run = Run(Case(WRAPS[way], inner=inner, before_step=look, microbatch=begins))
+    run.train(graphed=True)
+    left = [buffer for unit in storages(run, way) for _, buffer in unit]
+    found["held"] = sum(buffer.untyped_storage().nbytes() for buffer in left)
+    return found
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (BufferInUseError, ConfigurationError, HookError) as error:
+        return str(error)
+    return ""
+
+
+def detached_later() -> None:
+    """Units are unsharded at the same time only after the capture."""
+
+    def change(run: Run, step: int) -> None:
+        run.network.detached = step >= LATER
+
+    Run(Case(under_fsdp2(), before_step=change)).train(graphed=True)
+
+
+def taken_in_backward() -> None:
+    """A unit is gathered in the backward pass while its buffer is in use."""
+
+    def before(run: Run, step: int) -> None:
+        if step != LATER:
+            return
+        groups = [group for layer in layers_of(run) for group in layer._parameter_groups]
+        first, _, third = (group._unsharded_model_weight for group in groups)
+        first.reallocate_storage()
+        probe = torch.ones(1, requires_grad=True)
+        probe.register_hook(lambda _gradient: third.reallocate_storage())
+        try:
+            probe.sum().backward()
+        finally:
+            first.release_storage()
+
+    Run(Case(under_v2(), before_step=before)).train(graphed=True)
+
+
+def refused() -> list[str]:
+    """What is said of mistakes under v2."""
+    network: Any = under_v2()(Network((16,)))
+    inside = said(lambda: graph_units(network, ["layers.0.up"], backend="tape"))
+    network.layers[0]._parameter_groups[0]._symm_mem_pool = object()
+    symmetric = said(lambda: graph_units(network, ["layers.*"], backend="tape"))
+    order = said(lambda: Run(Case(under_v2(prepare=run_in_reverse))).train(graphed=True))
+    return [inside, symmetric, order]
+
+
+def run_all() -> dict[str, Any]:
+    """Every case for two ranks, in turn."""
+    found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
+    found["eager"] = {name: trained(case) for name, case in WITH_OTHER_BATCHES.items()}
+    found["eager alone"] = [trained(case) for case in EAGER_ALONE]
+    found["memory"] = {
+        "FSDP2": memory("FSDP2", (16, 16, 24)),
+        "v2": memory("v2", (16, 16, 16, 16, 24)),
+    }
+    found["closed"] = [
+        closed_while(Case(under_fsdp2()), unshard_first),
+        closed_while(Case(under_fsdp2()), lambda run, _step: hold_all(run, LATER)),
+        closed_while(Case(under_v2()), gather_first),
+    ]
+    found["in use"] = [said(detached_later), said(taken_in_backward)]
+    found["interrupted"] = trained(Case(under_fsdp2(), before_step=interrupt))
+    found["moved"] = trained(Case(under_v2(), before_step=never_resharded_later))
+    found["refused"] = refused()
+    twice = Case(with_weights_used_twice, (WIDTH, WIDTH, WIDTH))
+    found["varying"] = said(lambda: Run(twice).train(graphed=True))
+    return found
+
+
+def run_four() -> dict[str, Any]:
+    """Every case for four ranks, in turn."""
+    return {name: trained(case) for name, case in OF_FOUR.items()}
+
+
+def assert_replayed(report: dict[str, Any]) -> None:
+    """Whether a case was equal, and every pass after the capture a replay."""
+    assert report["equal"]
+    counters, passes = report["counters"], (STEPS - WARMUP) * MICROBATCHES
+    assert counters["captured"] >= 3 and counters["mismatched"] == 0
+    assert counters["replayed"] >= counters["captured"] * passes
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    return on_ranks(run_all)
+
+
+@pytest.fixture(params=[0, 1])
+def report(request: pytest.FixtureRequest, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a rank found."""
+    found: dict[str, Any] = reports[request.param]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_train_the_same_bits(report: dict[str, Any], name: str) -> None:
+    assert_replayed(report[name])
+
+
+@pytest.mark.parametrize("name", WITH_OTHER_BATCHES)
+def test_eager_passes_beside_graphs_train_the_same_bits(report: dict[str, Any], name: str) -> None:
+    case = report["eager"][name]
+    assert case["equal"]
+    assert case["counters"]["eager"] == 3 * (STEPS - LATER) * MICROBATCHES
+
+
+def test_buckets_of_a_rank_that_is_eager_alone_are_reduced_in_the_order_of_replays(
+    reports: list[dict[str, Any]],
+) -> None:
+    for rank, report in enumerate(reports):
+        for case in report["eager alone"]:
+            assert case["equal"] and case["counters"]["eager"] == rank * 3 * MICROBATCHES
+
+
+def test_replays_train_the_same_bits_on_four_ranks() -> None:
+    for found in on_ranks(run_four, 4):
+        for report in found.values():
+            assert_replayed(report)
+
+
+@pytest.mark.parametrize("way", WRAPS)
+def test_a_verified_replay_compares_gradients_too(report: dict[str, Any], way: str) -> None:
+    counters = report[f"{way}, evaluated, units of two shapes, verified"]["counters"]
+    assert counters["verified"] == counters["replayed"] > counters["outputs_only"] == 0
+    assert counters["steps_verified"] > counters["steps_differed"] == 0
+
+
+def test_every_part_of_the_fast_path_is_on_under_v2(report: dict[str, Any]) -> None:
+    for name in CASES:
+        if name.startswith("v2"):
+            assert report[name]["parts"] == ["layouts", "views"]
+
+
+def test_units_of_one_shape_share_their_unsharded_memory(report: dict[str, Any]) -> None:
+    """Under v2 they alternate between two buffers."""
+    one, two, other = report["memory"]["FSDP2"]["addresses"]
+    assert one == two and not set(one) & set(other)
+    one, two, three, four, other = (place for (place,) in report["memory"]["v2"]["addresses"])
+    assert one == three and two == four and len({one, two, other}) == 3
+
+
+@pytest.mark.parametrize("way", ["FSDP2", "v2"])
+def test_memory_is_given_back_and_modules_hold_shards_between_steps(
+    report: dict[str, Any], way: str
+) -> None:
+    memory = report["memory"][way]
+    assert memory["held"] == 0
+    assert memory["sharded"] == [True] * STEPS * MICROBATCHES
+
+
+def test_graphs_are_closed_while_a_unit_is_unsharded(report: dict[str, Any]) -> None:
+    assert report["closed"] == [True] * 3
+
+
+def test_units_that_begin_to_need_one_buffer_end_the_run(report: dict[str, Any]) -> None:
+    fsdp2, v2 = report["in use"]
+    words = r"FSDP2 gathers layers\.1 while layers\.2 is inside of its backward pass"
+    assert re.match(words, fsdp2) and "while another unit holds the buffer" in v2
+
+
+def test_training_goes_on_after_an_exception_in_a_unit(report: dict[str, Any]) -> None:
+    assert report["interrupted"]["equal"]
+    counters = report["interrupted"]["counters"]
+    assert counters["replayed"] == 3 * (STEPS - WARMUP) * MICROBATCHES
+    assert counters["eager"] == 2  # of the pass that was interrupted in its second unit
+
+
+def test_a_unit_whose_buffer_is_in_use_runs_eagerly(report: dict[str, Any]) -> None:
+    """The third unit would have the first one's buffer."""
+    assert report["moved"]["equal"]
+    assert report["moved"]["counters"]["mismatched"] == (STEPS - LATER) * MICROBATCHES
+
+
+def test_units_whose_gradients_are_summed_in_varying_dtypes_are_refused(
+    report: dict[str, Any],
+) -> None:
+    words = "a parameter of shape (8,), used 2 times inside, has another reduce_"
+    assert (words in report["varying"]) == FullyShard.varies_sums
+
+
+def test_refusals_under_v2_name_the_unit_and_what_to_do(report: dict[str, Any]) -> None:
+    inside, symmetric, order = report["refused"]
+    assert "unit layers.0.up is a Linear without fully_shard of its own" in inside
+    assert "unit layers.0 was sharded with use_symm_mem=True" in symmetric
+    assert "units run in the order layers.2, layers.1, layers.0, and were registered" in order

@@ -1,0 +1,188 @@
+"""What cannot become a graph is refused before anything is changed, all of it at once."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_cg.errors import ConfigurationError, HookError
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.units import graph_units
+from tests.unit.units.sharded import Run, v1_run
+
+pytest.importorskip("megatron_fsdp")
+
+
+def rules_of(run: Run, units: list[Any], **options: Any) -> list[str]:
+    with pytest.raises(ConfigurationError) as error:
+        run.with_graphs(units, **options)
+    return [violation.rule for violation in error.value.violations]
+
+
+def test_units_are_refused_for_every_reason_at_once(one_rank: None) -> None:
+    run = v1_run(fsdp_double_buffer=False, fsdp_db_use_persist_buf_on_alloc_fail=False)
+    layer: Any = run.network.layers[1]
+    layer.up.fuse_wgrad_accumulation = True
+    units = ["layers.7", nn.Conv2d, nn.Conv2d(1, 1, 1), "head", "layers", "layers.*"]
+    assert rules_of(run, units) == [
+        *["no-such-unit"] * 4,
+        "fsdp-double-buffer",
+        "fsdp-db-use-persist-buf-on-alloc-fail",
+        "no-fsdp-unit",
+        "gradient-accumulation-fusion",
+    ]
+
+
+def test_a_star_stands_for_one_part_of_a_name(one_rank: None) -> None:
+    run = v1_run()
+    assert rules_of(run, ["embed*", "h*"]) == ["no-fsdp-unit", "no-fsdp-unit"]
+    with run.with_graphs(["la*.[12]"]) as graphs:
+        run.step()
+        assert list(graphs._units) == ["layers.1", "layers.2"]
+
+
+def test_what_may_be_meant_is_to_be_typed() -> None:
+    inner = {"embed": nn.Linear(2, 2), "layers": nn.ModuleList([nn.Linear(2, 2)])}
+    model = nn.ModuleDict({"model": nn.ModuleDict(inner)})
+    for units in ("layers", "layers.*", "model.*", nn.ModuleList):
+        with pytest.raises(ConfigurationError, match=r'Remedy: type "model\.layers\.\*"'):
+            graph_units(model, units, backend="tape")
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_old_weights_are_refused(strategy: str, one_rank: None) -> None:
+    """Weights that are all sharded are gathered in each pass."""
+    run = v1_run(zero_dp_strategy=strategy, overlap_param_gather=False)
+    assert rules_of(run, ["layers.*"]) == ["old-weights"]
+    with v1_run(overlap_param_gather=False).with_graphs():
+        pass
+
+
+def test_megatrons_own_data_parallel_is_refused() -> None:
+    from megatron.core.distributed import DistributedDataParallel as Megatrons
+
+    wrapped = Megatrons.__new__(Megatrons)  # Without process groups.
+    nn.Module.__init__(wrapped)
+    wrapped.module = nn.Linear(2, 2)
+    with pytest.raises(
+        HookError, match=r"DistributedDataParallel of megatron\.core.* would be lost"
+    ):
+        graph_units(wrapped, ["module"], backend="tape")
+
+
+def test_no_string_selects_the_model_itself() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    with graph_units(model, "*", backend="tape") as graphs:
+        assert list(graphs._units) == ["0", "1"]
+    with pytest.raises(ConfigurationError, match="contains 0"):
+        graph_units(model, [model, "*"], backend="tape")
+
+
+def test_expandable_segments_are_refused_where_graphs_are_cuda_graphs(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    run = v1_run()
+    cuda = TapeBackend()
+    cuda.name = "transformer_engine"
+    assert rules_of(run, ["layers.*"], backend=cuda) == ["expandable-segments"]
+    run.with_graphs().close()
+
+
+def test_a_model_that_is_wrapped_twice_is_refused(one_rank: None) -> None:
+    inside = nn.Sequential(DistributedDataParallel(nn.Linear(1, 1)), v1_run().model)
+    with pytest.raises(HookError, match="by Megatron-FSDP and DistributedDataParallel"):
+        graph_units(inside, ["0"], backend=TapeBackend())
+
+
+def sharded(*modules: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    for module in modules:
+        fully_shard(module, mesh=mesh)
+
+
+def test_fsdp2_units_without_parameters_of_their_own_are_refused(one_rank: None) -> None:
+    outer = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+    model = nn.Sequential(nn.Tanh(), outer, nn.Linear(1, 1))
+    sharded(outer[0], model[0], outer, model[2], model)
+    with pytest.raises(ConfigurationError) as error:
+        graph_units(model, ["*.*", "0", "1", "2"], backend="tape")
+    rules = [violation.rule for violation in error.value.violations]
+    assert rules == ["no-fsdp-unit", "fsdp2-no-parameters", "fsdp2-no-parameters", "nested-units"]
+    assert "unit 0 is a FSDPTanh without parameters of its own" in str(error.value)
+
+
+def test_fsdp2_modules_in_units_are_of_one_unit_and_cast_nothing(one_rank: None) -> None:
+    shared, casting = nn.Linear(2, 2), nn.Linear(2, 2)
+    units = [nn.Sequential(nn.Linear(2, 2), inner) for inner in (shared, shared, casting)]
+    model = nn.Sequential(*units, nn.Linear(2, 2))
+    sharded(shared)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(casting, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    sharded(*units, model)
+    with pytest.raises(ConfigurationError) as error:
+        graph_units(model, ["0", "2"], backend="tape")
+    first, second = error.value.violations
+    assert (first.rule, second.rule) == ("shared-module", "fsdp2-casts-inside")
+    assert first.found == "fully_shard was called on 1.1, which is in unit 0 too"
+    assert "on 1 in unit 2 with a policy that casts its inputs" in second.found
+
+
+class Penalized(nn.Linear):
+    """Takes a gradient in another thread, as backward passes on a GPU run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x.detach().requires_grad_()
+        energy = super().forward(inner).square().sum()
+        with ThreadPoolExecutor(1) as pool:
+            grad = pool.submit(torch.autograd.grad, energy, inner, create_graph=True).result()
+        return x + grad[0]
+
+
+def test_a_gradient_that_fsdp2_reduces_a_step_late_is_refused(one_rank: None) -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), Penalized(2, 2))
+    sharded(model[1], model)
+    model[1].set_reshard_after_backward(False)
+    graphs, late = graph_units(model, ["1"], backend="tape"), "The gradient of 1.weight came when"
+    with graphs, pytest.raises(HookError, match=late):
+        while graphs.counters.replayed == 0:
+            with graphs.step():
+                model(torch.ones(3, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_fsdp2_units_are_named_in_the_module_around_all_that_is_sharded(
+    around: bool, one_rank: None
+) -> None:
+    model = nn.Sequential()
+    for name in ("encoder", "decoder"):
+        model.add_module(name, half := nn.Sequential(nn.Linear(1, 1)))
+        sharded(half[0], half)
+    if around:
+        sharded(model)
+    prefix = "" if around else "0."
+    with graph_units(nn.Sequential(model), f"{prefix}*.0", backend="tape") as graphs:
+        assert list(graphs._units) == [f"{prefix}encoder.0", f"{prefix}decoder.0"]
+
+
+@pytest.mark.parametrize("compiled", ["unit", "in place", "model"])
+def test_a_unit_that_torch_compiles_is_refused(compiled: str) -> None:
+    """Nothing is compiled here: Dynamo waits for the first call."""
+    unit: Any = nn.Sequential(nn.Linear(2, 2))
+    if compiled == "in place":
+        unit.compile()
+    inner: Any = torch.compile(unit) if compiled == "unit" else unit
+    model: Any = nn.Sequential(inner)
+    if compiled == "model":
+        model.compile()
+    with pytest.raises(ConfigurationError) as error:
+        graph_units(model, ["0"], backend="tape")
+    (found,) = error.value.violations
+    what = "the model" if compiled == "model" else "0"
+    assert found.rule == "compiled-unit"
+    assert found.found == f"unit 0: {what} is compiled by torch.compile"
