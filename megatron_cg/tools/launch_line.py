@@ -44,7 +44,7 @@ _OTHERS = {
     r"--recipe\b|\s(model|ddp|dist|train)\.\w+=",
     "clients.md#transformers": r"\b(transformers|trl|swift)\b|axolotl|llamafactory|run_[cm]lm|"
     r"--model_name",
-    "graph_units.md": r"automodel|pretrain_(bert|t5|vlm|ict|retro|vision|mimo)|"
+    "graph_units.md#ten-lines": r"automodel|pretrain_(bert|t5|vlm|ict|retro|vision|mimo)|"
     r"/(bert|t5|retro|multimodal|mimo)/|(inference|generat\w*|server)\w*\.py",
 }
 """By page and section of docs/: what scripts, modules and flags are called that it serves."""

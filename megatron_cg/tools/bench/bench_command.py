@@ -68,12 +68,9 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             for name, number, line in runs:
                 print(f"# {name}.{number}\n{shlex.join(line.command)}")
             return 0
-        here = machine()
-        if not here["gpus"]:
-            raise BenchError(
-                "nvidia-smi finds no GPU, and bench measures GPUs: start it where there are some. "
-                "--dry-run prints its lines anywhere, and megatron-cg plan computes the memory."
-            )
+        if not (here := machine())["gpus"]:
+            text = "nvidia-smi finds no GPU: start it where there are some. --dry-run prints its"
+            raise BenchError(f"{text} lines anywhere, and megatron-cg plan computes the memory.")
         results: dict[str, Any] = {
             "schema": SCHEMA,
             "machine": here,
@@ -244,7 +241,7 @@ def print_results(results: dict[str, Any]) -> None:
     gpus = here["gpus"]
     kinds = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
     versions = ", ".join(f"{name} {found}" for name, found in here["versions"].items() if found)
-    print(f"\n{kinds or 'no GPU found'}, driver {here['driver']}; {versions}\n")
+    print(f"\n{kinds}, driver {here['driver']}; {versions}\n")
     if results["summary"]:
         print(_table(_rows(results)))
     for run in results["runs"]:

@@ -67,15 +67,15 @@ def unmet(distribution: str) -> list[str]:
     """What an installed distribution requires, and is not here in a version that it takes."""
     with suppress(PackageNotFoundError):
         every = map(Requirement, requires(distribution) or ())
-        needed = [one for one in every if not one.marker or one.marker.evaluate({"extra": ""})]
-        return [f"{one.name}{one.specifier}" for one in needed if not _is_met(one)]
+        return [f"{one.name}{one.specifier}" for one in every if not _is_met(one)]
     return []
 
 
-def _is_met(requirement: Requirement) -> bool:
+def _is_met(needed: Requirement) -> bool:
+    if needed.name in PACKAGES or (needed.marker and not needed.marker.evaluate({"extra": ""})):
+        return True
     with suppress(PackageNotFoundError):
-        found = requirement.name in PACKAGES or version(requirement.name)
-        return found is True or requirement.specifier.contains(found, prereleases=True)
+        return needed.specifier.contains(version(needed.name), prereleases=True)
     return False
 
 

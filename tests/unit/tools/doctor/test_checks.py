@@ -108,15 +108,12 @@ def test_what_a_framework_lacks_is_said_and_installed_beside_the_same_torch(
 ) -> None:
     """As after ``pip install --no-deps``: a folder of metadata, and nothing of what it requires."""
     needs = ("numpy>=99", "absent>1", "rich", "torch<2", "gone; extra == 'all'")
-    lines = ["Metadata-Version: 2.1", "Name: torchtitan", "Version: 0.3.0"]
     (folder := tmp_path / "torchtitan-0.3.0.dist-info").mkdir()
-    (folder / "METADATA").write_text("\n".join(lines + [f"Requires-Dist: {one}" for one in needs]))
+    (folder / "METADATA").write_text("\n".join(f"Requires-Dist: {one}" for one in needs))
     monkeypatch.syspath_prepend(tmp_path)
     found = packages(torchtitan="0.3.0") | {"unmet": {"torchtitan": unmet("torchtitan")}}
     finding = only(system(found), Level.WARNING)
-    assert finding.found == "torchtitan is installed without all that it requires"
     assert finding.remedy == "pip install torch==2.11.0 'numpy>=99' 'absent>1'"
-    assert unmet("megatron-bridge") == []
 
 
 @pytest.mark.parametrize("backend", [NATIVE, TAPE])
