@@ -118,7 +118,7 @@ def build(kind: str, args: argparse.Namespace, device: str) -> tuple[Any, Any]:
         experts = {} if name == "llama3" else {"enable_ep": False}
         getattr(sharding, f"set_{name}_sharding_config")(spec.model, enable_sp=True, **experts)
         make = partial(batch_of_group, batch_of, dims.get_mesh("tp").get_group())
-        example.batch_of = make  # type: ignore[assignment]
+        example.batch_of = make
     with torch.device("meta"):
         model = spec.model.build()
     training = TrainingConfig(seq_len=args.sequence, local_batch_size=args.batch)
