@@ -243,4 +243,4 @@ def test_what_cannot_be_done_is_said(
     write(tmp_path, make_record(steps=3, graphs=False))
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert main(["report", str(tmp_path)]) == 2
-    assert "pip install 'megatron-cg[report]'" in capsys.readouterr().err
+    assert "in a checkout pip install '.[report]'" in capsys.readouterr().err
