@@ -22,7 +22,7 @@ _WORD = r"-?\w(?:[\w.:-]*[\w:-])?"
 _VALUE = rf"(?: (?!(?:and|or|with|without|in|out|select)\b){_WORD}(?:,{_WORD})*)"
 _FLAG = rf"--[a-z][a-z0-9-]*{_VALUE}*"
 _FLAGS = re.compile(
-    rf"megatron-cg \w+(?: {_FLAG})*|(?:\b(add|type|drop) )?({_FLAG}(?:(?: and)? {_FLAG})*)"
+    rf"(?:megatron-cg|pip) \w+(?: {_FLAG})*|(?:\b(add|type|drop) )?({_FLAG}(?:(?: and)? {_FLAG})*)"
 )
 PACKING = {
     "sft": "enable_offline_packing",
@@ -41,7 +41,7 @@ _DEFAULTS = {one.name: one.default for one in (*fields(RunArguments), *fields(Gr
 _PARTS = ("found", "reason", "remedy")
 
 
-def said(
+def in_python_terms(
     violations: Iterable[Violation], call: str = ENABLE, configs: Iterable[tuple[str, Any]] = ()
 ) -> tuple[Violation, ...]:
     """The violations of rules as a caller from Python reads them.
@@ -56,7 +56,7 @@ def said(
 
 
 def sentences(call: str = ENABLE, configs: Iterable[tuple[str, Any]] = ()) -> Callable[[str], str]:
-    """Says text that names flags as :func:`said` does."""
+    """Says text that names flags as :func:`in_python_terms` does."""
     named = [(name, getattr(config, "__dict__", {})) for name, config in configs]
     places = {key: f"{name}.{key}" for name, there in named for key in there}
     if any(there.get("cuda_graph_scope") is not None for _, there in named):

@@ -126,12 +126,12 @@ class GuardedCapture:
         options: Mapping[str, Any],
         *,
         begin: Callable[[], None],
-        joins: bool,
+        run_remaining_hooks: bool,
     ) -> tuple[GuardedGraph, ...]:
         """Capture as :meth:`megatron_cg.capture.session.Session.capture` says.
 
         ``begin`` is called when all is ready and before the first hook runs, and may raise.
-        ``joins`` says whether to run the hooks that other ranks wait for after a failure.
+        ``run_remaining_hooks``: whether hooks that other ranks wait for run after a failure too.
         """
         layers = [unit.layer for unit in self._units]
         capture_time = [unit.capture_time for unit in hooks]
@@ -155,7 +155,7 @@ class GuardedCapture:
         except Exception as error:
             self._name_units_in(error)
             refused = self._refusal(error, order)
-            if joins:
+            if run_remaining_hooks:
                 # The frames hold incomplete graphs, and the hooks may need their memory.
                 clear_frames(error)
                 order.run_rest()

@@ -60,7 +60,7 @@ from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySe
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.patch import all_of, look
+from megatron_cg.upstream.patch import add_observer, combine_undos
 
 _MARK = "grad_added_to_main_grad"
 
@@ -433,7 +433,7 @@ class StaticInputs:
 
     def observe_step(self) -> Callable[[], None]:
         self._step += 1
-        return all_of(look(layer, self._called) for layer in self._layers)
+        return combine_undos(add_observer(layer, self._called) for layer in self._layers)
 
     def replace_in(
         self, layer: nn.Module, samples: Mapping[str, torch.Tensor]

@@ -53,7 +53,7 @@ from megatron_cg.memory.storage import StorageReference
 from megatron_cg.replay.borders import local
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, write_back
-from megatron_cg.upstream.patch import instances, nothing_frozen, put_over
+from megatron_cg.upstream.patch import instances, nothing_frozen, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
 RELIES_ON = (
@@ -300,7 +300,7 @@ def seeds_refused(
             undo.restore(name, write, before)
         for owner, name in _SETTERS:
             refuse = _refusing(getattr(owner, name), unit, f"torch.{name}")
-            undo.callback(put_over(owner, name, refuse))
+            undo.callback(replace_function(owner, name, refuse))
         yield
         drew = [
             name
@@ -341,7 +341,7 @@ def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
 
     with ExitStack() as undo:
         for owner in (torch, torch.cuda):
-            undo.callback(put_over(owner, "set_rng_state", around(owner.set_rng_state)))
+            undo.callback(replace_function(owner, "set_rng_state", around(owner.set_rng_state)))
         yield
     if any(drew):
         raise unit.refused(

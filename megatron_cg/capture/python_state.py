@@ -29,7 +29,7 @@ from torch import nn
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.plain import is_array, is_plain, same_value
 from megatron_cg.restore import Restores
-from megatron_cg.upstream.patch import cells_of, put_over, undone_after
+from megatron_cg.upstream.patch import cells_of, replace_function, undone_after
 
 KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
 LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
@@ -364,7 +364,7 @@ def tensor_hooks_observed(
 
         return original(tensor, called)  # type: ignore[no-untyped-call]
 
-    return undone_after(put_over(torch.Tensor, "register_hook", register_hook))
+    return undone_after(replace_function(torch.Tensor, "register_hook", register_hook))
 
 
 def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:

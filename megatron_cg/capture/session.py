@@ -6,9 +6,9 @@ Note [Where ranks vote on a capture]
     Undoing the changes may issue all-gathers, on a failed rank as on the others. So a rank that
     fails before the first vote votes at once, because the others wait for it there. A rank that
     fails later votes after it has undone all changes. If training must not continue without graphs
-    (``joins`` is false), a rank that fails among the hooks exits, and its launcher ends the others.
-    If it fails after the hooks, the others reach the vote in any case, so this rank votes too and
-    all ranks end with the cause.
+    (``run_remaining_hooks`` is false), a rank that fails among the hooks exits, and its launcher
+    ends the others. If it fails after the hooks, the others reach the vote in any case, so this
+    rank votes too and all ranks end with the cause.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_cg.capture.observer import StaticInputs
 from megatron_cg.capture.transaction import capturing
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.consensus.process_exit import exit_without_waiting, goes_on
+from megatron_cg.consensus.process_exit import clear_exit, exit_without_waiting
 from megatron_cg.errors import (
     CaptureError,
     EarlierWorkError,
@@ -72,9 +72,9 @@ class Phase(Enum):
 class Session:
     """The graphs of one model, whose ``units`` are in the order of their forward passes.
 
-    ``joins`` says whether a capture that fails on this rank still runs the hooks that other ranks
-    wait for; see ``hook_order.py``. ``fast_path`` is equal on all ranks; ``optimizers`` are those
-    of the model's parameters, for it.
+    ``run_remaining_hooks`` says whether a capture that fails on this rank still runs the hooks that
+    other ranks wait for; see ``hook_order.py``. ``fast_path`` is equal on all ranks; ``optimizers``
+    are those of the model's parameters, for it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Session:
         backend: Backend,
         agreement: Agreement | None = None,
         *,
-        joins: bool = False,
+        run_remaining_hooks: bool = False,
         policy: ReplayPolicy | None = None,
         static_inputs: StaticInputs | None = None,
         fast_path: bool = True,
@@ -92,9 +92,9 @@ class Session:
     ) -> None:
         self.sharding, self.units = sharding, tuple(units)
         self._backend = backend
-        self._agreement, self._joins = agreement, joins
+        self._agreement, self._run_remaining_hooks = agreement, run_remaining_hooks
         self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self.units)
-        self._shortens, self._optimizers = fast_path, tuple(optimizers)
+        self._use_fast_path, self._optimizers = fast_path, tuple(optimizers)
         self.fast_path: FastPath | None = None
         self._undo: ExitStack = Restores()
         self._hooks: tuple[UnitHooks, ...] = ()
@@ -113,7 +113,7 @@ class Session:
     def digest(self) -> int:
         """A number for the graphs and the choice of the fast path; equal where both are equal."""
         graphs = (f"{unit.name}: {len(unit.graphed)} modules" for unit in self.units)
-        return digest([*graphs, f"fast path: {self._shortens}"])
+        return digest([*graphs, f"fast path: {self._use_fast_path}"])
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -199,7 +199,14 @@ class Session:
             if self._agreement is not None:
                 self._agreement.ready(Vote(size=args[0][0].numel(), graphs=self.digest))
 
-        return self._capture.run(self._hooks, args, kwargs, options, begin=begin, joins=self._joins)
+        return self._capture.run(
+            self._hooks,
+            args,
+            kwargs,
+            options,
+            begin=begin,
+            run_remaining_hooks=self._run_remaining_hooks,
+        )
 
     def _agree_on_collectives(self, agreement: Agreement) -> None:
         """End the capture's votes: a unit whose graphs hold collectives on one rank does on all."""
@@ -209,7 +216,7 @@ class Session:
             unit.collectives = unit.name in found
 
     def _install_fast_path(self) -> None:
-        if not self._shortens:
+        if not self._use_fast_path:
             return
         graphed = {m for unit in self.units for top in unit.graphed for m in top.modules()}
         graphs = [graph.graph for graph in self._graphs()]
@@ -226,7 +233,11 @@ class Session:
         try:
             yield
         except Exception:
-            if self._joins and self._agreement is not None and self._agreement.awaits_start:
+            if (
+                self._run_remaining_hooks
+                and self._agreement is not None
+                and self._agreement.awaits_start
+            ):
                 self._agreement.report_failure()
             raise
 
@@ -236,8 +247,8 @@ class Session:
         is_told = not isinstance(error, Exception) or isinstance(
             error, OutOfStepError | AgreementError
         )
-        if self._agreement is not None and not is_told and (self._joins or whole):
-            with nullcontext() if self._joins else suppress(CaptureError):
+        if self._agreement is not None and not is_told and (self._run_remaining_hooks or whole):
+            with nullcontext() if self._run_remaining_hooks else suppress(CaptureError):
                 self._agreement.report_failure(ends=isinstance(error, NotRestoredError))
 
     def on_close(self, undo: Callable[[], None]) -> None:
@@ -307,8 +318,8 @@ def close_all_sessions() -> None:
 class GraphController:
     """Captures and deletes one model's graphs; all ranks do so together.
 
-    ``goes_on`` says whether training continues eagerly after a failed capture, ``option`` is what a
-    user types for that, and ``clean_up`` is called then.
+    ``eager_on_failure`` says whether training continues eagerly after a failed capture, ``option``
+    is what a user types for that, and ``clean_up`` is called then.
     """
 
     def __init__(
@@ -316,13 +327,13 @@ class GraphController:
         agreement: Agreement,
         capture: Callable[[], Session],
         *,
-        goes_on: bool = False,
+        eager_on_failure: bool = False,
         option: str = "",
         clean_up: Callable[[], None] | None = None,
     ) -> None:
         self._agreement = agreement
         self._capture = capture
-        self._goes_on, self._option, self._clean_up = goes_on, option, clean_up
+        self._eager_on_failure, self._option, self._clean_up = eager_on_failure, option, clean_up
         self._earlier = Counters()
         self.session: Session | None = None
         """The current graphs; None before capture and after deletion."""
@@ -378,7 +389,7 @@ class GraphController:
         self._captured = False
 
     def begin_step(self) -> None:
-        goes_on()
+        clear_exit()
         if self.session is not None:
             self.session.mismatches.begin_step()
 
@@ -388,19 +399,19 @@ class GraphController:
         Safe to run twice. The graphs stay, and no capture follows.
         """
         self._closed = True
-        goes_on()
+        clear_exit()
         self._agreement.close()
 
     def _fail(self, error: Exception) -> None:
         failure = error
         if not isinstance(error, MegatronCGError):
-            has_advice = self._option and not self._goes_on
+            has_advice = self._option and not self._eager_on_failure
             advice = f" To train without graphs: {self._option}." if has_advice else ""
             failure = CaptureError(f"capture failed with {type(error).__name__}: {error}.{advice}")
         # The traceback's frames hold incomplete graphs, and training needs their memory.
         clear_frames(error)
         fatal = OutOfStepError | EarlierWorkError | NotRestoredError
-        if not self._goes_on or isinstance(error, fatal):
+        if not self._eager_on_failure or isinstance(error, fatal):
             # Without a vote: the launcher ends the other ranks.
             if isinstance(error, OutOfStepError):
                 exit_without_waiting()

@@ -22,9 +22,9 @@ from typing import Any
 from megatron_cg.arguments.megatron import run_of_configs
 from megatron_cg.arguments.schema import BACKENDS, Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.validation import notices, violations
-from megatron_cg.arguments.words import PACKING, said, sentences
+from megatron_cg.arguments.words import PACKING, in_python_terms, sentences
 from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation
-from megatron_cg.upstream.patch import Undo, put_over, run_instead
+from megatron_cg.upstream.patch import Undo, replace_function, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 _CONFIG = "megatron.bridge.training.config"
@@ -88,7 +88,7 @@ def _configs(cfg: Any) -> list[tuple[str, Any]]:
 def errors_name_fields(cfg: Any) -> Undo:
     """Errors of this package name fields of ``cfg`` and arguments of ``enable()``, and no flags."""
     say, of_error = sentences(configs=_configs(cfg)), RuntimeError.__str__
-    return put_over(MegatronCGError, "__str__", lambda error: say(of_error(error)))
+    return replace_function(MegatronCGError, "__str__", lambda error: say(of_error(error)))
 
 
 def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
@@ -116,7 +116,7 @@ def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
     environment = Environment.read(BACKENDS[given.cg_backend])
     broken = violations(run, given, environment) + (_WITHOUT_TRACKER,) * (not run.te_rng_tracker)
     if broken:
-        raise ConfigurationError(said(broken, configs=_configs(cfg)))
+        raise ConfigurationError(in_python_terms(broken, configs=_configs(cfg)))
     for line in notices(run, environment) if first else ():
         _warn_once("megatron_cg: %s", line)
     return run

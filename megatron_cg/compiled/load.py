@@ -29,7 +29,7 @@ from megatron_cg.compiled.save import Manifest, path_of, read
 from megatron_cg.compiled.trace import loading_for
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
+from megatron_cg.consensus.process_exit import arm_fast_exit
 from megatron_cg.errors import (
     ArtifactRefusedError,
     MegatronCGError,
@@ -39,7 +39,7 @@ from megatron_cg.errors import (
 from megatron_cg.hooks import describe, module_hooks
 from megatron_cg.replay.verify import difference, synthetic_gradient
 from megatron_cg.restore import values_kept
-from megatron_cg.upstream.patch import Undo, all_of, set_attribute
+from megatron_cg.upstream.patch import Undo, combine_undos, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _LOAD = Symbol(
@@ -116,7 +116,7 @@ class Precompiled:
                     f"{differences(self._module, kinds)}. Leave this module out"
                 )
             self._require_same_state(module)
-        return all_of(
+        return combine_undos(
             set_attribute(module, "forward", self._forward_of(module)) for module in modules
         )
 
@@ -130,7 +130,7 @@ class Precompiled:
                 self._require_same_inside(module, attached)
                 return self(module, *args, **kwargs)
             except ReplayMismatchError:
-                exit_without_waiting_unless_it_goes_on()
+                arm_fast_exit()
                 raise
 
         return forward

@@ -49,7 +49,7 @@ from megatron_cg.consensus.decision import (
 )
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement, under_capture
 from megatron_cg.errors import ArgumentError, PhaseError, Violation
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import replace_function
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -215,8 +215,8 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[None]:
         together = _Votes(agreement)
         undo.callback(_SET_HOOK.find(), None)
         _SET_HOOK.find()(together.guards_checked)
-        undo.callback(put_over(*_BEGIN.place(), together.compilation_begins))
-        undo.callback(put_over(*_EXCHANGE.place(), together.sizes_met))
+        undo.callback(replace_function(*_BEGIN.place(), together.compilation_begins))
+        undo.callback(replace_function(*_EXCHANGE.place(), together.sizes_met))
         try:
             yield
         except _WRAPPED.find() as error:

@@ -39,7 +39,7 @@ from megatron_cg.consensus.decision import (
 from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.errors import CaptureError, NotRestoredError, PhaseError
 from megatron_cg.events import in_range
-from megatron_cg.upstream.patch import put_over, undone_after
+from megatron_cg.upstream.patch import replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _STORE = Symbol(
@@ -335,7 +335,9 @@ class Agreement:
         try:
             # torch takes the number of the groups that this process knows into the name. Ranks of
             # one group may be in other groups too, which differ.
-            with undone_after(put_over(*_NAME.place(), lambda *_args, **_kwargs: self._name)):
+            with undone_after(
+                replace_function(*_NAME.place(), lambda *_args, **_kwargs: self._name)
+            ):
                 made = dist.new_group(self._ranks, timeout, "gloo", use_local_synchronization=True)
         except RuntimeError as error:
             absent, elsewhere = self._where.absent_from(here)

@@ -48,14 +48,14 @@ def exit_without_waiting() -> None:
     _register()
 
 
-def exit_without_waiting_unless_it_goes_on() -> None:
-    """The same, if there are other ranks, until :func:`goes_on`; see the note above."""
+def arm_fast_exit() -> None:
+    """The same, if there are other ranks, until :func:`clear_exit`; see the note above."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _register()
 
 
-def goes_on() -> None:
-    """Undo :func:`exit_without_waiting_unless_it_goes_on`, outside of the handling of an error."""
+def clear_exit() -> None:
+    """Undo :func:`arm_fast_exit`, outside of the handling of an error."""
     if not _for_good and sys.exception() is None:
         atexit.unregister(_leave)
 

@@ -51,7 +51,7 @@ from megatron_cg.experts.slots import (
     find_places,
 )
 from megatron_cg.upstream.megatron import is_capturing, relax_rules
-from megatron_cg.upstream.patch import Undo, put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version
 from megatron_cg.upstream.te import fp8_recipe, lacks_device_counts
 
@@ -284,11 +284,11 @@ def use_device_counts(
         if gemm == "torch":
             undo.callback(set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
         else:
-            undo.callback(put_over(*_LAYER_OF_TE.place(), _by_one_kernel(forward)))
-            undo.callback(put_over(*_PADS.place(), _unpadded_in_captures(_PADS.find())))
+            undo.callback(replace_function(*_LAYER_OF_TE.place(), _by_one_kernel(forward)))
+            undo.callback(replace_function(*_PADS.place(), _unpadded_in_captures(_PADS.find())))
         _in_place.append(gemm)
         undo.callback(partial(_in_place.remove, gemm))
-        undo.callback(put_over(*_DISPATCHER.place(), make_dispatcher))
+        undo.callback(replace_function(*_DISPATCHER.place(), make_dispatcher))
         undo.callback(allow_dropless_experts())
         return undo.pop_all().close
 

@@ -76,7 +76,13 @@ from megatron_cg.events import in_range
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
-from megatron_cg.upstream.patch import Undo, all_of, put_over, put_over_cell, run_around
+from megatron_cg.upstream.patch import (
+    Undo,
+    combine_undos,
+    replace_function,
+    replace_function_in_cell,
+    wrap_method,
+)
 
 _PROCESS = "_process_post_backward_gradients"
 """Megatron-FSDP's function that takes gradients."""
@@ -186,7 +192,7 @@ class FreedBuffers:
                 self._last, _, _ = before[freed - 1]
                 self._waited.clear()
 
-        return put_over(self._pipeline, _FREES, wait_for_previous_grad_reduce)
+        return replace_function(self._pipeline, _FREES, wait_for_previous_grad_reduce)
 
     def make_room(self, bucket: int, stream: int) -> None:
         """Let Megatron-FSDP free a buffer; then ``stream``, the current one, may write to it."""
@@ -208,7 +214,7 @@ def order_copies(fsdp: Any) -> Undo:
             freed.make_room(number, stream)
         original(parameters)
 
-    return all_of((put_over_cell(cell, process), freed.install()))
+    return combine_undos((replace_function_in_cell(cell, process), freed.install()))
 
 
 @dataclass
@@ -242,7 +248,7 @@ class Bucket:
             self.waiting, self.waiting_bytes = [], 0
 
 
-class Together:
+class ParamGroup:
     """Weights of one operation, whose gradients arrive at once, and the bucket of each.
 
     Each check runs for every expert of every layer, so it must be cheap.
@@ -255,7 +261,7 @@ class Together:
             places.setdefault(bucket.number, []).append(place)
         # An eager pass reaches the last weights first, so a bucket is complete with its first one.
         ordered = sorted(places.values(), reverse=True)
-        self.parts = [OfBucket(buckets[at[0]], [weights[i] for i in at], at) for at in ordered]
+        self.parts = [BucketSlice(buckets[at[0]], [weights[i] for i in at], at) for at in ordered]
         """By bucket, in the order in which an eager pass completes the buckets."""
 
     def plain(self, gradients: Sequence[torch.Tensor | None]) -> list[list[Any]] | None:
@@ -266,7 +272,7 @@ class Together:
         return None
 
 
-class OfBucket:
+class BucketSlice:
     """Weights of one operation that share a bucket, and their ``places`` in the operation."""
 
     def __init__(self, bucket: Bucket, weights: list[nn.Parameter], places: list[int]) -> None:
@@ -312,15 +318,15 @@ class GradientBucketing:
     def knows(self, parameter: object) -> bool:
         return id(parameter) in self._of_parameter
 
-    def detach(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Together:
+    def detach(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> ParamGroup:
         """Detach an operation's ``weights`` from autograd; :meth:`knows` is true for each.
 
         ``to_come`` returns whether this backward pass has yet to reach the operation.
         """
         self._detached.update(dict.fromkeys(map(id, weights), to_come))
-        return Together(list(weights), [self._of_parameter[id(weight)] for weight in weights])
+        return ParamGroup(list(weights), [self._of_parameter[id(weight)] for weight in weights])
 
-    def attach(self, together: Together) -> None:
+    def attach(self, together: ParamGroup) -> None:
         """Undo :meth:`detach`: only the weights' own hooks take their gradients again."""
         for weight in together.weights:
             self._detached.pop(id(weight), None)
@@ -328,7 +334,7 @@ class GradientBucketing:
     @in_range("bucket gradients")
     def take_detached(
         self,
-        together: Together,
+        together: ParamGroup,
         gradients: list[torch.Tensor | None],
         used: Sequence[bool],
         *,
@@ -476,7 +482,7 @@ class GradientBucketing:
         *others, last = waiting
         self._tell(bucket, others, last)
 
-    def _hand_over_at_once(self, part: OfBucket, gradients: list[Any]) -> None:
+    def _hand_over_at_once(self, part: BucketSlice, gradients: list[Any]) -> None:
         bucket = part.bucket
         bucket.begin(self._fsdp._params_require_handle_grad)
         if bucket.complete_with(len(part.weights)) and bucket.waiting:
@@ -551,7 +557,7 @@ def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]
     cell = find_cell(hook_functions(fsdp), _PROCESS)
     bucketing = GradientBucketing(fsdp, cell.cell_contents)
     with ExitStack() as undo:
-        undo.callback(put_over_cell(cell, bucketing))
+        undo.callback(replace_function_in_cell(cell, bucketing))
         undo.callback(bucketing.freed.install())
-        undo.callback(run_around(fsdp, "forward", before=bucketing.refuse_what_is_left))
+        undo.callback(wrap_method(fsdp, "forward", before=bucketing.refuse_what_is_left))
         return bucketing, undo.pop_all().close

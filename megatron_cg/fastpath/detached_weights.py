@@ -58,7 +58,7 @@ from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.backward_pass import CURRENT_PASS, NO_PASS
-from megatron_cg.upstream.patch import all_of, set_attribute
+from megatron_cg.upstream.patch import combine_undos, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 MODULE, _NAME = "transformer_engine.pytorch.module.grouped_linear", "_GroupedLinear"
@@ -95,7 +95,9 @@ def detach_in(module: Any, name: str, detached: DetachedWeights) -> Callable[[],
     # The weights are the last parameter of its ``forward``, and the context is the first.
     first = len(inspect.signature(function.forward).parameters) - 2
     replacement = _Replacement(function, first, detached)
-    return all_of((detached.close, replacement.end, set_attribute(module, name, replacement)))
+    return combine_undos(
+        (detached.close, replacement.end, set_attribute(module, name, replacement))
+    )
 
 
 def detach_in_graphs(
@@ -177,7 +179,7 @@ class _Detached(torch.autograd.Function):
     def forward(
         ctx: Any,
         function: _Replacement,
-        weights: Weights,
+        weights: DetachedParams,
         tail: Sequence[Any],
         _leaf: Any,
         *head: Any,
@@ -205,9 +207,9 @@ class DetachedWeights:
     ) -> None:
         self._modules = [module for module in model.modules() if module not in graphed]
         self._bucketing = bucketing
-        self._of: dict[int, Weights] = {}
+        self._of: dict[int, DetachedParams] = {}
 
-    def together(self, tail: Sequence[Any], *, of_graph: bool = False) -> Weights | None:
+    def together(self, tail: Sequence[Any], *, of_graph: bool = False) -> DetachedParams | None:
         """The weights in the last arguments of a call; None: they stay attached to autograd."""
         if not tail or not torch.is_tensor(tail[0]):
             return None
@@ -226,7 +228,7 @@ class DetachedWeights:
             weights.close()
         self._of.clear()
 
-    def _add(self, tail: Sequence[Any], *, of_graph: bool) -> Weights | None:
+    def _add(self, tail: Sequence[Any], *, of_graph: bool) -> DetachedParams | None:
         needed = [place for place, needs in enumerate(_needs(tail)) if needs]
         if not needed or not all(self._bucketing.knows(tail[place]) for place in needed):
             return None
@@ -237,7 +239,7 @@ class DetachedWeights:
             return None
         if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
             return None  # another operation's weights; their own hooks wait for that operation
-        weights = Weights(tail, needed, self._bucketing)
+        weights = DetachedParams(tail, needed, self._bucketing)
         self._of[id(tail[0])] = weights
         return weights
 
@@ -248,7 +250,7 @@ class DetachedWeights:
         return frozenset(map(id, own))
 
 
-class Weights:
+class DetachedParams:
     """Weights of one operation, and their state in a backward pass."""
 
     def __init__(

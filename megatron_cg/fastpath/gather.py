@@ -62,7 +62,7 @@ from torch import nn
 from megatron_cg.events import in_range
 from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
-from megatron_cg.upstream.patch import put_over, put_over_cell, run_around
+from megatron_cg.upstream.patch import replace_function, replace_function_in_cell, wrap_method
 
 Key = tuple[int, bool]
 """A bucket's number, and whether the key is for its transposed weights."""
@@ -159,8 +159,8 @@ def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]
     gathers = Gathers(pipeline, deferred, lambda: bool(fsdp.training))
     with ExitStack() as undo:
         undo.callback(deferred.drop)
-        undo.callback(run_around(fsdp, "forward", before=deferred.drop))
-        undo.callback(put_over(pipeline, "all_gather_params", gathers.all_gather_params))
+        undo.callback(wrap_method(fsdp, "forward", before=deferred.drop))
+        undo.callback(replace_function(pipeline, "all_gather_params", gathers.all_gather_params))
         return undo.pop_all().close
 
 
@@ -307,15 +307,15 @@ def install_unshard(
         return CachedParameters(list(module.parameters()), bucket_of, is_float8)
 
     with ExitStack() as undo:
-        undo.callback(put_over_cell(listed, list_of_unit))
+        undo.callback(replace_function_in_cell(listed, list_of_unit))
         released = _released(release.cell_contents, all_of_unit, after_backward, deferred)
-        undo.callback(put_over_cell(release, released))
+        undo.callback(replace_function_in_cell(release, released))
         gather = "all_gather_and_wait_parameters_ready"
-        undo.callback(put_over(fsdp, gather, _gathered(getattr(fsdp, gather))))
+        undo.callback(replace_function(fsdp, gather, _gathered(getattr(fsdp, gather))))
         for group in store.parameter_groups:
             buffer = group.model_weight_buffer
             if buffer is not None and not any(map(is_float8, group.params)):
-                undo.callback(put_over(buffer, "fetch_bucket", _fetched(buffer)))
+                undo.callback(replace_function(buffer, "fetch_bucket", _fetched(buffer)))
         return undo.pop_all().close
 
 

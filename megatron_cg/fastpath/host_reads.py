@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.upstream.patch import Undo, put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _TRAINING, _CLIP = "megatron.training.training", "clip_grad_norm"
@@ -131,7 +131,7 @@ def install_host_reads(optimizers: Sequence[Any]) -> Undo:
             (*_LOG.place(), reads.logged),
             (*_ANY.place(), reads.requested),
         ):
-            undo.callback(put_over(owner, name, partial(ours, getattr(owner, name))))
+            undo.callback(replace_function(owner, name, partial(ours, getattr(owner, name))))
         if getattr(optimizer, "grad_scaler", None) is None and hasattr(optimizer, "_scale_one"):
             scale = optimizer._scale_one
             undo.callback(set_attribute(scale, "item", partial(float, scale.item())))

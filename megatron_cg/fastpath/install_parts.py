@@ -42,7 +42,7 @@ from megatron_cg.fsdp.roles import fsdp_v2, unknown_bodies
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.memory.storage import IdlePool
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -248,12 +248,12 @@ def keep_layouts(group: Any) -> Undo:
     def build(shapes: Iterable[Iterable[int]], dp_size: int) -> Any:
         return laid_out(tuple(map(torch.Size, shapes)), dp_size)
 
-    return finalize(group, put_over(kind, "build", build))
+    return finalize(group, replace_function(kind, "build", build))
 
 
 def keep_views(groups: Iterable[Any]) -> Undo:
     """See Note [Kept as long as the memory]; returns the undo."""
-    return all_of(undo for group in groups for undo in _of_group(group))
+    return combine_undos(undo for group in groups for undo in _of_group(group))
 
 
 def _of_group(group: Any) -> Iterator[Undo]:
@@ -284,4 +284,4 @@ def _kept(buffer: Any, method: str) -> Undo:
             found[index] = original(index)
         return found[index]
 
-    return put_over(buffer, method, of_index)
+    return replace_function(buffer, method, of_index)

@@ -57,7 +57,7 @@ from megatron_cg.events import in_range
 from megatron_cg.fastpath.part import NotApplicableError, float8_test
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.memory.storage import IdlePool
-from megatron_cg.upstream.patch import Undo, all_of, put_over, run_around
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, wrap_method
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,9 @@ def install_main_gradients(fsdp: Any, scratch: IdlePool | None) -> Callable[[], 
         if table.borrowed and fsdp.training and torch.is_grad_enabled():
             table.relocate()
 
-    return all_of((put_over(store, _ATTACH, table), run_around(fsdp, "forward", before=relocate)))
+    return combine_undos(
+        (replace_function(store, _ATTACH, table), wrap_method(fsdp, "forward", before=relocate))
+    )
 
 
 Kind = tuple[torch.device, torch.dtype, torch.dtype] | None
@@ -284,7 +286,7 @@ def install_main_weights(fsdp: Any) -> Callable[[], None]:
             raise NotApplicableError(
                 "parameters are not sharded, and no buffer holds model weights"
             )
-    return put_over(store, _INSTALL, _WeightTable(store))
+    return replace_function(store, _INSTALL, _WeightTable(store))
 
 
 class _WeightTable:
@@ -330,7 +332,9 @@ def install_clip(optimizers: Iterable[Any]) -> Undo:
     mine = [optimizer for optimizer, why in whys.items() if why is None]
     if not mine:
         raise NotApplicableError(next(filter(None, whys.values()), "there is no optimizer"))
-    return all_of(put_over(optimizer, _CLIP, LocalClip(optimizer)) for optimizer in mine)
+    return combine_undos(
+        replace_function(optimizer, _CLIP, LocalClip(optimizer)) for optimizer in mine
+    )
 
 
 def _why_not(optimizer: Any) -> str | None:
@@ -443,7 +447,7 @@ def install_adam(optimizers: Iterable[Any]) -> Undo:
         if adams:
             why = "keeps main weights itself, runs in a graph, or has a step of its own"
         raise NotApplicableError(f"the optimizer {why}")
-    return all_of(put_over(adam, "step", LocalStep(adam)) for adam in simple)
+    return combine_undos(replace_function(adam, "step", LocalStep(adam)) for adam in simple)
 
 
 def _inner(optimizers: Iterable[Any]) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from megatron_cg.fsdp.roles import UnitHooks, fsdp_class, fsdp_function, fsdp_pa
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import put_over, set_attribute, undone_after
+from megatron_cg.upstream.patch import replace_function, set_attribute, undone_after
 from megatron_cg.upstream.symbols import changed
 
 _NEEDED = (
@@ -258,7 +258,7 @@ def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], 
     def alone(params: Any, prefetch: bool = False, **options: Any) -> None:
         gather(params, prefetch=False, **options)
 
-    return put_over(pipeline, "all_gather_params", alone)
+    return replace_function(pipeline, "all_gather_params", alone)
 
 
 def let_gradients_go(fsdp: Any) -> Callable[[], None]:

@@ -50,7 +50,7 @@ from megatron_cg.fsdp.sharding import PerModule, lies_in
 from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.patch import Undo, put_over
+from megatron_cg.upstream.patch import Undo, replace_function
 
 RELIES_ON = (
     *fsdp_v2(
@@ -232,7 +232,7 @@ def _in_place(group: Any, context: Any) -> Iterator[Undo]:
 
     for index, parameter in enumerate(unsharded_parameters(group)):
         parameter.data = kept.get_local_tensor(index)
-    yield put_over(group, "unshard_parameters", unshard_parameters)
+    yield replace_function(group, "unshard_parameters", unshard_parameters)
 
 
 class _Buffer:
@@ -261,8 +261,8 @@ def _in_buffer(group: Any, buffer: _Buffer) -> Iterator[Undo]:
     # Pointing at a storage that is too small makes it grow.
     yield weights.release_storage
     yield partial(_point, group, own)
-    yield put_over(weights, "release_storage", partial(_release, group, buffer))
-    yield put_over(weights, "reallocate_storage", partial(_take, group, buffer))
+    yield replace_function(weights, "release_storage", partial(_release, group, buffer))
+    yield replace_function(weights, "reallocate_storage", partial(_take, group, buffer))
 
 
 def _take(group: Any, buffer: _Buffer) -> None:

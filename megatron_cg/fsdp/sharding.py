@@ -17,7 +17,7 @@ from megatron_cg.hooks import HookRecord, module_hooks
 from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import Undo, all_of
+from megatron_cg.upstream.patch import Undo, combine_undos
 
 REPLACED = (
     "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
@@ -212,7 +212,7 @@ class PerModule(Sharding):
     def stable_memory(self, layers: Sequence[nn.Module]) -> Undo:
         """Let units share buffers that are not freed. They must have run at least once."""
         buffers: dict[Any, Any] = {}
-        return all_of(undo for layer in layers for undo in self.in_buffers(layer, buffers))
+        return combine_undos(undo for layer in layers for undo in self.in_buffers(layer, buffers))
 
     def fill(self, layer: nn.Module) -> None:
         """Gather a unit into its buffer, where its weights stay until others need the buffer."""

@@ -12,7 +12,7 @@ from megatron_cg import extensions
 from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.rule import Configuration, rows_below_average
 from megatron_cg.arguments.schema import GraphArguments, argument_of, flag_of, shared_by_ranks
-from megatron_cg.arguments.words import ENABLE, said
+from megatron_cg.arguments.words import ENABLE, in_python_terms
 from megatron_cg.backends.base import Backend
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArgumentError, Violation
@@ -55,12 +55,12 @@ def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
             found = f"{name}={value!r}"
             yield Violation("argument", found, "it is a directory", f'{name}="runs/1"')
         elif name == "layers":
-            yield from said(read_tokens(map(str, several(value)))[1], call)
+            yield from in_python_terms(read_tokens(map(str, several(value)))[1], call)
         elif name == "moe_rows" and type(value) not in (int, float):
             yield Violation("argument", f"moe_rows={value!r}", "it is a number", "moe_rows=1.25")
         elif name == "moe_rows":
             given_rows = Configuration(graph=GraphArguments(cg_moe_rows=value))
-            yield from said(rows_below_average(given_rows), call)
+            yield from in_python_terms(rows_below_average(given_rows), call)
 
 
 def _missing_extensions(given: Mapping[str, Any]) -> Iterator[Violation]:

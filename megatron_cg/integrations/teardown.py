@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from megatron_cg.capture import session
 from megatron_cg.consensus.process_exit import exit_without_waiting
-from megatron_cg.upstream.patch import Undo, all_of, run_instead
+from megatron_cg.upstream.patch import Undo, combine_undos, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def graphs_close_in_time() -> Undo:
     Raises UpstreamChangedError when torch has no such functions.
     """
     if not _users:
-        _installed.callback(all_of(_changes()))
+        _installed.callback(combine_undos(_changes()))
     user = object()
     _users.append(user)
 

@@ -193,7 +193,7 @@ def _is_compact(tensor: torch.Tensor) -> bool:
     return True
 
 
-class Noted:
+class GradStrides:
     """The strides of the gradient of one result, in the passes of a step."""
 
     def __init__(self, name: str) -> None:
@@ -202,7 +202,7 @@ class Noted:
         self._last: tuple[torch.Size, Strides] | None = None
         self.varies: Mismatch | None = None
         """What gradients came, if those of one shape were not alike."""
-        self.inside: Noted | None = None
+        self.inside: GradStrides | None = None
         """The same with uses inside of the unit, if it has any. Their strides count for a result
         that no gradient comes for: a graph adds zeros, and that sum shall have them."""
 
@@ -231,7 +231,7 @@ class Gradients:
         self._arguments: dict[int | str, Strides] = {}
         """By position or name, of those that autograd would give other strides."""
 
-    def result(self, number: int, tensor: torch.Tensor, seen: Noted | None) -> torch.Tensor:
+    def result(self, number: int, tensor: torch.Tensor, seen: GradStrides | None) -> torch.Tensor:
         """An output of the graph, whose gradient is laid out as ``seen``."""
         own = strides_of(tensor) if _is_compact(tensor) else None
         strides = (seen and seen.of(tensor)) or own
@@ -319,7 +319,7 @@ def is_awaited(value: Any) -> bool:
     return isinstance(value, AsyncCollectiveTensor)
 
 
-def there(tensor: torch.Tensor) -> torch.Tensor:
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or what it stands for, once it is there."""
     return _opened(tensor, None) if is_awaited(tensor) else tensor
 
@@ -383,13 +383,13 @@ class Layout:
     def is_like(self, value: Any) -> bool:
         return type(value) is DTensor and (value._spec is self.spec or value._spec == self.spec)
 
-    def opened(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_local(self, tensor: torch.Tensor) -> torch.Tensor:
         """The local tensor of a DTensor, on the same memory."""
         made: torch.Tensor = _opened(tensor, self) if tensor.requires_grad else local(tensor)
         self._last = ref(made), ref(tensor)
         return made
 
-    def closed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def from_local(self, tensor: torch.Tensor) -> torch.Tensor:
         """The DTensor of a local tensor; the same one, if it was just opened."""
         if self._last is not None and self._last[0]() is tensor:
             same = self._last[1]()

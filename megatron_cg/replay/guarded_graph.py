@@ -57,15 +57,15 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_cg.consensus import exchange as agreement
-from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
+from megatron_cg.consensus.process_exit import arm_fast_exit
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.events import in_range, named_range
 from megatron_cg.replay.borders import local, own_gradient
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ReplayFunction, Unit
-from megatron_cg.replay.verify import Kept, verify
-from megatron_cg.upstream.patch import put_over, undone_after
+from megatron_cg.replay.verify import RestoreContext, verify
+from megatron_cg.upstream.patch import replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _USERS = Symbol("torch._C:_storage_Use_Count", "how many tensors use a storage")
@@ -199,7 +199,7 @@ def _note_gradients(replay: _Replay, inputs: int, gradients: Sequence[Any], _giv
 
 
 def _refuse(unit: Unit, what_backward_does: str) -> NoReturn:
-    exit_without_waiting_unless_it_goes_on()
+    arm_fast_exit()
     raise ReplayMismatchError(
         f"{unit.name}: its backward {what_backward_does} Or: {unit.leave_out(None)}"
     )
@@ -313,7 +313,7 @@ def replay_instead(
         passes.begin(why)
         return run_eagerly(passes.run, eager, *args, **kwargs)
 
-    return put_over(layer, "forward", forward)
+    return replace_function(layer, "forward", forward)
 
 
 class _Tie(torch.autograd.Function):
@@ -361,7 +361,7 @@ class GuardedGraph:
         *,
         index: int,
         in_flight: InFlight,
-        kept: Kept,
+        kept: RestoreContext,
         prepare_backward: Callable[[], bool],
     ) -> None:
         self.graph, self._guard, self.eager_passes = graph, guard, eager_passes
@@ -472,7 +472,7 @@ class GuardedGraph:
                 on_any_rank=on_any_rank if self.eager_passes.collectives else bool,
             )
         # A bound of rows may explain it. All ranks ask, whatever they have found.
-        if self.eager_passes.collectives and not self._mismatches.numbers_hold():
+        if self.eager_passes.collectives and not self._mismatches.within_row_bound():
             found = None
         return self._verifications.ended(self._index, found, gradients=gradients)
 

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
-from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
+from megatron_cg.consensus.process_exit import arm_fast_exit
 from megatron_cg.errors import ReplayMismatchError, ranged
 from megatron_cg.replay.guard import Mismatch, Switches
 from megatron_cg.replay.verify import different
@@ -195,7 +195,7 @@ class MismatchPolicy:
         """Issues the all-gathers deferred until a launch; must be called before eager passes."""
         self.repeats = False
         """Whether every unit runs eagerly on all ranks: they repeat a step, or one has differed."""
-        self.numbers_hold: Callable[[], bool] = lambda: True
+        self.within_row_bound: Callable[[], bool] = lambda: True
         """Whether the numbers of graphs with collectives hold in this step so far. A call of all
         ranks; see ``integrations/megatron/steps.py``."""
         self._policy = policy
@@ -256,7 +256,7 @@ class MismatchPolicy:
         """
         text = self._report(mismatch, layer)
         if self._policy.on_mismatch == "error":
-            exit_without_waiting_unless_it_goes_on()
+            arm_fast_exit()
             raise self._error(f"{text} (--cg-on-mismatch error)")
         if collectives:
             self.fall_back_together(f"{layer}/eager", text)
@@ -264,7 +264,7 @@ class MismatchPolicy:
     def mismatched_in_backward(self, mismatch: Mismatch, layer: str) -> None:
         """Raise ReplayMismatchError: the backward of a replay cannot run eagerly."""
         text = self._report(mismatch, layer)
-        exit_without_waiting_unless_it_goes_on()
+        arm_fast_exit()
         raise self._error(
             f"{text} The forward pass was replayed, so its backward cannot run eagerly."
         )

@@ -49,7 +49,7 @@ from megatron_cg.replay.borders import local, same_placements, spec_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.unit import Unit
 
-Kept = Callable[[], AbstractContextManager[None]]
+RestoreContext = Callable[[], AbstractContextManager[None]]
 _Named = list[tuple[str, torch.Tensor | None]]
 _ALIGNED = 16
 """Bytes that kernels read at once, if the address allows it."""
@@ -68,7 +68,7 @@ def verify(
     graph: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    kept: Kept,
+    kept: RestoreContext,
     *,
     gradients: bool = True,
     left_out: Callable[[int], None] = lambda _count: None,

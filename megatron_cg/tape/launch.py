@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from megatron_cg.upstream.patch import put_over, undone_after
+from megatron_cg.upstream.patch import replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _MODULE = "torch.distributed.distributed_c10d"
@@ -103,7 +103,7 @@ def one_worker_a_group() -> Iterator[None]:
     May be nested. A group that is created with options keeps their devices.
     """
     group = _GROUP.find()
-    with undone_after(put_over(group, "__init__", _with_one_worker(group.__init__))):
+    with undone_after(replace_function(group, "__init__", _with_one_worker(group.__init__))):
         yield
 
 
@@ -133,8 +133,8 @@ def as_nccl() -> Iterator[None]:
         return None
 
     with ExitStack() as undo:
-        undo.callback(put_over(dist, "all_to_all_single", all_to_all_single))
-        undo.callback(put_over(dist, "all_reduce", all_reduce))
+        undo.callback(replace_function(dist, "all_to_all_single", all_to_all_single))
+        undo.callback(replace_function(dist, "all_reduce", all_reduce))
         yield
 
 

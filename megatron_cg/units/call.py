@@ -55,7 +55,7 @@ from torch.utils._pytree import (
 
 from megatron_cg.capture.observer import positional_names
 from megatron_cg.memory.storage import is_dense
-from megatron_cg.replay.borders import Layout, is_awaited, local, spec_of, there
+from megatron_cg.replay.borders import Layout, awaited, is_awaited, local, spec_of
 from megatron_cg.replay.guard import Mismatch, described
 from megatron_cg.replay.plain import contents, is_plain, same_value
 from megatron_cg.upstream.symbols import Symbol
@@ -100,7 +100,7 @@ class _Function:
         return FunctionType(self.code, self.scope, closure=cells)
 
 
-def opened(value: Any) -> Any:
+def to_local(value: Any) -> Any:
     """``value`` with the parts of each block mask in it, for the tree functions of torch."""
     kind = type(value)
     if kind is BlockMask:
@@ -108,8 +108,8 @@ def opened(value: Any) -> Any:
         parts = {name: getattr(value, name) for name in names}
         return Parts(BlockMask, parts | {"mask_mod": _opened(value.mask_mod, _DEPTH)})
     if kind is tuple or kind is list:
-        return kind(map(opened, value))
-    return {key: opened(one) for key, one in value.items()} if kind is dict else value
+        return kind(map(to_local, value))
+    return {key: to_local(one) for key, one in value.items()} if kind is dict else value
 
 
 def _opened(value: Any, depth: int) -> Any:
@@ -160,11 +160,11 @@ class _Input(_Mark):
         """Whether the graph can take ``value`` there."""
         return _is_plain_tensor(value) or is_awaited(value)
 
-    def taken(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the graph gets of the caller's tensor."""
-        return there(tensor)
+        return awaited(tensor)
 
-    def given(self, tensor: torch.Tensor) -> torch.Tensor:
+    def from_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the unit gets of the graph's tensor; the reverse of :meth:`taken`."""
         return tensor
 
@@ -181,12 +181,12 @@ class _Expanded(_Input):
             return False
         return all(value.stride(dim) == 0 for dim in self._dims)
 
-    def taken(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         for dim in self._dims:
             tensor = tensor.narrow(dim, 0, 1)
         return tensor
 
-    def given(self, tensor: torch.Tensor) -> torch.Tensor:
+    def from_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.expand(self._shape)
 
 
@@ -202,10 +202,10 @@ class _Attributed(_Input):
     def is_like(self, value: Any) -> bool:
         return type(value) is self._kind and contents(vars(value)) == self._contents
 
-    def taken(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
-    def given(self, tensor: torch.Tensor) -> torch.Tensor:
+    def from_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not self._kind:
             tensor = tensor.as_subclass(self._kind)
         vars(tensor).update(self._attributes)
@@ -218,11 +218,12 @@ class _Distributed(_Input):
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self._layout = Layout(tensor, f"argument {name}")
         super().__init__(repr(self._layout))
-        self.is_like, self.taken = self._layout.is_like, self._layout.opened  # type: ignore[method-assign]
-        self.given = self._layout.closed  # type: ignore[method-assign]
+        self.is_like = self._layout.is_like  # type: ignore[method-assign]
+        self.to_graph = self._layout.to_local  # type: ignore[method-assign]
+        self.from_graph = self._layout.from_local  # type: ignore[method-assign]
 
 
-class _Again(_Mark):
+class _AliasOf(_Mark):
     """A tensor that the call gives a second time, so that a graph sums the gradients of both."""
 
     def __init__(self, name: str) -> None:
@@ -237,7 +238,7 @@ _CONTAINERS = (tuple, list, dict, Parts)
 
 
 @dataclass(frozen=True)
-class CallForm:
+class CallSpec:
     """The form of one unit's calls."""
 
     positions: tuple[str, ...]
@@ -251,16 +252,16 @@ class CallForm:
     @classmethod
     def of(
         cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> CallForm:
+    ) -> CallSpec:
         """The form of ``forward(*args, **kwargs)``."""
         positions = tuple(positional_names(forward, len(args), kwargs))
         names = (*positions, *kwargs)
-        values = [*map(opened, args), *map(opened, kwargs.values())]
+        values = [*map(to_local, args), *map(to_local, kwargs.values())]
         marks: dict[str, Any] = {}
         seen: dict[int, str] = {}
         for (place, *path), leaf in tree_leaves_with_path(values, is_leaf=_is_leaf):
             name = f"{names[place.idx]}{keystr(tuple(path))}"  # type: ignore[attr-defined]
-            marks[name] = _Again(seen[id(leaf)]) if id(leaf) in seen else _mark_of(leaf, name)
+            marks[name] = _AliasOf(seen[id(leaf)]) if id(leaf) in seen else _mark_of(leaf, name)
             if isinstance(marks[name], _Input) and leaf.requires_grad:
                 seen[id(leaf)] = name
         specs = [None if _is_leaf(value) else tree_structure(value, _is_leaf) for value in values]
@@ -287,11 +288,11 @@ class CallForm:
             if isinstance(mark, _Input):
                 fits = mark.is_like(value) and not (again is not None and value.requires_grad)
             else:
-                fits = again == mark.name if isinstance(mark, _Again) else same_value(mark, value)
+                fits = again == mark.name if isinstance(mark, _AliasOf) else same_value(mark, value)
             if not fits:
-                return (), {}, _mismatch(name, mark, value if again is None else _Again(again))
+                return (), {}, _mismatch(name, mark, value if again is None else _AliasOf(again))
             if isinstance(mark, _Input):
-                seen[id(value)], tensors[name] = name, mark.taken(value)
+                seen[id(value)], tensors[name] = name, mark.to_graph(value)
         return tuple(tensors.pop(name) for name in self.names), tensors, None
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | Mismatch:
@@ -303,7 +304,7 @@ class CallForm:
                 _way(args, kwargs),
                 "Pass the same arguments, by position and by name, in each step.",
             )
-        values = [*map(opened, args), *(opened(kwargs[name]) for name in self.keywords)]
+        values = [*map(to_local, args), *(to_local(kwargs[name]) for name in self.keywords)]
         leaves: list[Any] = []
         names = (*self.positions, *self.keywords)
         for name, spec, value in zip(names, self.specs, values, strict=True):
@@ -325,10 +326,10 @@ class CallForm:
         tensors = {**kwargs, **dict(zip(self.names, args, strict=True))}
         given: dict[str, Any] = {}
         for name, mark in self.marks.items():
-            if isinstance(mark, _Again):
+            if isinstance(mark, _AliasOf):
                 given[name] = given[mark.name]
             else:
-                given[name] = mark.given(tensors[name]) if isinstance(mark, _Input) else mark
+                given[name] = mark.from_graph(tensors[name]) if isinstance(mark, _Input) else mark
         left = iter(given.values())
         values = [
             next(left) if spec is None else tree_unflatten(islice(left, spec.num_leaves), spec)
@@ -344,7 +345,7 @@ class CallForm:
         named = {**dict(zip(self.names, args, strict=True)), **kwargs}
         kept = {n: t for n, t in named.items() if not isinstance(self.marks[n], _Expanded)}
         laid_out = (n for n in kept if isinstance(self.marks[n], _Distributed))
-        return kept | {n: self.marks[n].given(kept[n]) for n in laid_out}
+        return kept | {n: self.marks[n].from_graph(kept[n]) for n in laid_out}
 
     @cached_property
     def caches(self) -> list[str]:

@@ -17,7 +17,7 @@ from megatron_cg.arguments.schema import TRANSFORMER_ENGINE, Environment
 from megatron_cg.errors import ConfigurationError, HookError, Violation, ranged
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.hooks import module_hooks
-from megatron_cg.units.observe import Observer, Seen, recompute_cause
+from megatron_cg.units.observe import ObservedCall, Observer, recompute_cause
 
 UnitName = str | nn.Module | type[nn.Module]
 
@@ -109,7 +109,7 @@ def _wrong_around(observer: Observer) -> Iterator[Violation]:
         )
 
 
-def _wrong_calls(name: str, call: Seen, observer: Observer) -> Iterator[Violation]:
+def _wrong_calls(name: str, call: ObservedCall, observer: Observer) -> Iterator[Violation]:
     if observer.keeps_casts(call):
         yield Violation(
             "unit-kept-casts",

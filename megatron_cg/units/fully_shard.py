@@ -48,7 +48,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from megatron_cg.errors import BufferInUseError, HookError, Violation
 from megatron_cg.fsdp.sharding import PerModule, lies_in
 from megatron_cg.replay.borders import local
-from megatron_cg.upstream.patch import Undo, all_of, put_over
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol, changed
 
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
@@ -128,8 +128,10 @@ class FullyShard(PerModule):
                 self._at_once.update(one for one in others if one.is_unsharded)
             wait()
 
-        return all_of(
-            put_over(group, "wait_for_unshard", partial(gathered, group, u, group.wait_for_unshard))
+        return combine_undos(
+            replace_function(
+                group, "wait_for_unshard", partial(gathered, group, u, group.wait_for_unshard)
+            )
             for u, own in groups.items()
             for group in own
         )
@@ -302,9 +304,11 @@ class _Place:
             self._move(self._buffer.storages)
         yield self._released
         for param, storages in zip(self._group.fsdp_params, self._buffer.storages, strict=True):
-            yield put_over(param, "free_unsharded_param", partial(self._free, param, storages))
+            yield replace_function(
+                param, "free_unsharded_param", partial(self._free, param, storages)
+            )
         wait = partial(self._wait, self._group.wait_for_unshard)
-        yield put_over(self._group, "wait_for_unshard", wait)
+        yield replace_function(self._group, "wait_for_unshard", wait)
 
     def enter(self) -> None:
         """Lie in the buffer, with the values if they are there. Raises BufferInUseError."""

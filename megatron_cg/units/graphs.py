@@ -38,7 +38,7 @@ from megatron_cg.units.find_units import UnitName, check_seen, find_units
 from megatron_cg.units.module_unit import ModuleUnit
 from megatron_cg.units.observe import Observer
 from megatron_cg.units.sums import Later, separate
-from megatron_cg.upstream.patch import all_of
+from megatron_cg.upstream.patch import combine_undos
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class GraphedUnits:
             self._controller = GraphController(
                 self._agreement,
                 self._capture,
-                goes_on=on_failure == "eager",
+                eager_on_failure=on_failure == "eager",
                 option="on_failure='eager'",
             )
             undo.callback(self._controller.close)
@@ -191,7 +191,7 @@ class GraphedUnits:
         self._sharding = find_sharding(self._model)
         self._units = find_units(self._sharding, self._wanted, self._backend.name)
         self._observer = Observer(self._units, self._sharding)
-        self._join = all_of(map(separate, self._units.values() if self._separates else ()))
+        self._join = combine_undos(map(separate, self._units.values() if self._separates else ()))
 
     def _forget(self) -> None:
         self._observer.forget()
@@ -313,7 +313,7 @@ class GraphedUnits:
             units,
             self._backend,
             self._agreement,
-            joins=self._on_failure == "eager",
+            run_remaining_hooks=self._on_failure == "eager",
             policy=self._policy,
             static_inputs=self._observer.static_inputs,
             fast_path=self._fast_path,

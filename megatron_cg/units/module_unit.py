@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_flatten
 
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
 from megatron_cg.replay.unit import ManualHook, Unit
-from megatron_cg.units.observe import Seen, not_recomputed
+from megatron_cg.units.observe import ObservedCall, not_recomputed
 from megatron_cg.units.results import Results, attributes_of
 from megatron_cg.units.sums import Autocast
-from megatron_cg.upstream.patch import all_of, put_over
+from megatron_cg.upstream.patch import combine_undos, replace_function
 
 
 class ModuleUnit(Unit):
@@ -23,7 +23,9 @@ class ModuleUnit(Unit):
 
     sets_attributes = True
 
-    def __init__(self, name: str, module: nn.Module, seen: Seen, backward: Autocast) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, seen: ObservedCall, backward: Autocast
+    ) -> None:
         super().__init__(name, module, tuple(module.modules()), inputs=seen.form.names)
         self._eager: Callable[..., Any] = module.forward
         self._form, self._seen, self._backward = seen.form, seen, backward
@@ -50,8 +52,8 @@ class ModuleUnit(Unit):
                 return self.run(args, kwargs)
 
         with ExitStack() as stack:
-            stack.callback(all_of(self.gradients.note_arguments(samples, named)))
-            stack.callback(put_over(self.layer, "forward", forward))
+            stack.callback(combine_undos(self.gradients.note_arguments(samples, named)))
+            stack.callback(replace_function(self.layer, "forward", forward))
             yield
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

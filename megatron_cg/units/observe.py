@@ -36,14 +36,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from megatron_cg.capture.observer import StaticInputs, version_of
 from megatron_cg.capture.operations import key_of
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.replay.borders import Layout, Noted, apart, local, spec_of
+from megatron_cg.replay.borders import GradStrides, Layout, apart, local, spec_of
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.units.call import CallForm
+from megatron_cg.units.call import CallSpec
 from megatron_cg.units.find_sharding import Unsharded
 from megatron_cg.units.results import attributes_of, results_of, tensors_of
 from megatron_cg.units.sums import Autocast, Note, Sums, autocast_now
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.patch import look
+from megatron_cg.upstream.patch import add_observer
 from megatron_cg.upstream.symbols import Symbol
 
 _HOOKS = Symbol(
@@ -54,10 +54,10 @@ RELIES_ON = (_HOOKS,)
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedCall:
     """One training call of a unit."""
 
-    form: CallForm
+    form: CallSpec
     makers: Mapping[str, Callable[[], torch.Tensor]]
     """Makes a sample of each of its tensors, by name."""
     autocast: Autocast
@@ -66,7 +66,7 @@ class Seen:
     """Where a call of the step was made, if activation checkpointing may have made it."""
     layouts: dict[Any, Layout]
     """Of the DTensors that it returned and set, with the gradients that they got."""
-    gradients: dict[Any, Noted]
+    gradients: dict[Any, GradStrides]
     """The strides of the gradients of all that it returned and set."""
 
     def samples(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
@@ -80,9 +80,9 @@ class Observer:
 
     def __init__(self, units: Mapping[str, nn.Module], sharding: Sharding) -> None:
         self._units, self._sharding = dict(units), sharding
-        self.calls: dict[str, Seen] = {}
+        self.calls: dict[str, ObservedCall] = {}
         """The last call of each unit in whole steps, in the order of their calls."""
-        self._now: dict[str, Seen] = {}
+        self._now: dict[str, ObservedCall] = {}
         self.sums = Sums(sharding.varies_sums)
         self._views: list[tuple[str, torch.Tensor, int]] = []
         """Results of this step on the memory of an input or of another result, with their version
@@ -131,8 +131,8 @@ class Observer:
             stack.callback(self._sharding.observe_step(self._units.values()))
             stack.callback(self.sums.observe_step())
             for name, module in self._units.items():
-                stack.callback(look(module, partial(self._look, name)))
-                stack.callback(look(module, partial(self._look_back, name), after=True))
+                stack.callback(add_observer(module, partial(self._look, name)))
+                stack.callback(add_observer(module, partial(self._look_back, name), after=True))
             if self.steps:
                 stack.callback(self.static_inputs.observe_step())
             yield
@@ -145,7 +145,7 @@ class Observer:
         self.steps += 1
         self.calls, self._trained = self._in_order(), self._trainable()
 
-    def _in_order(self) -> dict[str, Seen]:
+    def _in_order(self) -> dict[str, ObservedCall]:
         """All calls so far; a step may leave units out, as LayerDrop does."""
         for one, following in pairwise(self._now):
             self._follows.setdefault(following, set()).add(one)
@@ -161,7 +161,7 @@ class Observer:
         """Around the last backward pass; if there was none, what is around this call."""
         return self.sums.autocast.get(device_type) or autocast_now(device_type)
 
-    def keeps_casts(self, call: Seen) -> bool:
+    def keeps_casts(self, call: ObservedCall) -> bool:
         """Whether autocast keeps casts of weights that are gathered again for the backward pass."""
         now = call.autocast
         if isinstance(self._sharding, Unsharded) or not (now["enabled"] and now["cache_enabled"]):
@@ -175,7 +175,7 @@ class Observer:
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        form = CallForm.of(module.forward, args, kwargs)
+        form = CallSpec.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
         given = {**dict(zip(form.names, tensors, strict=False)), **by_name}
         self._given = {key_of(tensor) for tensor in given.values()}
@@ -185,7 +185,7 @@ class Observer:
             elsewhere = [one for one in now if now[one] != before_step.get(one, now[one])]
             self.moved.update((name, one) for one in elsewhere[:1])
         before = self._now.get(name)
-        self._now[name] = Seen(
+        self._now[name] = ObservedCall(
             form,
             {key: _maker(tensor) for key, tensor in given.items()},
             autocast_now(tensors[0].device.type if tensors else "cpu"),
@@ -222,10 +222,10 @@ class Observer:
             if not made.requires_grad or made.is_leaf:
                 continue
             seen, label = self._now[name], f"result {key if isinstance(key, int) else key[1]}"
-            noted = seen.gradients.setdefault(key, Noted(label))
+            noted = seen.gradients.setdefault(key, GradStrides(label))
             notes.append((made, noted.note))
             if made is not tensor and not tensor.is_leaf:
-                noted.inside = noted.inside or Noted(label)
+                noted.inside = noted.inside or GradStrides(label)
                 # A hook on the tensor would look like one of the loop's.
                 edge, note = get_gradient_edge(tensor), noted.inside.note
                 edge.node.register_prehook(lambda all_, n=edge.output_nr, note=note: note(all_[n]))

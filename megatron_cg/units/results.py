@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from megatron_cg.replay.borders import Layout, is_awaited, spec_of, there
+from megatron_cg.replay.borders import Layout, awaited, is_awaited, spec_of
 from megatron_cg.replay.plain import is_plain, same_value
 
 Place = tuple[nn.Module, str]
@@ -83,7 +83,7 @@ class Results:
                 key = keys.get(id(leaf))
                 if is_distributed:
                     layouts[number] = Layout.of_result(leaf, number, seen.get(key))
-                made = layouts[number].opened(leaf) if is_distributed else there(leaf)
+                made = layouts[number].to_local(leaf) if is_distributed else awaited(leaf)
                 tensors.append(laid_out(number, made, key))
             return marks[id(leaf)]
 
@@ -96,7 +96,7 @@ class Results:
         """Set the attributes, and return what the pass returns, with these tensors."""
         tensors: dict[Any, Any] = {**arguments, **dict(enumerate(outputs))}
         for number, layout in self.layouts.items():
-            tensors[number] = layout.closed(tensors[number])
+            tensors[number] = layout.from_local(tensors[number])
         for (module, name), mark in self.attributes.items():
             made = tensors[mark.key]
             # A copy: the attribute, and what a loop collects from it, outlive the pass.

@@ -41,7 +41,7 @@ from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.borders import same_memory
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.patch import Undo, put_over
+from megatron_cg.upstream.patch import Undo, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
 _RUN = Symbol("torch.autograd:_engine_run_backward", "what every backward pass from Python calls")
@@ -138,7 +138,7 @@ class Sums:
             finally:
                 self._number = around
 
-        return put_over(*_RUN.place(), run)
+        return replace_function(*_RUN.place(), run)
 
     def begun(self, unit: str, inputs: Mapping[str, torch.Tensor]) -> None:
         """A forward pass of ``unit`` begins."""
@@ -237,7 +237,7 @@ class Later:
             finally:
                 later._last = number()
 
-        self._undo = finalize(self, put_over(*_RUN.place(), run))
+        self._undo = finalize(self, replace_function(*_RUN.place(), run))
         self._undo.atexit = False
         return self._stop
 
@@ -408,7 +408,7 @@ def separate(module: nn.Module) -> Undo:
         finally:
             views.restore()
 
-    return put_over(module, "forward", forward)
+    return replace_function(module, "forward", forward)
 
 
 class _Views:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from megatron_cg.upstream.patch import Undo, put_over
+from megatron_cg.upstream.patch import Undo, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
 _START, _END, _IS_CAPTURING = (
@@ -84,7 +84,7 @@ def relax_rules(applies: Callable[[Any], bool], **fields: tuple[Any, Any]) -> Un
                 then.callback(setattr, self, name, after)
             rules(self)
 
-    return put_over(*_RULES.place(), __post_init__)
+    return replace_function(*_RULES.place(), __post_init__)
 
 
 class LayerConfig:

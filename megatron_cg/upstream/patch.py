@@ -107,13 +107,14 @@ def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) ->
     """Set an attribute in ``owner``'s own dictionary; returns the undo, safe to call twice.
 
     The undo deletes an attribute that was only inherited before, so that nothing of ours remains.
-    A module cannot be copied until then, see Note [No copies]. For functions see :func:`put_over`.
+    A module cannot be copied until then, see Note [No copies]. For functions see
+    :func:`replace_function`.
 
     ``owner`` is a module, class or object. If it is ``shared``, other code also sets it in normal
     operation, and the undo restores the old value, whatever the current value is.
     """
     undo = _change(owner, name, value, shared)
-    return all_of((_forbid_copies(owner), undo)) if isinstance(owner, nn.Module) else undo
+    return combine_undos((_forbid_copies(owner), undo)) if isinstance(owner, nn.Module) else undo
 
 
 def set_cell(cell: CellType, value: Any) -> Undo:
@@ -139,7 +140,7 @@ def cells_of(function: Any) -> dict[str, CellType]:
     return dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
 
 
-def put_over(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
+def replace_function(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
     """Replace the function or method ``name`` of ``owner`` with ``function``.
 
     It is called in the same way: bound, for a method of an object. The new value has it as
@@ -151,7 +152,7 @@ def put_over(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
     over, pass_on = _passing(function, getattr(owner, name, None))
     if not isinstance(owner, type | ModuleType):
         over.__self__ = owner
-    return all_of((set_attribute(owner, name, over), pass_on))
+    return combine_undos((set_attribute(owner, name, over), pass_on))
 
 
 def run_instead(symbol: Symbol, around: Callable[..., Any]) -> Undo:
@@ -165,24 +166,24 @@ def run_instead(symbol: Symbol, around: Callable[..., Any]) -> Undo:
     def call(*args: Any, **kwargs: Any) -> Any:
         return around(old, *args, **kwargs)
 
-    return put_over(*symbol.place(), call)
+    return replace_function(*symbol.place(), call)
 
 
-def put_over_cell(cell: CellType, function: Any) -> Undo:
+def replace_function_in_cell(cell: CellType, function: Any) -> Undo:
     """Make functions that share a closure variable call ``function`` instead of its value.
 
     Returns the undo; see Note [Only what is still ours].
     """
     over, pass_on = _passing(function, cell.cell_contents)
-    return all_of((set_cell(cell, over), pass_on))
+    return combine_undos((set_cell(cell, over), pass_on))
 
 
-def look(module: nn.Module, hook: Callable[..., None], *, after: bool = False) -> Undo:
+def add_observer(module: nn.Module, hook: Callable[..., None], *, after: bool = False) -> Undo:
     """Register a forward pre-hook that gets keywords, or a forward hook; see Note [No copies]."""
     if after:
-        return all_of((_forbid_copies(module), module.register_forward_hook(hook).remove))
+        return combine_undos((_forbid_copies(module), module.register_forward_hook(hook).remove))
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    return all_of((_forbid_copies(module), handle.remove))
+    return combine_undos((_forbid_copies(module), handle.remove))
 
 
 def _forbid_copies(module: nn.Module) -> Undo:
@@ -193,7 +194,7 @@ def _forbid_copies(module: nn.Module) -> Undo:
             "close(), or copy its state_dict()"
         )
 
-    return all_of(_change(module, name, refuse) for name in _COPIES)
+    return combine_undos(_change(module, name, refuse) for name in _COPIES)
 
 
 class _Over(partial[Any]):
@@ -246,7 +247,7 @@ def _named_as(over: Any, function: Any, beneath: Any, *, bound: bool = False) ->
     return over
 
 
-def run_around(
+def wrap_method(
     owner: Any,
     name: str,
     *,
@@ -262,10 +263,10 @@ def run_around(
         after()
         return result
 
-    return put_over(owner, name, around)
+    return replace_function(owner, name, around)
 
 
-def all_of(undos: Iterable[Undo]) -> Undo:
+def combine_undos(undos: Iterable[Undo]) -> Undo:
     """One undo of several changes, in reverse order; if one raises, those before it are undone."""
     with ExitStack() as stack:
         for undo in undos:

@@ -204,7 +204,7 @@ def _other_wrapper(function: Any, path: str) -> str | None:
     """The module of code around an upstream function that our replacement would leave out."""
     known = {"contextlib", "functools", "torch", "megatron_cg", re.split(r"[.:]", path)[0]}
     while hasattr(function, "__wrapped__"):
-        code = getattr(function, "func", function)  # put_over() sets a partial
+        code = getattr(function, "func", function)  # replace_function() sets a partial
         code = code.__func__ if type(code) is MethodType else code
         # Not isinstance(): wrapt's wrappers pass on the class and the globals of what they wrap.
         plain = type(code) is FunctionType

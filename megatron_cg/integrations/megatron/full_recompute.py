@@ -45,7 +45,7 @@ from megatron_cg.arguments.schema import recomputes_layers
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.upstream.megatron import LayerConfig, is_capturing, not_capturing, relax_rules
-from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _CHECKPOINTS = Symbol(
@@ -120,7 +120,7 @@ def recompute_in_layers(
         begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
         if any(map(inputs.never_differentiated, begins)):
             raise ConfigurationError([_LOST])
-    return all_of(undo for caller in callers for undo in _moved(caller))
+    return combine_undos(undo for caller in callers for undo in _moved(caller))
 
 
 def _moved(caller: Any) -> Iterator[Undo]:
@@ -157,7 +157,7 @@ def _recompute(layer: Any) -> Callable[[], None]:
 
         return forward
 
-    return all_of(
-        put_over(layer, name, recomputing(getattr(layer, name)))
+    return combine_undos(
+        replace_function(layer, name, recomputing(getattr(layer, name)))
         for name in ("forward", "_te_cuda_graph_capture")
     )

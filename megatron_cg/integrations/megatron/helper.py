@@ -25,7 +25,7 @@ from megatron_cg.arguments.megatron import run_of
 from megatron_cg.arguments.rule import WITHOUT_FIXED_SHAPES
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
-from megatron_cg.arguments.words import ENABLE, said
+from megatron_cg.arguments.words import ENABLE, in_python_terms
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import WITHOUT, Agreement
@@ -40,7 +40,7 @@ from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_nee
 from megatron_cg.integrations.megatron.units import LayerScopes, shared_experts_idle, units_of
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
-from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed
 
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
@@ -108,11 +108,11 @@ class FsdpHelper:
             follow_captures()
             self._inputs = ObservedInputs(self._layers)
             undo.callback(let_gradients_go(self.fsdp))
-            goes_on = self.given.cg_on_failure == "eager"
+            eager_on_failure = self.given.cg_on_failure == "eager"
             self.controller = GraphController(
                 self._agreement,
                 self._capture,
-                goes_on=goes_on,
+                eager_on_failure=eager_on_failure,
                 option="--cg-on-failure eager",
                 clean_up=self._after_failure,
             )
@@ -123,7 +123,7 @@ class FsdpHelper:
             undo.callback(
                 repeat_if_needed(model, optimizers, self.controller, self.steps, verifies=verifies)
             )
-            undo.callback(all_of(self._replaced_methods()))
+            undo.callback(combine_undos(self._replaced_methods()))
             if source is not None:
                 undo.callback(source(self.steps, optimizers))
             self.undo = undo.pop_all()
@@ -156,12 +156,12 @@ class FsdpHelper:
 
     def _replaced_methods(self) -> Iterator[Undo]:
         """Megatron's loop and others call these of Megatron's helper."""
-        yield put_over(self.helper, "create_cudagraphs", self.capture)
-        yield put_over(self.helper, "delete_cuda_graphs", self.delete)
+        yield replace_function(self.helper, "create_cudagraphs", self.capture)
+        yield replace_function(self.helper, "delete_cuda_graphs", self.delete)
         # Hooks of Megatron-FSDP run around each replay.
-        yield put_over(self.helper, "cuda_graph_set_manual_hooks", lambda: None)
+        yield replace_function(self.helper, "cuda_graph_set_manual_hooks", lambda: None)
         make = self.helper._get_sample_arguments
-        yield put_over(self.helper, "_get_sample_arguments", partial(self._samples, make))
+        yield replace_function(self.helper, "_get_sample_arguments", partial(self._samples, make))
 
     def _samples(
         self, make: Callable[..., Any], *args: Any, **kwargs: Any
@@ -193,7 +193,7 @@ class FsdpHelper:
             units_of(self._layers),
             self._backend,
             self._agreement,
-            joins=given.cg_on_failure == "eager",
+            run_remaining_hooks=given.cg_on_failure == "eager",
             policy=ReplayPolicy(
                 given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps, self._say
             ),
@@ -212,9 +212,9 @@ class FsdpHelper:
         _make_loss_scales()
         with ExitStack() as changes:
             changes.callback(setattr, self.helper, "_graphs_created", False)
-            changes.callback(all_of(self._changes()))
+            changes.callback(combine_undos(self._changes()))
             with session.capturing(), ExitStack() as stack:
-                stack.callback(put_over(cuda_graphs, "make_graphed_callables", capture))
+                stack.callback(replace_function(cuda_graphs, "make_graphed_callables", capture))
                 stack.callback(cuda_graphs._set_capture_end)
                 TECudaGraphHelper.create_cudagraphs(self.helper)
                 if captured != ([len(self._layers)] if self._layers else []):
@@ -313,7 +313,7 @@ def check_model(
     ]
     if broken:
         named = [(type(config).__name__, config) for config in configs]
-        raise ConfigurationError(said(broken, call, named))
+        raise ConfigurationError(in_python_terms(broken, call, named))
 
 
 def _with_decoder(model: Any) -> Any:
@@ -367,6 +367,6 @@ def _capture_without_te() -> Undo:
     def changes() -> Iterator[Undo]:
         yield set_attribute(cuda_graphs, "HAVE_TE_GRAPHS", True)
         for module in (cuda_graphs, transformer_layer):
-            yield put_over(module, "is_te_min_version", lambda *_release, **_options: True)
+            yield replace_function(module, "is_te_min_version", lambda *_release, **_options: True)
 
-    return (lambda: None) if cuda_graphs.HAVE_TE_GRAPHS else all_of(changes())
+    return (lambda: None) if cuda_graphs.HAVE_TE_GRAPHS else combine_undos(changes())

@@ -30,7 +30,7 @@ from torch import nn
 
 from megatron_cg.capture.observer import StaticInputs
 from megatron_cg.integrations.megatron.units import HIDDEN
-from megatron_cg.upstream.patch import Undo, all_of, put_over
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
 MASK = "attention_mask"
@@ -93,12 +93,12 @@ def without_unused_masks(layers: Sequence[nn.Module], inputs: ObservedInputs) ->
             never_given = inputs.is_never_given(layer, MASK)
             if never_given:
                 samples = partial(_samples, layer, layer.get_layer_static_inputs)
-                yield put_over(layer, "get_layer_static_inputs", samples)
+                yield replace_function(layer, "get_layer_static_inputs", samples)
             if never_given or _may_read(layer.self_attention):
                 replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
-                yield put_over(layer, "_get_te_cuda_graph_replay_args", replay)
+                yield replace_function(layer, "_get_te_cuda_graph_replay_args", replay)
 
-    return all_of(changes())
+    return combine_undos(changes())
 
 
 def _may_read(attention: Any) -> bool:

@@ -46,7 +46,13 @@ from megatron_cg.integrations.call_arguments import (
 )
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.telemetry.sinks import is_recorded
-from megatron_cg.upstream.patch import Undo, all_of, put_over, run_instead, set_attribute
+from megatron_cg.upstream.patch import (
+    Undo,
+    combine_undos,
+    replace_function,
+    run_instead,
+    set_attribute,
+)
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -240,7 +246,7 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
         if full_recompute:
             yield allow_full_recompute()
 
-    return all_of(changes())
+    return combine_undos(changes())
 
 
 def _start(settings: Any, run: Any, loop: str = "megatron") -> None:
@@ -274,7 +280,7 @@ def _follow_train(settings: GraphArguments) -> Undo:
         yield set_attribute(*_HELPER_OF_TRAIN.place(), of_train)
         yield follow_log(counters)
 
-    return all_of(changes())
+    return combine_undos(changes())
 
 
 def _help_models_under_fsdp() -> Undo:
@@ -304,7 +310,7 @@ def _help_models_under_fsdp() -> Undo:
             _help(self, partial(old, self, *args, **kwargs), given, source)
 
     def stop() -> None:
-        all_of([*(helper.close for helper in helpers), undo])()
+        combine_undos([*(helper.close for helper in helpers), undo])()
 
     undo = set_attribute(kind, "__init__", init)
     return stop
@@ -360,4 +366,6 @@ def _allow_prebuilt_dataset_helpers() -> Undo:
         f"helpers that came compiled with it are used ({built.origin})."
     )
     bound = [_COMPILE_OF_BRIDGE] if "megatron.bridge.training.initialize" in sys.modules else []
-    return all_of(put_over(*symbol.place(), partial(print, text)) for symbol in (_COMPILE, *bound))
+    return combine_undos(
+        replace_function(*symbol.place(), partial(print, text)) for symbol in (_COMPILE, *bound)
+    )

@@ -43,11 +43,11 @@ from megatron_cg.fsdp.find_sharding import root_of
 from megatron_cg.integrations.repeated_step import Batches, train_step
 from megatron_cg.upstream.patch import (
     Undo,
-    all_of,
-    run_around,
+    combine_undos,
     run_instead,
     set_attribute,
     undone_after,
+    wrap_method,
 )
 from megatron_cg.upstream.symbols import Symbol
 
@@ -130,7 +130,9 @@ def by_optimizer(steps: Steps, optimizers: Sequence[Any]) -> Undo:
         steps.begin(steps.number)
 
     steps.begin(0)
-    return all_of(run_around(optimizer, "step", after=stepped) for optimizer in optimizers[-1:])
+    return combine_undos(
+        wrap_method(optimizer, "step", after=stepped) for optimizer in optimizers[-1:]
+    )
 
 
 _REFUSED = {
@@ -200,14 +202,14 @@ def repeat_if_needed(
     repeater = _Repeater(model, optimizers, controller, steps, bound)
 
     def changes() -> Iterator[Undo]:
-        yield run_around(model[0], "zero_grad_buffer", after=repeater.begin)
+        yield wrap_method(model[0], "zero_grad_buffer", after=repeater.begin)
         yield from (
-            run_around(optimizer, "step", before=repeater.check) for optimizer in optimizers
+            wrap_method(optimizer, "step", before=repeater.check) for optimizer in optimizers
         )
         _repeaters[root] = repeater
         yield partial(_repeaters.__delitem__, root)
 
-    return all_of(changes())
+    return combine_undos(changes())
 
 
 class _Repeater:
@@ -270,7 +272,7 @@ class _Repeater:
                 given = options
                 if bound is not None:
                     bound.begin_step()
-                    stack.callback(set_attribute(mismatches, "numbers_hold", bound.holds))
+                    stack.callback(set_attribute(mismatches, "within_row_bound", bound.holds))
                     given = options | {_FORWARD: self._sharing(bound, options)}
                 result = passes(**given)
             self._seen[session] = session.counters.replayed, mismatches.verifications.step

@@ -45,7 +45,7 @@ from megatron_cg.upstream.megatron import (
     is_running_region,
     not_capturing,
 )
-from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _SHARED = Symbol(
@@ -90,7 +90,7 @@ class LayerScopes:
 
     def give(self, layers: Sequence[nn.Module]) -> Undo:
         """Let the config of each of ``layers`` name the scopes captured of it; returns the undo."""
-        return all_of(
+        return combine_undos(
             give_scopes(layer, self.of(layer)) for layer in layers if not self.is_of_run(layer)
         )
 
@@ -120,7 +120,7 @@ class LayerScopes:
 
 def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Undo:
     """Set ``modules`` as the scopes of ``layer`` and of its MoE layer, if any; returns the undo."""
-    return all_of(
+    return combine_undos(
         set_attribute(owner, "config", LayerConfig(config, cuda_graph_modules=list(modules)))
         for owner in (layer, getattr(layer, "mlp", None))
         if (config := getattr(owner, "config", None)) is not None
@@ -256,10 +256,12 @@ class MegatronUnit(Unit):
 
         def changes() -> Iterator[Undo]:
             yield replay_instead(target, prepare)
-            yield put_over(target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False)
+            yield replace_function(
+                target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False
+            )
             yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
 
-        return all_of(changes())
+        return combine_undos(changes())
 
 
 def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:

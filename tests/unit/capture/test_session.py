@@ -212,7 +212,9 @@ def test_a_failure_to_undo_is_told_too_and_the_session_can_try_again(
         raise CaptureError("the fast path failed")
 
     monkeypatch.setattr(Session, "_install_fast_path", attach_and_fail)
-    session = Session(MegatronFsdp(trainer.model.module), [], TapeBackend(), votes, joins=True)
+    session = Session(
+        MegatronFsdp(trainer.model.module), [], TapeBackend(), votes, run_remaining_hooks=True
+    )
     with pytest.raises(NotRestoredError, match="Forced"), session.capturing():
         pass
     assert session.phase is Phase.EAGER and told == [True]
@@ -267,7 +269,7 @@ def test_half_made_graphs_are_let_go_before_the_hooks_that_other_ranks_wait_for(
         own(*args, **options)
 
     with patch.object(fsdp, name, gather), pytest.raises(Forced):
-        trainer.capture(backend, joins=True)
+        trainer.capture(backend, run_remaining_hooks=True)
     assert alive and not any(alive)
 
 

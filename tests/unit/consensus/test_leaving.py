@@ -77,7 +77,7 @@ REFUSED = """
 import atexit, sys, threading
 import torch.distributed as dist
 from megatron_cg.consensus import process_exit
-from megatron_cg.consensus.process_exit import goes_on
+from megatron_cg.consensus.process_exit import clear_exit
 process_exit.SECONDS = 0.5
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.mismatch_policy import Counters
@@ -94,10 +94,10 @@ try:
         policy.mismatched_in_backward(mismatch, "layer")
     policy.mismatched(mismatch, "layer", collectives=False)
 except ReplayMismatchError:
-    goes_on()  # The error is under way: as when a with block of graphs ends.
+    clear_exit()  # The error is under way: as when a with block of graphs ends.
     if not caught:
         raise
-goes_on()
+clear_exit()
 """
 
 

@@ -22,7 +22,7 @@ from megatron_cg.experts.row_bound import RowBound
 from megatron_cg.experts.slots import PeerMemory
 from megatron_cg.integrations.megatron.helper import check_model
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import replace_function
 from megatron_cg.upstream.symbols import Symbol
 from tests.unit import grouped_linear
 from tests.unit.trainers import new_trainer
@@ -143,7 +143,7 @@ def test_one_kernel_computes_every_pass_and_in_captures_rows_are_padded_already(
 
 def test_a_function_that_is_wrapped_here_already_is_a_known_one() -> None:
     symbol = DISPATCHING[-1]
-    undo = put_over(*symbol.place(), install._by_one_kernel(symbol.find()))
+    undo = replace_function(*symbol.place(), install._by_one_kernel(symbol.find()))
     symbol.require_known_body()
     undo()
 

@@ -14,7 +14,7 @@ from megatron_cg.fastpath import install
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.upstream.patch import run_around, set_cell
+from megatron_cg.upstream.patch import set_cell, wrap_method
 from tests.unit.fastpath.test_fast_path import BorrowingTape
 from tests.unit.ordering.check import Race, races
 from tests.unit.ordering.operations import modelled_device
@@ -89,9 +89,9 @@ def _on_another_stream(name: str, trainer: Any, trace: Trace) -> Iterator[None]:
 
     with ExitStack() as undo:
         undo.callback(set_cell(hook, called))
-        undo.callback(run_around(trainer, "_forward", before=ends))
-        undo.callback(run_around(trainer, "_forward", after=begins))
-        undo.callback(run_around(fsdp, "finish_grad_sync", before=ends))
+        undo.callback(wrap_method(trainer, "_forward", before=ends))
+        undo.callback(wrap_method(trainer, "_forward", after=begins))
+        undo.callback(wrap_method(fsdp, "finish_grad_sync", before=ends))
         yield
 
 

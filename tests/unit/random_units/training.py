@@ -20,7 +20,7 @@ from megatron_cg import graph_units
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, MegatronCGError, ReplayMismatchError
 from megatron_cg.units.sums import separate
-from megatron_cg.upstream.patch import all_of
+from megatron_cg.upstream.patch import combine_undos
 from tests.unit.random_units.features import BACKEND, DEVICE, WORLD, W
 from tests.unit.random_units.programs import HAPPENS, ROWS, STEPS, Net, Program, draw
 
@@ -105,7 +105,7 @@ class Run:
     def train(self) -> None:
         """All steps; a refused capture leaves the run as an eager one, and so do closed graphs."""
         with_views = self.net.units if self.program.separate else ()
-        views = all_of(map(separate, with_views if self.graphs is None else ()))
+        views = combine_undos(map(separate, with_views if self.graphs is None else ()))
         for self.s in range(STEPS + 1):
             if self.s == STEPS:
                 self.close()
@@ -124,7 +124,7 @@ class Run:
                     except MegatronCGError as error:
                         self.refused = error
                         self.close()
-                        views = all_of(map(separate, with_views))
+                        views = combine_undos(map(separate, with_views))
                 self._step()
             self._look()
         numbers: Any = np.random.get_state()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_cg.units.call import CallForm
+from megatron_cg.units.call import CallSpec
 from tests.unit.units.plain import (
     REPLAYED,
     ROWS,
@@ -91,7 +91,7 @@ DOCUMENTS = documents(torch.zeros(ROWS))
     ],
 )
 def test_another_mask_has_other_tensors_alone(one: Any, other: Any, subject: str | None) -> None:
-    form = CallForm.of(nn.Identity().forward, ((X, one),), {})
+    form = CallSpec.of(nn.Identity().forward, ((X, one),), {})
     assert form.problems() == []
     mismatch = form.split(((X, other),), {})[2]
     assert (mismatch.subject if mismatch is not None else None) == (
@@ -116,13 +116,13 @@ def test_another_mask_has_other_tensors_alone(one: Any, other: Any, subject: str
 def test_what_would_be_read_where_it_was_at_capture_is_refused(function: Any, found: str) -> None:
     made = mask(causal)
     made.mask_mod = function
-    (problem,) = CallForm.of(Attention().forward, (X, made), {}).problems()
+    (problem,) = CallSpec.of(Attention().forward, (X, made), {}).problems()
     assert problem.startswith(f"argument {found}")
 
 
 def test_a_global_number_that_changed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     made = mask(lambda _b, _h, q, k: q - k < SIZE)
-    form = CallForm.of(Attention().forward, (X, made), {})
+    form = CallSpec.of(Attention().forward, (X, made), {})
     assert form.problems() == []
     assert form.split((X, made), {})[2] is None
     monkeypatch.setitem(globals(), "SIZE", 4)

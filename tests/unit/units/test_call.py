@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_cg.units.call import CallForm
+from megatron_cg.units.call import CallSpec
 from megatron_cg.units.results import Results
 
 X, Y, MASK = torch.ones(1), torch.ones(2), torch.ones(3)
@@ -65,7 +65,7 @@ TENSORS: list[tuple[Callable[..., Any], Call, Any, dict[str, Any]]] = [
 def test_tensors_are_taken_out_and_put_back(
     function: Any, made: Call, first: Any, others: dict[str, Any]
 ) -> None:
-    form = CallForm.of(function, *made)
+    form = CallSpec.of(function, *made)
     args, kwargs, mismatch = form.split(*made)
     assert mismatch is None and form.problems() == []
     assert args == (first,) and kwargs == others
@@ -99,18 +99,18 @@ MISMATCHES: list[tuple[Call, Call, str]] = [
 
 @pytest.mark.parametrize(("captured", "made", "subject"), MISMATCHES)
 def test_another_form_is_a_mismatch(captured: Call, made: Call, subject: str) -> None:
-    mismatch = CallForm.of(forward, *captured).split(*made)[2]
+    mismatch = CallSpec.of(forward, *captured).split(*made)[2]
     assert mismatch is not None and mismatch.subject == subject
 
 
 def test_equal_constants_and_another_order_of_keywords_are_none() -> None:
-    form = CallForm.of(forward, *call(X, X.shape, y=float("nan"), scale=1))
+    form = CallSpec.of(forward, *call(X, X.shape, y=float("nan"), scale=1))
     assert form.split(*call(X, torch.Size([1]), scale=1, y=float("nan")))[2] is None
 
 
 def test_a_container_that_changes_later_does_not_change_the_form() -> None:
     sizes = [1, 2]
-    form = CallForm.of(forward, (X, sizes), {})
+    form = CallSpec.of(forward, (X, sizes), {})
     sizes[0] = 5
     mismatch = form.split((X, sizes), {})[2]
     assert mismatch is not None and mismatch.subject == "argument flag[0]"
@@ -133,7 +133,7 @@ class Array:
     ],
 )
 def test_what_no_graph_can_take_is_named(made: Call, named: list[str]) -> None:
-    problems = CallForm.of(forward, *made).problems()
+    problems = CallSpec.of(forward, *made).problems()
     assert [text.split(" is ")[0] for text in problems] == named
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.errors import CaptureError, ConfigurationError, ReplayMismatchError
 from megatron_cg.units.sums import separate
-from megatron_cg.upstream.patch import all_of
+from megatron_cg.upstream.patch import combine_undos
 from tests.unit.counted import expect
 from tests.unit.units.plain import (
     REPLAYED,
@@ -85,7 +85,7 @@ def test_separate_inputs_equal_eager_training_with_views(name: str, options: Any
     assert_as_eager(counts, *of_training, separate_inputs=True, **options)
     # Without views numbers are others, so that the option has to be asked for.
     plain, viewed = Training(*of_training), Training(*of_training)
-    undo = all_of(map(separate, viewed.model))
+    undo = combine_undos(map(separate, viewed.model))
     assert not same(plain.run(), viewed.run())
     undo()
     assert not any("forward" in vars(unit) for unit in viewed.model)
@@ -107,7 +107,7 @@ def test_a_verified_step_keeps_inputs_separate() -> None:
         return used_later(run, x.detach().requires_grad_())
 
     eager, graphed = Training(units, microbatch), Training(units, microbatch)
-    undo = all_of(map(separate, eager.model))
+    undo = combine_undos(map(separate, eager.model))
     expected = list(eager.run())
     undo()
     with graphed.graphs(separate_inputs=True, verify_steps=1) as graphs:

@@ -19,14 +19,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_cg.memory.storage import StorageReference
 from megatron_cg.upstream.patch import (
+    add_observer,
     applied,
     cells_of,
-    look,
-    put_over,
-    put_over_cell,
-    run_around,
+    replace_function,
+    replace_function_in_cell,
     set_attribute,
     set_cell,
+    wrap_method,
 )
 
 Events = list[str]
@@ -60,7 +60,7 @@ def test_a_step_that_somebody_wrapped_stays_wrapped(
     when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     optimizer, events = stepping(), Events()
-    undo = run_around(optimizer, "step", **{when: lambda: events.append("ours")})
+    undo = wrap_method(optimizer, "step", **{when: lambda: events.append("ours")})
     theirs = theirs_over(optimizer, "step", events)
     optimizer.step()
     assert sorted(events) == ["ours", "theirs"]
@@ -77,7 +77,7 @@ def test_a_step_that_somebody_wrapped_stays_wrapped(
 
 def test_a_schedule_of_torchs_may_wrap_a_step_of_ours(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, events = stepping(), Events()
-    undo = run_around(optimizer, "step", after=lambda: events.append("ours"))
+    undo = wrap_method(optimizer, "step", after=lambda: events.append("ours"))
     LambdaLR(optimizer, lambda _: 1.0)
     weight = optimizer.param_groups[0]["params"][0]
     weight.grad = torch.ones(1)
@@ -121,7 +121,7 @@ def test_changes_of_ours_may_be_undone_in_any_order(
     own = owner.run
     undos, flags = [], []
     for number in range(3):
-        undos.append(run_around(owner, "run", before=partial(events.append, str(number))))
+        undos.append(wrap_method(owner, "run", before=partial(events.append, str(number))))
         flags.append(set_attribute(owner, "flag", True))
         if number == theirs_after:
             theirs_over(owner, "run", events)
@@ -153,7 +153,7 @@ def test_closure_variables_are_put_back_only_while_they_are_ours(
 
     outer, own = made()
     cell = cells_of(outer)["inner"]
-    undo = put_over_cell(cell, lambda: "ours")
+    undo = replace_function_in_cell(cell, lambda: "ours")
     assert outer() == "ours"
     ours = cell.cell_contents
     cell.cell_contents = lambda: f"theirs over {ours()}"
@@ -179,9 +179,10 @@ def test_no_frame_stands_between_a_caller_and_a_function_of_ours() -> None:
     owner: Any = SimpleNamespace(run=lambda: None)
     module: Any = nn.Linear(1, 1)
     undos = [
-        put_over(one, name, frame_above) for one, name in ((owner, "run"), (module, "forward"))
+        replace_function(one, name, frame_above)
+        for one, name in ((owner, "run"), (module, "forward"))
     ]
-    undos.append(put_over_cell(cells_of(outer)["inner"], frame_above))
+    undos.append(replace_function_in_cell(cells_of(outer)["inner"], frame_above))
     here = sys._getframe()
     assert owner.run() is here and module.forward() is here
     assert outer().f_code is outer.__code__
@@ -200,7 +201,7 @@ def test_a_method_of_a_class_gets_its_object_and_keeps_its_signature(
         return "ours", self, *args
 
     own, one = Owner.run, Owner()
-    undo = put_over(Owner, "run", ours)
+    undo = replace_function(Owner, "run", ours)
     left: Any = vars(Owner)["run"]
     assert one.run(3) == ("ours", one, 3)
     assert list(inspect.signature(one.run).parameters) == ["value"]
@@ -214,7 +215,7 @@ def test_a_method_of_a_class_gets_its_object_and_keeps_its_signature(
 def test_an_object_whose_undo_was_dropped_is_freed(number: int) -> None:
     optimizer = stepping()
     for _ in range(number):
-        run_around(optimizer, "step", after=lambda: None)
+        wrap_method(optimizer, "step", after=lambda: None)
         set_attribute(optimizer, "flag", True)
     gone = weakref.ref(optimizer)
     del optimizer
@@ -236,8 +237,8 @@ def test_a_module_with_changes_of_ours_is_not_copied(way: str) -> None:
     own = dict(vars(module))
     undos = [
         set_attribute(module, "forward", lambda rows: rows),
-        look(module, lambda *_: None),
-        look(module, lambda *_: None, after=True),
+        add_observer(module, lambda *_: None),
+        add_observer(module, lambda *_: None, after=True),
     ]
     for undo in undos:
         with pytest.raises(TypeError, match=r"cannot be copied or pickled.*or after close\(\)"):
@@ -265,7 +266,7 @@ def test_a_reference_to_memory_is_not_copied(way: str) -> None:
 def test_changes_in_force_are_listed_by_location() -> None:
     before = applied()
     owners = [stepping(), stepping()]
-    undos = [put_over(owner, "step", lambda: None) for owner in owners]
+    undos = [replace_function(owner, "step", lambda: None) for owner in owners]
     undos.append(set_attribute(owners[0], "table", torch.zeros(3)))
     assert applied() == sorted([*before, "SGD.step", "SGD.step", "SGD.table"])
     for undo in undos:

@@ -88,7 +88,7 @@ class Loop:
         ) -> Any:
             policy = self.session.mismatches
             self.events.append("eager" if policy.repeats else "graphs")
-            self.events.append(policy.numbers_hold())
+            self.events.append(policy.within_row_bound())
             self.session.counters.replayed += not policy.repeats
             return [forward_step_func(data_iterator) for _ in range(num_microbatches)]
 
@@ -138,7 +138,7 @@ def test_a_step_beyond_it_runs_once_more_eagerly_with_the_same_batches(loop: Loo
     assert [batch["tokens"] for batch in result] == [0, 1] and next(data) == {"tokens": 2}
     assert heard == [StepRepeated(12, 200, 128, 2.0)]
     policy = loop.session.mismatches
-    assert policy.counters.repeated == 1 and not policy.repeats and policy.numbers_hold()
+    assert policy.counters.repeated == 1 and not policy.repeats and policy.within_row_bound()
 
 
 @pytest.mark.parametrize("kind", ["none", "list", "list of none"])
