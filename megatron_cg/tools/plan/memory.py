@@ -70,6 +70,7 @@ class Shape:
         self.hidden = int(self.tokens * args.hidden_size * self.width // split)
         self.norm = 0 if self.run.recomputes("layernorm") else self.hidden
         self.gated = 2 if args.swiglu or args.quick_geglu else 1
+        self.keeps_quantized = self.run.fp8 is not None and not self.run.fp8_param_gather
 
     def bytes_of(self, columns: int) -> int:
         """Bytes of an activation with so many columns, which tensor parallelism splits."""
@@ -298,6 +299,8 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
     terms = {
         _ALWAYS: {
             **state,
+            # With its transpose each quantized weight of a rank has a byte twice, not sharded.
+            "quantized weights": rank.held(parts[:-1]) * 2 * shape.keeps_quantized,
             "FSDP buffers": rank.buffers(layers, ends),
             "workspaces": _MISCELLANEOUS,
             "static inputs": shape.hidden * len(graphed),

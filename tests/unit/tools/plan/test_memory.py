@@ -23,6 +23,12 @@ def recorded() -> dict[str, dict[str, Any]]:
     return found
 
 
+def recorded_in_fp8() -> dict[str, dict[str, Any]]:
+    lines = (RESULTS / "whole-layers-2xH100.jsonl").read_text(encoding="utf-8").splitlines()
+    runs = [json.loads(line)["run"] for line in lines]
+    return {run["captured"]: run for run in runs if "--fp8-format" in run["command"]}
+
+
 RUNS = recorded()
 assert len(RUNS) > 10
 
@@ -37,3 +43,11 @@ def test_memory_is_within_a_tenth_of_a_recorded_run(name: str) -> None:
     assert planned.allocated == pytest.approx(memory["peak_allocated"], rel=0.03)
     assert planned.reserved == pytest.approx(memory["peak_reserved"], rel=0.1)
     assert planned.total == pytest.approx(memory["device_in_use"], rel=0.1)
+
+
+@pytest.mark.parametrize("captured", recorded_in_fp8())
+def test_memory_in_fp8_is_that_of_a_recorded_run(captured: str) -> None:
+    run = recorded_in_fp8()[captured]
+    planned = memory_of(settings_of(read_line(run["command"]), 2))
+    assert planned.allocated / 2**20 == pytest.approx(run["allocated_mib"], rel=0.01)
+    assert planned.reserved / 2**20 == pytest.approx(run["reserved_mib"], rel=0.1)
