@@ -1,9 +1,13 @@
 """Runs one call of ``megatron-cg align``, from its arguments to the table of the result."""
 
 import argparse
+import json
 import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,14 @@ MakeRun = Callable[[Path, Path, str], Run]
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        comparison = _compared(args, extra)
+    if args.json:
+        print(json.dumps(asdict(comparison)))
+    return EXIT_CODES[comparison.status]
+
+
+def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
     preset = load_preset(args.preset)
     _check_version(args.megatron_fsdp_version)
     backend = args.backend
@@ -65,7 +77,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     print_report(Console(emoji=False), f"{preset.name} on {backend}", outcome, notice)
     if args.work_dir is not None and outcome.graphed is not None:
         print(f"a page of it: megatron-cg report {shlex.quote(str(args.work_dir))}")
-    return EXIT_CODES[outcome.comparison.status]
+    return outcome.comparison
 
 
 def _check_version(fsdp_version: int) -> None:

@@ -33,6 +33,7 @@ ones."""
 TAKING_FLAGS = ("align", "bench", "plan")
 """The commands that take Megatron's flags after a bare ``--``."""
 
+_JSON = "print the result as one line of JSON"
 USAGE_ERROR = 2
 DEFECT = 70
 """From sysexits.h, for an error that no command expects; 1 is a result of a command."""
@@ -89,6 +90,7 @@ def align(add: Add) -> None:
     text = "keep logs and records here; 'megatron-cg report DIR' makes a page of them"
     add("--work-dir", type=Path, metavar="DIR", help=text)
     add("--timeout", type=positive, default=1800, help="seconds that a run may take")
+    add("--json", action="store_true", help=_JSON)
 
 
 def bench(add: Add) -> None:
@@ -141,6 +143,7 @@ def doctor(add: Add) -> None:
         default=TRANSFORMER_ENGINE,
         help=text,
     )
+    add("--json", action="store_true", help=_JSON)
 
 
 def plan(add: Add) -> None:
@@ -151,6 +154,7 @@ def plan(add: Add) -> None:
     """
     add("--gpus", type=positive, help="GPUs of the whole run (default: what the launcher says)")
     add("--gpu-memory", type=positive, default=80, help="GB of one GPU (default: 80)")
+    add("--json", action="store_true", help=_JSON)
 
 
 def precompile(add: Add) -> None:
@@ -212,6 +216,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: its own, or one of the above."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = f"megatron-cg {words[0]}" if words and words[0] in COMMANDS else "megatron-cg"
+    if argv is None and words[:1] == ["plan"]:
+        # It runs no model, and a third of Megatron's import is that of torch's compiler.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
         _end_in_order()
         _open_closed_streams()

@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -275,7 +275,10 @@ def invoke(args: Namespace, _extra: Sequence[str]) -> int:
     with Console(stderr=True).status("checking, which takes some seconds"):
         here = System(run_probe(args.backend, os.environ), args.backend, os.environ)
         findings = examine(here)
-    print_report(Console(highlight=False), here, findings)
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        print_report(Console(highlight=False), here, findings)
     return 0 if can_run(findings) else 1
 
 

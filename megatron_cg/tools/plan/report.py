@@ -1,12 +1,16 @@
 """Prints a plan for a terminal."""
 
+import json
 import shutil
 import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from megatron_cg.errors import ranged
 from megatron_cg.tools.launch_line import LaunchLine, read_line
@@ -24,8 +28,10 @@ _FEWER = "Capture fewer layers, as with --cg-layers attn:0-15, or leave scopes o
 
 
 def invoke(args: Namespace, extra: Sequence[str]) -> int:
-    plan = edit(read_line(extra), int(args.gpu_memory * _USABLE * 2**30), args.gpus)
-    sys.stdout.write(text_of(plan))
+    line, room = read_line(extra), int(args.gpu_memory * _USABLE * 2**30)
+    with Console(stderr=True).status("reading Megatron's rules, which takes some seconds"):
+        plan = edit(line, room, args.gpus)
+    sys.stdout.write(f"{json.dumps(facts_of(plan))}\n" if args.json else text_of(plan))
     return 0 if plan.accepted else 1
 
 
@@ -50,6 +56,24 @@ def changes(plan: Edited) -> list[Change]:
     return found
 
 
+def facts_of(plan: Edited) -> dict[str, Any]:
+    """The plan for a program; sizes in bytes."""
+    best, memory = plan.best, plan.best.memory
+    return {
+        "accepted": plan.accepted,
+        "gpus": plan.gpus.count,
+        "asks": plan.asks,
+        "changes": [change._asdict() for change in changes(plan)],
+        "refused": [asdict(item) for item in best.settings.broken],
+        "command": None if memory is None else best.line.command,
+        "captured": {layer.name: [part.name for part in layer.captured] for layer in best.layers},
+        "memory": None if memory is None else {"total": memory.total, **memory.terms},
+        "without_graphs": None if plan.eager is None else plan.eager.total,
+        "room": plan.room,
+        "notes": best.settings.notes,
+    }
+
+
 def _pieces(line: LaunchLine) -> dict[str, str]:
     pieces = {name: f"{name}={value}" for name, value in line.variables.items()}
     return pieces | {flag.name: str(flag) for flag in line.flags}
@@ -62,8 +86,18 @@ def text_of(plan: Edited) -> str:
 def _lines(plan: Edited) -> Iterator[str]:
     best = plan.best
     yield f"{plan.given.script} on {plan.gpus.count:,} GPUs"
+    made = changes(plan)
+    if plan.asks and made:
+        yield "\nDo you want this?"
+        for text in plan.asks:
+            yield from _wrapped(f"- {text}.", "  ")
+    if made or best.memory is not None:
+        yield "\nChanges:" if made else "\nThe command can run as it is."
+    for (sign, reason), same in groupby(made, lambda change: (change.sign, change.reason)):
+        yield from _wrapped(f"{sign} {' '.join(change.text for change in same)}", "  ")
+        yield from _wrapped(reason, "      ")
     if best.memory is None:
-        yield "\nRefused:"
+        yield "\nRefused, also with these changes:" if made else "\nRefused:"
         for item in best.settings.broken:
             yield from _wrapped(f"- {item.found}: {item.reason}", "  ")
             if item.remedy:
@@ -71,11 +105,6 @@ def _lines(plan: Edited) -> Iterator[str]:
         for text in best.settings.notes:
             yield from _wrapped(f"- {text}", "  ")
         return
-    made = changes(plan)
-    yield "\nChanges:" if made else "\nThe command can run as it is."
-    for (sign, reason), same in groupby(made, lambda change: (change.sign, change.reason)):
-        yield from _wrapped(f"{sign} {' '.join(change.text for change in same)}", "  ")
-        yield from _wrapped(reason, "      ")
     if made:
         yield f"\nThe command:\n\n{best.line}"
     yield "\nCaptured, by layer:"

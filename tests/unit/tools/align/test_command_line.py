@@ -1,5 +1,6 @@
 """``megatron-cg align`` from its arguments to its exit code, table and JSON."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def test_the_verdict_is_the_exit_code(
     answer(monkeypatch, Outcome(comparison))
     assert main(["align", "--backend", "tape"]) == code
     assert shown in capsys.readouterr().out
+    assert main(["align", "--backend", "tape", "--json"]) == code
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["status"], facts["reason"]) == (comparison.status, comparison.reason)
 
 
 def test_the_table_shows_numbers_differences_and_shards(

@@ -1,5 +1,6 @@
 """``megatron-cg doctor`` on the machine that the tests run on."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cg.tools.cli.main import main
+from megatron_cg.tools.doctor import checks
 from megatron_cg.upstream.symbols import installed_version
-from tests.unit.tools.doctor.systems import ROOT
+from tests.unit.tools.doctor.systems import ROOT, system
 
 
 def command(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
@@ -55,3 +58,13 @@ def test_the_tape_can_run_here(runs: list[tuple[int, str]]) -> None:
     first, *facts = filter(None, text.splitlines())
     assert code == 0 and first == "the comparison on the CPU tape can run here"
     assert [line.split()[0] for line in facts] == ["versions", "symbols"]
+
+
+def test_findings_are_one_line_of_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checks, "run_probe", lambda *_: {**system().answers, "end": {"error": "x"}})
+    assert main(["doctor", "--json"]) == 1
+    first, *rest = json.loads(capsys.readouterr().out)
+    assert first["level"] == "error" and "looking at end failed: x" in first["found"]
+    assert "versions" in {finding["check"] for finding in rest}
