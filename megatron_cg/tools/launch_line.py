@@ -37,6 +37,7 @@ _NO_SCRIPT = (
 MEGATRONS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
 """Scripts of Megatron that train GPT models, and add no flags."""
 _OTHERS = {
+    "graph_units.md#ways-of-sharding": r"--deepspeed|--zero-stage|--ds[-_]",
     "graph_units.md#a-loop-on-megatron-core": r"\bverl\b|\bslime\b|\bactor_rollout_ref\.|"
     r"main_(ppo|dapo)|run_grpo|nemo_rl|openrlhf|train_rl|--perform-rl-step|--rollout-|--actor-num-",
     "clients.md#torchtitan": r"torchtitan|run_train\.sh|--(job|training|parallelism)\.",

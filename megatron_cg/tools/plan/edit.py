@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_cg.arguments.layers import available_scopes
+from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.memory import Layer, Memory, layers_of, memory_of
-from megatron_cg.tools.plan.settings import Settings, settings_of
+from megatron_cg.tools.plan.settings import Settings, require_model, settings_of
 
 _MODULES, _SCOPE, _GEMM = "--cuda-graph-modules", "--cuda-graph-scope", "--cg-grouped-gemm"
 _EXCHANGE, _ROWS, _LAYERS = "--cg-moe-exchange", "--cg-moe-rows", "--cg-layers"
@@ -28,17 +29,29 @@ _CHOSEN = {
     _MODULES: _WHY,
     _GEMM: "counts of tokens stay on the GPU, so graphs can hold dropless experts",
     _EXCHANGE: "expert-parallel ranks of one host exchange tokens without padding",
-    _ROWS: "room for this many times the average rows, so that it fits; a step with more is "
-    "repeated eagerly, as happens often while a router learns to balance",
+    _ROWS: "room for this many times the average rows, so that it fits; steps with more are "
+    "repeated eagerly: a router that has not learned to balance repeats most",
     _LAYERS: "as many layers as fit",
 }
 """The flags of a choice, and why they are given."""
 _ORDER = ("mamba", "attn", "mlp")
 _ROUNDS = 30
 """Each mends at least one error, or is the last."""
-_LARGE = 4_096
-"""Width of experts beyond which whole layers pay only with fused permutation; Mixtral's: 14,336."""
+_FULL_ITERATION = Violation(
+    "full-iteration",
+    "--cuda-graph-impl full_iteration",
+    "one graph then holds all passes of a step, and nothing is left for graphs of layers. Of a "
+    "dense model under Megatron-FSDP on two H200s a step took 87.3 ms with it and 85.0 ms with "
+    "graphs of layers, which reserve less memory: docs/megatron_graphs.md",
+    "keep the line as it is, or drop --cuda-graph-impl and --cuda-graph-scope and plan it again",
+)
+"""It is not replaced: the line can train as it is."""
 _PIPELINE = "drop --*pipeline* --overlap-param-gather-with-optimizer-step"
+_OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
+_FUSED = (
+    "one kernel permutes tokens, as in the measured runs; a run to compare with needs it too, as "
+    "last bits may differ"
+)
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 _SELECTIVE = (
     "drop --recompute-method --recompute-num-layers; add --recompute-granularity selective; "
@@ -65,7 +78,6 @@ _FIXES = {
 """By rule of this package: what to change."""
 _MEGATRONS = {
     "fsdp_dtensor` checkpointing format": "add --ckpt-format fsdp_dtensor",
-    "overlap-param-gather with --overlap-grad-reduce": "add --overlap-grad-reduce",
     "check_weight_hash": "drop --check-weight-hash-across-dp-replicas-interval",
     "cross entropy loss fusion is disabled": "add --cross-entropy-fusion-impl native",
     "Delayed scaling does not support": (
@@ -76,6 +88,7 @@ _MEGATRONS = {
     "moe recompute is not supported": f"replace {_RECOMPUTE} moe moe_act",
     "CPU offloading": "drop --cpu-offloading-num-layers",
     "apply_rope_fusion": "add --no-rope-fusion",
+    "GEMM overlap can happen only": "drop --tp-comm-overlap*",
 }
 """By a pattern of Megatron's own error: what to change."""
 _Choice = Mapping[str, tuple[str, ...]]
@@ -115,6 +128,8 @@ class Edited:
     eager: Memory | None
     """Of the same run without graphs."""
     room: int
+    asks: tuple[str, ...] = ()
+    """What the changes take away, which the user may have chosen."""
 
     @property
     def accepted(self) -> bool:
@@ -127,13 +142,17 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
 
     Raises LaunchLineError if the flags cannot be read.
     """
-    editor = _Editor(gpus or 0, given)
+    require_model(given)
+    known = gpus_of(given, gpus)
+    editor = _Editor(known.count, room, given)
     for name in (_MODULES, _SCOPE):
         values = given.values(name) or ()
         if values != (scopes := tuple(re.findall(r"\w+", " ".join(values)))):
             editor.change(" ".join(["add", name, *scopes]), "spaces separate its values")
-    settings, known = settings_of(editor.line, megatron=False), gpus_of(given, gpus)
-    editor.gpus = known.count
+    settings = settings_of(editor.line, known.count, room, megatron=False)
+    if settings.run.cuda_graph_impl == "full_iteration":
+        kept = replace(settings, broken=(_FULL_ITERATION,), notes=())
+        return Edited(given, known, Tried(given, kept, {}), None, room)
     for fix, why in _needs(settings, given, known):
         editor.change(fix, why)
     tried: list[Tried] = []
@@ -147,18 +166,23 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     best = max(
         (trial for trial in tried if trial.fits(room)),
         key=lambda trial: sum(len(layer.captured) for layer in trial.layers),
-        default=(starts or tried)[0],
+        default=(starts or sorted(tried, key=lambda trial: len(trial.settings.broken)))[0],
     )
     eager, reasons = None, dict(best.reasons)
     for name in _CHOSEN:
-        if best.line.values(name) != tried[0].line.values(name):
+        if name != _ROWS and best.line.values(name) != tried[0].line.values(name):
             reasons[name] = tried[0].against(room)
     if _FORMAT in reasons and (path := given.values("--load")):
         reasons[_FORMAT] += _CONVERT.format(*path)
-    if best.memory is not None:
-        run = replace(best.settings.run, cuda_graph_impl="none")
-        eager = memory_of(replace(best.settings, run=run))
-    return Edited(given, known, replace(best, reasons=reasons), eager, room)
+    if best.memory is not None:  # of the trial that recomputes most
+        eager = min(map(_without_graphs, starts), key=lambda memory: memory.total)
+    asks = tuple(_asks(settings, known.count))
+    return Edited(given, known, replace(best, reasons=reasons), eager, room, asks)
+
+
+def _without_graphs(trial: Tried) -> Memory:
+    run = replace(trial.settings.run, cuda_graph_impl="none")
+    return memory_of(replace(trial.settings, run=run))
 
 
 def _on_fewer_layers(
@@ -166,17 +190,53 @@ def _on_fewer_layers(
 ) -> list[Tried]:
     """The choice on as many of the first layers as fit; empty if not even one does."""
 
-    def on(count: int) -> Tried:
-        layers = tuple(f"{scope}:0-{count - 1}" for scope in choice.get(_MODULES) or ("layer",))
-        return editor.attempt({**choice, _LAYERS: layers}, why)
+    def first(count: int) -> tuple[str, ...]:
+        return tuple(f"{scope}:0-{count - 1}" for scope in choice.get(_MODULES) or ("layer",))
+
+    def is_too_large(count: int) -> bool:
+        graph = replace(whole.settings.graph, cg_layers=first(count))
+        return memory_of(replace(whole.settings, graph=graph)).total > room
 
     many = sum(layer.name.isdecimal() for layer in whole.layers)
-    fitting = bisect_left(range(1, many), True, key=lambda count: not on(count).fits(room))
-    return [on(fitting)] if fitting else []
+    fitting = bisect_left(range(1, many), True, key=is_too_large)
+    return [editor.attempt({**choice, _LAYERS: first(fitting)}, why)] if fitting else []
 
 
 def gib(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB"
+
+
+def _asks(settings: Settings, gpus: int) -> Iterator[str]:
+    """What Megatron-FSDP and these graphs replace or break in a run, and what to do instead."""
+    run, args = settings.run, settings.args
+    ranks = gpus // (args.tensor_model_parallel_size * args.context_parallel_size)
+    accumulates = (args.global_batch_size or 0) > (args.micro_batch_size or 1) * ranks
+    alone = run.is_moe and gpus == args.expert_model_parallel_size * run.expert_tensor_parallel_size
+    if alone and accumulates and not args.calculate_per_token_loss:
+        yield (
+            "Warning: each expert is on one rank only. Under Megatron-FSDP megatron-core 0.19.2 "
+            "then scales its gradients wrongly, also without graphs, unless you add "
+            "--calculate-per-token-loss: docs/troubleshooting.md#expert-gradients-with-ep-dp"
+        )
+    stages = args.pipeline_model_parallel_size
+    if stages > 1:
+        yield (
+            f"Warning: {stages} pipeline stages are dropped. Each GPU runs all layers, and gathers "
+            f"their weights from {stages} times as many data-parallel ranks, also of other hosts. "
+            "Where that does not fit or is too slow, keep the line as it is"
+        )
+    if not run.use_megatron_fsdp:
+        now = "torch's FSDP2 is" if args.use_torch_fsdp2 else "DDP is"
+        yield (
+            f"{now} replaced by Megatron-FSDP, which shards weights, gradients and optimizer state "
+            "over all data-parallel ranks, and saves checkpoints in a format of its own. For "
+            "Megatron's own graphs under DDP see docs/megatron_graphs.md"
+        )
+    if run.cuda_graph_impl == "local":
+        yield (
+            "Megatron's local graphs are replaced by those of Transformer Engine, which take the "
+            "hooks of Megatron-FSDP. Keep them if this run also generates text, as for RL"
+        )
 
 
 def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[str, str]]:
@@ -188,7 +248,13 @@ def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[
         yield "launch", "Megatron alone captures no layers under Megatron-FSDP"
     if not run.use_megatron_fsdp:
         add = "add --use-megatron-fsdp; add --data-parallel-sharding-strategy optim_grads_params"
+        yield "drop --use-torch-fsdp2", "Megatron-FSDP replaces it"
         yield add, "graphs of this package are captured under Megatron-FSDP"
+    overlaps = [flag for flag in _OVERLAPS if not given.has(flag)]
+    if overlaps:
+        yield "; ".join(f"add {flag}" for flag in overlaps), "as in the measured runs"
+    if run.is_moe and not args.moe_permute_fusion:
+        yield "add --moe-permute-fusion", _FUSED
     if run.cuda_graph_impl != "transformer_engine" or not run.wants_graphs:
         yield "drop --enable-cuda-graph --external-cuda-graph", "--cuda-graph-impl replaces it"
         yield "add --cuda-graph-impl transformer_engine", "layerwise graphs"
@@ -204,11 +270,12 @@ class _Editor:
     """Applies fixes to a line; ``reasons`` has why, by flag."""
 
     gpus: int
+    room: int
     line: LaunchLine
     reasons: dict[str, str] = field(default_factory=dict)
 
     def attempt(self, choice: _Choice, why: str) -> Tried:
-        trial = _Editor(self.gpus, self.line, dict(self.reasons))
+        trial = _Editor(self.gpus, self.room, self.line, dict(self.reasons))
         trial.change(f"drop {_SCOPE}", "--cuda-graph-modules replaces it")
         for name, reason in {**_CHOSEN, _MODULES: why}.items():
             if name in choice:
@@ -225,7 +292,7 @@ class _Editor:
     def fixed(self) -> Settings:
         """Fix what the tables can, until nothing changes; the settings of what came of it."""
         for _ in range(_ROUNDS):
-            before, settings = self.line, settings_of(self.line, self.gpus)
+            before, settings = self.line, settings_of(self.line, self.gpus, self.room)
             for violation in settings.broken:
                 fixes = _FIXES.get(violation.rule, "").format(kernel=settings.run.one_kernel)
                 if violation.rule == "megatron" and self.line == before:
@@ -309,9 +376,6 @@ def _against_whole(args: Any, gpus: Gpus, stated: _Choice) -> str:
     """Why whole MoE layers are not tried, beside rules that refuse them; empty if they are."""
     if stated.get(_GEMM) == ("te",):
         return f"{_GEMM} te reads counts on the CPU"
-    wide = args.moe_ffn_hidden_size or args.ffn_hidden_size or 0
-    if wide > _LARGE and not args.moe_permute_fusion:
-        return "their GEMMs are large, and whole MoE layers pay only with --moe-permute-fusion"
     return _on_several_hosts(args, gpus)
 
 

@@ -87,7 +87,7 @@ def _lines(plan: Edited) -> Iterator[str]:
     best = plan.best
     yield f"{plan.given.script} on {plan.gpus.count:,} GPUs"
     made = changes(plan)
-    if plan.asks and made:
+    if plan.asks:
         yield "\nDo you want this?"
         for text in plan.asks:
             yield from _wrapped(f"- {text}.", "  ")

@@ -31,7 +31,6 @@ from megatron_cg.arguments.schema import BACKENDS, SCOPES, Environment, GraphArg
 from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import MEGATRONS, LaunchLine, LaunchLineError
-from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.te import UPGRADE
 
 TE_VERSION = "2.20.2"
@@ -39,7 +38,15 @@ TE_VERSION = "2.20.2"
 _NEEDS = f"--cg-grouped-gemm cublas needs a Hopper GPU and a newer cuBLASLt on each host: {UPGRADE}"
 VOCABULARY = 131_072
 """If only the tokenizer knows it."""
-_HOPPER = (9, 0)
+_HOPPER, _BLACKWELL = (9, 0), (10, 0)
+_OF_BLACKWELL = 150 * 2**30
+"""Memory that no Hopper GPU has."""
+_REMEDIES = {
+    "batch_size.* must be divisible": "give a --global-batch-size that is a multiple of "
+    "--micro-batch-size x data-parallel ranks (GPUs / tensor / context / pipeline parallelism), or "
+    "use fewer GPUs",
+}
+"""By a pattern of Megatron's own error: what to type, where it does not say so."""
 _OF_TE = (
     "megatron.core.transformer.moe.moe_utils",
     "megatron.core.models.common.embeddings.rope_utils",
@@ -74,13 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     return add_arguments(arguments.add_megatron_arguments(parser))
 
 
-def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Settings:
-    """What the line's flags mean on ``gpus``; without ``megatron`` by our rules only.
+def settings_of(
+    line: LaunchLine, gpus: int = 1, room: int = 0, *, megatron: bool = True
+) -> Settings:
+    """What the line's flags mean on ``gpus`` of ``room`` bytes; else by our rules only.
 
     Raises LaunchLineError in the user's terms.
     """
-    variables = [word for word in line.words if "$" in word]
-    hint = f"{' '.join(variables)}: give the line as the shell expands it" if variables else ""
+    hint = require_model(line)
     try:
         args, unknown = _parser().parse_known_args(line.words)
     except KeyError as error:
@@ -89,12 +97,6 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
         raise LaunchLineError(text.rstrip(". ")) from None
     except (LaunchLineError, AssertionError, ValueError, SyntaxError) as error:
         raise LaunchLineError(f"the flags cannot be read: {error}. {hint}".rstrip(". ")) from None
-    if args.yaml_cfg is not None:
-        text = "--yaml-cfg: give the run's settings on the command line; no rule reads the file"
-        raise LaunchLineError(text)
-    if args.hidden_size is None and not hint:
-        text = "there is no --hidden-size: give a model's flags, also with --use-checkpoint-args,"
-        raise LaunchLineError(f"{text} or see docs/graph_units.md if the script is not Megatron's")
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank, args.world_size = 0, gpus
     run, graph = read_run(args), read_graph(args)
@@ -105,7 +107,8 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
         variables={**here.variables, **line.variables},
         lacks_device_counts="",
     )
-    broken = violations(run, graph, where)
+    capability = _BLACKWELL if room > _OF_BLACKWELL else _HOPPER
+    broken = (*violations(run, graph, where), *_of_plan(run, capability))
     notes = [*notices(run, where), *_limits(args)]
     if graph.cg_grouped_gemm == "cublas" and here.lacks_device_counts:
         notes.append(_NEEDS)
@@ -113,18 +116,56 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
         _check_unknown(own, line)
         notes.append(f"not Megatron's, so taken for the script's own: {' '.join(own)}")
     dropless = Configuration(run, graph, where).counts_on_device
-    if megatron and (why := _megatrons_error(args, dropless, line.variables)):
-        broken += (Violation("megatron", "Megatron stops", why, ""),)
+    if megatron and (why := _megatrons_error(args, dropless, line.variables, capability)):
+        remedy = next((text for known, text in _REMEDIES.items() if re.search(known, why)), "")
+        broken += (Violation("megatron", "Megatron stops", why, remedy),)
     if hint and (broken or any("$" in word for word in unknown)):
         notes.insert(0, hint)
     return Settings(args, run, graph, broken, tuple(notes))
 
 
+def require_model(line: LaunchLine) -> str:
+    """Raise LaunchLineError for a line without a model; a hint if there are variables in it."""
+    if line.has("--yaml-cfg"):
+        text = "--yaml-cfg: give the run's settings on the command line; no rule reads the file"
+        raise LaunchLineError(text)
+    if variables := [word for word in line.words if "$" in word]:
+        return f"{' '.join(variables)}: give the line as the shell expands it"
+    if not line.has("--hidden-size"):
+        text = "there is no --hidden-size: give a model's flags, also with --use-checkpoint-args,"
+        raise LaunchLineError(f"{text} or see docs/graph_units.md if the script is not Megatron's")
+    return ""
+
+
+def _of_plan(run: RunArguments, capability: tuple[int, int]) -> Iterator[Violation]:
+    """What Megatron finds on the GPU alone, and what cannot be planned."""
+    if run.is_moe and "E" not in (run.hybrid_layer_pattern or "E"):
+        found = f"--num-experts {run.num_experts} with a hybrid pattern that has no E"
+        reason = "Megatron would make no experts, so the layers are the script's own, and not known"
+        yield Violation("own-layers", found, reason, "give the pattern of Megatron's own model")
+    mxfp8 = run.fp8 is not None and run.fp8_recipe == "mxfp8"
+    if capability < _BLACKWELL and (mxfp8 or run.fp4 is not None):
+        found = "--fp8-recipe mxfp8" if mxfp8 else "--fp4-format"
+        recipe = "--fp8-recipe blockwise" if mxfp8 else "--fp8-format hybrid"
+        given = "give that of the GPU to plan, such as --gpu-memory 180"
+        remedy = f"type {recipe} instead, or, if it is a Blackwell GPU, {given}"
+        yield Violation("gpu", found, "GPUs of this memory are older than Blackwell", remedy)
+
+
+@cache
+def _nearest(name: str) -> list[str]:
+    return get_close_matches(name.replace("_", "-"), _parser()._option_string_actions, 1, 0.85)
+
+
 def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
     """Raise LaunchLineError for flags that Megatron refuses and the script does not add."""
     is_megatrons, source = Path(line.script).name in MEGATRONS, line.source
+    for flag in line.flags if is_megatrons else ():
+        if flag.name not in words and flag.values[1:] and {*flag.values[1:]} <= {*words}:
+            text = f"{flag.name} takes fewer values than {' '.join(flag.values)}"
+            raise LaunchLineError(f"{text}: quote a value that has spaces")
     for name in [word.partition("=")[0] for word in words if is_megatrons or word[:2] == "--"]:
-        near = get_close_matches(name.replace("_", "-"), _parser()._option_string_actions, 1, 0.85)
+        near = _nearest(name)
         if name not in source and (near or is_megatrons):
             meant = f": did you mean {near[0]}?" if near else "."
             own = "If the script adds it, leave it out of the planned line"
@@ -133,8 +174,10 @@ def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
 
 
 def _limits(args: Any) -> Iterator[str]:
-    if args.fp8 or args.fp4:
-        yield "memory is counted as for BF16: no run in FP8 or FP4 was recorded"
+    if args.fp4 or (args.fp8 and args.fp8_param_gather):
+        yield "memory is counted as for BF16: no run in FP4 or with FP8 weights was recorded"
+    if args.use_checkpoint_args:
+        yield "--use-checkpoint-args: the checkpoint is not read, only the flags are"
     layers = args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json
     if layers or (args.spec and not args.hybrid_layer_pattern):
         yield "a layer spec decides the layers; they are counted as those of the other flags"
@@ -142,12 +185,15 @@ def _limits(args: Any) -> Iterator[str]:
         yield f"the tokenizer's vocabulary is counted as {VOCABULARY:,}; --vocab-size says it"
 
 
-def _megatrons_error(args: Any, dropless: bool, variables: Mapping[str, str]) -> str | None:
+def _megatrons_error(
+    args: Any, dropless: bool, variables: Mapping[str, str], capability: tuple[int, int]
+) -> str | None:
     """The error of ``validate_args`` or of the model's config; validates ``args``."""
     from megatron.training import arguments
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    with _hopper(variables, dropless), redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    gpu = _gpu(variables, dropless, capability)
+    with gpu, redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             arguments.validate_args(args)
@@ -172,20 +218,24 @@ def _check_experts(args: Any) -> None:
 
 
 @contextmanager
-def _hopper(variables: Mapping[str, str], dropless: bool) -> Iterator[None]:
-    """Let Megatron's rules see an H100, Transformer Engine, the run's variables and our changes."""
+def _gpu(
+    variables: Mapping[str, str], dropless: bool, capability: tuple[int, int]
+) -> Iterator[None]:
+    """Let Megatron's rules see a GPU, Transformer Engine, the run's variables and our changes."""
     import torch
     from megatron.core import utils
 
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+    from megatron_cg.upstream.patch import set_attribute
 
     before = dict(os.environ)
-    gpu = SimpleNamespace(major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132)
+    major, minor = capability
+    gpu = SimpleNamespace(major=major, minor=minor, multi_processor_count=132)
     with ExitStack() as undo:
         undo.callback(os.environ.update, before)
         undo.callback(os.environ.clear)
         os.environ.update(variables)
-        undo.callback(set_attribute(torch.cuda, "get_device_capability", lambda *_a: _HOPPER))
+        undo.callback(set_attribute(torch.cuda, "get_device_capability", lambda *_a: capability))
         undo.callback(set_attribute(torch.cuda, "get_device_properties", lambda *_a: gpu))
         if utils.get_te_version() == Version("0.0.0"):
             undo.callback(set_attribute(utils, "_te_version", Version(TE_VERSION)))

@@ -1,5 +1,6 @@
 """Changes of a launch line: what is mended, what is refused, and what fits."""
 
+import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -103,12 +104,45 @@ def test_quantized_experts_are_in_graphs_by_cublas(
     assert "cuBLASLt" not in " ".join(plan(line).best.settings.notes)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "llama"])
-def test_whole_layers_of_large_experts_need_fused_permutation(name: str, plan: Plan) -> None:
-    assert ("GEMMs are large" in said(plan(preset(name)))) is (name == "mixtral")
-    if name == "mixtral":
-        fused = plan(preset(name, "--moe-permute-fusion"))
-        assert fused.best.settings.run.cuda_graph_modules == ("attn", "moe")
+@pytest.mark.parametrize("name", ["mixtral", "llama"])
+def test_the_line_has_what_the_measured_runs_had(name: str, plan: Plan) -> None:
+    best = plan(preset(name)).best
+    assert best.line.has("--moe-permute-fusion") is (name == "mixtral")
+    assert best.line.has("--overlap-grad-reduce") and best.line.has("--overlap-param-gather")
+    assert "moe" not in best.settings.run.cuda_graph_modules or name == "mixtral"
+
+
+ASKED = {
+    "--pipeline-model-parallel-size 2": ("2 pipeline stages are dropped", "--pipeline"),
+    "--use-torch-fsdp2 --ckpt-format torch_dist": ("torch's FSDP2 is replaced", "--use-torch"),
+    "--cuda-graph-impl local --use-megatron-fsdp": ("local graphs are replaced", "local"),
+    "": ("DDP is replaced by Megatron-FSDP", "--none"),
+}
+
+
+@pytest.mark.parametrize("flags", ASKED)
+def test_what_the_user_may_have_chosen_is_asked_about_first(flags: str, plan: Plan) -> None:
+    found = plan(preset("llama", flags))
+    text, (words, dropped) = said(found), ASKED[flags]
+    assert found.accepted and dropped not in str(found.best.line)
+    assert 0 < text.index("Do you want this?") < text.index(words) < text.index("Changes:")
+    assert "Do you want this?" not in said(plan(str(found.best.line)))
+
+
+def test_experts_of_one_rank_are_warned_about(plan: Plan) -> None:
+    def warns(flags: str) -> bool:
+        return "each expert is on one rank only" in said(plan(preset("qwen3-moe", flags)))
+
+    given = "--expert-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4"
+    assert warns(given)
+    assert not warns(f"{given} --calculate-per-token-loss") and not warns("--global-batch-size 4")
+
+
+@pytest.mark.parametrize("given", ["--cuda-graph-impl full_iteration", "--enable-cuda-graph"])
+def test_a_graph_of_a_whole_iteration_is_not_replaced(given: str, plan: Plan) -> None:
+    found = plan(preset("llama", f"{given} --cuda-graph-scope full_iteration"))
+    assert not found.accepted and changes(found) == []
+    assert "keep the line as it is" in said(found) and "87.3 ms" in said(found)
 
 
 OFFLOAD = "--fine-grained-activation-offloading"
@@ -118,6 +152,9 @@ REFUSED = {
     "--num-attention-heads 7": ("megatron", "requires --hidden-size % --num-attention-heads == 0"),
     "--num-experts 4 --moe-layer-freq [1]*3 --moe-grouped-gemm": ("megatron", "each of 8 layers"),
     "--num-experts 9 --expert-model-parallel-size 3": ("megatron", "2 GPUs are not divisible"),
+    "--micro-batch-size 3 --global-batch-size 8": ("megatron", "give a --global-batch-size"),
+    "--fp8-format e4m3 --fp8-recipe mxfp8": ("gpu", "type --fp8-recipe blockwise instead, or, if"),
+    "--num-experts 4 --hybrid-layer-pattern M*-M*-M-": ("own-layers", "pattern that has no E"),
 }
 
 
@@ -128,7 +165,8 @@ def test_what_would_change_the_training_is_refused_with_the_remedy(flags: str, p
     rule, words = REFUSED[flags]
     assert rule in {item.rule for item in found.best.settings.broken}
     text = said(found)
-    assert text.startswith("train.py on 2 GPUs Refused:") and words in text
+    assert text.index("Changes:") < text.index("Refused, also with these changes:")
+    assert words in text
 
 
 @pytest.mark.parametrize(
@@ -143,11 +181,12 @@ def test_what_would_change_the_training_is_refused_with_the_remedy(flags: str, p
             "would refuse --num-expert, which it does not know: did you mean --num-exp",
         ),
         ("--use_megatron_fspd", "did you mean --use-megatron-fsdp?"),
+        ("--step-batch-size-schedule 0:16 2B:32", "0:16 2B:32: quote a value that has spaces"),
     ],
 )
 def test_flags_that_cannot_be_read_are_an_error(flags: str, words: str, plan: Plan) -> None:
     with pytest.raises(LaunchLineError) as caught:
-        plan(preset("llama", flags))
+        plan(preset("llama", flags).replace("train.py", "pretrain_gpt.py"))
     assert words in str(caught.value)
 
 
@@ -163,7 +202,7 @@ def test_a_script_may_add_flags_unless_it_is_megatrons(plan: Plan, tmp_path: Pat
 
 
 SAID = {
-    "--cuda-graph-impl full_iteration --cuda-graph-scope full_iteration": "'full_iteration'",
+    "--use-checkpoint-args": "the checkpoint is not read",
     "--recompute-activations --attention-dropout 0.1": "graphed attention recomputation",
     "--load /old --ckpt-format torch_dist": "A checkpoint in --load /old has to be converted",
     "--save /new": "it requires --save-interval",
@@ -210,6 +249,10 @@ def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None
     assert said.startswith("train.py on 4 GPUs") and "python -m megatron_cg train.py" in said
     assert main(["plan", "--gpu-memory", "1", "--gpus", "4", "--", *line]) == 1
     assert "does not fit" in capsys.readouterr().out
+    assert main(["plan", "--json", "--gpus", "4", "--", *line]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["accepted"] and facts["command"][:4] == ["python", "-m", "megatron_cg", "train.py"]
+    assert facts["memory"]["total"] < facts["room"] and facts["changes"] and facts["captured"]["0"]
     for words, why in ((["torchrun"], "whole command"), (line, "give --gpus N")):
         assert main(["plan", "--", *words]) == 2
         assert why in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """What may be typed after ``megatron-cg plan --`` and ``bench --``."""
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,7 @@ def test_what_has_no_script_is_refused_with_what_to_give(line: str) -> None:
         ("accelerate launch run_clm.py --model_name_or_path gpt2", "transformers"),
         ("python -m verl.trainer.main_ppo trainer.nnodes=1", "a-loop-on-megatron-core"),
         ("ray job submit -- python3 train.py --rollout-batch-size 8", "a-loop-on-megatron-core"),
+        ("deepspeed pretrain_gpt.py --deepspeed --deepspeed_config ds.json", "ways-of-sharding"),
         ("torchrun pretrain_t5.py --num-layers 2", "ten-lines"),
         ("torchrun examples/multimodal/train.py --num-layers 2", "ten-lines"),
     ],
@@ -140,3 +143,18 @@ def test_a_script_is_known_by_its_imports_and_none_by_a_path(tmp_path: Path) -> 
     with pytest.raises(LaunchLineError, match="#megatron-bridge"):
         read(f"torchrun {script}")
     assert read("torchrun /verl/pretrain_gpt.py --load /slime/torchtitan --fp8-recipe x").flags
+
+
+PLAN = """
+import sys
+from megatron_cg.tools.cli.main import main
+code = main(["plan", "--", *sys.argv[1:]])
+sys.exit("torch was imported" if "torch" in sys.modules else code)
+"""
+
+
+@pytest.mark.parametrize("line", ["python -m verl.trainer.main_ppo a=1", "torchrun b.py --lr 1"])
+def test_what_cannot_be_planned_is_told_without_torch(line: str) -> None:
+    words = [sys.executable, "-c", PLAN, *line.split()]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert done.returncode == 2 and "docs/graph_units.md" in done.stderr, done.stderr
