@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from megatron_cg.arguments.rule import Rule
     from megatron_cg.arguments.schema import GraphArguments
     from megatron_cg.backends.base import Backend
     from megatron_cg.fsdp.sharding import Sharding
+    from megatron_cg.replay.guard import Addresses, Entry, KeySet
+    from megatron_cg.replay.unit import Unit
 
     Undo = Callable[[], None]
 
@@ -73,6 +77,22 @@ class ModelExperts(Protocol):
     def bound(self) -> RowBound | None: ...
     @property
     def peers(self) -> PeerMemory | None: ...
+
+
+class CodeObserver(Protocol):
+    """Observes code that this package does not know; see ``units/code_observer.py``."""
+
+    entries: list[Entry]
+
+    @property
+    def asks_for_gradients(self) -> bool: ...
+    def key_sets(self) -> list[KeySet]: ...
+    def observed(self, *, forward: bool) -> AbstractContextManager[None]: ...
+    def conclude(self) -> None: ...
+    def writes(self) -> list[torch.Tensor]: ...
+    def kept(self) -> AbstractContextManager[None]: ...
+    def restore(self) -> None: ...
+    def forget(self) -> None: ...
 
 
 class FastPath(Protocol):
@@ -145,6 +165,21 @@ def install_fast_path(
         return None
     path: FastPath | None = found.install_for(sharding, backend, optimizers, graphed, graphs)
     return path
+
+
+def observe_code(
+    unit: Unit, samples: Mapping[str, torch.Tensor], addresses: Addresses
+) -> CodeObserver:
+    """What observes the code of a unit. Raises CaptureError if ``units`` is not installed."""
+    found = _load("units.code_observer")
+    if found is None:
+        raise unit.refused(
+            "has a module of a class that this package does not know, and what its code reads "
+            "cannot be observed, since the extension megatron_cg/units is not installed",
+            "Install the whole package again with pip, or leave the unit out of the graphs.",
+        )
+    observer: CodeObserver = found.CodeObserver(unit, samples, addresses)
+    return observer
 
 
 def bridge() -> Any:

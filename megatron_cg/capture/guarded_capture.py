@@ -268,7 +268,7 @@ class GuardedCapture:
         in_flight, made = InFlight(), list[GuardedGraph]()
         for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
             observer, replay = self._observers[index], self._backend.replay_function(graph)
-            asks = observer.asks_for_gradients
+            asks = observer.code is not None and observer.code.asks_for_gradients
             inputs = Inputs(args[index], kwargs[index], borrowed, unit.inputs, same_gradients=asks)
             passes = EagerPasses(
                 unit.name,
@@ -295,9 +295,9 @@ class GuardedCapture:
         self, index: int, inputs: Inputs, device_type: str, options: Mapping[str, Any]
     ) -> Guard:
         unit, observer = self._units[index], self._observers[index]
-        asked = observer.asks_for_gradients
+        asked = observer.code is not None and observer.code.asks_for_gradients
         objects = [*unit.entries(), *self._backend.entries(unit.graphed)]
-        observer.forget_passes()
+        read, key_sets = observer.rows()
         with unit.in_backward():
             in_backward = autocast_of(device_type)
         with unit.in_forward():
@@ -306,10 +306,10 @@ class GuardedCapture:
                 observer.addresses,
                 objects=[
                     *entries_of(unit.layer, unit.graphed, asked=asked),
-                    *observer.entries,
+                    *read,
                     *objects,
                 ],
-                key_sets=observer.key_sets(),
+                key_sets=key_sets,
                 hooks=self._hooks[index],
                 captured_numerics=self._backend.captured_numerics(index, options),
                 numerics=self._backend.numerics,

@@ -1,10 +1,8 @@
 """What a unit's passes depend on and leave behind, observed while the backend warms it up.
 
 Every pass is observed by what is cheap: collectives, the memory of parameters, inputs written in
-place, buffers replaced. A module of a class that this package does not know is a stranger: then
-the passes of the warmup run under a dispatch mode (``operations.py``) and a profile function
-(``python_state.py``), and each thing they read, write or leave has a row in the table of
-``replay/guard.py``, or the capture ends with its name.
+place, buffers replaced. If a module is of a class that this package does not know, its code is
+observed too, by the extension ``units`` (``units/code_observer.py``).
 
 Note [A made-up pass must leave no trace]
     Warmup and capture run the unit's own code on made-up inputs. All memory that it writes is
@@ -16,52 +14,59 @@ Note [What a graph cannot write]
     the tensor of the capture, and the module never sees the new values. If a module writes into an
     input, the graph writes into its own copy, and the caller never sees the new values.
 
-Note [Which warmup pass counts]
-    Code may behave differently in its first pass, such as when it fills a cache. So the last pass
-    before the capture shows what replays would miss.
+Note [Graphs with collectives]
+    It is an error in NCCL if a collective is in a graph on one rank and not on another: "that an
+    operation is captured is a collective property and must be uniform over all ranks" (NCCL user
+    guide, "Using NCCL with CUDA Graphs"). So capture must know which graphs contain collectives,
+    from the counters of the process groups. They belong to the process: if another thread calls a
+    collective meanwhile, such as one that saves a checkpoint, the unit is taken to hold
+    collectives. All ranks take the union of what they saw (``Agreement.confirm``), so it then votes
+    more often than it has to, on all ranks alike.
+
+Note [Two graphs, two draws]
+    Activation checkpointing restores the random state of the forward pass before it recomputes, so
+    that dropout drops the same elements. A unit's forward and backward passes are two graphs, and
+    each gets, at its replay, the generator's state of that moment. The backward graph holds an
+    offset from there, whatever state was restored in the capture (torch 2.11). So it would drop
+    other elements than the forward graph, and gradients would be wrong without an error.
 """
 
 import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.modules import module as torch_module
 
-from megatron_cg.capture.operations import (
-    Operations,
-    Use,
-    bytes_in,
-    collectives_so_far,
-    holder_of,
-    key_of,
-    overlap,
-    recomputed_draws_refused,
-    seeds_refused,
-)
-from megatron_cg.capture.python_state import (
-    KNOWN,
-    Change,
-    PythonState,
-    attribute,
-    is_known,
-    tensor_hooks_observed,
-)
+from megatron_cg.backends.base import device_generator, generators_of
 from megatron_cg.capture.transaction import frozen_kept
 from megatron_cg.errors import CaptureError
-from megatron_cg.fsdp.sharding import REPLACED
-from megatron_cg.replay.borders import local, ranks_of_meshes
-from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySet, Switches, Watched
+from megatron_cg.extensions import CodeObserver, observe_code
+from megatron_cg.replay.borders import local
+from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
+from megatron_cg.replay.plain import KNOWN, attribute, is_known
 from megatron_cg.replay.unit import Unit
-from megatron_cg.restore import Restores, values_kept
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.patch import add_observer, combine_undos
+from megatron_cg.upstream.patch import add_observer, combine_undos, replace_function
+from megatron_cg.upstream.symbols import Symbol
 
+RELIES_ON = (
+    Symbol(
+        "torch.distributed:ProcessGroup",
+        "a group that counts its collectives",
+        attributes=("_get_sequence_number_for_group",),
+    ),
+    Symbol(
+        "torch.distributed.distributed_c10d:_world",
+        "all groups of this process",
+        attributes=("pg_map",),
+    ),
+)
 _MARK = "grad_added_to_main_grad"
 
 
@@ -96,63 +101,36 @@ class Observer:
             if buffer is not None
         ]
         self._versions: dict[str, int] = {}
-        self._pass, self._undo = ExitStack(), Restores()
+        self._pass = ExitStack()
         self._before = 0
-        self._changes: list[Change] = []
-        self._of_hooks: list[Change] = []
-        self._of_backward: list[Change] = []
-        self._state: PythonState | None = None
-        self._operations = Operations(unit.layer)
         self.addresses = Addresses(watched)
         self.collectives = unit.collectives
         """Whether the unit's graph contains collectives; final once it is captured."""
-        self.entries: list[Entry] = []
-        """The rows for all that the code of strange modules reads."""
-        self._writes: list[torch.UntypedStorage] = []
         self._attributes = [
             (Entry(vars(owner), name, "attribute", f"attribute {attribute(path, name)}"), value)
             for owner, path in self._paths.items()
             for name, value in vars(owner).items()
             if isinstance(value, torch.Tensor) and is_known(owner) and owner in unit.graphed
         ]
+        self.code: CodeObserver | None = None
+        """Observes the code of modules whose classes are not known, if there are any."""
         known = KNOWN if unit.sets_attributes else KNOWN | {"torch"}
         if any(not is_known(module, known) for module in unit.graphed):
-            graphed = {self._paths.get(module, "?"): module for module in unit.graphed}
-            self._state = PythonState(graphed)
-            self._refuse_global_hooks()
-
-    @property
-    def asks_for_gradients(self) -> bool:
-        """Whether code of strange modules may do something else for an input without gradient."""
-        return self._state is not None and self._state.asks_for_gradients
-
-    def key_sets(self) -> list[KeySet]:
-        """What strange modules may not get later; known code reads nothing that somebody adds."""
-        if self._state is None:
-            return []
-        names, kinds = self._state.own_names, ("module", "parameter", "buffer")
-        strange = [m for m in self._unit.graphed if m in self._paths and not is_known(m)]
-        found: list[tuple[nn.Module, str, Any, Any]]
-        found = [(m, kind, getattr(m, f"_{kind}s"), None) for m in strange for kind in kinds]
-        found += [(m, "attribute", vars(m), names) for m in strange]
-        return [
-            KeySet(keys, kind, f"{kind} {attribute(self._paths[m], '')}", reads)
-            for m, kind, keys, reads in found
-        ]
+            self.code = observe_code(unit, self._samples, self.addresses)
 
     def begun(self, *, forward: bool, warmup: bool) -> None:
         """A pass begins, after the hooks that come before it."""
         self.addresses.note(forward=forward)
-        if self._state is not None and forward and not warmup:
-            self._conclude(self._state)
+        if self.code is not None and forward and not warmup:
+            self.code.conclude()
         if forward:
             self._versions = {name: version_of(t) for name, t in self._inputs.items()}
             self._pass.enter_context(frozen_kept(self._unit.graphed))
         elif warmup:
             self._pass.enter_context(recomputed_draws_refused(self._unit, self._device_type))
             self._pass.enter_context(self._several_passes_refused())
-        if self._state is not None and warmup:
-            self._pass.enter_context(self._observed(self._state, forward))
+        if self.code is not None and warmup:
+            self._pass.enter_context(self.code.observed(forward=forward))
         self._before = collectives_so_far()
 
     def ended(self, *, forward: bool) -> None:
@@ -171,161 +149,22 @@ class Observer:
 
     def restore(self) -> None:
         """Restore what passes have changed; nobody observes any more. Safe to call twice."""
-        self._undo.close()
+        if self.code is not None:
+            self.code.restore()
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> AbstractContextManager[None]:
         """Restore on exit what a pass changes besides buffers and frozen parameters."""
-        with ExitStack() as stack:
-            if self._state is not None:
-                stack.enter_context(self._state.kept())
-                writes = (("memory that it writes to", bytes_in(s)) for s in self._writes)
-                stack.enter_context(values_kept(writes))
-            yield
+        return nullcontext() if self.code is None else self.code.kept()
 
-    def forget_passes(self) -> None:
-        """Hold samples and notes no longer: the unit is captured."""
+    def rows(self) -> tuple[list[Entry], list[KeySet]]:
+        """The guard's rows of what passes read. Forgets samples and notes: the unit is captured."""
         # What the passes have replaced is a result, such as a module's last loss.
-        self.entries += [row for row, one in self._attributes if row.holder.get(row.key) is one]
-        self._attributes = []
-        self._samples, self._inputs, self._changes = {}, {}, []
-        self._operations = Operations(self._unit.layer)
-
-    @contextmanager
-    def _observed(self, state: PythonState, forward: bool) -> Iterator[None]:
-        """See Note [Which warmup pass counts]: each pass replaces what the last one showed."""
-        is_first = not state.names
-        if is_first:
-            parameters = {key_of(parameter) for parameter in self._unit.layer.parameters()}
-            self._operations = Operations(self._unit.layer, parameters)
-            self._undo.callback(self._operations.restore)
-        with ExitStack() as stack:
-            stack.callback(self._operations.restore_parameters)
-            if forward:
-                self._operations.forget()
-                stack.enter_context(seeds_refused(self._unit, self._device_type, state.values()))
-                self._of_hooks.clear()
-                stack.enter_context(tensor_hooks_observed(state, self._of_hooks.append))
-            self._operations.notes_reads = forward
-            stack.enter_context(self._operations)
-            state.begin()
-            try:
-                yield
-            finally:
-                state.end()
-                if is_first:
-                    self._undo.callback(state.restorer())
-        changes = [*state.changes()]
-        if forward:
-            self._changes, self._of_backward = changes, []
-        else:
-            self._of_backward = [c for c in changes if not isinstance(c.after, torch.Tensor)]
-
-    def _conclude(self, state: PythonState) -> None:
-        """The warmup is over: refuse what has no row, and make the rows."""
-        self._refuse_changes()
-        self._refuse_leftovers()
-        self.entries = list(state.entries())
-        if "scaled_dot_product_attention" in state.names:
-            self.entries.append(Entry(Switches(SDPA), "", "switches", "the kernels of SDPA"))
-        for row in self.entries:
-            if hasattr(type(row.holder.get(row.key)), "__next__"):
-                raise self._error(
-                    f"reads {row.what}, an iterator",
-                    "A replay runs no Python, so it would not go on. Pass its values as arguments.",
-                )
-        replaced = {(id(change.holder), change.key) for change in self._changes}
-        self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
-        layer = self._unit.layer
-        tensors = [*self._samples.values(), *layer.parameters(), *layer.buffers()]
-        reached = {key_of(tensor) for tensor in tensors} | ranks_of_meshes(layer)
-        # What the last forward pass read that is no sample, parameter or buffer.
-        for key, (memory, use) in self._operations.reads.items():
-            if key in reached or memory.expired():
-                continue
-            ways = list(state.ways(partial(_holds, key=key)))
-            if not ways and use.package in KNOWN:
-                continue
-            self._refuse_foreign(key, use, reached=bool(ways))
-            self.entries += [entry for way in ways for entry in way]
-            names = [(way[-1].holder.get(way[-1].key), way[-1].what) for way in ways]
-            self.addresses.add(Watched(tensor, what, REPLACED) for tensor, what in names)
-        self.addresses.note(forward=True)
-        # What known code writes elsewhere is its own affair, such as how many rows it had.
-        uses = (use for use in self._operations.writes if use.package not in KNOWN)
-        written = {key_of(use.tensor): use.tensor for use in uses}
-        self._writes = [
-            tensor.untyped_storage() for key, tensor in written.items() if key not in reached
-        ]
-
-    def _refuse_foreign(self, key: int, use: Use, *, reached: bool) -> None:
-        where = f"({use.operation} in {use.place})" if use.place else f"({use.operation})"
-        replaced = [c for c in self._changes if _holds(c.before, key=key)]
-        if replaced:
-            raise self._error(
-                f"keeps state in {replaced[0].what}: it reads what an earlier pass has set there",
-                "Keep it in a buffer and write into that, such as self.state.copy_(...), or pass "
-                "it as an argument and return the new one.",
-            )
-        if use.requires_grad:
-            raise self._error(
-                f"uses a tensor that needs a gradient and is no parameter of it {where}",
-                "A graph returns no gradient for it. Pass it as an argument, or make it a "
-                "parameter of the unit.",
-            )
-        on_host = use.device_type == "cpu" and self._device_type != "cpu"
-        if on_host and use.tensor.dim():
-            raise self._error(f"reads a tensor of the host {where}", "Keep it on the device.")
-        if not reached:
-            raise self._error(
-                f"reads a tensor of shape {tuple(use.tensor.shape)} that is no argument, parameter "
-                f"or buffer {where}, and where its code gets it from is unknown",
-                "Pass it as an argument, or keep it in a buffer.",
-            )
-
-    def _refuse_changes(self) -> None:
-        if self._of_hooks:
-            raise self._error(
-                f"registers a hook on a tensor in its forward pass that changes "
-                f"{self._of_hooks[0].what}",
-                "A replay does not call it. Let hooks on tensors compute gradients and no more.",
-            )
-        if self._of_backward:
-            raise self._error(
-                f"changes {self._of_backward[0].what} in its backward pass",
-                "A replay runs no Python, so it would stay as it was at capture. Count outside of "
-                "the unit.",
-            )
-        owners = {id(vars(module)) for module in self._unit.graphed}
-        for change in self._changes:
-            if not isinstance(change.after, torch.Tensor) or id(change.holder) not in owners:
-                raise self._error(
-                    f"changes {change.what} in its forward pass",
-                    "A replay runs no Python, so it would stay as it was at capture. Return the "
-                    "value, set a tensor as an attribute of the module, or count outside of the "
-                    "unit.",
-                )
-            if not self._unit.sets_attributes:
-                raise self._error(
-                    f"sets {change.what} in its forward pass",
-                    "A replay would not set it. Return the value, or write into a buffer.",
-                )
-
-    def _refuse_leftovers(self) -> None:
-        kept = {
-            key_of(value)
-            for module in self._unit.graphed
-            for value in vars(module).values()
-            if isinstance(value, torch.Tensor)
-        }
-        left = [memory for memory in self._operations.left() if memory._cdata not in kept]
-        held = holder_of(left)
-        if held is not None:
-            raise self._error(
-                f"keeps a tensor of its forward pass in {held}",
-                "A replay would not put its own there. Return it, or set it as an attribute of "
-                "the module.",
-            )
+        entries = [row for row, one in self._attributes if row.holder.get(row.key) is one]
+        self._attributes, self._samples, self._inputs = [], {}, {}
+        if self.code is None:
+            return entries, []
+        self.code.forget()
+        return [*self.code.entries, *entries], self.code.key_sets()
 
     @contextmanager
     def _several_passes_refused(self) -> Iterator[None]:
@@ -355,7 +194,7 @@ class Observer:
                     "graph always writes to the tensor of the capture",
                     f"Write into the buffer instead, such as self.{name}.copy_(...).",
                 )
-        writes = [use.tensor for use in self._operations.writes]
+        writes = [] if self.code is None else self.code.writes()
         for label, tensor in self._inputs.items():
             counted = version_of(tensor) != self._versions[label]
             if counted or any(overlap(tensor, write) for write in writes):
@@ -391,21 +230,75 @@ class Observer:
                 "layer with fuse_wgrad_accumulation=False."
             )
 
-    def _refuse_global_hooks(self) -> None:
-        if len(self._unit.graphed) == 1 and self._unit.graphed[0] is self._unit.layer:
-            return  # Hooks run around the layer itself.
-        for name in GLOBAL_HOOKS:
-            for hook in getattr(torch_module, name).values():
-                label = getattr(hook, "__qualname__", type(hook).__name__)
-                raise self._error(
-                    f"has modules inside, for which the hook {label} on all modules "
-                    f"(torch's {name}) would not be called",
-                    "Register it on the modules that need it, or remove it before the capture.",
-                )
+
+@contextmanager
+def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
+    """Observe one backward pass of ``unit``; see Note [Two graphs, two draws].
+
+    Raises CaptureError after it: a restored random state was another one at the next restoring.
+    """
+    generators = generators_read(unit, device_type)
+    restored: list[torch.Tensor] = []
+    drew: list[bool] = []
+
+    def states() -> list[torch.Tensor]:
+        return [generator.get_state() for generator in generators]
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_rng_state(*args: Any, **kwargs: Any) -> Any:
+            drew.extend(not torch.equal(*pair) for pair in zip(restored, states(), strict=False))
+            result = original(*args, **kwargs)
+            restored[:] = states()
+            return result
+
+        return set_rng_state
+
+    with ExitStack() as undo:
+        for owner in (torch, torch.cuda):
+            undo.callback(replace_function(owner, "set_rng_state", around(owner.set_rng_state)))
+        yield
+    if any(drew):
+        raise unit.refused(
+            "recomputes activations and draws random numbers in that (torch.utils.checkpoint "
+            "around a dropout)",
+            "Its forward and its backward graph would draw different ones, and gradients would be "
+            "wrong. Set dropout to 0, take it out of what is recomputed, or drop the checkpoint.",
+        )
 
 
-def _holds(value: Any, *, key: int | None) -> bool:
-    return isinstance(value, torch.Tensor) and key_of(value) == key
+def generators_read(unit: Unit, device_type: str) -> list[torch.Generator]:
+    of_unit = generators_of([unit.layer], device_type)
+    return [torch.default_generator, *device_generator(), *of_unit]
+
+
+def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors may share memory, by the ranges of their addresses."""
+    (begin, end), (start, stop) = _range(first), _range(second)
+    return begin < stop and start < end
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    tensor = local(tensor)
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + span * tensor.element_size() * (tensor.numel() > 0)
+
+
+def collectives_so_far() -> int:
+    """A number that grows with each collective that this process calls, of whatever group.
+
+    Point-to-point operations are not counted.
+    """
+    if not dist.is_initialized():
+        return 0
+    return sum(map(_counted, list(dist.distributed_c10d._world.pg_map)))
+
+
+def _counted(group: Any) -> int:
+    # This rank is not in the group, or the backend keeps no count.
+    with suppress(RuntimeError):
+        return int(group._get_sequence_number_for_group())
+    return 0
 
 
 class StaticInputs:

@@ -37,9 +37,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_cg.capture.python_state import LIBRARIES, is_known
 from megatron_cg.errors import PrecompileError
-from megatron_cg.replay.plain import is_container, is_plain
+from megatron_cg.replay.plain import LIBRARIES, is_container, is_known, is_plain
 from megatron_cg.upstream.symbols import Symbol, installed_version
 from megatron_cg.version import __version__
 

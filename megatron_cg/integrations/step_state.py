@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import device_generator
-from megatron_cg.capture.python_state import LIBRARIES, RECORDS, is_known
+from megatron_cg.replay.plain import LIBRARIES, RECORDS, is_known
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, put_back
 from megatron_cg.upstream.patch import undone_after

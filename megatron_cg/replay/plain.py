@@ -5,13 +5,20 @@ them. ``==`` is not enough: 0.0 equals -0.0, 1 equals True, and NaN does not equ
 """
 
 import operator
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+
+KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
+LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
+RECORDS = LIBRARIES - {"types", "argparse", "_thread"}
+"""Packages whose objects have nothing that a user sets, but namespaces and threading.local."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, Enum)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -130,3 +137,15 @@ def _changeable(value: Any, depth: int) -> Iterator[Any]:
         yield value
     for inner in value.values() if mapping else value:
         yield from _changeable(inner, depth - 1)
+
+
+def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
+    """Whether a module, a class, or the class of an object, is of one of ``packages``."""
+    if isinstance(owner, ModuleType):
+        return owner.__name__.partition(".")[0] in packages
+    kind = owner if isinstance(owner, type) else type(owner)
+    return (kind.__module__ or "").partition(".")[0] in packages
+
+
+def attribute(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner else name

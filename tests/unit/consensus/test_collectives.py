@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from megatron_cg.capture.operations import collectives_so_far
+from megatron_cg.capture.observer import collectives_so_far
 
 
 def reduce() -> None:

@@ -4,25 +4,10 @@ A :class:`Operations` is a dispatch mode, so it sees what torch's dispatcher see
 Transformer Engine are called past it, and so are those of compiled code: what they read is known
 from the module tree and the arguments only.
 
-Note [Graphs with collectives]
-    It is an error in NCCL if a collective is in a graph on one rank and not on another: "that an
-    operation is captured is a collective property and must be uniform over all ranks" (NCCL user
-    guide, "Using NCCL with CUDA Graphs"). So capture must know which graphs contain collectives,
-    from the counters of the process groups. They belong to the process: if another thread calls a
-    collective meanwhile, such as one that saves a checkpoint, the unit is taken to hold
-    collectives. All ranks take the union of what they saw (``Agreement.confirm``), so it then votes
-    more often than it has to, on all ranks alike.
-
 Note [Random numbers]
     A graph is given the seed and offset of its generators at each replay, whatever was set when it
     was captured. And what Python drew then, such as which layers to skip, is in the graph for good.
 
-Note [Two graphs, two draws]
-    Activation checkpointing restores the random state of the forward pass before it recomputes, so
-    that dropout drops the same elements. A unit's forward and backward passes are two graphs, and
-    each gets, at its replay, the generator's state of that moment. The backward graph holds an
-    offset from there, whatever state was restored in the capture (torch 2.11). So it would drop
-    other elements than the forward graph, and gradients would be wrong without an error.
 """
 
 import gc
@@ -32,43 +17,27 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import CellType, FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.base import device_generator, generators_of
 from megatron_cg.backends.calls import has_wrapper, place_of, run_inside, tensors_in, written
-from megatron_cg.capture.python_state import attribute, is_known
+from megatron_cg.capture.observer import generators_read
 from megatron_cg.errors import CaptureError
 from megatron_cg.memory.storage import StorageReference
 from megatron_cg.replay.borders import local
+from megatron_cg.replay.plain import attribute, is_known
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, write_back
 from megatron_cg.upstream.patch import instances, nothing_frozen, replace_function
-from megatron_cg.upstream.symbols import Symbol
-
-RELIES_ON = (
-    Symbol(
-        "torch.distributed:ProcessGroup",
-        "a group that counts its collectives",
-        attributes=("_get_sequence_number_for_group",),
-    ),
-    Symbol(
-        "torch.distributed.distributed_c10d:_world",
-        "all groups of this process",
-        attributes=("pg_map",),
-    ),
-)
-
 
 _MARK = 0x5EED_CA97
 """The seed of all generators while a forward pass is observed."""
@@ -267,19 +236,6 @@ def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors may share memory, by the ranges of their addresses."""
-    (begin, end), (start, stop) = _range(first), _range(second)
-    return begin < stop and start < end
-
-
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    tensor = local(tensor)
-    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + span * tensor.element_size() * (tensor.numel() > 0)
-
-
 @contextmanager
 def seeds_refused(
     unit: Unit, device_type: str, reached: Iterable[tuple[str, Any]] = ()
@@ -290,7 +246,7 @@ def seeds_refused(
 
     Raises CaptureError, from the pass or after it: it sets a seed, or Python draws.
     """
-    generators = _generators(unit, device_type)
+    generators = generators_read(unit, device_type)
     for generator in generators:
         generator.manual_seed(_MARK)
     python = _python_generators(unit, reached)
@@ -315,46 +271,6 @@ def seeds_refused(
             "A replay runs no Python, so what was drawn at capture would hold for all steps. "
             "Draw outside of the unit and pass the result as an argument.",
         )
-
-
-@contextmanager
-def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
-    """Observe one backward pass of ``unit``; see Note [Two graphs, two draws].
-
-    Raises CaptureError after it: a restored random state was another one at the next restoring.
-    """
-    generators = _generators(unit, device_type)
-    restored: list[torch.Tensor] = []
-    drew: list[bool] = []
-
-    def states() -> list[torch.Tensor]:
-        return [generator.get_state() for generator in generators]
-
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        def set_rng_state(*args: Any, **kwargs: Any) -> Any:
-            drew.extend(not torch.equal(*pair) for pair in zip(restored, states(), strict=False))
-            result = original(*args, **kwargs)
-            restored[:] = states()
-            return result
-
-        return set_rng_state
-
-    with ExitStack() as undo:
-        for owner in (torch, torch.cuda):
-            undo.callback(replace_function(owner, "set_rng_state", around(owner.set_rng_state)))
-        yield
-    if any(drew):
-        raise unit.refused(
-            "recomputes activations and draws random numbers in that (torch.utils.checkpoint "
-            "around a dropout)",
-            "Its forward and its backward graph would draw different ones, and gradients would be "
-            "wrong. Set dropout to 0, take it out of what is recomputed, or drop the checkpoint.",
-        )
-
-
-def _generators(unit: Unit, device_type: str) -> list[torch.Generator]:
-    of_unit = generators_of([unit.layer], device_type)
-    return [torch.default_generator, *device_generator(), *of_unit]
 
 
 def _refusing(original: Callable[..., Any], unit: Unit, name: str) -> Callable[..., Any]:
@@ -404,20 +320,3 @@ def _python_generators(
             write = partial(setattr, bits, "state")
             generators.append((label, partial(getattr, bits, "state"), write))
     return generators
-
-
-def collectives_so_far() -> int:
-    """A number that grows with each collective that this process calls, of whatever group.
-
-    Point-to-point operations are not counted.
-    """
-    if not dist.is_initialized():
-        return 0
-    return sum(map(_counted, list(dist.distributed_c10d._world.pg_map)))
-
-
-def _counted(group: Any) -> int:
-    # This rank is not in the group, or the backend keeps no count.
-    with suppress(RuntimeError):
-        return int(group._get_sequence_number_for_group())
-    return 0

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron_cg.capture.python_state import PythonState
 from megatron_cg.replay.plain import same_value
+from megatron_cg.units.python_state import PythonState
 
 
 class Plain:

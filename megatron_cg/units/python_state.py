@@ -27,14 +27,18 @@ import torch
 from torch import nn
 
 from megatron_cg.replay.guard import Entry
-from megatron_cg.replay.plain import is_array, is_plain, same_value
+from megatron_cg.replay.plain import (
+    LIBRARIES,
+    RECORDS,
+    attribute,
+    is_array,
+    is_known,
+    is_plain,
+    same_value,
+)
 from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import cells_of, replace_function, undone_after
 
-KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
-LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
-RECORDS = LIBRARIES - {"types", "argparse", "_thread"}
-"""Packages whose objects have nothing that a user sets, but namespaces and threading.local."""
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
 """Of methods, properties, what decorates a function, and partial functions."""
 DEPTH = 4
@@ -367,14 +371,6 @@ def tensor_hooks_observed(
     return undone_after(replace_function(torch.Tensor, "register_hook", register_hook))
 
 
-def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
-    """Whether a module, a class, or the class of an object, is of one of ``packages``."""
-    if isinstance(owner, ModuleType):
-        return owner.__name__.partition(".")[0] in packages
-    kind = owner if isinstance(owner, type) else type(owner)
-    return (kind.__module__ or "").partition(".")[0] in packages
-
-
 class Attributes:
     """Attributes of a class or an object, the free variable of a function, or what a list holds."""
 
@@ -400,10 +396,6 @@ def texts(constants: tuple[Any, ...]) -> Iterator[str]:
             yield constant
         elif isinstance(constant, tuple | frozenset):
             yield from texts(tuple(constant))
-
-
-def attribute(owner: str, name: str) -> str:
-    return f"{owner}.{name}" if owner else name
 
 
 def item(owner: str, key: Any) -> str:
