@@ -29,7 +29,7 @@ from megatron_cg.arguments.words import ENABLE, in_python_terms
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import WITHOUT, Agreement
-from megatron_cg.errors import ConfigurationError, HookError
+from megatron_cg.errors import ConfigurationError, HookError, Violation
 from megatron_cg.extensions import PeerMemory, experts_of
 from megatron_cg.fsdp.find_sharding import of_megatron
 from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
@@ -100,6 +100,7 @@ class FsdpHelper:
             undo.callback(self._agreement.close)
             undo.callback(_capture_without_te())
             self.helper = made()
+            _require_layers(self.helper.flattened_callables)
             sharding: Any = of_megatron(self.helper.model[0])
             self.fsdp: Any = sharding.wrapped
             self._scopes = LayerScopes(self.helper, LayerSelection.parse(self.given.cg_layers))
@@ -259,6 +260,22 @@ def meet(call: str, backend: str, settings: GraphArguments, given: Mapping[str, 
         require_same(agreement, call, by_name | sizes)
         failed.pop_all()
     return agreement
+
+
+def _require_layers(found: Sequence[Any]) -> None:
+    if not found:
+        raise ConfigurationError(
+            [
+                Violation(
+                    "no-decoder",
+                    "a model without a decoder",
+                    "Megatron captures the layers of a decoder, as GPT and hybrid models have; of "
+                    "others, such as BERT and multimodal models, it would capture nothing",
+                    "type --cuda-graph-impl none, or train in a loop with graph_units: "
+                    "docs/graph_units.md",
+                )
+            ]
+        )
 
 
 def _require_units(sharding: Any, layers: Sequence[Any]) -> None:

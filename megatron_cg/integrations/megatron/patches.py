@@ -22,7 +22,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_cg import extensions
 from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
-from megatron_cg.arguments.words import ENABLE
+from megatron_cg.arguments.words import ENABLE, errors_name_arguments
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.integrations.call_arguments import (
@@ -349,7 +349,8 @@ def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], sourc
             check_model(model, optimizers[-1], settings, backend.name)
         for earlier in [ours for ours in helpers if ours.fsdp is root_of(model)]:
             earlier.close()
-        ours = FsdpHelper(made, backend, settings, source, agreement)
+        with errors_name_arguments(ENABLE) if in_own_loop else nullcontext():
+            ours = FsdpHelper(made, backend, settings, source, agreement)
         failed.pop_all()
     helpers.append(ours)
     ours.undo.callback(helpers.remove, ours)

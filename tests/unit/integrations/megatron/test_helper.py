@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer import cuda_graphs, transformer_layer
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from packaging.version import Version
 from torch.distributed import distributed_c10d
 
+import megatron_cg
+from megatron_cg import GraphedLayers
 from megatron_cg.capture.session import close_all_sessions, open_sessions
 from megatron_cg.errors import (
     CaptureError,
@@ -22,6 +27,7 @@ from megatron_cg.experts.install import DeviceDispatcher
 from megatron_cg.experts.slots import PeerMemory
 from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2
 from megatron_cg.integrations.megatron import helper as module
+from megatron_cg.tape import cpu_model
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import applied
 from tests.unit.backends.cuda_double import cuda_double
@@ -66,6 +72,27 @@ def test_layers_that_v2_gathers_with_others_are_refused(trainer: Any) -> None:
     v2 = MegatronFsdpV2.__new__(MegatronFsdpV2)
     with pytest.raises(ConfigurationError, match="layer 0 is a TransformerLayer without fully_s"):
         module._require_units(v2, layers_of(trainer))
+
+
+def test_a_model_without_a_decoder_is_refused(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bert(model: CpuModelConfig) -> Any:
+        spec, config = bert_layer_local_spec, cpu_model.transformer_config(model)
+        return BertModel(config, 0, spec, model.vocabulary, model.sequence_length)
+
+    monkeypatch.setattr(cpu_model, "gpt_model", bert)
+    with microbatch_of(2):
+        trainer = new_trainer()
+        with pytest.raises(ConfigurationError, match=r"a model without a decoder.* type --cuda-gr"):
+            helper_for(trainer)
+        given: Any = {"seq_length": 8, "micro_batch_size": 2, "backend": OneMask()}
+        with pytest.raises(ConfigurationError, match=r"a model without a decoder.* graph_units"):
+            GraphedLayers(trainer.model, trainer._optimizer, **given)
+        megatron_cg.enable(backend="tape")
+        with pytest.raises(ConfigurationError, match=r"a model without .*cuda_graph_impl='none'"):
+            TECudaGraphHelper([trainer.model], trainer.model.config, 8, 2, [trainer._optimizer])
+        megatron_cg.disable()
 
 
 @pytest.fixture
