@@ -40,25 +40,19 @@ _ROUNDS = 30
 _FULL_ITERATION = Violation(
     "full-iteration",
     "--cuda-graph-impl full_iteration",
-    "one graph then holds all passes of a step, and nothing is left for graphs of layers. Of a "
-    "dense model under Megatron-FSDP on two H200s a step took 87.3 ms with it and 85.0 ms with "
-    "graphs of layers, which reserve less memory: docs/megatron_graphs.md",
+    "one graph then holds all passes of a step. Of a dense model on two H200s a step took 87.3 ms "
+    "with it and 85.0 ms with graphs of layers, which reserve less: docs/megatron_graphs.md",
     "keep the line as it is, or drop --cuda-graph-impl and --cuda-graph-scope and plan it again",
 )
 """It is not replaced: the line can train as it is."""
 _PIPELINE = "drop --*pipeline* --overlap-param-gather-with-optimizer-step"
-_OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
-_FUSED = (
-    "one kernel permutes tokens, as in the measured runs; a run to compare with needs it too, as "
-    "last bits may differ"
-)
+_FUSED = "as in the measured runs; a run to compare with needs it too, as last bits may differ"
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 _SELECTIVE = (
     "drop --recompute-method --recompute-num-layers; add --recompute-granularity selective; "
     f"add {_RECOMPUTE} layernorm"
 )
 _FIXES = {
-    "implementation": "add --cuda-graph-impl transformer_engine",
     "double-buffer": "add --fsdp-double-buffer",
     "persistent-fallback": "add --fsdp-db-use-persist-buf-on-alloc-fail",
     "gradient-accumulation-fusion": "add --no-gradient-accumulation-fusion",
@@ -175,14 +169,11 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     if _FORMAT in reasons and (path := given.values("--load")):
         reasons[_FORMAT] += _CONVERT.format(*path)
     if best.memory is not None:  # of the trial that recomputes most
-        eager = min(map(_without_graphs, starts), key=lambda memory: memory.total)
+        runs = [replace(trial.settings.run, cuda_graph_impl="none") for trial in starts]
+        without = [replace(t.settings, run=run) for t, run in zip(starts, runs, strict=True)]
+        eager = min(map(memory_of, without), key=lambda memory: memory.total)
     asks = tuple(_asks(settings, known.count))
     return Edited(given, known, replace(best, reasons=reasons), eager, room, asks)
-
-
-def _without_graphs(trial: Tried) -> Memory:
-    run = replace(trial.settings.run, cuda_graph_impl="none")
-    return memory_of(replace(trial.settings, run=run))
 
 
 def _on_fewer_layers(
@@ -214,28 +205,26 @@ def _asks(settings: Settings, gpus: int) -> Iterator[str]:
     alone = run.is_moe and gpus == args.expert_model_parallel_size * run.expert_tensor_parallel_size
     if alone and accumulates and not args.calculate_per_token_loss:
         yield (
-            "Warning: each expert is on one rank only. Under Megatron-FSDP megatron-core 0.19.2 "
-            "then scales its gradients wrongly, also without graphs, unless you add "
-            "--calculate-per-token-loss: docs/troubleshooting.md#expert-gradients-with-ep-dp"
+            "Warning: each expert is on one rank. Megatron-FSDP then scales its gradients wrongly, "
+            "also without graphs, unless you add --calculate-per-token-loss: "
+            "docs/troubleshooting.md#expert-gradients-with-ep-dp"
         )
     stages = args.pipeline_model_parallel_size
     if stages > 1:
         yield (
-            f"Warning: {stages} pipeline stages are dropped. Each GPU runs all layers, and gathers "
-            f"their weights from {stages} times as many data-parallel ranks, also of other hosts. "
-            "Where that does not fit or is too slow, keep the line as it is"
+            f"Warning: {stages} pipeline stages are dropped, so each GPU gathers the weights of "
+            "all layers. Where that does not fit or is too slow, keep the line as it is"
         )
     if not run.use_megatron_fsdp:
         now = "torch's FSDP2 is" if args.use_torch_fsdp2 else "DDP is"
         yield (
-            f"{now} replaced by Megatron-FSDP, which shards weights, gradients and optimizer state "
-            "over all data-parallel ranks, and saves checkpoints in a format of its own. For "
-            "Megatron's own graphs under DDP see docs/megatron_graphs.md"
+            f"{now} replaced by Megatron-FSDP, which shards weights, gradients and optimizer "
+            "state, and has checkpoints of its own. Graphs under DDP: docs/megatron_graphs.md"
         )
     if run.cuda_graph_impl == "local":
         yield (
-            "Megatron's local graphs are replaced by those of Transformer Engine, which take the "
-            "hooks of Megatron-FSDP. Keep them if this run also generates text, as for RL"
+            "Megatron's local graphs are replaced by Transformer Engine's. Keep them if this run "
+            "also generates text, as for RL"
         )
 
 
@@ -250,9 +239,9 @@ def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[
         add = "add --use-megatron-fsdp; add --data-parallel-sharding-strategy optim_grads_params"
         yield "drop --use-torch-fsdp2", "Megatron-FSDP replaces it"
         yield add, "graphs of this package are captured under Megatron-FSDP"
-    overlaps = [flag for flag in _OVERLAPS if not given.has(flag)]
-    if overlaps:
-        yield "; ".join(f"add {flag}" for flag in overlaps), "as in the measured runs"
+    for flag in ("--overlap-grad-reduce", "--overlap-param-gather"):
+        if not given.has(flag):
+            yield f"add {flag}", "as in the measured runs"
     if run.is_moe and not args.moe_permute_fusion:
         yield "add --moe-permute-fusion", _FUSED
     if run.cuda_graph_impl != "transformer_engine" or not run.wants_graphs:
@@ -335,7 +324,7 @@ _VERBS: dict[str, Callable[..., LaunchLine]] = {
 
 def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tuple[_Choice, str]]:
     """Ways to capture, the best first, and why. What the line says comes first."""
-    run, args, against = settings.run, settings.args, ""
+    run, args = settings.run, settings.args
     stated = {name: v for name in _CHOSEN if (v := given.values(name)) is not None}
     kept = {name: stated[name] for name in (_GEMM, _LAYERS) if name in stated}
     if scopes := given.values(_SCOPE):
@@ -350,9 +339,11 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     eager |= {"attn"} if run.qk_clip or run.log_max_attention_logit else set()
     base = tuple(scope for scope in every if scope not in eager)
     alone = (*base, "moe_router") if "moe" in here else base
+    by_te = stated.get(_GEMM) == ("te",)
+    against = f"{_GEMM} te reads counts on the CPU" if by_te else _on_several_hosts(args, gpus)
     if "moe" in here and run.drops_and_pads:
         yield {**kept, _MODULES: (*base, "moe")}, _WHY
-    elif "moe" in here and not (against := _against_whole(args, gpus, stated)):
+    elif "moe" in here and not against:
         why = "whole MoE layers in graphs save most launches"
         shared = args.expert_model_parallel_size > 1
         for gemm in dict.fromkeys((*stated.get(_GEMM, ()), run.one_kernel)):
@@ -370,13 +361,6 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     for scopes in dict.fromkeys([base, *((scope,) for scope in alone), every]):
         if scopes:
             yield {**kept, _MODULES: scopes}, _WHY
-
-
-def _against_whole(args: Any, gpus: Gpus, stated: _Choice) -> str:
-    """Why whole MoE layers are not tried, beside rules that refuse them; empty if they are."""
-    if stated.get(_GEMM) == ("te",):
-        return f"{_GEMM} te reads counts on the CPU"
-    return _on_several_hosts(args, gpus)
 
 
 def _on_several_hosts(args: Any, gpus: Gpus) -> str:

@@ -43,8 +43,7 @@ _OF_BLACKWELL = 150 * 2**30
 """Memory that no Hopper GPU has."""
 _REMEDIES = {
     "batch_size.* must be divisible": "give a --global-batch-size that is a multiple of "
-    "--micro-batch-size x data-parallel ranks (GPUs / tensor / context / pipeline parallelism), or "
-    "use fewer GPUs",
+    "--micro-batch-size x data-parallel ranks, or use fewer GPUs",
 }
 """By a pattern of Megatron's own error: what to type, where it does not say so."""
 _OF_TE = (
@@ -146,9 +145,8 @@ def _of_plan(run: RunArguments, capability: tuple[int, int]) -> Iterator[Violati
     mxfp8 = run.fp8 is not None and run.fp8_recipe == "mxfp8"
     if capability < _BLACKWELL and (mxfp8 or run.fp4 is not None):
         found = "--fp8-recipe mxfp8" if mxfp8 else "--fp4-format"
-        recipe = "--fp8-recipe blockwise" if mxfp8 else "--fp8-format hybrid"
-        given = "give that of the GPU to plan, such as --gpu-memory 180"
-        remedy = f"type {recipe} instead, or, if it is a Blackwell GPU, {given}"
+        instead = "--fp8-recipe blockwise" if mxfp8 else "--fp8-format hybrid"
+        remedy = f"type {instead}, or plan a Blackwell GPU, as with --gpu-memory 180"
         yield Violation("gpu", found, "GPUs of this memory are older than Blackwell", remedy)
 
 
