@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.upstream.patch import cells_of
 from megatron_cg.upstream.symbols import Symbol
 
 
@@ -83,6 +84,20 @@ def describe(fn: Callable[..., Any]) -> str:
     code = getattr(inner, "__code__", None)
     line = f":{code.co_firstlineno}" if code is not None else ""
     return f"{home}.{name}{line}"
+
+
+RECORDER = "output_capturing_hook"
+"""A hook of transformers 5 for ``output_attentions`` and the like. The first call that asks for any
+of them puts it on all modules, where it stays: LLaVA and SegFormer ask for hidden states."""
+
+
+def is_idle(fn: Callable[..., Any]) -> bool:
+    """Whether it is such a hook, and the call that runs now does not ask for its output."""
+    if getattr(fn, "__name__", "") != RECORDER:
+        return False
+    key: Any = cells_of(fn)["key"].cell_contents
+    asked: Any = fn.__globals__["_active_collector"].get()
+    return asked is None or key not in asked
 
 
 _PARAMETER_REGISTRIES = ("_post_accumulate_grad_hooks", "_backward_hooks")

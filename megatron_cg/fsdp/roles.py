@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.errors import HookError, UnknownFsdpHookError
-from megatron_cg.hooks import HookKind, HookRecord, describe, innermost, module_hooks
+from megatron_cg.hooks import HookKind, HookRecord, describe, innermost, is_idle, module_hooks
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.symbols import Symbol, installed_version
 
@@ -208,7 +208,7 @@ def unit_hooks(unit: Unit) -> UnitHooks:
                     before_replay.append((_adapter(record.fn, None, (), {}), (module,)))
             elif role is None and target is None:
                 check_hook_of_unit(unit.layer, record, unit.name)
-            elif role is None and is_inside:
+            elif role is None and is_inside and not is_idle(record.fn):
                 raise never_called(unit.name, module, record)
     return UnitHooks(phases, tuple(before_replay))
 

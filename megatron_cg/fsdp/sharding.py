@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_cg.errors import Violation
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, UnitHooks, check_hook_of_unit, never_called
-from megatron_cg.hooks import HookRecord, module_hooks
+from megatron_cg.hooks import HookRecord, is_idle, module_hooks
 from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
@@ -70,7 +70,7 @@ class Sharding:
         for module in unit.graphed:
             if module is not unit.layer:
                 for record in self._of_user(module):
-                    if not exchanges(record.fn):
+                    if not exchanges(record.fn) and not is_idle(record.fn):
                         raise never_called(unit.name, module, record)
         return UnitHooks({key: {} for key in CAPTURE_TIME_KEYS})
 

@@ -48,7 +48,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from megatron_cg.hooks import HookKind
+from megatron_cg.hooks import RECORDER, HookKind, describe, is_idle
 from megatron_cg.replay.plain import Contents, is_container, is_plain, same_value
 from megatron_cg.upstream.symbols import Symbol
 
@@ -118,6 +118,8 @@ _CAUSES = {
     "of the layer. Keep a full backward hook on it, or remove it before training begins.",
     "switches": "The graph holds the kernels of capture. Set it before the capture, and around "
     "whole steps.",
+    "recorded": "The model was called with output_attentions, output_router_logits or the like, "
+    "and a replay runs no hook inside. Call it without in training, also in its config.",
     "hooks": "A replay runs no Python of the modules inside the graph, so such a hook is not "
     "called. Put it on the layer itself, where it runs around every replay.",
 }
@@ -376,7 +378,9 @@ class Hooks:
         ]
         registries += [(getattr(torch_module, name), f"torch's {name}") for name in GLOBAL_HOOKS]
         # Most registries are empty, and any() over empty dictionaries is the cheapest check.
-        self._empty = [(r, name) for r, name in registries if all(map(moved, r.values()))]
+        self._empty = [
+            (r, n) for r, n in registries if all(moved(h) or _records(h) for h in r.values())
+        ]
         self._quiet = [registry for registry, _ in self._empty]
         quiet = set(map(id, self._quiet))
         self._kept = [(r, tuple(r), name) for r, name in registries if id(r) not in quiet]
@@ -386,8 +390,10 @@ class Hooks:
 
     def broken(self) -> Mismatch | None:
         if any(self._quiet):
-            name = next(name for registry, name in self._empty if registry)
-            return _mismatch("hooks", f"module {name}", "without hooks", "with a hook")
+            for registry, name in self._empty:
+                for hook in registry.values():
+                    if not is_idle(hook):
+                        return _hooked(name, hook)
         for registry, keys, name in self._kept:
             if tuple(registry) != keys:
                 was, now = f"with {len(keys)} hooks", f"with {len(registry)} others"
@@ -609,6 +615,18 @@ def entries_of(layer: nn.Module, graphed: Iterable[nn.Module], *, asked: bool) -
 
 def _mismatch(clause: str, subject: str, expected: str, actual: str) -> Mismatch:
     return Mismatch(clause, subject, expected, actual, _CAUSES.get(clause, _REPLACED))
+
+
+def _records(hook: Any) -> bool:
+    return getattr(hook, "__name__", "") == RECORDER
+
+
+def _hooked(name: str, hook: Callable[..., Any]) -> Mismatch:
+    """A hook that was added, or one of transformers that has to record something now."""
+    if _records(hook):
+        what = f"the output of module {name}"
+        return _mismatch("recorded", what, "not recorded", "recorded by transformers")
+    return _mismatch("hooks", f"module {name}", "without hooks", f"with {describe(hook)}")
 
 
 def _named(value: Any) -> str:

@@ -88,7 +88,7 @@ class Counters(Mapping[str, int]):
 
 logger = logging.getLogger(__name__)
 _TURN, _ROUND = 10, 200
-_NOT_BY_CAPTURE = ("order", "recompute", "verification")
+_NOT_BY_CAPTURE = ("order", "recompute", "recorded", "verification")
 """Mismatches that another capture would meet too."""
 
 
@@ -207,7 +207,8 @@ class MismatchPolicy:
         self._now: set[str] = set()
         """The units with a mismatch in this step that another capture could help."""
         self._in_a_row: dict[str, int] = {}
-        """In how many steps up to the last one they had one."""
+        self.steps_in_a_row = 0
+        """In how many steps before this one, without a break, one unit had such a mismatch."""
         self._likewise: dict[tuple[str, str], list[str]] = {}
         """Other units with a mismatch that was reported, to be named together."""
         self._switches = Switches()
@@ -222,14 +223,10 @@ class MismatchPolicy:
             )
         self._likewise.clear()
         self._in_a_row = {layer: self._in_a_row.get(layer, 0) + 1 for layer in self._now}
+        self.steps_in_a_row = max(self._in_a_row.values(), default=0)
         self._now.clear()
         self.verifications.begin_step()
         self.other_switch = self._switches.broken()
-
-    @property
-    def steps_in_a_row(self) -> int:
-        """In how many steps before this one, without a break, one unit could not be replayed."""
-        return max(self._in_a_row.values(), default=0)
 
     @property
     def verifies_step(self) -> bool:

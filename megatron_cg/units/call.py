@@ -31,8 +31,9 @@ Note [What a mask_mod may read]
 from __future__ import annotations
 
 import dis
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from itertools import islice
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
@@ -42,6 +43,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     GetAttrKey,
     TreeSpec,
     keystr,
@@ -54,10 +56,12 @@ from torch.utils._pytree import (
 )
 
 from megatron_cg.capture.observer import positional_names
+from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.memory.storage import is_dense
-from megatron_cg.replay.borders import Layout, awaited, is_awaited, local, spec_of
+from megatron_cg.replay.borders import Layout, awaited, is_awaited, local, same_memory, spec_of
 from megatron_cg.replay.guard import Mismatch, described
 from megatron_cg.replay.plain import contents, is_plain, same_value
+from megatron_cg.upstream.patch import Undo, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
 _ATTRIBUTES = ("_TENSOR_ATTRS", "_CONTEXT_ATTRS")
@@ -65,6 +69,17 @@ _PATH = "torch.nn.attention.flex_attention:BlockMask"
 RELIES_ON = (Symbol(_PATH, "what a block mask consists of", attributes=_ATTRIBUTES),)
 _FIXED = (ModuleType, type, BuiltinFunctionType)
 """Globals whose own state is not looked at."""
+_CONSTANT = "Only tensors go into a graph; all else is in it as it was at capture."
+_MASK = (
+    "Models of transformers drop a mask that masks nothing. Pass a 4-D mask in each step, which "
+    "they take as it is: (batch, 1, queries, keys), True where a query may see a key."
+)
+_FILLED = Violation(
+    "separate-inputs",
+    "a unit changes a list or dict that it is given in its forward pass",
+    "with separate_inputs=True it is given another one, so the caller would not see that",
+    "return the tensors, or take the unit out of units",
+)
 _DEPTH = 8
 """How deep functions and tuples inside of a ``mask_mod`` are opened."""
 
@@ -100,16 +115,26 @@ class _Function:
         return FunctionType(self.code, self.scope, closure=cells)
 
 
-def to_local(value: Any) -> Any:
-    """``value`` with the parts of each block mask in it, for the tree functions of torch."""
+def in_parts(value: Any) -> Any:
+    """``value`` with the parts of each block mask and dataclass in it, for torch's tree functions.
+
+    Dataclasses that their fields alone do not make, or that torch knows, stay as they are.
+    """
     kind = type(value)
     if kind is BlockMask:
         names = (*BlockMask._TENSOR_ATTRS, *BlockMask._CONTEXT_ATTRS)
         parts = {name: getattr(value, name) for name in names}
         return Parts(BlockMask, parts | {"mask_mod": _opened(value.mask_mod, _DEPTH)})
     if kind is tuple or kind is list:
-        return kind(map(to_local, value))
-    return {key: to_local(one) for key, one in value.items()} if kind is dict else value
+        return kind(map(in_parts, value))
+    if kind is dict:
+        return {key: in_parts(one) for key, one in value.items()}
+    if not hasattr(kind, "__dataclass_fields__") or kind in SUPPORTED_NODES:
+        return value
+    parts = {one.name: in_parts(getattr(value, one.name)) for one in fields(kind) if one.init}
+    is_whole = len(parts) == len(fields(kind)) and not hasattr(kind, "__post_init__")
+    is_whole = is_whole and getattr(value, "__dict__", parts).keys() == parts.keys()
+    return Parts(kind, parts) if is_whole else value
 
 
 def _opened(value: Any, depth: int) -> Any:
@@ -141,6 +166,33 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
     names = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return tuple(dict.fromkeys([*names, *(name for one in inner for name in _globals_of(one))]))
+
+
+def separate(module: nn.Module) -> Undo:
+    """Give ``module`` views of its arguments; see Note [Separate inputs] in ``sums.py``."""
+    run = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs), _is_leaf)
+        views = {id(one): _view(one) for one in leaves}
+        before = [views[id(one)] for one in leaves]
+        given = tree_unflatten(before, spec)
+        made = run(*given[0], **given[1])
+        left, left_spec = tree_flatten(given, _is_leaf)
+        if left_spec != spec or any(map(operator.is_not, left, before)):
+            raise ConfigurationError([_FILLED])
+        return made
+
+    return replace_function(module, "forward", forward)
+
+
+def _view(value: Any) -> Any:
+    """A view of a tensor whose gradients autograd sums; anything else itself."""
+    if not (torch.is_grad_enabled() and isinstance(value, torch.Tensor) and value.requires_grad):
+        return value
+    made = same_memory(value) if is_dense(value) else value
+    vars(made).update({} if isinstance(value, nn.Parameter) else vars(value))
+    return made
 
 
 class _Mark:
@@ -256,7 +308,7 @@ class CallSpec:
         """The form of ``forward(*args, **kwargs)``."""
         positions = tuple(positional_names(forward, len(args), kwargs))
         names = (*positions, *kwargs)
-        values = [*map(to_local, args), *map(to_local, kwargs.values())]
+        values = [*map(in_parts, args), *map(in_parts, kwargs.values())]
         marks: dict[str, Any] = {}
         seen: dict[int, str] = {}
         for (place, *path), leaf in tree_leaves_with_path(values, is_leaf=_is_leaf):
@@ -304,7 +356,7 @@ class CallSpec:
                 _way(args, kwargs),
                 "Pass the same arguments, by position and by name, in each step.",
             )
-        values = [*map(to_local, args), *(to_local(kwargs[name]) for name in self.keywords)]
+        values = [*map(in_parts, args), *(in_parts(kwargs[name]) for name in self.keywords)]
         leaves: list[Any] = []
         names = (*self.positions, *self.keywords)
         for name, spec, value in zip(names, self.specs, values, strict=True):
@@ -426,10 +478,11 @@ def _in_words(value: Any) -> str:
 
 
 def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
+    flips = "mask" in name and (expected is None or actual is None)
     return Mismatch(
         "structure",
         f"argument {name}",
         repr(expected) if isinstance(expected, _Mark) else described(expected),
         repr(actual) if isinstance(actual, _Mark) else _in_words(actual),
-        "Only tensors go into a graph; all else is in it as it was at capture.",
+        _MASK if flips else _CONSTANT,
     )

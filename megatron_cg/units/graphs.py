@@ -33,11 +33,12 @@ from megatron_cg.integrations.repeated_step import gradients_saved, train_step
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures, is_first_rank
+from megatron_cg.units.call import separate
 from megatron_cg.units.find_sharding import find_sharding
 from megatron_cg.units.find_units import UnitName, check_seen, find_units
 from megatron_cg.units.module_unit import ModuleUnit
 from megatron_cg.units.observe import Observer
-from megatron_cg.units.sums import Later, separate
+from megatron_cg.units.sums import Later
 from megatron_cg.upstream.patch import combine_undos
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,6 @@ _NOT_VERIFIED = Violation(
 _AGAIN = (
     " If it stays so, capture again, on all ranks between two steps: graphs.close(), and then "
     "graphs = graph_units(model, units). Or pass recapture=N to graph_units."
-)
-_CHANGED = (
-    "a unit had a mismatch in each of {} steps, here or on another rank. The graphs are released, "
-    "and units are captured again after {} steps (recapture)."
 )
 _SOME_RANKS = (
     "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
@@ -206,7 +203,9 @@ class GraphedUnits:
         if not mismatches.on_any_rank("recapture", mismatches.steps_in_a_row >= every, TIMEOUT):
             return
         if is_first_rank():
-            logger.warning(f"megatron_cg: {_CHANGED.format(every, self._warmup_steps)}")
+            logger.warning(
+                f"megatron_cg: a unit changed {every} steps ago: units are captured again."
+            )
         if mismatches.verifications.step <= 3 * every:
             self._recapture *= 2
         self._controller.begin_again()

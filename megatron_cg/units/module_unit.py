@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
 from megatron_cg.replay.unit import ManualHook, Unit
+from megatron_cg.units.call import in_parts
 from megatron_cg.units.observe import ObservedCall, not_recomputed
 from megatron_cg.units.results import Results, attributes_of
 from megatron_cg.units.sums import Autocast
@@ -59,7 +60,7 @@ class ModuleUnit(Unit):
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One pass, as its graph returns it: see ``results.py``."""
         given = self._form.join(args, kwargs)
-        leaves, spec = tree_flatten(given)
+        leaves, spec = tree_flatten(in_parts(given))
         before = attributes_of(self.graphed)
         gradients = self._gradients()
         value = self._eager(*given[0], **given[1])
@@ -68,10 +69,10 @@ class ModuleUnit(Unit):
                 "runs a backward pass in its forward pass, which adds to gradients of weights",
                 "A replay would not add them. Call torch.autograd.grad and return the gradients.",
             )
-        left, left_spec = tree_flatten(given)
+        left, left_spec = tree_flatten(in_parts(given))
         if left_spec != spec or any(map(operator.is_not, left, leaves)):
             raise self.refused(
-                "changes a list or dict that it is given, in its forward pass",
+                "changes a list, dict or object that it is given, in its forward pass",
                 "A replay runs no Python, so the caller would not see it. Return the tensors, or "
                 "set them as attributes of the module.",
             )
@@ -90,7 +91,10 @@ class ModuleUnit(Unit):
         )
         problem = results.problem(self._results)
         if problem is not None:
-            raise self.refused(problem, "Return tensors, None, numbers and strings alone.")
+            raise self.refused(
+                problem,
+                "Return tensors, None, numbers and strings, also in tuples, dicts or dataclasses.",
+            )
         self._results = results
         return tuple(tensors)
 

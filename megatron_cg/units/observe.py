@@ -37,7 +37,7 @@ from megatron_cg.capture.observer import StaticInputs, version_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import GradStrides, Layout, apart, local, spec_of
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.units.call import CallSpec
+from megatron_cg.units.call import CallSpec, in_parts
 from megatron_cg.units.find_sharding import Unsharded
 from megatron_cg.units.operations import key_of
 from megatron_cg.units.results import attributes_of, results_of, tensors_of
@@ -198,7 +198,7 @@ class Observer:
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
         if not module.training or not torch.is_grad_enabled():
             return outputs
-        leaves, spec = tree_flatten(outputs)
+        leaves, spec = tree_flatten(in_parts(outputs))
         returned = tensors_of(leaves)
         own = attributes_of(module.modules()).items()
         held = {place: tensor for place, tensor in own if self._held.get(place) is not tensor}

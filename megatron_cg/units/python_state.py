@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.hooks import RECORDER
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.plain import (
     LIBRARIES,
@@ -320,7 +321,7 @@ class PythonState:
         # torch.autograd itself asks at the start of each backward pass.
         own = package == "megatron_cg" or module == "torch.autograd"
         self.asks_for_gradients |= not own and "requires_grad" in code.co_names
-        if package in LIBRARIES:
+        if package in LIBRARIES or code.co_name == RECORDER:  # The guard has a row for that hook.
             return
         self.asks_for_gradients |= "needs_input_grad" in code.co_names
         self.own_names.update(code.co_names, texts(code.co_consts))

@@ -1,7 +1,7 @@
 """What a unit's pass returns and sets, as the tensors of a graph, and the reverse.
 
 A graph returns tensors and nothing else. A unit may return them in tuples, lists, dicts, and named
-tuples, beside None, numbers and strings, which are constants. And it may set
+tuples, and in dataclasses, beside None, numbers and strings, which are constants. And it may set
 tensors as attributes of its modules, as MoE layers hand over their auxiliary loss: these become
 outputs of the graph too, and each replay sets them again.
 
@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from megatron_cg.replay.borders import Layout, awaited, is_awaited, spec_of
 from megatron_cg.replay.plain import is_plain, same_value
+from megatron_cg.units.call import in_parts
 
 Place = tuple[nn.Module, str]
 """An attribute of a module."""
@@ -69,6 +70,7 @@ class Results:
         """
         tensors: list[torch.Tensor] = []
         layouts: dict[int, Layout] = {}
+        value = in_parts(value)
         keys = {id(tensor): key for key, tensor in results_of(value, attributes)}
         marks = {id(arguments[name]): _Tensor(name) for name in without_gradient}
 
@@ -114,14 +116,15 @@ class Results:
         """Give an eager pass to ``run``, which gets what it returns and sets as one result."""
 
         def whole() -> tuple[Any, list[Any]]:
-            value = function(*args, **kwargs)
+            value = in_parts(function(*args, **kwargs))
             return value, [vars(module).get(name) for module, name in self.attributes]
 
         value, attributes = run(whole)
         for (module, name), tensor in zip(self.attributes, attributes, strict=True):
             if name in vars(module):
                 vars(module)[name] = tensor
-        return value
+        leaves, spec = tree_flatten(value)
+        return tree_unflatten(leaves, spec)
 
     def problem(self, before: Results | None) -> str | None:
         """Why no graph can return this form, after the pass ``before``; None if one can."""

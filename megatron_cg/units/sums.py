@@ -25,7 +25,6 @@ Note [Separate inputs]
     order of autograd's nodes. So numbers are those of eager training with these views.
 """
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,11 +33,8 @@ from typing import Any
 from weakref import finalize, ref
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_cg.memory.storage import is_dense
-from megatron_cg.replay.borders import same_memory
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import Undo, replace_function
@@ -393,61 +389,6 @@ def _leaf_name(node: Any) -> str | None:
 def _edge(tensor: torch.Tensor | GradientEdge) -> _Edge:
     edge = tensor if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor)
     return edge.node, edge.output_nr
-
-
-def separate(module: nn.Module) -> Undo:
-    """Give ``module`` views of its arguments; see Note [Separate inputs]."""
-    run = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        views = _Views()
-        try:
-            return run(*map(views.of, args), **{n: views.of(one) for n, one in kwargs.items()})
-        finally:
-            views.restore()
-
-    return replace_function(module, "forward", forward)
-
-
-class _Views:
-    """The views of one call's arguments. Lists and dicts hold them as long as the call runs."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, Any] = {}
-        """By the id of what was given."""
-        self._given: dict[int, Any] = {}
-        """By the id of what was made."""
-        self._filled: list[Any] = []
-
-    def of(self, value: Any) -> Any:
-        kind, made = type(value), value
-        if id(value) in self._made or id(value) in self._given:
-            return self._made.get(id(value), value)
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad and is_dense(value):
-                made = same_memory(value)
-                vars(made).update({} if isinstance(value, nn.Parameter) else vars(value))
-        elif kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-            parts = [self.of(one) for one in value]
-            if any(map(operator.is_not, parts, value)):
-                made = tuple(parts) if kind is tuple else kind(*parts)
-        elif kind is list or kind is dict:
-            self._fill(value, self.of)
-            self._filled.append(value)
-        if made is not value:
-            self._made[id(value)], self._given[id(made)] = made, value
-        return made
-
-    def restore(self) -> None:
-        for one in self._filled:
-            self._fill(one, lambda value: self._given.get(id(value), value))
-
-    @staticmethod
-    def _fill(container: Any, make: Callable[[Any], Any]) -> None:
-        for key, one in [*(container.items() if type(container) is dict else enumerate(container))]:
-            container[key] = make(one)
 
 
 def autocast_now(device_type: str) -> Autocast:

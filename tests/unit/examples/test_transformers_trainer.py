@@ -43,6 +43,18 @@ try:
                 model(tokens, labels=tokens).loss.backward()
 except ConfigurationError as error:
     print(error, flush=True)
+
+print("== recorded outputs")
+config._attn_implementation = "eager"
+model = example["transformers"].LlamaForCausalLM(config)
+with graph_units(model, "model.layers.*", backend="tape", warmup_steps=1) as graphs:
+    for step in range(6):
+        asked = {"output_attentions": step == 5, "use_cache": False}
+        if step == 3:
+            model(tokens, output_attentions=True)
+        with graphs.step():
+            model(tokens, labels=tokens, **asked).loss.backward()
+    print(dict(graphs.counters), flush=True)
 torch.distributed.barrier()  # The other rank may not have made its group yet.
 torch.distributed.destroy_process_group()
 """
@@ -79,3 +91,9 @@ def test_a_cache_is_refused_in_one_sentence(printed: dict[str, str]) -> None:
     found = f"{named} gets a Cache of transformers as cache:"
     assert f"1 reason:\n  1. [unit-cache] {found}" in printed["a cache"]
     assert "call the model with use_cache=False" in printed["a cache"]
+
+
+def test_hooks_of_transformers_that_record_nothing_do_not_matter(printed: dict[str, str]) -> None:
+    """One call before step 3 has put them there; it and step 5 need them."""
+    counts = "'captured': 2, 'replayed': 8, 'eager': 4, 'mismatched': 4,"
+    assert counts in printed["recorded outputs"]

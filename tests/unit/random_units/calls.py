@@ -137,6 +137,11 @@ RESULTS = {
     "NamedTuple": result(
         lambda u, x, y: Pair(y, y.mean()), lambda run, u, out: out.main, lambda out: out.more
     ),
+    "dataclass": result(
+        lambda u, x, y: (Record(y, {"mean": y.mean()}), None),
+        lambda run, u, out: out[0].main,
+        lambda out: out[0].more["mean"],
+    ),
     "unused result": result(lambda u, x, y: (y, y * 2)),
     "metric returned": result(
         lambda u, x, y: [y, y.detach().mean(), y.argmax(-1)],

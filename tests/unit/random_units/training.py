@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_cg import graph_units
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, MegatronCGError, ReplayMismatchError
-from megatron_cg.units.sums import separate
+from megatron_cg.units.call import separate
 from megatron_cg.upstream.patch import combine_undos
 from tests.unit.random_units.features import BACKEND, DEVICE, WORLD, W
 from tests.unit.random_units.programs import HAPPENS, ROWS, STEPS, Net, Program, draw

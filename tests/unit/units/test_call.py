@@ -103,6 +103,14 @@ def test_another_form_is_a_mismatch(captured: Call, made: Call, subject: str) ->
     assert mismatch is not None and mismatch.subject == subject
 
 
+@pytest.mark.parametrize("made", [call(X, mask=None), call(X, mask=MASK)])
+def test_a_mask_that_comes_and_goes_is_named(made: Call) -> None:
+    """Models of transformers drop one that masks nothing."""
+    other = call(X, mask=MASK if made[1]["mask"] is None else None)
+    mismatch = CallSpec.of(forward, *made).split(*other)[2]
+    assert mismatch is not None and "Pass a 4-D mask in each step" in mismatch.cause
+
+
 def test_equal_constants_and_another_order_of_keywords_are_none() -> None:
     form = CallSpec.of(forward, *call(X, X.shape, y=float("nan"), scale=1))
     assert form.split(*call(X, torch.Size([1]), scale=1, y=float("nan")))[2] is None

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.errors import CaptureError, ConfigurationError, ReplayMismatchError
-from megatron_cg.units.sums import separate
+from megatron_cg.units.call import separate
 from megatron_cg.upstream.patch import combine_undos
 from tests.unit.counted import expect
 from tests.unit.units.plain import (
