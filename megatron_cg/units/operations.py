@@ -1,4 +1,4 @@
-"""What a unit's passes do besides their own results: memory, collectives and random numbers.
+"""What the operations of a unit's passes use besides its inputs: memory and random numbers.
 
 A :class:`Operations` is a dispatch mode, so it sees what torch's dispatcher sees. The kernels of
 Transformer Engine are called past it, and so are those of compiled code: what they read is known

@@ -196,7 +196,7 @@ class MegatronUnit(Unit):
             name,
             layer,
             tuple(m for root in covered for m in root.modules() if m is not layer),
-            # torch does not count the collectives of these; see ``capture/operations.py``.
+            # torch does not count the collectives of these; see ``capture/observer.py``.
             collectives=layer.config.context_parallel_size > 1
             or layer.config.tensor_model_parallel_size > 1,
         )
