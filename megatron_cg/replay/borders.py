@@ -1,24 +1,4 @@
-"""Tensors at the border of a graph: DTensors, the strides of gradients, and gradients to be kept.
-
-A graph holds addresses. So it takes and returns what this rank has of a DTensor, its local tensor,
-and inside of a capture the unit gets DTensors around those. How the DTensor was laid out (mesh,
-placements, global shape) is a part of the call's form.
-
-Note [How a gradient is laid out]
-    The operations of a pass decide that: the gradient of a replicated tensor may be replicated, or
-    partial sums that the next operation reduces. ``DTensor.from_local`` and ``to_local`` convert it
-    to what their caller guesses, so a sum would be rounded in another place. Here nothing is
-    converted. Gradients of weights and arguments are laid out as in the capture, which runs the
-    unit's own code; those of results must come as in the steps before it.
-
-Note [Strides of gradients]
-    Kernels that add go through memory in its own order, so the strides of a gradient decide the
-    last bits of sums over it: a bias gets other ones from ``y.sum()``, whose gradient is one number
-    that is expanded, than from a dense tensor of the same values. A graph reads gradients of its
-    results in memory that is laid out like the results, and autograd gives the gradient of an
-    argument the strides of the argument. So gradients are laid out again: inside of the graph those
-    of results, as they came in the steps before, and behind it those of arguments, as the unit's
-    own code made them. A gradient of a result that comes otherwise later is a mismatch.
+"""Tensors at the border of a graph: inputs whose gradients are kept, and parts of DTensors.
 
 Note [A gradient that a leaf takes over]
     A graph's backward replay leaves the gradient of an input in the graph's memory, and the next
@@ -32,27 +12,21 @@ Note [Where a gradient ends]
     which copies what it receives, or at an operation that only passes on gradients that it has
     computed. If a path reaches a leaf, unknown code or more than a few nodes, it is copied.
 
-Relied on: torch 2.11, ``DTensor(local, spec, requires_grad=...)``, ``DeviceMesh._rank_map``; the
-hooks of a leaf see its gradient before ``AccumulateGrad`` copies it to the strides of the leaf
-(``accumulate_grad.h``, ``clone_obey_contract``).
+Relied on: torch 2.11, ``DTensor(local, spec, requires_grad=...)``, ``DeviceMesh._rank_map``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
-from typing import Any, NoReturn
-from weakref import ReferenceType, ref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
-from megatron_cg.errors import CaptureError
-from megatron_cg.replay.guard import Mismatch
-from megatron_cg.upstream.patch import Undo
 from megatron_cg.upstream.symbols import Symbol
 
 RELIES_ON = (
@@ -133,7 +107,7 @@ def _passes_on(kind: Any) -> bool:
     return bool(function.__module__.startswith(_KNOWN)) and "Checkpoint" not in function.__name__
 
 
-class _PassedOn(torch.autograd.Function):
+class PassedOn(torch.autograd.Function):
     """Passes a tensor on as ``make`` makes it, and its gradient, if one comes, as ``give`` does."""
 
     @staticmethod
@@ -148,15 +122,12 @@ class _PassedOn(torch.autograd.Function):
         return None if gradient is None else ctx.give(gradient), None, None
 
 
-class _Copied(_PassedOn):
+class _Copied(PassedOn):
     """And a copy of its gradient."""
 
 
-class _LaidOut(_PassedOn):
-    """And its gradient in memory of its own with other strides."""
-
-
-_pass_on: Any = _PassedOn.apply
+pass_on: Any = PassedOn.apply
+"""Takes the arguments of its forward, without ``ctx``."""
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,134 +136,8 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """The same values and count of writes behind a node of its own; no view for autograd."""
-    made: torch.Tensor = _pass_on(tensor, torch.Tensor.detach, lambda gradient: gradient)
+    made: torch.Tensor = pass_on(tensor, torch.Tensor.detach, lambda gradient: gradient)
     return made
-
-
-Strides = tuple[int, ...]
-_CAUSE = (
-    "A graph computes with the layout of its capture, and sums over another one round otherwise. "
-    "Use what the unit returns in the same way in each step, redistribute a DTensor to one layout, "
-    "or leave the unit out of units."
-)
-
-
-def strides_of(tensor: torch.Tensor) -> Strides:
-    """Its strides; 0 for a dimension of one element, or of elements that share memory."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return tuple(stride if size > 1 else 0 for stride, size in pairs)
-
-
-def _is_compact(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill their memory, so that a new tensor like it has its strides."""
-    step = 1
-    for stride, size in sorted(zip(strides_of(tensor), tensor.shape, strict=True)):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True
-
-
-class GradStrides:
-    """The strides of the gradient of one result, in the passes of a step."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        """For messages."""
-        self._last: tuple[torch.Size, Strides] | None = None
-        self.varies: Mismatch | None = None
-        """What gradients came, if those of one shape were not alike."""
-        self.inside: GradStrides | None = None
-        """The same with uses inside of the unit, if it has any. Their strides count for a result
-        that no gradient comes for: a graph adds zeros, and that sum shall have them."""
-
-    def note(self, gradient: torch.Tensor | None) -> None:
-        """A gradient came; None stands for zeros, of which nothing depends on strides."""
-        if gradient is None:
-            return
-        own = local(gradient)
-        before, now = self._last, (own.shape, strides_of(own))
-        if before is not None and before[0] == now[0] and before != now:
-            self.varies = _mismatch(self._name, f"strides {before[1]}", f"strides {now[1]}")
-        self._last = now
-
-    def of(self, tensor: torch.Tensor) -> Strides | None:
-        """The strides of the gradient of such a result; None if none came."""
-        last = self._last or (self.inside and self.inside._last)
-        return last[1] if last and last[0] == tensor.shape else None
-
-
-class Gradients:
-    """The gradients of a unit's results and arguments, as its graph has them."""
-
-    def __init__(self) -> None:
-        self._results: dict[int, Strides] = {}
-        """By the number of the graph's output."""
-        self._arguments: dict[int | str, Strides] = {}
-        """By position or name, of those that autograd would give other strides."""
-
-    def result(self, number: int, tensor: torch.Tensor, seen: GradStrides | None) -> torch.Tensor:
-        """An output of the graph, whose gradient is laid out as ``seen``."""
-        own = strides_of(tensor) if _is_compact(tensor) else None
-        strides = (seen and seen.of(tensor)) or own
-        if strides is None or not tensor.requires_grad:
-            return tensor
-        self._results[number] = strides
-        return tensor if strides == own else _laid_out(tensor, strides)
-
-    def note_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Undo]:
-        """Note the gradients of these samples in each backward pass, until all is undone."""
-        samples: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
-        for key, sample in samples:
-            if sample.requires_grad:
-                yield sample.register_hook(partial(self._note, key, sample)).remove
-
-    def _note(self, key: int | str, sample: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        self._arguments.pop(key, None)
-        own = strides_of(sample) if _is_compact(sample) else None
-        if gradient is not None and (now := strides_of(gradient)) != own:
-            self._arguments[key] = now
-
-    def given(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments of a replay, whose gradients get the strides that were noted."""
-        if not self._arguments:
-            return args, kwargs
-        return [self._given(*item) for item in enumerate(args)], {
-            name: self._given(name, value) for name, value in kwargs.items()
-        }
-
-    def _given(self, key: int | str, value: Any) -> Any:
-        if key not in self._arguments or not value.requires_grad:
-            return value
-        return _laid_out(value, self._arguments[key])
-
-    def broken(self, gradients: Sequence[torch.Tensor | None]) -> Mismatch | None:
-        """The first of the results' gradients that comes otherwise than in the capture."""
-        for number, strides in self._results.items():
-            gradient = gradients[number]
-            if gradient is not None and (now := strides_of(gradient)) != strides:
-                return _mismatch(f"result {number}", f"strides {strides}", f"strides {now}")
-        return None
-
-
-def _mismatch(name: str, expected: object, actual: object) -> Mismatch:
-    subject = f"the layout of the gradient of {name}"
-    return Mismatch("layout", subject, str(expected), str(actual), _CAUSE)
-
-
-def _laid_out(tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
-    apply: Any = _LaidOut.apply
-    made: torch.Tensor = apply(tensor, same_memory, partial(_copied_to, strides))
-    return made
-
-
-def _copied_to(strides: Strides, gradient: torch.Tensor) -> torch.Tensor:
-    once = gradient
-    for dim, stride in enumerate(strides):
-        once = once if stride else once.narrow(dim, 0, min(1, once.shape[dim]))
-    return once.new_empty_strided(once.shape, strides).copy_(once).expand_as(gradient)
 
 
 def local(tensor: Any) -> Any:
@@ -314,16 +159,6 @@ def laid_out(tensor: Any, spec: Any) -> Any:
     return make(tensor, copy.copy(spec), requires_grad=tensor.requires_grad)
 
 
-def is_awaited(value: Any) -> bool:
-    """Whether it is the result of a collective that is not waited for yet."""
-    return isinstance(value, AsyncCollectiveTensor)
-
-
-def awaited(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or what it stands for, once it is there."""
-    return _opened(tensor, None) if is_awaited(tensor) else tensor
-
-
 def same_placements(*specs: Any) -> bool:
     one, two = (spec and (spec.mesh, spec.placements) for spec in specs)
     return bool(one == two)
@@ -339,103 +174,3 @@ def ranks_of_meshes(module: nn.Module) -> set[int]:
     specs = {spec_of(tensor) for tensor in (*module.parameters(), *module.buffers())} - {None}
     tensors = (getattr(spec.mesh, "_rank_map", spec.mesh.mesh) for spec in specs)
     return {tensor.untyped_storage()._cdata for tensor in tensors}
-
-
-class Layout:
-    """How one argument or result of a unit is laid out, and its gradient.
-
-    ``name`` is for messages. See Note [How a gradient is laid out].
-    """
-
-    def __init__(self, tensor: torch.Tensor, name: str, gradient: Any = None) -> None:
-        self.spec, self._name = spec_of(tensor), name
-        self.gradient = gradient
-        """The spec of its gradient; None until one came."""
-        self.varies: Mismatch | None = None
-        """What gradients came, if not all were laid out alike."""
-        self.refuse: Callable[[Mismatch], object] = _refuse
-        """Called with that."""
-        self._shape = tensor._local_tensor.shape  # type: ignore[attr-defined]
-        self._last: tuple[ReferenceType[torch.Tensor], ReferenceType[torch.Tensor]] | None = None
-
-    @classmethod
-    def of_result(cls, tensor: torch.Tensor, number: int, seen: Layout | None) -> Layout:
-        """The layout of an output of the graph, whose gradient comes as in the steps ``seen``.
-
-        If none came, as the functions of DTensor give it: not partial.
-        """
-        made = cls(tensor, f"result {number}", seen and seen.gradient)
-        if made.gradient is None:
-            made.gradient = copy.copy(made.spec)
-            whole = (Replicate() if isinstance(p, Partial) else p for p in made.spec.placements)
-            made.gradient.placements = tuple(whole)
-        return made
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.spec == other.spec
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        placements, shape = self.spec.placements, tuple(self.spec.shape)
-        return f"a DTensor of shape {shape} with placements {placements}"
-
-    def is_like(self, value: Any) -> bool:
-        return type(value) is DTensor and (value._spec is self.spec or value._spec == self.spec)
-
-    def to_local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The local tensor of a DTensor, on the same memory."""
-        made: torch.Tensor = _opened(tensor, self) if tensor.requires_grad else local(tensor)
-        self._last = ref(made), ref(tensor)
-        return made
-
-    def from_local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The DTensor of a local tensor; the same one, if it was just opened."""
-        if self._last is not None and self._last[0]() is tensor:
-            same = self._last[1]()
-            if same is not None:
-                return same
-        if tensor.requires_grad:
-            return _closed(tensor, self)  # type: ignore[no-any-return]
-        made: torch.Tensor = laid_out(tensor, self.spec)
-        self._last = ref(tensor), ref(made)
-        return made
-
-    def note(self, gradient: torch.Tensor | None) -> None:
-        """A gradient came, or none. Calls ``refuse`` if its layout is not that of the one before.
-
-        Or if its local tensor has another shape than that of the value, which autograd forbids.
-        """
-        if gradient is None:
-            return
-        before, now = self.gradient or self.spec, spec_of(gradient)
-        self.gradient = self.gradient or now
-        if same_placements(self.gradient, now) and local(gradient).shape == self._shape:
-            return
-        self.varies = _mismatch(self._name, *(one and one.placements for one in (before, now)))
-        self.refuse(self.varies)
-
-
-def _refuse(mismatch: Mismatch) -> NoReturn:
-    raise CaptureError(mismatch.text("a unit"))
-
-
-def _opened(tensor: torch.Tensor, layout: Layout | None) -> Any:
-    """The tensor inside of another, whose gradient gets the layout that was noted."""
-    copies = tensor.retains_grad or bool(tensor._backward_hooks)
-
-    def give(gradient: torch.Tensor) -> Any:
-        gradient = gradient.clone() if copies else gradient  # See the notes on leaves.
-        return laid_out(gradient, layout and (layout.gradient or layout.spec))
-
-    return _pass_on(tensor, lambda outer: same_memory(local(outer)), give)
-
-
-def _closed(tensor: torch.Tensor, layout: Layout) -> Any:
-    """A DTensor around a local tensor, whose gradient's layout is noted."""
-
-    def give(gradient: torch.Tensor) -> Any:
-        layout.note(gradient)
-        return local(gradient)
-
-    return _pass_on(tensor, lambda inner: laid_out(same_memory(inner), layout.spec), give)

@@ -438,7 +438,7 @@ class GuardedGraph:
         # Only a replay gets aliases of leaves. Autocast casts a leaf once in a step and adds up
         # the gradients of its uses before it casts them back, so an eager pass must get the leaf.
         is_replay = self.in_flight.has
-        args, kwargs = self._unit.gradients.given(args, kwargs)
+        args, kwargs = self._unit.to_graph(args, kwargs)
         given = partial(own_gradient, is_replay=is_replay, always=self._gives_copies)
         inputs, named = map(given, args), {name: given(value) for name, value in kwargs.items()}
         return self.graph(*inputs, **named)
@@ -484,7 +484,7 @@ class GuardedGraph:
         FSDP's unsharding hook is on the layer's outputs. A node's own hooks run after the hooks on
         the gradients that it receives (torch 2.11, ``engine.cpp``, ``call_function``).
         """
-        mismatch = self._guard.broken_in_backward() or self._unit.gradients.broken(gradients)
+        mismatch = self._guard.broken_in_backward() or self._unit.broken(gradients)
         if mismatch is not None:
             self._mismatches.mismatched_in_backward(mismatch, self._unit.name)
         self._mismatches.counters.backwards += 1

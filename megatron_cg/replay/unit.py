@@ -5,11 +5,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_cg.errors import CaptureError
-from megatron_cg.replay.borders import Gradients
-from megatron_cg.replay.guard import Entry
+from megatron_cg.replay.guard import Entry, Mismatch
 
 ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 """A function that is called before each replay, and its arguments."""
@@ -39,8 +39,6 @@ class Unit:
     ) -> None:
         self.name, self.layer, self.graphed = name, layer, graphed
         self.collectives, self.inputs = collectives, inputs
-        self.gradients = Gradients()
-        """How gradients lie in memory at the border of its graph."""
         self.written: set[nn.Parameter] = set()
         """The frozen parameters that its passes write."""
 
@@ -63,6 +61,16 @@ class Unit:
     def in_backward(self) -> AbstractContextManager[None]:
         """The same for the backward pass of :meth:`run`."""
         return nullcontext()
+
+    def to_graph(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The arguments of a replay, on the same memory."""
+        return args, kwargs
+
+    def broken(self, gradients: Sequence[torch.Tensor | None]) -> Mismatch | None:
+        """What forbids the backward replay of these gradients of the graph's results."""
+        return None
 
     def attach(self, before_replay: Sequence[ManualHook]) -> Callable[[], None]:
         """Install the replay, with hooks that run before each; returns the undo."""

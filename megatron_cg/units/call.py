@@ -58,9 +58,10 @@ from torch.utils._pytree import (
 from megatron_cg.capture.observer import positional_names
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.memory.storage import is_dense
-from megatron_cg.replay.borders import Layout, awaited, is_awaited, local, same_memory, spec_of
+from megatron_cg.replay.borders import local, same_memory, spec_of
 from megatron_cg.replay.guard import Mismatch, described
 from megatron_cg.replay.plain import contents, is_plain, same_value
+from megatron_cg.units.layouts import Layout, awaited, is_awaited
 from megatron_cg.upstream.patch import Undo, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
@@ -265,7 +266,7 @@ class _Attributed(_Input):
 
 
 class _Distributed(_Input):
-    """A DTensor, of which the graph gets the local tensor; see ``replay/borders.py``."""
+    """A DTensor, of which the graph gets the local tensor; see ``layouts.py``."""
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self._layout = Layout(tensor, f"argument {name}")

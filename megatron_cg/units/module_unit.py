@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.units.call import in_parts
+from megatron_cg.units.layouts import Gradients
 from megatron_cg.units.observe import ObservedCall, not_recomputed
 from megatron_cg.units.results import Results, attributes_of
 from megatron_cg.units.sums import Autocast
@@ -30,6 +32,7 @@ class ModuleUnit(Unit):
         super().__init__(name, module, tuple(module.modules()), inputs=seen.form.names)
         self._eager: Callable[..., Any] = module.forward
         self._form, self._seen, self._backward = seen.form, seen, backward
+        self._gradients = Gradients()
         self._results: Results | None = None
         """The form of the passes of the capture."""
         self._without_gradient: set[str] | None = None
@@ -53,7 +56,7 @@ class ModuleUnit(Unit):
                 return self.run(args, kwargs)
 
         with ExitStack() as stack:
-            stack.callback(combine_undos(self.gradients.note_arguments(samples, named)))
+            stack.callback(combine_undos(self._gradients.note_arguments(samples, named)))
             stack.callback(replace_function(self.layer, "forward", forward))
             yield
 
@@ -62,9 +65,9 @@ class ModuleUnit(Unit):
         given = self._form.join(args, kwargs)
         leaves, spec = tree_flatten(in_parts(given))
         before = attributes_of(self.graphed)
-        gradients = self._gradients()
+        gradients = self._counts()
         value = self._eager(*given[0], **given[1])
-        if gradients != self._gradients():
+        if gradients != self._counts():
             raise self.refused(
                 "runs a backward pass in its forward pass, which adds to gradients of weights",
                 "A replay would not add them. Call torch.autograd.grad and return the gradients.",
@@ -98,13 +101,21 @@ class ModuleUnit(Unit):
         self._results = results
         return tuple(tensors)
 
-    def _gradients(self) -> list[tuple[int, int]]:
+    def _counts(self) -> list[tuple[int, int]]:
         """Which gradients its weights have, and how often these were written."""
         grads = (weight.grad for weight in self.layer.parameters())
         return [(id(grad), grad._version) for grad in grads if grad is not None]
 
     def _laid_out(self, number: int, output: torch.Tensor, key: Any) -> torch.Tensor:
-        return self.gradients.result(number, output, self._seen.gradients.get(key))
+        return self._gradients.result(number, output, self._seen.gradients.get(key))
+
+    def to_graph(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        return self._gradients.to_graph(args, kwargs)
+
+    def broken(self, gradients: Sequence[torch.Tensor | None]) -> Mismatch | None:
+        return self._gradients.broken(gradients)
 
     def attach(self, before_replay: Sequence[ManualHook]) -> Callable[[], None]:
         target: Any = self.layer

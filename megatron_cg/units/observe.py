@@ -35,10 +35,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.capture.observer import StaticInputs, version_of
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.replay.borders import GradStrides, Layout, apart, local, spec_of
+from megatron_cg.replay.borders import apart, local, spec_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.units.call import CallSpec, in_parts
 from megatron_cg.units.find_sharding import Unsharded
+from megatron_cg.units.layouts import GradStrides, Layout
 from megatron_cg.units.operations import key_of
 from megatron_cg.units.results import attributes_of, results_of, tensors_of
 from megatron_cg.units.sums import Autocast, Note, Sums, autocast_now

@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from megatron_cg.replay.borders import Layout, awaited, is_awaited, spec_of
+from megatron_cg.replay.borders import spec_of
 from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.units.call import in_parts
+from megatron_cg.units.layouts import Layout, awaited, is_awaited
 
 Place = tuple[nn.Module, str]
 """An attribute of a module."""
