@@ -16,9 +16,15 @@ from filelock import FileLock
 
 from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import load_preset
-from megatron_cg.tools.align.processes import run_and_compare
-from megatron_cg.tools.align.run import Plan, arguments, example_script, make_run
-from megatron_cg.tools.align.token_data import from_text, python_sources
+from megatron_cg.tools.align.run import (
+    Plan,
+    arguments,
+    example_script,
+    from_text,
+    make_run,
+    python_sources,
+    run_and_compare,
+)
 from tests.functional.cases import DEVICE_COUNTS, Case
 from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.functional.tampered import MUTATION, SCENARIO

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_cg.tools.align.compare import Outcome
-from megatron_cg.tools.align.processes import OVERDUE
+from megatron_cg.tools.align.run import OVERDUE
 from tests.functional.cases import EP2, EXPERTS, MOE, PEERS, PREPROCESS, TORCH_GEMM, Case, batch
 from tests.functional.life_cases import LIFE
 from tests.functional.outcomes import assert_failed, assert_left_eager, assert_trained_alike

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_cg.tools.align.compare import Outcome
-from megatron_cg.tools.align.processes import OVERDUE
+from megatron_cg.tools.align.run import OVERDUE
 from tests.functional.life_cases import LIFE, resumed
 from tests.functional.outcomes import assert_failed, assert_identical, assert_trained_alike
 

@@ -51,7 +51,7 @@ def results(shared: Path) -> Callable[[Group], list[Results]]:
 def start(group: Group, directory: Path) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words += ["--nproc-per-node", str(GPUS), "-m", "tests.functional.own_loop"]
-    env = environment(os.environ, root=ROOT, cudnn=torch_cudnn())
+    env = environment(os.environ, torch_cudnn())
     with (directory / "log.txt").open("w") as file:
         try:
             subprocess.run(

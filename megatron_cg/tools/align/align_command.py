@@ -19,31 +19,27 @@ from rich.table import Table
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.telemetry.capture_report import counts_text
-from megatron_cg.tools.align.compare import (
-    DIFFERENT,
-    FAILED,
-    IDENTICAL,
-    NOT_COMPARABLE,
-    Comparison,
-    Outcome,
-)
+from megatron_cg.tools.align.compare import EXIT_CODES, IDENTICAL, Comparison, Outcome
 from megatron_cg.tools.align.presets import Preset, load_preset
-from megatron_cg.tools.align.processes import LaunchError, Run, check_start, run_and_compare
 from megatron_cg.tools.align.run import (
     EAGER,
     GRAPHS,
     TAPE_NOTICE,
+    LaunchError,
     Plan,
+    Run,
     by_run,
     check_gpus,
+    check_start,
     example_script,
+    from_text,
     gpu_count,
     make_run,
+    python_sources,
+    run_and_compare,
 )
-from megatron_cg.tools.align.token_data import from_text, python_sources
 from megatron_cg.upstream.symbols import installed_version
 
-EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, NOT_COMPARABLE: 2, FAILED: 3}
 _SHOWN_SHARDS = 5
 _DIFFER = "[bold red]differ[/]"
 MakeRun = Callable[[Path, Path, str], Run]

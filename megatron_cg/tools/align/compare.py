@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron_cg.tools.record.read_record import captured_after
 
-IDENTICAL, DIFFERENT, FAILED = "identical", "different", "failed"
-NOT_COMPARABLE = "not comparable"
+EXIT_CODES = {"identical": 0, "different": 1, "not comparable": 2, "failed": 3}
+"""Of ``megatron-cg align``, by the status of a comparison."""
+IDENTICAL, DIFFERENT, NOT_COMPARABLE, FAILED = EXIT_CODES
 Rank = Mapping[str, Any]
 Run = Mapping[int, Rank]
 Labels = tuple[str, str]
@@ -89,23 +90,20 @@ def compare(
     values = tuple(_values(eager, graphed))
     shards, different = _shards(eager, graphed)
     facts = (values, shards, different, counts)
-    if broken := _broken(eager, graphed, counts, labels):
-        return Comparison(FAILED, broken, *facts)
+    if flaw := next(_flaws(eager, graphed, values, labels), ""):
+        return Comparison(FAILED, flaw, *facts)
     first = next((value for value in values if not value.same), None)
+    reason = ""
     if first is not None:
         reason = _describe(first, different, labels) + _before_capture(first, eager, graphed)
-        return Comparison(DIFFERENT, reason, *facts)
-    reason = ""
-    if counts.get("steps_differed"):
+    elif counts.get("steps_differed"):
         reason = "a verified step has other numbers with graphs than eagerly; the log names them"
     elif different:
         reason = (
             f"every loss and gradient norm agrees, but {len(different)} of {shards} parameter "
             f"shards differ, first {different[0]}"
         )
-    if reason:
-        return Comparison(DIFFERENT, reason, *facts)
-    return Comparison(IDENTICAL, "", *facts)
+    return Comparison(DIFFERENT if reason else IDENTICAL, reason, *facts)
 
 
 def _differences(eager: Rank, graphed: Rank) -> list[str]:
@@ -125,9 +123,13 @@ def _differences(eager: Rank, graphed: Rank) -> list[str]:
     return [
         f"{group}: {name} {values.get(name)} and {others.get(name)}"
         for group, (values, others) in groups.items()
-        for name in dict.fromkeys([*values, *others])
-        if values.get(name) != others.get(name)
+        for name in _unequal(values, others)
     ]
+
+
+def _unequal(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
+    names = dict.fromkeys([*values, *others])
+    return [name for name in names if values.get(name) != others.get(name)]
 
 
 def missing_ranks(run: Run) -> str:
@@ -163,11 +165,8 @@ def _shards(eager: Run, graphed: Run) -> tuple[int, tuple[str, ...]]:
     count, different = 0, []
     for rank in sorted(eager):
         shards, others = eager[rank]["parameters"], graphed[rank]["parameters"]
-        names = dict.fromkeys([*shards, *others])
-        count += len(names)
-        different += [
-            f"rank {rank} {name}" for name in names if shards.get(name) != others.get(name)
-        ]
+        count += len({*shards, *others})
+        different += [f"rank {rank} {name}" for name in _unequal(shards, others)]
     return count, tuple(different)
 
 
@@ -179,37 +178,28 @@ def graph_counts(run: Run) -> dict[str, int]:
     return dict(total)
 
 
-def _broken(eager: Run, graphed: Run, counts: Mapping[str, int], labels: Labels) -> str:
-    """Why equal numbers of these two would prove nothing; empty if they would prove something."""
+def _flaws(eager: Run, graphed: Run, values: Sequence[Value], labels: Labels) -> Iterator[str]:
+    """Why equal numbers of these two would prove nothing."""
     for label, run in zip(labels, (eager, graphed), strict=True):
-        reason = next(filter(None, (_broken_rank(label, r, run[r]) for r in sorted(run))), "")
-        if reason:
-            return reason
-    for rank in sorted(eager):
-        for number in range(len(eager[rank]["steps"])):
-            for key, text in numbers_of(eager[rank]["steps"], number).items():
-                if not math.isfinite(float.fromhex(text)):
-                    where = f"{labels[0]}, rank {rank}"
-                    return f"{where}: {key} is {text} at step {number + 1}, and NaN equals any NaN"
-    if not counts.get("captured"):
-        return f"{labels[1]} captured no graph, so two eager runs would be compared"
-    idle = [rank for rank in sorted(graphed) if not (graphed[rank]["graphs"] or {}).get("replayed")]
-    if idle:
-        return f"{labels[1]} replayed no graph on rank {idle[0]}, so all of it ran eagerly"
-    return ""
-
-
-def _broken_rank(label: str, rank: int, data: Rank) -> str:
-    where = f"{label}, rank {rank}"
-    if data["error"]:
-        return f"{where}: {data['error']}"
-    if not data["finished"] or not data["steps"]:
-        return f"{where}: training did not run to its end ({len(data['steps'])} steps recorded)"
-    if all(step["skipped"] for step in data["steps"]):
-        return f"{where}: every step was skipped, so no parameter ever moved"
-    if not data["parameters"]:
-        return f"{where}: no parameter shard was recorded"
-    return ""
+        for rank, data in sorted(run.items()):
+            where, steps = f"{label}, rank {rank}", data["steps"]
+            if data["error"]:
+                yield f"{where}: {data['error']}"
+            if not data["finished"] or not steps:
+                yield f"{where}: training did not run to its end ({len(steps)} steps recorded)"
+            if all(step["skipped"] for step in steps):
+                yield f"{where}: every step was skipped, so no parameter ever moved"
+            if not data["parameters"]:
+                yield f"{where}: no parameter shard was recorded"
+    for value in values:
+        if value.eager is not None and not math.isfinite(float.fromhex(value.eager)):
+            number = f"{value.name} is {value.eager} at step {value.step}"
+            yield f"{labels[0]}, rank {value.rank}: {number}, and NaN equals any NaN"
+    if not graph_counts(graphed).get("captured"):
+        yield f"{labels[1]} captured no graph, so two eager runs would be compared"
+    for rank, data in sorted(graphed.items()):
+        if not (data["graphs"] or {}).get("replayed"):
+            yield f"{labels[1]} replayed no graph on rank {rank}, so all of it ran eagerly"
 
 
 def _describe(first: Value, different: tuple[str, ...], labels: Labels) -> str:

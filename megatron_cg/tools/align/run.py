@@ -1,16 +1,28 @@
-"""The two runs of a Megatron pretraining script on GPUs: their command lines and environments."""
+"""The two runs of a comparison: their command lines, data, processes, and what came of them."""
 
 import importlib.util
 import os
+import re
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron_cg.arguments.schema import VERIFY_STEPS, GraphArguments, flag_of
 from megatron_cg.arguments.validation import ANY_RUN
-from megatron_cg.tools.align.processes import LaunchError, Run
-from megatron_cg.tools.align.token_data import data_flags
+from megatron_cg.errors import STEP_DIFFERS, MegatronCGError
+from megatron_cg.tools.align.compare import FAILED, Comparison, Outcome, compare
+from megatron_cg.tools.record.read_record import RecordError, read_run
+from megatron_cg.upstream.symbols import Symbol
+
+_BUILDER = Symbol(
+    "megatron.core.datasets.indexed_dataset:IndexedDatasetBuilder",
+    "the writer of Megatron's indexed format",
+    attributes=("add_item", "end_document", "finalize"),
+)
+RELIES_ON = (_BUILDER,)
 
 EAGER, GRAPHS = "eager", "graphs"
 TAPE_NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
@@ -62,6 +74,34 @@ ABOUT_GRAPHS = frozenset(
 )
 """Flags of this package for the graph run alone; a run without graphs refuses them."""
 
+END_OF_DOCUMENT = 256
+"""The token after each file of the data; tokens 0 to 255 are its bytes."""
+
+OVERDUE = "did not end within --timeout"
+"""How a run's log and the comparison describe a run that had to be stopped."""
+_TAIL = 40
+_STOP_SECONDS = 20.0
+"""How long processes have to end by themselves before they are killed."""
+_SUPERVISOR = str(Path(__file__).with_name("supervise.py"))
+_DIFFERED = re.compile(rf".* {STEP_DIFFERS}: .*")
+# The exception that torch.multiprocessing prints first has no text in its line.
+_NAMED = re.compile(
+    r"^\s*(?:\[rank\d+\]:\s*)?((?:(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b(?!: *$)"
+    r"|megatron_cg: error: ).*?)\s*$",
+    re.M,
+)
+_OURS = ("megatron_cg: error: ", "megatron_cg.")
+# torchrun's report of the process that failed first, if a signal ended it.
+_KILLED = re.compile(
+    r"Root Cause .*?^\s*rank\s*: (\d+) .*?^\s*traceback : (Signal \d+ \(\w+\))", re.M | re.S
+)
+# torchrun's line on which process failed. It follows the cause but does not name it.
+_TORCHRUN = re.compile(r"^E\d{4} .*\bfailed \(exitcode")
+
+
+class LaunchError(MegatronCGError):
+    """A run cannot be started on this machine, or not with these options."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -99,6 +139,15 @@ def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) ->
     return [*words, *extra, "--cg-record", str(record)]
 
 
+def graph_flags(plan: Plan) -> list[str]:
+    words = ["--cuda-graph-impl", "transformer_engine"]
+    if plan.scopes:
+        words += ["--cuda-graph-modules", *plan.scopes]
+    words += ["--cuda-graph-warmup-steps", str(plan.warmup_steps)]
+    words += ["--cg-verify-steps", str(VERIFY_STEPS)]
+    return [*words, *(GRAPH_FLAGS if plan.fsdp_version == 1 else ()), *plan.graph_extra]
+
+
 def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What the user gave for the script: the words of both runs, and those of the graph run alone.
 
@@ -114,29 +163,29 @@ def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(both), tuple(of_graphs)
 
 
-def graph_flags(plan: Plan) -> list[str]:
-    words = ["--cuda-graph-impl", "transformer_engine"]
-    if plan.scopes:
-        words += ["--cuda-graph-modules", *plan.scopes]
-    words += ["--cuda-graph-warmup-steps", str(plan.warmup_steps)]
-    words += ["--cg-verify-steps", str(VERIFY_STEPS)]
-    return [*words, *(GRAPH_FLAGS if plan.fsdp_version == 1 else ()), *plan.graph_extra]
+def environment(inherited: Mapping[str, str], cudnn: Path | None = None) -> dict[str, str]:
+    """The environment of one run, which finds this package from any working directory.
 
-
-def environment(inherited: Mapping[str, str], *, root: Path, cudnn: Path | None) -> dict[str, str]:
-    """The environment of one run.
-
-    ``root`` goes on PYTHONPATH, so this package is found from any working directory. ``cudnn`` is
-    torch's own cuDNN. TE opens ``libcudnn.so`` by that bare name; if it finds an older one, it
-    silently falls back from fused to unfused attention. CUDA_DEVICE_MAX_CONNECTIONS is removed:
-    Megatron-FSDP refuses the value 1.
+    ``cudnn`` is torch's own cuDNN. TE opens ``libcudnn.so`` by that bare name; if it finds an older
+    one, it silently falls back from fused to unfused attention. CUDA_DEVICE_MAX_CONNECTIONS is
+    removed: Megatron-FSDP refuses the value 1.
     """
     env = {**inherited, **DETERMINISTIC_ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
     env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-    env["PYTHONPATH"] = ":".join(filter(None, [str(root), inherited.get("PYTHONPATH", "")]))
+    env["PYTHONPATH"] = ":".join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
     if cudnn is not None:
         env.setdefault("CUDNN_HOME", str(cudnn))
     return env
+
+
+def torch_cudnn() -> Path | None:
+    """The folder of torch's cuDNN, if that is a separate package."""
+    try:
+        spec = importlib.util.find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:
+        return None
+    places = list(spec.submodule_search_locations or []) if spec else []
+    return Path(places[0]) if places else None
 
 
 def example_script() -> Path:
@@ -145,6 +194,12 @@ def example_script() -> Path:
     if not script.is_file():
         raise LaunchError(f"there is no {script}; name a pretraining script with --script.")
     return script
+
+
+def gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def check_gpus(plan: Plan) -> None:
@@ -159,30 +214,163 @@ def check_gpus(plan: Plan) -> None:
         )
 
 
+def python_sources(limit: int = 4 * 2**20) -> list[Path]:
+    """Modules of Python's standard library, sorted by name, up to ``limit`` bytes in total."""
+    chosen, size = [], 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if size >= limit:
+            break
+        chosen.append(path)
+        size += path.stat().st_size
+    return chosen
+
+
+def from_text(files: Sequence[Path], directory: Path) -> Path:
+    """Write each file's bytes as one document to ``directory/text.{bin,idx}``; the prefix."""
+    import numpy
+    import torch
+
+    directory.mkdir(parents=True, exist_ok=True)
+    prefix = directory.resolve() / "text"
+    builder = _BUILDER.find()(f"{prefix}.bin", dtype=numpy.uint16)
+    for file in files:
+        tokens = numpy.fromfile(file, dtype=numpy.uint8).astype(numpy.int32)
+        builder.add_item(torch.from_numpy(numpy.append(tokens, numpy.int32(END_OF_DOCUMENT))))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def data_flags(prefix: Path, cache: Path) -> list[str]:
+    """Megatron's arguments for such a dataset; sample indices go to ``cache``.
+
+    The preset sets the vocabulary size: ids above 256 exist in the model but do not occur. With
+    few documents, Megatron's split can leave a share empty, so all are for training. By default the
+    last id of the vocabulary ends a document.
+    """
+    flags = ["--data-path", str(prefix), "--split", "100,0,0", "--data-cache-path", str(cache)]
+    flags += ["--tokenizer-type", "NullTokenizer"]
+    return [*flags, "--null-tokenizer-eod-id", str(END_OF_DOCUMENT)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its command line and environment, and the directory for its log and record."""
+
+    name: str
+    words: Sequence[str]
+    env: Mapping[str, str]
+    directory: Path
+
+    @property
+    def record(self) -> Path:
+        return self.directory / "record"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log.txt"
+
+    def make(self, timeout: float) -> str:
+        """Start it and wait for its end; returns why it failed, as a clause, or nothing.
+
+        Leaves no process behind.
+        """
+        process = self.start()
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            # Read before stopping it: torchrun would report the signal as an error.
+            named = named_error(self.text())
+            overdue = (f"said {named!r} and " if named else "") + f"{OVERDUE} {timeout:g} s"
+            _stop(process)
+            with self.log.open("a") as log:
+                log.write(f"\nTimeoutError: the run {overdue}\n")
+            return overdue
+        finally:
+            _stop(process)
+        return _end(code, self.text()) if code else ""
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start it in its own session: Ctrl-C reaches this process alone, which stops it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        print(f"{self.name} run started", file=sys.stderr, flush=True)
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-I", _SUPERVISOR, str(_STOP_SECONDS), *self.words],
+                env=self.env,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Let ``supervise.py`` end everything; it goes on if this wait is interrupted."""
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()
+
+
 def make_run(plan: Plan, data: Path, directory: Path, name: str) -> Run:
     """The run ``name``, ``eager`` or ``graphs``, in a folder of that name; not started yet."""
     directory /= name
-    words = arguments(
-        plan,
-        graphs=name == GRAPHS,
-        data=data_flags(data, directory / "cache"),
-        record=directory / "record",
-    )
-    env = environment(os.environ, root=PACKAGE.parent, cudnn=torch_cudnn())
-    return Run(name, words, env, directory)
+    flags = data_flags(data, directory / "cache")
+    words = arguments(plan, graphs=name == GRAPHS, data=flags, record=directory / "record")
+    return Run(name, words, environment(os.environ, torch_cudnn()), directory)
 
 
-def gpu_count() -> int:
-    import torch
+def check_start(directory: Path) -> None:
+    for record in directory.glob("*/record"):
+        raise LaunchError(f"{record} holds an earlier run: give another --work-dir.")
 
-    return torch.cuda.device_count()
 
+def run_and_compare(
+    runs: Sequence[Run], timeout: float, eager_record: Path | None = None
+) -> Outcome:
+    """Make the runs in turn, each within ``timeout`` seconds, and compare their records.
 
-def torch_cudnn() -> Path | None:
-    """The folder of torch's cuDNN, if that is a separate package."""
+    The last run is the one with graphs. With the record of an eager run it is the only one.
+    """
+    for run in runs:
+        failure = run.make(timeout)
+        if not failure and not run.record.exists():
+            why = "training did not begin, or the log says why the record was not written"
+            failure = f"left no record: {why}"
+        if failure:
+            reason = f"the {run.name} run {failure}"
+            return Outcome(Comparison(FAILED, reason), log_tail(run.text()))
+    log = runs[-1].text()
     try:
-        spec = importlib.util.find_spec("nvidia.cudnn")
-    except ModuleNotFoundError:
-        return None
-    places = list(spec.submodule_search_locations or []) if spec else []
-    return Path(places[0]) if places else None
+        eager, graphed = map(read_run, (eager_record or runs[0].record, runs[-1].record))
+    except RecordError as error:
+        return Outcome(Comparison(FAILED, str(error)), log_tail(log))
+    return Outcome(compare(eager, graphed), "\n".join(_DIFFERED.findall(log)), eager, graphed)
+
+
+def _end(code: int, log: str) -> str:
+    named, killed = named_error(log), _KILLED.search(log)
+    # A process with a failed GPU aborts while it exits, after it has reported the cause.
+    if killed is not None and not named.startswith(_OURS):
+        return f"ended with exit code {code}: rank {killed[1]} was ended by {killed[2]}"
+    return f"ended with exit code {code}: {named or 'no error was named'}"
+
+
+def named_error(log: str) -> str:
+    """The line of ``log`` that names the error, as Python prints it; empty if there is none.
+
+    An error of this package says what to do, so it takes precedence over the exception that it was
+    raised from. Of several errors the first is returned: the other ranks and torchrun itself fail
+    as a consequence.
+    """
+    named = _NAMED.findall(log)
+    return next((line for line in named if line.startswith(_OURS)), named[0] if named else "")
+
+
+def log_tail(log: str) -> str:
+    lines = log.splitlines()
+    end = next((n for n, line in enumerate(lines) if _TORCHRUN.match(line)), len(lines))
+    return "\n".join(lines[max(0, end - _TAIL) : end])

@@ -1,6 +1,6 @@
 """Runs a command, and ends every process that it started: after its end, or if nobody waits for it.
 
-``processes.py`` starts this script, with no package on its path, and holds the other end of its
+``run.py`` starts this script, with no package on its path, and holds the other end of its
 standard input. That end closes however its holder ends, by SIGKILL too. Workers of torchrun have
 sessions of their own, and others lose their parent, so processes are found as descendants: a
 subreaper (prctl(2)) becomes the parent of those.

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.align.processes import LaunchError, Run
-from megatron_cg.tools.align.run import GRAPHS, PACKAGE, TAPE_NOTICE, environment
+from megatron_cg.tools.align.run import GRAPHS, TAPE_NOTICE, LaunchError, Run, environment
 
 _GPU_ONLY = ("mamba", "moe")
 _OF_EXPERTS = ("moe_router", "moe_preprocess")
@@ -65,9 +64,8 @@ def describe(model: CpuModelConfig, processes: int) -> str:
 
 
 def tape_run(plan: TrainingPlan, processes: int, data: Path, directory: Path, name: str) -> Run:
-    env = environment(os.environ, root=PACKAGE.parent, cudnn=None)
     # Uses no GPU, even if there is one.
-    env["CUDA_VISIBLE_DEVICES"] = ""
+    env = environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     directory /= name
     fields = asdict(replace(plan, tokens=data, graphs=name == GRAPHS))
     words = [sys.executable, "-P", "-m", "megatron_cg.tools.align.tape"]

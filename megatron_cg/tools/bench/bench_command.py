@@ -20,9 +20,16 @@ from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
 from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.files import whole_file
 from megatron_cg.tools.align.presets import load_preset
-from megatron_cg.tools.align.processes import Run, log_tail
-from megatron_cg.tools.align.run import DETERMINISTIC_ENVIRONMENT, PACKAGE, environment, torch_cudnn
-from megatron_cg.tools.align.token_data import from_text, python_sources
+from megatron_cg.tools.align.run import (
+    DETERMINISTIC_ENVIRONMENT,
+    PACKAGE,
+    Run,
+    environment,
+    from_text,
+    log_tail,
+    python_sources,
+    torch_cudnn,
+)
 from megatron_cg.tools.bench.configurations import (
     CONFIGURATIONS,
     BenchError,

@@ -10,8 +10,14 @@ from typing import NamedTuple
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.align.run import FLAGS_OF_V1, GRAPH_FLAGS, Plan, arguments, example_script
-from megatron_cg.tools.align.token_data import data_flags
+from megatron_cg.tools.align.run import (
+    FLAGS_OF_V1,
+    GRAPH_FLAGS,
+    Plan,
+    arguments,
+    data_flags,
+    example_script,
+)
 from megatron_cg.tools.launch_line import LaunchLine, read_line
 from megatron_cg.upstream.symbols import installed_version
 

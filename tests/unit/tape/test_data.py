@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cg.tools.align.token_data import END_OF_DOCUMENT, from_text
+from megatron_cg.tools.align.run import END_OF_DOCUMENT, from_text
 
 TEXT = b"abcdefgh"
 

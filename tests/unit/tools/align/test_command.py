@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.align import run
-from megatron_cg.tools.align.processes import LaunchError
-from megatron_cg.tools.align.run import Plan, arguments, by_run, environment
+from megatron_cg.tools.align.run import LaunchError, Plan, arguments, by_run, environment
 from tests.unit.interpreted import python
 
 PLAN = Plan(
@@ -72,10 +71,10 @@ def test_the_environment_is_deterministic_and_finds_the_package() -> None:
         "PYTHONPATH": "/x",
         "HOME": "/h",
     }
-    env = environment(inherited, root=Path("/root"), cudnn=Path("/cudnn"))
-    chosen = environment({"CUDNN_HOME": "/mine"}, root=Path("/"), cudnn=Path("/x"))
+    env = environment(inherited, Path("/cudnn"))
+    chosen = environment({"CUDNN_HOME": "/mine"}, Path("/x"))
     assert chosen["CUDNN_HOME"] == "/mine"
-    assert env["PYTHONPATH"] == "/root:/x" and env["HOME"] == "/h"
+    assert env["PYTHONPATH"] == f"{run.PACKAGE.parent}:/x" and env["HOME"] == "/h"
     assert env["NCCL_ALGO"] == "Ring" and env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
     assert env["CUDNN_HOME"] == "/cudnn"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env
@@ -87,7 +86,7 @@ def test_the_runs_share_no_compiled_code_of_other_row_counts() -> None:
         "import torch._inductor.config as inductor, torch._functorch.config as functorch; "
         "print(inductor.fx_graph_cache, functorch.enable_autograd_cache)"
     )
-    env = environment(os.environ, root=Path("/root"), cudnn=None)
+    env = environment(os.environ)
     assert python(script, **env).stdout.split() == ["False", "False"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_cg.tools.align import align_command as command
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Comparison, Outcome, Value
-from megatron_cg.tools.align.processes import Run
+from megatron_cg.tools.align.run import Run
 from megatron_cg.tools.cli.main import main
 
 SAME = Value(0, 1, "lm loss", (1.0).hex(), (1.0).hex())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy
 
-from megatron_cg.tools.align.token_data import (
+from megatron_cg.tools.align.run import (
     END_OF_DOCUMENT,
     data_flags,
     from_text,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.align import processes
+from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Outcome
-from megatron_cg.tools.align.processes import (
+from megatron_cg.tools.align.run import (
     OVERDUE,
     LaunchError,
     Run,
@@ -135,7 +135,7 @@ def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
 def test_a_run_ends_with_its_workers_and_those_that_ignore_a_signal(
     waits: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_STOP_SECONDS", 0.5)
+    monkeypatch.setattr(run, "_STOP_SECONDS", 0.5)
     worker = (
         "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         "pathlib.Path(sys.argv[1]).parent.joinpath('ready').touch(); time.sleep(600)"

@@ -156,16 +156,16 @@ for ending in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(ending, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
-from megatron_cg.tools.align import processes
+from megatron_cg.tools.align import run
 from megatron_cg.tools.cli import main
 
-processes._STOP_SECONDS = 0.5
+run._STOP_SECONDS = 0.5
 # As torchrun starts its workers: in sessions of their own.
 LAUNCHER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True).wait()"
 
 def invoke(*_):
     words = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", {worker!r}]
-    started = processes.Run("a", words, dict(os.environ), Path({folder!r}))
+    started = run.Run("a", words, dict(os.environ), Path({folder!r}))
     return started.make(60.0)
 
 main.invoke = invoke
