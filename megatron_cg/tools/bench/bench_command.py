@@ -1,6 +1,8 @@
-"""Runs one call of ``megatron-cg bench``: the runs in turn, their logs, the table, the JSON.
+"""One call of ``megatron-cg bench``: the edited lines, the runs in turn, the table, the JSON.
 
 Relied on: megatron-core 0.19.2, ``training_log``, ``report_memory`` and ``_print_args``.
+``--exit-interval`` ends a run whatever its number of iterations; ``--log-memory-interval`` prints
+the peaks of torch's allocator.
 """
 
 import argparse
@@ -14,32 +16,29 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
 from megatron_cg.arguments.schema import PACKAGES
+from megatron_cg.errors import MegatronCGError
 from megatron_cg.files import whole_file
-from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.align.presets import Preset, load_preset
 from megatron_cg.tools.align.run import (
     DETERMINISTIC_ENVIRONMENT,
-    PACKAGE,
+    FLAGS_OF_V1,
+    GRAPH_FLAGS,
+    Plan,
     Run,
+    arguments,
+    data_flags,
     environment,
+    example_script,
     from_text,
     log_tail,
     python_sources,
     torch_cudnn,
 )
-from megatron_cg.tools.bench.configurations import (
-    CONFIGURATIONS,
-    BenchError,
-    captured,
-    chosen,
-    edited,
-    given_line,
-    preset_line,
-)
-from megatron_cg.tools.launch_line import LaunchLine
+from megatron_cg.tools.launch_line import LaunchLine, read_line
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__
 
@@ -64,13 +63,186 @@ _MEMORY = re.compile(
 )
 _ARGUMENT = re.compile(r"\b(seq_length|world_size) \.{2,} (\d+)")
 
+_MODULES, _GEMM = "--cuda-graph-modules", "--cg-grouped-gemm"
+_NO_MASK = "--no-create-attention-mask-in-dataloader"
+_OF_FSDP = (
+    *("--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy", "--ckpt-format"),
+    *("--init-model-with-meta-device", "--suggested-communication-unit-size"),
+)
+"""Flags that only Megatron-FSDP has, besides those with ``fsdp`` in their names."""
+_LEFT_OUT = (
+    *("--save", "--load", "--finetune", "--pretrained-checkpoint", "--exit-on-missing-checkpoint"),
+    *("--tensorboard-dir", "--wandb-project", "--cg-record", "--cg-report"),
+    "--exit-duration-in-mins",
+)
+"""Flags that no run has, so that it reads and leaves nothing."""
+
+
+class BenchError(MegatronCGError):
+    """A benchmark cannot be made as asked."""
+
+
+class Configuration(NamedTuple):
+    title: str
+    fsdp: bool = True
+    graphs: bool = True
+    launched: bool = True
+    """Whether it needs this package's launcher."""
+
+
+GRAPHS, _SAME_GEMM = "graphs", "eager-gemm"
+_DEFAULT = ("eager", "ddp", GRAPHS)
+CONFIGURATIONS = {
+    "eager": Configuration("Megatron-FSDP, eager", graphs=False, launched=False),
+    "ddp": Configuration("DDP, Megatron's graphs", fsdp=False, launched=False),
+    GRAPHS: Configuration("Megatron-FSDP, graphs"),
+    _SAME_GEMM: Configuration("Megatron-FSDP, eager, the graphs' GEMM", graphs=False),
+}
+"""By the names that ``--only`` takes; the last is for models with experts."""
+
+
+def given_line(words: Sequence[str]) -> LaunchLine:
+    """The user's line, without this package's launcher. Raises BenchError without Megatron-FSDP."""
+    line = read_line(words).without_launcher()
+    if not line.has("--use-megatron-fsdp"):
+        raise BenchError(
+            "the line has no --use-megatron-fsdp, under which this package makes graphs: add "
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+            "--ckpt-format fsdp_dtensor. The run under DDP is made from it."
+        )
+    return line
+
+
+def preset_line(
+    preset: Preset,
+    data: Path,
+    *,
+    nproc: int,
+    microbatches: int,
+    steps: int,
+    extra: Sequence[str] = (),
+) -> LaunchLine:
+    """Align's line of a preset with ``extra`` flags, fused as Transformer Engine can, for speed.
+
+    An even number of GPUs shares the experts in pairs.
+    """
+    batch = int(str(preset.flags["micro-batch-size"])) * microbatches * nproc
+    flags = ["--global-batch-size", f"{batch}", "--manual-gc"]
+    # The check makes DDP wait for the GPU at every bucket, and does not look at sharded gradients.
+    flags.append("--no-check-for-nan-in-loss-and-grad")
+    # Lines are also checked where it is not installed.
+    fuses, experts = bool(installed_version("transformer-engine")), "num-experts" in preset.flags
+    flags += ["--moe-permute-fusion"] * (experts and fuses)
+    flags += ["--expert-model-parallel-size", "2"] * (experts and nproc % 2 == 0)
+    fused = () if "multi-latent-attention" in preset.flags or not fuses else ("--no-rope-fusion",)
+    files = data_flags(data, data.parent / "cache")
+    plan = Plan(example_script(), nproc, tuple(preset.arguments()), steps)
+    line = given_line(arguments(plan, graphs=False, data=files, record=data.parent))
+    line = line.without("--deterministic-mode", "--cuda-graph-impl", "--cg-record", *fused)
+    return line.followed_by(*flags, *extra)
+
+
+def chosen(only: str | None, line: LaunchLine) -> list[str]:
+    """The names of the configurations to run. Raises BenchError for one that cannot be run."""
+    names = only.split(",") if only else _DEFAULT
+    for name in names:
+        if name not in CONFIGURATIONS:
+            raise BenchError(f"--only {name}: there are {', '.join(CONFIGURATIONS)}.")
+        if name == _SAME_GEMM and not line.has("--num-experts"):
+            raise BenchError(f"--only {name}: the model has no --num-experts. Leave it out.")
+        if name == _SAME_GEMM and _is_quantized(line) and not line.has(_GEMM):
+            raise BenchError(f"--only {name}: torch's is for BF16. Say {_GEMM}, or leave it out.")
+    return list(dict.fromkeys(names))
+
+
+def edited(line: LaunchLine, name: str, *, steps: int, every: int = 1) -> LaunchLine:
+    configuration = CONFIGURATIONS[name]
+    made = line.kept(lambda flag: flag not in _LEFT_OUT and not _is_of_graphs(flag))
+    if not configuration.fsdp:
+        made = made.kept(lambda flag: "fsdp" not in flag and flag not in _OF_FSDP)
+        made = made.followed_by("--use-distributed-optimizer")
+    elif _is_under_v2(line):
+        made = made.kept(lambda flag: flag not in FLAGS_OF_V1)
+    if configuration.launched:
+        made = made.with_launcher()
+    made = made.followed_by(*_graph_flags(line, name))
+    made = made.followed_by("--eval-iters", "0", "--exit-interval", str(steps))
+    made = made.followed_by("--log-interval", str(every), "--log-throughput")
+    return made.followed_by("--log-memory-interval", str(steps))
+
+
+def _graph_flags(line: LaunchLine, name: str) -> tuple[str, ...]:
+    """The flags about graphs and grouped GEMM.
+
+    For ``graphs`` those of the line come last, and without any that choose what is captured, what
+    the README's line captures. The other configurations ignore those of the line.
+    """
+    if not CONFIGURATIONS[name].graphs:
+        return (_GEMM, *(line.values(_GEMM) or ("torch",))) if name == _SAME_GEMM else ()
+    flags: tuple[str, ...] = ("--cuda-graph-impl", "transformer_engine", _NO_MASK)
+    if name != GRAPHS:
+        return (*flags, _MODULES, *_partial_modules(line))
+    of_v1 = () if _is_under_v2(line) else GRAPH_FLAGS
+    flags += (*of_v1, "--no-gradient-accumulation-fusion")
+    if not line.has(_MODULES) and not line.has("--cuda-graph-impl"):
+        flags += _whole_layers(line)
+    return (*flags, *line.kept(_is_of_graphs).words)
+
+
+def _is_under_v2(line: LaunchLine) -> bool:
+    return line.values("--megatron-fsdp-version") == ("2",)
+
+
+def _partial_modules(line: LaunchLine) -> tuple[str, ...]:
+    if line.has("--hybrid-layer-pattern"):
+        return ("mamba", "attn")
+    experts = line.has("--num-experts")
+    return ("attn", "moe_router", "moe_preprocess") if experts else ("attn", "mlp")
+
+
+def _whole_layers(line: LaunchLine) -> tuple[str, ...]:
+    """The README's flags for whole layers; without a kernel for all experts these stay outside."""
+    gemm = line.values(_GEMM) or ("te" if _is_quantized(line) else "torch",)
+    outside = line.has("--hybrid-layer-pattern") or gemm == ("te",)
+    if outside or not line.has("--num-experts"):
+        return (_MODULES, *_partial_modules(line))
+    shared = line.values("--expert-model-parallel-size") not in (None, ("1",))
+    exchange = ("--cg-moe-exchange", "peer") if shared else ()
+    stated = () if line.has(_GEMM) else (_GEMM, *gemm)
+    return (*stated, _MODULES, "attn", "moe", *exchange)
+
+
+def _is_quantized(line: LaunchLine) -> bool:
+    return line.has("--fp8-format") or line.has("--fp4-format")
+
+
+def captured(line: LaunchLine) -> str:
+    if not line.has("--cuda-graph-impl"):
+        return ""
+    return " ".join(line.values(_MODULES) or ()) or "whole layers"
+
+
+def _is_of_graphs(flag: str) -> bool:
+    return "cuda-graph" in flag or flag.startswith("--cg-") or flag in GRAPH_FLAGS
+
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    steps = args.settle_steps + args.steps
     with tempfile.TemporaryDirectory(prefix="megatron-cg-bench-") as temporary:
         folder = (args.work_dir or Path(temporary)).resolve()
-        line = _line(args, extra, folder)
+        if args.preset is None:
+            line = given_line(extra)
+        else:
+            preset, data = load_preset(args.preset), from_text(python_sources(), folder / "data")
+            sizes = {"nproc": args.nproc or preset.nproc, "microbatches": args.microbatches}
+            line = preset_line(preset, data, **sizes, steps=steps, extra=extra)
         names = chosen(args.only, line)
-        runs = _planned(args, line, names)
+        runs = [
+            (name, number, edited(line, name, steps=steps, every=args.log_interval))
+            for number in range(1, args.rounds + 1)
+            # Every other round is in reverse, against a steady drift.
+            for name in (names if number % 2 else reversed(names))
+        ]
         if args.dry_run:
             for name, number, line in runs:
                 print(f"# {name}.{number}\n{shlex.join(line.command)}")
@@ -78,12 +250,9 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         if not (here := machine())["gpus"]:
             text = "nvidia-smi finds no GPU: start it where there are some. --dry-run prints its"
             raise BenchError(f"{text} lines anywhere, and megatron-cg plan computes the memory.")
-        results: dict[str, Any] = {
-            "schema": SCHEMA,
-            "machine": here,
-            "settings": {name: getattr(args, name) for name in _SETTINGS},
-            "runs": [],
-        }
+        settings = {name: getattr(args, name) for name in _SETTINGS}
+        results: dict[str, Any] = {"schema": SCHEMA, "machine": here, "settings": settings}
+        results["runs"] = []
         _write(args.out, results)  # It may not be writable, and the runs take long.
         for run in runs:
             results["runs"].append(_made(*run, folder, args))
@@ -101,32 +270,6 @@ def _write(out: Path | None, results: Mapping[str, Any]) -> None:
             part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def _line(args: argparse.Namespace, extra: Sequence[str], folder: Path) -> LaunchLine:
-    if args.preset is None:
-        return given_line(extra)
-    preset = load_preset(args.preset)
-    return preset_line(
-        preset,
-        from_text(python_sources(), folder / "data"),
-        nproc=args.nproc or preset.nproc,
-        microbatches=args.microbatches,
-        steps=args.settle_steps + args.steps,
-        extra=extra,
-    )
-
-
-def _planned(
-    args: argparse.Namespace, line: LaunchLine, names: Sequence[str]
-) -> list[tuple[str, int, LaunchLine]]:
-    """The runs in their order. Every other round is in reverse, against a steady drift."""
-    steps = args.settle_steps + args.steps
-    return [
-        (name, number, edited(line, name, steps=steps, every=args.log_interval))
-        for number in range(1, args.rounds + 1)
-        for name in (names if number % 2 else reversed(names))
-    ]
-
-
 def _made(
     name: str, number: int, line: LaunchLine, folder: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -134,7 +277,7 @@ def _made(
     # Without our launcher too, cuBLASLt's cache is as large as with it.
     env = {CACHE_VARIABLE: str(CACHE_ENTRIES), **os.environ}
     if args.preset is not None:
-        like_align = environment(env, root=PACKAGE.parent, cudnn=torch_cudnn())
+        like_align = environment(env, torch_cudnn())
         env = {n: value for n, value in like_align.items() if n not in DETERMINISTIC_ENVIRONMENT}
     run = Run(f"{name}.{number}", line.command, env, folder / f"{name}.{number}")
     made: dict[str, Any] = {"configuration": name, "round": number, "captured": captured(line)}
@@ -209,8 +352,8 @@ def summaries(results: Mapping[str, Any], names: Sequence[str]) -> dict[str, dic
     None.
     """
     timed = [run for run in results["runs"] if not run["error"]]
-    runs = {name: [run for run in timed if run["configuration"] == name] for name in names}
-    made = {name: found for name, found in runs.items() if found}
+    runs = ((name, [run for run in timed if run["configuration"] == name]) for name in names)
+    made = {name: found for name, found in runs if found}
     base = {run["round"]: _median(run["step_ms"]) for run in next(iter(made.values()), ())}
     peak = _PEAKS.get(next(iter(results["machine"]["gpus"]), ""))
     return {name: _summary(found, base, peak) for name, found in made.items()}
@@ -261,23 +404,19 @@ def _rows(results: dict[str, Any]) -> list[list[str]]:
     head = ["run", "captured", "ms a step", "quartiles", f"of {first}", "TFLOP/s per GPU", "MFU"]
     rows = [[*head, "tokens/s per GPU", "allocated MiB", "reserved MiB"]]
     of_runs = {run["configuration"]: run["captured"] for run in results["runs"]}
-    forms = {"tflops": ".1f", "mfu": ".1%", "tokens": ",.0f"}
+    forms = {"ratio": ".3f", "tflops": ".1f", "mfu": ".1%", "tokens": ",.0f"}
     forms |= {"allocated_mib": ",.0f", "reserved_mib": ",.0f"}
     for name, found in results["summary"].items():
         low, high = found["ms_quartiles"]
-        cells = [f"{found['ms']:.1f}", f"{low:.1f} to {high:.1f}", _ratio(found)]
-        for key, form in forms.items():
-            cells.append("-" if found[key] is None else format(found[key], form))
-        rows.append([f"{name}: {CONFIGURATIONS[name].title}", of_runs[name] or "-", *cells])
+        cells = {
+            key: "-" if found[key] is None else format(found[key], form)
+            for key, form in forms.items()
+        }
+        if found["ratio"] is not None and len(found["ms_of_rounds"]) > 1:
+            cells["ratio"] += " ({:.3f} to {:.3f})".format(*found["ratio_range"])
+        what = f"{name}: {CONFIGURATIONS[name].title}", of_runs[name] or "-"
+        rows.append([*what, f"{found['ms']:.1f}", f"{low:.1f} to {high:.1f}", *cells.values()])
     return rows
-
-
-def _ratio(found: dict[str, Any]) -> str:
-    if found["ratio"] is None:
-        return "-"
-    low, high = found["ratio_range"]
-    spread = f" ({low:.3f} to {high:.3f})" if len(found["ms_of_rounds"]) > 1 else ""
-    return f"{found['ratio']:.3f}{spread}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from megatron_cg.tools.align.presets import load_preset
-from megatron_cg.tools.bench.bench_command import read_log
-from megatron_cg.tools.bench.configurations import (
+from megatron_cg.tools.bench.bench_command import (
     CONFIGURATIONS,
     BenchError,
     chosen,
     edited,
     given_line,
     preset_line,
+    read_log,
 )
 from tests.unit.grouped_linear import in_place_of_te
 
