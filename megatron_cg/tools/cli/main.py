@@ -105,20 +105,14 @@ def bench(add: Add) -> None:
     add("--preset", metavar="NAME", help=f"a model: {', '.join(preset_names())}")
     add("--nproc", type=positive, help="GPUs of a preset's run (default: the preset's)")
     add("--microbatches", type=positive, default=2, help="of a preset's step (default 2)")
-    text = (
-        "runs, separated by commas (default: eager,ddp,graphs). For a model with experts also "
-        "eager-gemm: with the --cg-grouped-gemm of the line, or torch's"
-    )
+    text = "runs, of eager,ddp,graphs (default) and eager-gemm: eager with the graphs' grouped GEMM"
     add("--only", metavar="NAMES", help=text)
     add("--steps", type=positive, default=20, help="steps that are measured (default 20)")
     text = "steps before them, capture included (default 30)"
     add("--settle-steps", type=positive, default=30, help=text)
     text = "Megatron logs the mean of N steps, and waits for the GPU to do so (default 1)"
     add("--log-interval", type=positive, default=1, metavar="N", help=text)
-    text = (
-        "make all runs in turn N times, every other time in reverse order (default 1). "
-        "Machines drift by 10%% within minutes, so ratios are taken within a round"
-    )
+    text = "make all runs in turn N times (default 1); ratios are taken within a round"
     add("--rounds", type=positive, default=1, metavar="N", help=text)
     add("--out", type=Path, metavar="JSON", help="write all numbers, commands and versions here")
     add("--work-dir", type=Path, metavar="DIR", help="keep logs here")
@@ -134,15 +128,9 @@ def doctor(add: Add) -> None:
     code 0: graphs can run (with --backend tape: the comparison on the CPU can); 1: something
     prevents them.
     """
-    text = (
-        "what captures: TE on GPUs (default), only torch on GPUs, or the tape, which needs neither"
-    )
-    add(
-        "--backend",
-        choices=(TRANSFORMER_ENGINE, NATIVE, TAPE),
-        default=TRANSFORMER_ENGINE,
-        help=text,
-    )
+    text = "what captures: TE on GPUs (default), torch alone on GPUs, or the tape without a GPU"
+    backends = (TRANSFORMER_ENGINE, NATIVE, TAPE)
+    add("--backend", choices=backends, default=TRANSFORMER_ENGINE, help=text)
     add("--json", action="store_true", help=_JSON)
 
 
@@ -166,17 +154,11 @@ def precompile(add: Add) -> None:
     """
     add("build", metavar="FILE.py:FUNCTION", help="what builds the layer")
     add("--out", type=Path, metavar="DIR", required=True, help="where to write the artifact")
-    text = (
-        "ranks while tracing, as many as the groups of the region need at least; the artifact "
-        "serves any run with groups of these sizes"
-    )
+    text = "ranks while tracing: as many as the groups of the region need at least"
     add("--world-size", type=positive, required=True, help=text)
     text = "compute capability of the GPUs that will load it, or cpu (default: 9.0)"
     add("--capability", type=capability, default=(9, 0), help=text)
-    text = (
-        "trace under torch.use_deterministic_algorithms(True), as Megatron's "
-        "--deterministic-mode runs"
-    )
+    text = "trace for runs under torch.use_deterministic_algorithms(True)"
     add("--deterministic", action="store_true", help=text)
 
 
@@ -268,8 +250,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         command(commands.add_parser(name, help=text.splitlines()[0], description=text).add_argument)
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        takes_flags = args.command in TAKING_FLAGS
-        hint = " (Megatron's own come after a bare --)" if takes_flags else ""
+        hint = " (Megatron's own come after a bare --)" if args.command in TAKING_FLAGS else ""
         text = f"unrecognized arguments: {' '.join(unknown)}{hint}"
         commands.choices[args.command].error(text)
     return args
@@ -289,14 +270,10 @@ def _told(error: BaseException) -> tuple[str, int]:
 
 
 def _open_closed_streams() -> None:
-    """Connect standard streams that are closed, as with ``>&-``, to the null device.
-
-    Otherwise the next file that is opened would take the stream's number, and what a process
-    started here prints would go into that file.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    """Open the null device for closed streams (``>&-``), or the next file gets their numbers."""
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
 
 
 def _drop_unwritten() -> None:
@@ -312,8 +289,7 @@ def _drop_unwritten() -> None:
 def _end_in_order() -> None:
     """Let a signal of ``ENDING`` raise ``SystemExit`` in the main thread, and note it and Ctrl-C.
 
-    The exit code is 128 plus the signal's number, as in a shell. An ignored signal, as under
-    ``nohup``, stays ignored.
+    The exit code is a shell's. An ignored signal, as under ``nohup``, stays ignored.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:

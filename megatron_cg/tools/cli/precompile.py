@@ -45,16 +45,14 @@ def builder(text: str) -> Callable[[], Any]:
     path = Path(file).resolve()
     others = [place for place in sys.path if Path(place).resolve() != path.parent]
     found = PathFinder.find_spec(path.stem, others)
-    module: Any = None
-    if path.stem not in sys.stdlib_module_names and (found is None or found.origin is None):
-        sys.path.insert(0, str(path.parent))
-        with _running(file):
-            module = importlib.import_module(path.stem)
-    if module is None or Path(getattr(module, "__file__", None) or "").resolve() != path:
+    if path.stem in sys.stdlib_module_names or (found is not None and found.origin is not None):
         raise MegatronCGError(
             f"{file} has the name of another module, {path.stem}, which would be imported instead "
             "where the code is loaded: rename the file"
         )
+    sys.path.insert(0, str(path.parent))
+    with _running(file):
+        module = importlib.import_module(path.stem)
     function = getattr(module, name, None)
     if not callable(function):
         raise MegatronCGError(f"{file} has no function {name}")
