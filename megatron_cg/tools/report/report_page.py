@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -31,7 +30,7 @@ from megatron_cg.version import __version__
 MIB = 2**20
 Curve = dict[int, float]
 """A number at each step, from 1, in the order of steps."""
-_RUN, _REFERENCE, _BAD, _MUTED = "#0072b2", "#c05200", "#a5260f", "#525b66"
+_RUN, _REFERENCE, _MUTED = "#0072b2", "#c05200", "#525b66"
 _STYLE: Any = {
     "agg.path.chunksize": 10_000,
     "axes.grid": True,
@@ -84,14 +83,8 @@ class Story:
         """Both runs' numbers bit for bit, by the rules of ``megatron-cg align``."""
         if len(self.runs) == 1:
             return None
-        reference, name = self.runs
-        return align.compare(
-            self.runs[reference], self.run, (f"the run {reference}", f"the run {name}")
-        )
-
-    @property
-    def captures(self) -> list[Mapping[str, Any]]:
-        return [c for c in self.rank.get("captures", ()) if c["graphs"]]
+        reference, name = (f"the run {name}" for name in self.runs)
+        return align.compare(*self.runs.values(), (reference, name))
 
     @property
     def captured_after(self) -> int | None:
@@ -111,47 +104,21 @@ class Quantity:
     values: tuple[align.Value, ...] = ()
     """The numbers that both runs have, over all ranks; empty if they cannot be compared."""
 
-    @property
-    def unequal(self) -> list[align.Value]:
-        """Those that differ in any bit, in the order of steps."""
-        return [value for value in self.values if not value.same]
-
-    @property
-    def difference(self) -> Curve:
-        """The widest difference of each common step, over all ranks; none is wider than NaN."""
-        widest: Curve = {}
-        for value in self.values:
-            found = 0.0 if value.same else value.difference
-            widest[value.step] = max(widest.get(value.step, 0.0), found, key=width)
-        return widest
-
-
-def width(difference: float) -> float:
-    return math.inf if math.isnan(difference) else difference
-
 
 def losses(story: Story) -> list[Quantity]:
-    curves = {name: _curves(record) for name, record in story.records.items()}
-    comparison = story.comparison
-    values: tuple[align.Value, ...] = ()
-    if comparison is not None and comparison.status != align.NOT_COMPARABLE:
-        values = comparison.values
+    curves: dict[str, dict[str, Curve]] = {}
+    for run, record in story.records.items():
+        for index in range(len(record["steps"])):
+            for name, text in align.numbers_of(record["steps"], index).items():
+                found = curves.setdefault(name, {}).setdefault(run, {})
+                found[index + 1] = float.fromhex(text)
+    values = () if story.comparison is None else story.comparison.values
+    both = [value for value in values if None not in (value.eager, value.graphed)]
     return [
-        Quantity(
-            name,
-            {run: found[name] for run, found in curves.items() if name in found},
-            tuple(v for v in values if v.name == name and None not in (v.eager, v.graphed)),
-        )
-        for name in curves[story.name]
+        Quantity(name, found, tuple(value for value in both if value.name == name))
+        for name, found in curves.items()
+        if story.name in found
     ]
-
-
-def _curves(record: Mapping[str, Any]) -> dict[str, Curve]:
-    curves: dict[str, Curve] = {}
-    for index in range(len(record["steps"])):
-        for name, text in align.numbers_of(record["steps"], index).items():
-            curves.setdefault(name, {})[index + 1] = float.fromhex(text)
-    return curves
 
 
 def step_times(story: Story) -> Quantity:
@@ -220,6 +187,7 @@ def page(story: Story) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
     total, medians = align.graph_counts(story.run), median_times(story)
+    captures = [capture for capture in story.rank.get("captures", ()) if capture["graphs"]]
     where = str(story.rank.get("device", "cpu")) if story.on_gpu else "no GPU"
     # The first step and the capture take many times as long as the others.
     top = 2 * max(medians.values()) if medians else None
@@ -234,7 +202,8 @@ def page(story: Story) -> str:
         times=plotted(story, step_times(story), top) if story.rank["steps"] else None,
         speed=speed(story),
         peaks=peaks(story) if story.on_gpu and story.rank["steps"] else "",
-        work=_work(total) if total.get("captured") or story.captures else "",
+        work=_work(total) if total.get("captured") or captures else "",
+        captures=captures,
         facts=_facts(story),
         commands={n: shlex.join(rank.get("command") or ()) for n, rank in story.records.items()},
     )
@@ -294,16 +263,16 @@ def difference(quantity: Quantity) -> str:
     """How two runs differ in one quantity, if they are compared; exact zero is stated as such."""
     if not quantity.values:
         return ""
-    unequal, count = quantity.unequal, len(quantity.values)
+    unequal, count = [value for value in quantity.values if not value.same], len(quantity.values)
     if not unequal:
-        return (
-            f"The difference is exactly zero at every step: all {count} numbers have the same bits "
-            "in both runs."
-        )
-    at, widest = max(quantity.difference.items(), key=lambda point: width(point[1]))
+        same = f"all {count} numbers have the same bits in both runs."
+        return f"The difference is exactly zero at every step: {same}"
+    first = unequal[0]
+    # None is wider than NaN.
+    widest = max(unequal, key=lambda v: math.inf if math.isnan(v.difference) else v.difference)
     return (
-        f"{len(unequal)} of {count} numbers differ, the first at step {unequal[0].step} on rank "
-        f"{unequal[0].rank}. The widest difference is {widest:.3e}, at step {at}."
+        f"{len(unequal)} of {count} numbers differ, the first at step {first.step} on rank "
+        f"{first.rank}. The widest difference is {widest.difference:.3e}, at step {widest.step}."
     )
 
 
@@ -366,8 +335,28 @@ def plotted(story: Story, quantity: Quantity, top: float | None = None) -> str:
     """The quantity's plot, from 0 to ``top`` if that is given, as the address of an image."""
     # Not of pyplot, which would keep each figure. A font may lack a glyph of a name.
     with mpl.rc_context(_STYLE), warnings.catch_warnings(action="ignore"):
-        figure = Figure(layout="constrained")
-        _draw(story, quantity, top, figure)
+        figure = Figure((7.4, 2.65), layout="constrained")
+        axes = figure.subplots()
+        for name, curve in quantity.curves.items():
+            # The run is a thin line inside the reference's band.
+            colour, wide = (_RUN, 1.4) if name == story.name else (_REFERENCE, 6)
+            marker = "o" if len(curve) <= 40 else ""
+            # matplotlib hides names that begin with an underscore.
+            label = name.lstrip("_")[-30:] or "run"
+            # Its arithmetic overflows near the largest numbers.
+            heights = [height if abs(height) < 1e100 else math.nan for height in curve.values()]
+            axes.plot(
+                *(list(curve), heights),
+                **{"color": colour, "linewidth": wide, "label": label},
+                **{"marker": marker, "markersize": 3.5},
+            )
+        axes.set(xlabel="step", ylabel=quantity.name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
+        if top is not None:
+            axes.set_ylim(0, top)
+        if (captured := story.captured_after) is not None:
+            axes.axvline(captured + 0.5, color=_MUTED, linewidth=1, linestyle=":")
         return "data:image/png;base64," + base64.b64encode(png(figure)).decode()
 
 
@@ -375,37 +364,3 @@ def png(figure: Figure) -> bytes:
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=160, metadata={"Software": None})
     return written.getvalue()
-
-
-def _draw(story: Story, quantity: Quantity, top: float | None, figure: Figure) -> None:
-    ratios = [5, 3] if quantity.values else [5]
-    figure.set_size_inches(7.4, 0.75 + 0.38 * sum(ratios))
-    grid = figure.subplots(len(ratios), sharex=True, squeeze=False, height_ratios=ratios)
-    panels: list[Axes] = list(grid[:, 0])
-    for name, curve in quantity.curves.items():
-        # The run is a thin line inside the reference's band.
-        colour, wide = (_RUN, 1.4) if name == story.name else (_REFERENCE, 6)
-        # matplotlib hides names that begin with an underscore.
-        label = name.lstrip("_")[-30:] or "run"
-        _curve(panels[0], curve, color=colour, linewidth=wide, label=label)
-    panels[0].set_ylabel(quantity.name)
-    panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
-    if top is not None:
-        panels[0].set_ylim(0, top)
-    for axes in panels[1:]:
-        axes.set_ylabel("difference")
-        _curve(axes, quantity.difference, color=_BAD if quantity.unequal else _RUN)
-        if not quantity.unequal:
-            axes.set_ylim(-1, 1)
-            axes.set_yticks([0], ["exactly 0"])
-    panels[-1].set_xlabel("step")
-    for axes in panels if story.captured_after is not None else ():
-        axes.axvline((story.captured_after or 0) + 0.5, color=_MUTED, linewidth=1, linestyle=":")
-
-
-def _curve(axes: Axes, curve: Curve, **style: Any) -> None:
-    marker = "o" if len(curve) <= 40 else ""
-    # matplotlib's arithmetic overflows near the largest numbers.
-    heights = [height if abs(height) < 1e100 else math.nan for height in curve.values()]
-    axes.plot(list(curve), heights, marker=marker, markersize=3.5, **style)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
