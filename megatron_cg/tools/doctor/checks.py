@@ -41,7 +41,7 @@ Answers = dict[str, dict[str, Any]]
 
 
 class Level(StrEnum):
-    """The severity of a finding; only ERROR means that the run is impossible."""
+    """The severity of a finding, the worst first; only ERROR means that the run is impossible."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -197,27 +197,26 @@ def libraries(system: System) -> Iterator[Finding]:
             able = f"--cg-grouped-gemm torch (BF16); for cublas (BF16, FP8) {te.UPGRADE}: {lacks}"
         yield ok(f"dropless experts in graphs: {able}")
     for name, files in torch["loaded"].items():
-        own = {Path(file).parent: file for file in files}
-        for folder, mine in list(own.items())[:1]:
-            others = [file for file in with_te["loaded"][name] if Path(file).parent not in own]
-            found = f"one copy of {name} {torch.get(name) or ''}".strip()
-            if not others:
-                yield ok(found)
-            elif name == "cuDNN":
-                remedy = f"export CUDNN_HOME={folder.parent}"
-                yield warning(f"{others[0]} is loaded beside torch's {mine}", _SECOND_CUDNN, remedy)
-            else:
-                remedy = f"export LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH"
-                yield warning(f"{others[0]} is loaded beside torch's {mine}", _SECOND, remedy)
+        if not files:
+            continue
+        folders = {Path(file).parent for file in files}
+        others = [file for file in with_te["loaded"][name] if Path(file).parent not in folders]
+        folder = Path(files[0]).parent
+        why, remedy = _SECOND, f"export LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH"
+        if name == "cuDNN":
+            why, remedy = _SECOND_CUDNN, f"export CUDNN_HOME={folder.parent}"
+        if others:
+            yield warning(f"{others[0]} is loaded beside torch's {files[0]}", why, remedy)
+        else:
+            yield ok(f"one copy of {name} {torch.get(name) or ''}".strip())
 
 
 def symbols(system: System) -> Iterator[Finding]:
     rows = system.told("symbols")
     for package in sorted({row["package"] for row in rows}):
         states = [row for row in rows if row["package"] == package]
-        broken, unknown = (
-            [row["symbol"] for row in states if row[key]] for key in ("error", "unknown")
-        )
+        broken = [row["symbol"] for row in states if row["error"]]
+        unknown = [row["symbol"] for row in states if row["unknown"]]
         known = INSTALL.get(package, f"python -c 'import {states[0]['module']}'")
         remedy = _missing(system, package) or known
         if broken:
@@ -226,9 +225,8 @@ def symbols(system: System) -> Iterator[Finding]:
         if unknown:
             found = f"functions of {package} have unknown code: {', '.join(unknown)}"
             yield warning(found, "what replaces them stays off, and the rest works", remedy)
-        skipped = any(row["skipped"] for row in states)
-        here = "not installed" if skipped else f"{len(states) - len(broken)} found"
-        yield ok(f"{package}: {here}")
+        gone = any(row["skipped"] for row in states)
+        yield ok(f"{package}: {'not installed' if gone else f'{len(states) - len(broken)} found'}")
 
 
 def variables(system: System) -> Iterator[Finding]:
