@@ -83,8 +83,9 @@ class Story:
         """Both runs' numbers bit for bit, by the rules of ``megatron-cg align``."""
         if len(self.runs) == 1:
             return None
-        reference, name = (f"the run {name}" for name in self.runs)
-        return align.compare(*self.runs.values(), (reference, name))
+        reference, name = self.runs
+        labels = f"the run {reference}", f"the run {name}"
+        return align.compare(self.runs[reference], self.run, labels)
 
     @property
     def captured_after(self) -> int | None:
@@ -345,11 +346,8 @@ def plotted(story: Story, quantity: Quantity, top: float | None = None) -> str:
             label = name.lstrip("_")[-30:] or "run"
             # Its arithmetic overflows near the largest numbers.
             heights = [height if abs(height) < 1e100 else math.nan for height in curve.values()]
-            axes.plot(
-                *(list(curve), heights),
-                **{"color": colour, "linewidth": wide, "label": label},
-                **{"marker": marker, "markersize": 3.5},
-            )
+            (line,) = axes.plot(list(curve), heights, color=colour, linewidth=wide, label=label)
+            line.set(marker=marker, markersize=3.5)
         axes.set(xlabel="step", ylabel=quantity.name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
