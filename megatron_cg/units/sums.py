@@ -187,7 +187,9 @@ class Sums:
         if not self._calls:
             return
         for edge, (unit, tensor, hooks) in self._used.items():
-            if edge in inputs or hooks or getattr(tensor(), "retains_grad", False):
+            # FSDP2 has hooks on all that its modules return, and reads no gradient there.
+            own = any("torch.distributed" not in str(h) for h in (hooks or {}).values())
+            if edge in inputs or own or getattr(tensor(), "retains_grad", False):
                 self.shared.setdefault(unit, _READ)
         self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
         users = _users(roots)

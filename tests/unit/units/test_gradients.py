@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.errors import CaptureError, ConfigurationError, ReplayMismatchError
 from megatron_cg.units.call import separate
 from megatron_cg.upstream.patch import combine_undos
 from tests.unit.counted import expect
+from tests.unit.ranks import on_ranks
 from tests.unit.units.plain import (
     REPLAYED,
     ROWS,
@@ -73,16 +75,12 @@ def fed(run: Training, x: torch.Tensor) -> torch.Tensor:
     return backward(x.square().mean())
 
 
-SHARING = {"an argument": (Unit, used_later), "containers": (Fed, fed)}
-
-
-@pytest.mark.parametrize("options", [{}, {"verify_interval": 1}, {"on_mismatch": "error"}])
-@pytest.mark.parametrize("name", SHARING)
-def test_separate_inputs_equal_eager_training_with_views(name: str, options: Any) -> None:
-    kind, microbatch = SHARING[name]
+@pytest.mark.parametrize(("kind", "microbatch"), [(Unit, used_later), (Fed, fed)])
+def test_separate_inputs_equal_eager_training_with_views(kind: Any, microbatch: Any) -> None:
     of_training = (partial(units, kind), microbatch)
     counts = {"replayed": REPLAYED, "mismatched": 0}
-    assert_as_eager(counts, *of_training, separate_inputs=True, **options)
+    assert_as_eager(counts, *of_training, separate_inputs=True)
+    assert_as_eager(counts, *of_training, separate_inputs=True, verify_interval=1)
     # Without views numbers are others, so that the option has to be asked for.
     plain, viewed = Training(*of_training), Training(*of_training)
     undo = combine_undos(map(separate, viewed.model))
@@ -319,6 +317,32 @@ def test_the_gradient_of_a_result_that_its_unit_uses_is_refused(how: str, since:
     error = ReplayMismatchError if since else ConfigurationError
     said = "a result that it also uses itself"
     refused(error, said, partial(units, Meaned), microbatch, units="0")
+
+
+class Pooled(nn.Module):
+    """Returns what its unit does, so that FSDP2 has hooks on that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = Meaned()
+        fully_shard(self.unit)
+        fully_shard(self)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.unit(x)
+
+
+def train_pooled() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        made, mean = run.model(x)
+        return backward((made * mean).square().mean())
+
+    counts = {"replayed": STEPS - WARMUP, "mismatched": 0}
+    assert_as_eager(counts, Pooled, microbatch, units="unit")
+
+
+def test_hooks_of_fsdp2_on_such_a_result_read_no_gradient() -> None:
+    on_ranks(train_pooled, 1)
 
 
 class Pair(Unit):

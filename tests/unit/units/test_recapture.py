@@ -12,25 +12,9 @@ from torch import nn
 from tests.unit.counted import expect
 from tests.unit.ranks import on_ranks
 from tests.unit.units import plain
-from tests.unit.units.plain import (
-    UNITS,
-    WARMUP,
-    WIDTH,
-    Training,
-    Unit,
-    same,
-    units,
-)
-from tests.unit.units.sharded import (
-    MICROBATCHES,
-    Case,
-    Run,
-    equal,
-    under_ddp,
-    under_fsdp2,
-    under_v1,
-    under_v2,
-)
+from tests.unit.units.plain import UNITS, WARMUP, WIDTH, Training, Unit, same, units
+from tests.unit.units.sharded import MICROBATCHES, Case, Run, equal
+from tests.unit.units.test_sharded import WRAPS
 
 STEPS, EVERY, CHANGE = 16, 2, 5
 """The first capture comes in step 2, and the change in the fourth step with graphs."""
@@ -83,28 +67,24 @@ def trained(before: Callable[[Training], object], **options: Any) -> tuple[Any, 
     return graphs.counters, graphs
 
 
+def once(change: Callable[[Training], object]) -> Callable[[Training], object]:
+    return lambda run: change(run) if run.step == CHANGE else None
+
+
 CHANGES = {unfreeze: 1, adapt: 1, set_schedule: 1, in_double: 2}
 """And how many units have a mismatch then."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_that_lasts_is_captured_after_so_many_steps(change: Any) -> None:
-    def before(run: Training) -> None:
-        if run.step == CHANGE:
-            change(run)
-
-    counters, _ = trained(before, recapture=EVERY)
+    counters, _ = trained(once(change), recapture=EVERY)
     without = EVERY * CHANGES[change]
     replayed = (STEPS - 2 * WARMUP) * UNITS - without
     expect(counters, captured=2 * UNITS, mismatched=without, eager=without, replayed=replayed)
 
 
 def test_without_it_the_message_says_how_to_capture_again(caplog: pytest.LogCaptureFixture) -> None:
-    def before(run: Training) -> None:
-        if run.step == CHANGE:
-            set_schedule(run)
-
-    counters, _ = trained(before)
+    counters, _ = trained(once(set_schedule))
     expect(counters, captured=UNITS, mismatched=STEPS - CHANGE)
     assert "graphs.close(), and then graphs = graph_units(model, units)" in caplog.text
 
@@ -125,9 +105,6 @@ def test_a_capture_that_does_not_help_comes_less_often() -> None:
 
     counters, graphs = trained(before, recapture=1)
     assert counters.captured == 3 * UNITS and graphs._recapture == 4
-
-
-WRAPS = {"fsdp2": under_fsdp2(), "ddp": under_ddp(), "v1": under_v1(), "v2": under_v2()}
 
 
 def double_on_one_rank(run: Run, step: int) -> None:
