@@ -48,9 +48,8 @@ def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
             yield Violation("argument", f"backend={value!r}", reason, remedy)
         elif name in ("verify_interval", "verify_steps"):
             yield from at_least(name, value, 0)
-        elif name == "fast_path" and not isinstance(value, bool):
-            found = f"fast_path={value!r}"
-            yield Violation("argument", found, "it is True or False", "fast_path=True")
+        elif name == "fast_path":
+            yield from true_or_false(name, value)
         elif name in ("record", "report") and not isinstance(value, str | PathLike):
             found = f"{name}={value!r}"
             yield Violation("argument", found, "it is a directory", f'{name}="runs/1"')
@@ -99,6 +98,11 @@ def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         reason = f"it is a whole number from {least} on"
         yield Violation("argument", f"{name}={value!r}", reason, f"{name}={least}")
+
+
+def true_or_false(name: str, value: object) -> Iterator[Violation]:
+    if not isinstance(value, bool):
+        yield Violation("argument", f"{name}={value!r}", "it is True or False", f"{name}=True")
 
 
 def member_of(group: object) -> Iterator[Violation]:

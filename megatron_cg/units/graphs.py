@@ -15,7 +15,7 @@ from megatron_cg.arguments.words import UNITS, errors_name_arguments, sentences
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement
-from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation
 from megatron_cg.integrations.call_arguments import (
     BackendName,
     OnFailure,
@@ -28,9 +28,11 @@ from megatron_cg.integrations.call_arguments import (
     require_same,
     settings_in,
     several,
+    true_or_false,
 )
 from megatron_cg.integrations.repeated_step import gradients_saved, train_step
 from megatron_cg.integrations.teardown import graphs_close_in_time
+from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures, is_first_rank
 from megatron_cg.units.call import separate
@@ -150,6 +152,7 @@ class GraphedUnits:
         broken = [] if wanted else [_NO_UNITS]
         broken += at_least("warmup_steps", warmup_steps, 1)
         broken += at_least("recapture", recapture, 0)
+        broken += true_or_false("separate_inputs", separate_inputs)
         broken += check_settings(given, UNITS)
         broken += member_of(group)
         refuse(broken)
@@ -159,7 +162,9 @@ class GraphedUnits:
             on_mismatch, verify_interval, verify_steps, sentences(UNITS), again
         )
         self._model, self._wanted, self._recapture = model, wanted, recapture
-        self._separates = separate_inputs
+        self._separates, self._join = separate_inputs, combine_undos(())
+        self._refuted = dict[str, Mismatch]()
+        self._unfit: MegatronCGError | None = None
         self._fast_path, self._awaits_verified = fast_path, False
         with ExitStack() as undo:
             self._agreement = Agreement(group=group, remedy=_ALIKE, alone=_SOME_RANKS)
@@ -185,10 +190,11 @@ class GraphedUnits:
 
     def _begin(self) -> None:
         """Find the units as the model is now, to be observed from the first step on."""
-        self._sharding = find_sharding(self._model)
-        self._units = find_units(self._sharding, self._wanted, self._backend.name)
-        self._observer = Observer(self._units, self._sharding)
-        self._join = combine_undos(map(separate, self._units.values() if self._separates else ()))
+        sharding = find_sharding(self._model)
+        units = find_units(sharding, self._wanted, self._backend.name)
+        self._sharding, self._units, self._observer = sharding, units, Observer(units, sharding)
+        self._join()
+        self._join = combine_undos(map(separate, units.values() if self._separates else ()))
 
     def _forget(self) -> None:
         self._observer.forget()
@@ -200,6 +206,8 @@ class GraphedUnits:
         if not every or session is None or session.mismatches.verifications.step % every:
             return
         mismatches = session.mismatches
+        if mismatches.repeats:  # A verified step differed.
+            return
         if not mismatches.on_any_rank("recapture", mismatches.steps_in_a_row >= every, TIMEOUT):
             return
         if is_first_rank():
@@ -208,9 +216,14 @@ class GraphedUnits:
             )
         if mismatches.verifications.step <= 3 * every:
             self._recapture *= 2
+        refuted = mismatches.verifications.refuted.items()
+        self._refuted |= {session.units[number].name: found for number, found in refuted}
         self._controller.begin_again()
-        self._forget()
-        self._begin()
+        self._observer = Observer(self._units, self._sharding)
+        try:
+            self._begin()
+        except MegatronCGError as error:
+            self._unfit = error  # Raised by the capture: other ranks come there too.
 
     @property
     def counters(self) -> Counters:
@@ -302,6 +315,8 @@ class GraphedUnits:
 
     @errors_name_arguments(UNITS)
     def _capture(self) -> Session:
+        if self._unfit is not None:
+            raise self._unfit
         seen = self._observer.calls
         check_seen(self._units, self._observer)
         device_type = next(iter(seen.values())).autocast["device_type"]
@@ -317,6 +332,8 @@ class GraphedUnits:
             static_inputs=self._observer.static_inputs,
             fast_path=self._fast_path,
         )
+        refuted = {n: self._refuted[u] for n, u in enumerate(seen) if u in self._refuted}
+        session.mismatches.verifications.refuted.update(refuted)
         samples = [call.samples() for call in seen.values()]
         with session.capturing(), ExitStack() as stack:
             stack.enter_context(torch.autocast(**backward))

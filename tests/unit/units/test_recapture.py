@@ -1,5 +1,6 @@
 """Units are captured again after a change that lasts, if that was asked for."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -105,6 +106,47 @@ def test_a_capture_that_does_not_help_comes_less_often() -> None:
 
     counters, graphs = trained(before, recapture=1)
     assert counters.captured == 3 * UNITS and graphs._recapture == 4
+
+
+def test_units_that_are_no_more_are_a_capture_that_fails() -> None:
+    def before(run: Training) -> None:
+        if run.step == CHANGE:
+            del run.model[1]
+            set_schedule(run)
+
+    counters, _ = trained(before, recapture=1, units=["0", "1"], on_failure="eager")
+    expect(counters, captured=UNITS, mismatched=1)
+
+
+class Unguarded(Growing):
+    """Reads what no guard sees."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(os.environ["UNGUARDED"])
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"verify_interval": 3}, {"captured": 2 * UNITS, "replayed": 2 * UNITS + STEPS - 7}),
+        ({"verify_steps": 3}, {"captured": UNITS, "replayed": 2 * UNITS + 1}),
+    ],
+)
+def test_what_a_verification_has_turned_off_stays_off(
+    options: Any, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one unit in the third step with graphs, while the other one has a mismatch."""
+
+    def before(run: Training) -> None:
+        monkeypatch.setenv("UNGUARDED", "1" if run.step < CHANGE - 1 else "0.5")
+        if run.step == CHANGE - 1:
+            set_schedule(run)
+
+    run = Training(partial(units, Unguarded), before=before)
+    with run.graphs(recapture=1, **options) as graphs:
+        run.microbatch = lambda *of: graphs.verified(partial(plain.train, *of))
+        list(run.run(graphs))
+    expect(graphs.counters, **counts)
 
 
 def double_on_one_rank(run: Run, step: int) -> None:
