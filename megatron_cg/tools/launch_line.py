@@ -32,14 +32,16 @@ _TASKS = re.compile(r"(srun|mpirun|mpiexec)\s")
 _NO_SCRIPT = (
     "give after a bare -- the whole command that starts the run, with its script (a name that ends "
     "with .py) and flags: torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... In a "
-    "shell script, write megatron-cg plan -- before torchrun or python"
+    "shell script, write megatron-cg plan -- before torchrun or python. For other trainings see "
+    "docs/graph_units.md and docs/clients.md"
 )
 MEGATRONS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
 """Scripts of Megatron that train GPT models, and add no flags."""
 _OTHERS = {
     "graph_units.md#ways-of-sharding": r"--deepspeed|--zero-stage|--ds[-_]",
     "graph_units.md#a-loop-on-megatron-core": r"\bverl\b|\bslime\b|\bactor_rollout_ref\.|"
-    r"main_(ppo|dapo)|run_grpo|nemo_rl|openrlhf|train_rl|--perform-rl-step|--rollout-|--actor-num-",
+    r"main_(ppo|dapo)|run_grpo|nemo_rl|openrlhf|train_rl|--perform-rl-step|--rollout-|--actor-num-|"
+    r"\bnemo llm\b|\bmegatron (sft|pt|rlhf)\b",
     "clients.md#torchtitan": r"torchtitan|run_train\.sh|--(job|training|parallelism)\.",
     "clients.md#megatron-bridge": r"megatron[-_./]bridge|run_recipe|run_script|setup_experiment|"
     r"--recipe\b|\s(model|ddp|dist|train)\.\w+=",
@@ -223,7 +225,7 @@ def _check_known(text: str) -> None:
     for section, pattern in _OTHERS.items():
         if found := re.search(pattern, text, re.IGNORECASE):
             text = f"{found[0].strip(' =')}: only lines of Megatron's GPT training can be read"
-            raise LaunchLineError(f"{text}; what serves this is in docs/{section}")
+            raise LaunchLineError(f"{text}; for others see docs/{section}")
 
 
 def read_flags(words: Sequence[str]) -> tuple[Flag, ...]:
@@ -252,9 +254,11 @@ def gpus_of(line: LaunchLine, count: int | None = None) -> Gpus:
     Raises LaunchLineError if nobody says how many there are.
     """
     text = f"{line.outer[0]} {line.before} "
-    per_node = _number(text, "--(?:nproc|ntasks|gpus)[-_]per[-_]node", "--num[-_](?:gpus|acc\\w+)")
-    nodes = _number(text, "--n?nodes", "--num[-_](?:nodes|machines)")
     torchrun = _TORCHRUN.search(text)
+    ranks = ("--nproc[-_]per[-_]node", "--num[-_](?:gpus|acc\\w+)")
+    tasks = () if torchrun else ("--ntasks-per-node",)  # each starts a torchrun
+    per_node = _number(text, *ranks, *tasks, "--gpus-per-node")
+    nodes = _number(text, "--n?nodes", "--num[-_](?:nodes|machines)")
     if _TASKS.search(text):
         nodes = nodes or _number(text, "-N")
         count = count or (None if torchrun else _number(text, "-n", "--ntasks", "-np"))

@@ -21,9 +21,10 @@ _EXCHANGE, _ROWS, _LAYERS = "--cg-moe-exchange", "--cg-moe-rows", "--cg-layers"
 _RECOMPUTE, _MASK = "--recompute-modules", "--no-create-attention-mask-in-dataloader"
 LAUNCHER, _FORMAT = "-m megatron_cg", "--ckpt-format"
 _CONVERT = (
-    " A checkpoint in --load {} has to be converted from torch_dist first: torchrun "
+    " A checkpoint in {} {} has to be converted{} from torch_dist first: torchrun "
     "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor, of Megatron-LM"
 )
+_LEGACY = " from torch by --ckpt-convert-format torch_dist --ckpt-convert-save, and then"
 _WHY = "all of each layer that graphs can hold"
 _CHOSEN = {
     _MODULES: _WHY,
@@ -166,8 +167,10 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     for name in _CHOSEN:
         if name != _ROWS and best.line.values(name) != tried[0].line.values(name):
             reasons[name] = tried[0].against(room)
-    if _FORMAT in reasons and (path := given.values("--load")):
-        reasons[_FORMAT] += _CONVERT.format(*path)
+    for name in ("--load", "--pretrained-checkpoint") if _FORMAT in reasons else ():
+        if path := given.values(name):
+            legacy = _LEGACY * (given.values(_FORMAT) == ("torch",))
+            reasons[_FORMAT] += _CONVERT.format(name, *path, legacy)
     if best.memory is not None:  # of the trial that recomputes most
         runs = [replace(trial.settings.run, cuda_graph_impl="none") for trial in starts]
         without = [replace(t.settings, run=run) for t, run in zip(starts, runs, strict=True)]

@@ -114,6 +114,8 @@ def settings_of(
     if own := [word for word in unknown if "$" not in word]:
         _check_unknown(own, line)
         notes.append(f"not Megatron's, so taken for the script's own: {' '.join(own)}")
+    if Path(line.script).name not in MEGATRONS and not line.source:
+        notes.append(f"{line.script} is not here: it is taken to train the model of its flags")
     dropless = Configuration(run, graph, where).counts_on_device
     if megatron and (why := _megatrons_error(args, dropless, line.variables, capability)):
         remedy = next((text for known, text in _REMEDIES.items() if re.search(known, why)), "")

@@ -202,6 +202,9 @@ def test_a_script_may_add_flags_unless_it_is_megatrons(plan: Plan, tmp_path: Pat
 
 
 SAID = {
+    "--pretrained-checkpoint /old": "in --pretrained-checkpoint /old has to be converted",
+    "--load /old --ckpt-format torch": "from torch by --ckpt-convert-format torch_dist",
+    "--mock-data": "train.py is not here: it is taken to train the model of its flags",
     "--use-checkpoint-args": "the checkpoint is not read",
     "--recompute-activations --attention-dropout 0.1": "graphed attention recomputation",
     "--load /old --ckpt-format torch_dist": "A checkpoint in --load /old has to be converted",
