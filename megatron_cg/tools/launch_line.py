@@ -169,10 +169,6 @@ def read_line(words: Sequence[str]) -> LaunchLine:
     Raises LaunchLineError if there is no script in it.
     """
     kept = [word for word in words if word.strip(" \\\n")]
-    for at, word in enumerate(kept[1:], start=1):
-        if kept[at - 1] in ("-c", "-lc") and _SCRIPT.search(word):
-            outer = (joined(kept[:at]), f" {joined(kept[at + 1 :])}".rstrip())
-            return replace(_from_text(word), outer=outer)
     return _from_text(kept[0] if len(kept) == 1 else joined(kept))
 
 
@@ -194,6 +190,11 @@ def joined(words: Sequence[str]) -> str:
 def _from_text(text: str) -> LaunchLine:
     """The line of a text for a shell, which may have other commands before and after it."""
     text = re.sub(r"\\\s*\n", " ", text).strip()
+    for quoted_line in re.finditer(r"\s-l?c\s+((?:'[^']*'|\"[^\"]*\")+)", text):
+        [inner] = shlex.split(quoted_line[1])
+        if _SCRIPT.search(inner):
+            outer = (text[: quoted_line.start(1)], text[quoted_line.end(1) :])
+            return replace(_from_text(inner), outer=outer)
     script = _SCRIPT.search(text)
     if script is None:
         _check_known(text)

@@ -59,6 +59,7 @@ def test_mpirun_hands_a_variable_on() -> None:
 def test_a_line_in_a_word_of_another_is_changed_there(shell: str) -> None:
     inner = f"export A=1; cd /x && python pretrain_gpt.py {FLAGS} 2>&1 | tee log"
     found = read(f"{shell} {shlex.quote(inner)}")
+    assert read_line([f"{shell} {shlex.quote(inner)}"]) == found
     assert found.variables == {"A": "1"} and found.flags[-1] == Flag("--bf16")
     changed = found.with_launcher().with_flag("--lr", "2").with_variable("B", "3")
     words = shlex.split(str(changed))
