@@ -12,13 +12,13 @@ import megatron_cg
 from megatron_cg.tape.fakes import FACTORIES
 
 ROOT = Path(megatron_cg.__file__).parent
-MADE_FOR_TOOLS = "tools"
-"""Tools choose the default device of their own processes."""
+MADE_FOR_TOOLS = ("tools", "tape")
+"""They choose the default device of their own processes."""
 
 
 def sources() -> list[Path]:
     found = sorted(ROOT.rglob("*.py"))
-    return [file for file in found if file.relative_to(ROOT).parts[0] != MADE_FOR_TOOLS]
+    return [file for file in found if file.relative_to(ROOT).parts[0] not in MADE_FOR_TOOLS]
 
 
 def anywhere(source: str) -> Iterator[int]:
