@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_cg.errors import CaptureError, ConfigurationError, MegatronCGError
+from megatron_cg.extensions import needed_by
 from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def __getattr__(name: str) -> Any:
     """Import the module of a public name at first access."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    with needed_by(name):
+        value = globals()[name] = getattr(import_module(_LATER[name]), name)
     return value
 
 

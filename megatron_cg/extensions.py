@@ -11,11 +11,13 @@ that the core asks it for.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_cg.errors import MegatronCGError
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +125,35 @@ def asked_of(names: Iterable[str], given: GraphArguments) -> list[tuple[str, str
         for field, values in EXTENSIONS[name].items()
         if (value := getattr(given, field)) is not None and (not values or value in values)
     ]
+
+
+class ExtensionMissingError(MegatronCGError, ImportError):
+    """What was called needs an extension that is not installed."""
+
+
+@contextmanager
+def needed_by(what: str) -> Iterator[None]:
+    """Turn the error of an import of an extension that is not installed into one that says so."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package, _, name = (error.name or "").partition(".")
+        if package != _PACKAGE or name not in not_installed():
+            raise
+        raise ExtensionMissingError(
+            f"{what} needs the extension {package}/{name}, which is not installed: install the "
+            "whole package again with pip."
+        ) from None
+
+
+def command_line() -> int:
+    """The command ``megatron-cg``, if it is installed."""
+    try:
+        with needed_by("megatron-cg"):
+            code: int = import_module(f"{_PACKAGE}.tools.cli.main").main()
+    except ExtensionMissingError as error:
+        sys.exit(str(error))
+    return code
 
 
 def _load(module: str) -> Any:

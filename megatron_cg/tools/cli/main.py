@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_cg.arguments.schema import NATIVE, SCOPES, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.extensions import needed_by
 from megatron_cg.tools.align.presets import preset_names
 from megatron_cg.version import __version__
 
@@ -236,7 +237,8 @@ def _run(words: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     # And torch warns if there is nvcc but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    return invoke(args.command, args, extra)
+    with needed_by(args.command):
+        return invoke(args.command, args, extra)
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:

@@ -66,6 +66,14 @@ EXAMPLES = {
     "tape": [{"backend": "tape"}],
     "tools": [{"record": "somewhere"}, {"report": "somewhere"}],
 }
+CLI = ("-m", "megatron_cg.tools.cli.main")
+USES = {
+    "compiled": (*CLI, "precompile", "made.py:region", "--out", "made", "--world-size", "1"),
+    "tape": (*CLI, "align", "--backend", "tape"),
+    "tools": ("-c", "from megatron_cg.extensions import command_line; command_line()"),
+    "units": ("-c", "from megatron_cg import graph_units"),
+}
+"""What needs the extension besides settings."""
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
@@ -79,21 +87,25 @@ def test_the_core_works_without(name: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"
     )
+    (tmp_path / "made.py").write_text("def region(): ...\n")
     env = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
 
-    def run(*words: str) -> str:
+    def run(*words: str, fails: bool = False) -> str:
         command = [sys.executable, *words]
         ended = subprocess.run(
             command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
         )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
+        assert bool(ended.returncode) is fails, ended.stdout + ended.stderr
+        return ended.stderr if fails else ended.stdout
 
     assert "SCRIPT" in run("-m", "megatron_cg", "--help")
     if name != "tools":
-        run("-m", "megatron_cg.tools.cli.main", "align", "--help")
-        cli = ("-m", "megatron_cg.tools.cli.main", "plan", "--")
-        assert "--cuda-graph-impl transformer_engine" in run(*cli, *LINE.split())
+        run(*CLI, "align", "--help")
+        assert "--cuda-graph-impl transformer_engine" in run(*CLI, "plan", "--", *LINE.split())
+    if name in USES:
+        said = run(*USES[name], fails=True)
+        assert f"the extension megatron_cg/{name}, which is not installed" in said
+        assert "ModuleNotFoundError" not in said
     script = SETTINGS.replace("SETTINGS", repr(EXAMPLES.get(name, []))).replace("NAME", name)
     if name != "tape":
         experts, scopes = (4, ("attn", "moe_router")) if name == "experts" else (0, ("attn",))
