@@ -75,6 +75,7 @@ _MASK = (
     "Models of transformers drop a mask that masks nothing. Pass a 4-D mask in each step, which "
     "they take as it is: (batch, 1, queries, keys), True where a query may see a key."
 )
+_LEAVES = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str})
 _FILLED = Violation(
     "separate-inputs",
     "a unit changes a list or dict that it is given in its forward pass",
@@ -122,6 +123,8 @@ def in_parts(value: Any) -> Any:
     Dataclasses that their fields alone do not make, or that torch knows, stay as they are.
     """
     kind = type(value)
+    if kind in _LEAVES:  # Most, and each replay asks.
+        return value
     if kind is BlockMask:
         names = (*BlockMask._TENSOR_ATTRS, *BlockMask._CONTEXT_ATTRS)
         parts = {name: getattr(value, name) for name in names}

@@ -129,8 +129,8 @@ def _wrong_calls(name: str, call: ObservedCall, observer: Observer) -> Iterator[
         yield Violation(
             "unit-arguments",
             f"unit {name}: {problem}",
-            "a graph takes dense tensors, also in tuples, lists, dicts and a BlockMask; other "
-            "arguments must be None, numbers, strings, dtypes or shapes",
+            "a graph takes dense tensors, also in tuples, dicts, dataclasses and a BlockMask; "
+            "other arguments must be None, numbers, strings, dtypes or shapes",
             "pass plain tensors, of a sparse one its indices and values, or take the unit out of "
             "units",
         )
