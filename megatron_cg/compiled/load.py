@@ -65,8 +65,7 @@ class Precompiled:
     ) -> None:
         self._function, self._name = function, name
         self._saved, self._state = state, PlainState(state, region.module)
-        self._training = region.module.training
-        self._device_type = region.device().type
+        self._training, self._device_type = region.module.training, region.device().type
         self._call = call_kinds(region, self._device_type)
         self._module = module_kinds(region.module)
 
@@ -80,9 +79,8 @@ class Precompiled:
         call = call_kinds(Region(module, args, kwargs), self._device_type)
         if call != self._call:
             raise ReplayMismatchError(
-                f"{self._name} was compiled for other calls: "
-                f"{differences(self._call, call)}. Call it as it was traced, or save an "
-                "artifact for this call"
+                f"{self._name} was compiled for other calls: {differences(self._call, call)}. Call "
+                "it as it was traced, or save an artifact for this call"
             )
         return self._function(module, *args, **kwargs)
 
@@ -99,21 +97,16 @@ class Precompiled:
         """Let these modules' forward passes run the compiled code; returns the undo.
 
         In the other mode than the traced one (``eval()`` for code of ``train()``), a module's own
-        forward runs. Hooks of the modules themselves run as before. A call raises
-        ReplayMismatchError if a module inside has a hook, which would never run, or was replaced,
-        as a wrapper of the model may do.
-
-        Raises:
-            ReplayMismatchError: a module has other parameters, buffers or values; none is changed
-                then.
+        forward runs. Hooks of the modules themselves run as before. Raises ReplayMismatchError if a
+        module has other parameters, buffers or values; none is changed then. So does a call if a
+        module inside has a hook, which would never run, or was replaced.
         """
         modules = list(modules)
         for module in modules:
-            kinds = module_kinds(module)
-            if kinds != self._module:
+            if different := differences(self._module, module_kinds(module)):
                 raise ReplayMismatchError(
-                    f"{self._name} was compiled for another {type(module).__name__}: "
-                    f"{differences(self._module, kinds)}. Leave this module out"
+                    f"{self._name} was compiled for another {type(module).__name__}: {different}. "
+                    "Leave this module out"
                 )
             self._require_same_state(module)
         return combine_undos(
@@ -167,28 +160,24 @@ def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> 
         AgreementError: a rank is gone, does something else, or waits in a collective for one that
             failed in the comparison. This process must end.
     """
-    held = ""
+    held, own = "", None
     compiled: Any = None
-    own: Exception | None = None
     try:
         manifest, code = read(path_of(Path(directory), name))
         held = manifest.code_sha256
         compiled = _decoded(name, manifest, code, region)
     except Exception as error:  # This rank must vote, so nothing may escape.
         own = error
-    refusal = _decided("decoded", 1, own, votes, held)
-    if refusal is None:
-        try:
-            if (different := first_difference(region, compiled)) is not None:
-                raise ArtifactRefusedError(
-                    f"{name} does not compute what eager computes: {different}. Save again; if "
-                    "that does not help, please report it with this line"
-                )
-        except Exception as error:
-            own = error
-        refusal = _decided("compared", 2, own, votes, held)
-    if refusal is not None:
-        raise refusal from own
+    _decide("decoded", 1, own, votes, held)
+    try:
+        if (different := first_difference(region, compiled)) is not None:
+            raise ArtifactRefusedError(
+                f"{name} does not compute what eager computes: {different}. Save again; if that "
+                "does not help, please report it with this line"
+            )
+    except Exception as error:
+        own = error
+    _decide("compared", 2, own, votes, held)
     return Precompiled(compiled, region, name, manifest.state)
 
 
@@ -196,12 +185,9 @@ def _decoded(name: str, manifest: Manifest, code: bytes, region: Region) -> Any:
     """The code for this rank. Raises ArtifactRefusedError if it is for something else."""
     device = region.device()
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    state = PlainState(manifest.state, region.module)
-    different = differences(
-        {**manifest.fingerprint, **manifest.state},
-        fingerprint(region, capability) | state.texts(region.module),
-    )
-    if different:
+    state = PlainState(manifest.state, region.module).texts(region.module)
+    saved = {**manifest.fingerprint, **manifest.state}
+    if different := differences(saved, fingerprint(region, capability) | state):
         raise ArtifactRefusedError(
             f"{name} was made for something else: {different}. Save again for this configuration"
         )
@@ -213,9 +199,8 @@ def _decoded(name: str, manifest: Manifest, code: bytes, region: Region) -> Any:
     return compiled
 
 
-def _decided(
-    done: str, serial: int, own: Exception | None, votes: Agreement, held: str
-) -> ArtifactRefusedError | None:
+def _decide(done: str, serial: int, own: Exception | None, votes: Agreement, held: str) -> None:
+    """Raise the same class of error on all ranks, if any has one."""
     ends = isinstance(own, NotRestoredError)
     vote = Vote(against=own is not None, ends=ends, graphs=digest([held]))
     try:
@@ -227,22 +212,19 @@ def _decided(
     if isinstance(own, NotRestoredError):
         raise own
     decision.require_restored()
+    reason = ""
     if isinstance(own, MegatronCGError):
-        return ArtifactRefusedError(str(own))
-    if own is not None:
-        reason = f"{type(own).__name__}: {own}"
-        return ArtifactRefusedError(f"the artifact could not be {done}: {reason}")
-    if decision.against:
-        return ArtifactRefusedError(
-            f"{ranks_text(decision.against)} refused the artifact, for the reason in its own log, "
-            "so no rank uses it"
-        )
-    if decision.minority:
-        return ArtifactRefusedError(
-            f"{ranks_text(decision.minority)} and the other ranks read different artifacts: give "
-            "all ranks the same folder"
-        )
-    return None
+        reason = str(own)
+    elif own is not None:
+        reason = f"the artifact could not be {done}: {type(own).__name__}: {own}"
+    elif decision.against:
+        refused = f"{ranks_text(decision.against)} refused the artifact"
+        reason = f"{refused}, for the reason in its own log, so no rank uses it"
+    elif decision.minority:
+        different = f"{ranks_text(decision.minority)} and the other ranks read different artifacts"
+        reason = f"{different}: give all ranks the same folder"
+    if reason:
+        raise ArtifactRefusedError(reason) from own
 
 
 def first_difference(region: Region, compiled: Callable[..., Any]) -> str | None:
@@ -265,8 +247,7 @@ def first_difference(region: Region, compiled: Callable[..., Any]) -> str | None
     if [name for name, _value in eager] != [name for name, _value in found]:
         return f"{len(eager)} results in eager and {len(found)} in compiled code"
     for (name, one), (_, other) in zip(eager, found, strict=True):
-        different = difference(one, other)
-        if different is not None:
+        if (different := difference(one, other)) is not None:
             return f"{name} is {different[0]} in eager and {different[1]} in compiled code"
     return None
 
@@ -281,8 +262,7 @@ def _pass(region: Region, run: Callable[..., Any]) -> list[tuple[str, torch.Tens
     ]
     with values_kept((f"buffer {name}", buffer) for name, buffer in buffers.items()):
         made = [one for one in tree_leaves(run(*args, **kwargs)) if isinstance(one, torch.Tensor)]
-        results: list[tuple[str, torch.Tensor | None]]
-        results = [(f"output {place}", one.detach()) for place, one in enumerate(made)]
+        results: list[Any] = [(f"output {n}", one.detach()) for n, one in enumerate(made)]
         results += [(f"buffer {name}", buffer.clone()) for name, buffer in buffers.items()]
         ends = [one for one in made if one.requires_grad]
         if ends and inputs:

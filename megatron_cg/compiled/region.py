@@ -231,14 +231,13 @@ def import_name(module: str) -> str:
 def script_importable() -> Iterator[None]:
     """In the block, importing the script that runs by its file's name does not run it once more."""
     name = import_name(_SCRIPT)
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = sys.modules[_SCRIPT]
+    known = name in sys.modules
+    sys.modules.setdefault(name, sys.modules[_SCRIPT])
     try:
         yield
     finally:
-        del sys.modules[name]
+        if not known:
+            del sys.modules[name]
 
 
 @dataclass(frozen=True)

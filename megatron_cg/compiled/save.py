@@ -108,10 +108,6 @@ def _require_own(path: Path, status: os.stat_result) -> None:
         )
 
 
-_FAKE_STORE = Symbol(
-    "torch.testing._internal.distributed.fake_pg:FakeStore",
-    "the store of a fake process group, and what registers its backend",
-)
 _DESTROY = Symbol(
     "megatron.core.parallel_state:destroy_model_parallel", "forgets Megatron's groups"
 )
@@ -120,7 +116,7 @@ _DISPATCHER = Symbol(
     "the class that keeps a stream for all its objects",
     attributes=("cuda_dtoh_stream",),
 )
-RELIES_ON = (_FAKE_STORE, _DESTROY, _DISPATCHER)
+RELIES_ON = (_DESTROY, _DISPATCHER)
 
 
 def save(
@@ -156,12 +152,7 @@ def save(
         state = {name: text for name, text in state.items() if other.state.get(name) == text}
     compiled = first.compiled
     code: bytes = type(compiled).serialize(compiled).serialized_data
-    manifest = Manifest(
-        code_sha256=sha256(code).hexdigest(),
-        fingerprint=first.fingerprint,
-        state=state,
-        traced_ranks=ranks,
-    )
+    manifest = Manifest(sha256(code).hexdigest(), first.fingerprint, state, ranks)
     write(path, manifest, code)
     return manifest
 
@@ -178,18 +169,14 @@ def _trace_as(
 
 
 def _require_same(first: Trace, other: Trace, rank: int) -> None:
-    different = differences(first.fingerprint, other.fingerprint)
-    if different:
+    ranks = f"rank 0 and rank {rank} would run different code"
+    if different := differences(first.fingerprint, other.fingerprint):
+        raise PrecompileError(f"{ranks}: {different}. Leave what differs out of the region")
+    if (found := first_difference(first.code, other.code, 0, rank)) is not None:
         raise PrecompileError(
-            f"rank 0 and rank {rank} would run different code: {different}. Leave what "
-            "differs out of the region"
-        )
-    difference = first_difference(first.code, other.code, 0, rank)
-    if difference is not None:
-        raise PrecompileError(
-            f"rank 0 and rank {rank} would run different code of {first.fingerprint['module']}: "
-            f"the {difference}. Code of one rank would silently be wrong on the other. Leave this "
-            "module out of the region, or give it the value as a tensor or a buffer"
+            f"{ranks} of {first.fingerprint['module']}: the {found}. Code of one rank would "
+            "silently be wrong on the other. Leave this module out of the region, or give it the "
+            "value as a tensor or a buffer"
         )
 
 
@@ -228,8 +215,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
         stack.callback(torch._dynamo.reset)
         for owner, name, value in changes:
             stack.callback(set_attribute(owner, name, value, shared=True))
-        store = _FAKE_STORE.find()()
-        dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+        dist.init_process_group("fake", rank=rank, world_size=world_size)
         stack.callback(_destroy)
         yield
 

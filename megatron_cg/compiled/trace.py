@@ -36,6 +36,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import zip_longest
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -61,10 +62,8 @@ from megatron_cg.hooks import describe, module_hooks
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
-_MAPPINGS = "megatron.core.tensor_parallel.mappings"
-_LAYERS = "megatron.core.tensor_parallel.layers"
-_RANDOM = "megatron.core.tensor_parallel.random"
-
+_PARALLEL = "megatron.core.tensor_parallel"
+_MAPPINGS, _LAYERS, _RANDOM = (f"{_PARALLEL}.{n}" for n in ("mappings", "layers", "random"))
 
 _TRACKER_CLASS = Symbol(f"{_RANDOM}:CudaRNGStatesTracker", "a tracker of random states")
 _TRACKER = Symbol(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the tracker, or None")
@@ -103,8 +102,7 @@ def traceable() -> Iterator[None]:
         for symbol, value in values.items():
             owner, name = symbol.place()
             is_static = isinstance(vars(owner).get(name), staticmethod)
-            ours = staticmethod(value) if is_static else value
-            undo.callback(set_attribute(owner, name, ours))
+            undo.callback(set_attribute(owner, name, staticmethod(value) if is_static else value))
         yield
 
 
@@ -116,8 +114,6 @@ class _Finished:
 
 
 def _done_at_once(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """``collective`` for tracing: ``async_op=True`` returns a handle that is done."""
-
     def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         collective(*args, **kwargs)
         return _Finished() if async_op else None
@@ -125,37 +121,28 @@ def _done_at_once(collective: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
-    if group.size() == 1:
-        return input_
-    reduced: torch.Tensor = functional.all_reduce(input_.contiguous(), "sum", group)
-    return reduced
+def _mapping(collective: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[..., Any]:
+    """One of Megatron's mappings, whose result is that of a functional collective."""
+
+    def call(
+        input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if group.size() == 1:
+            return input_
+        if sizes is not None:
+            raise ValueError(
+                "ranks hold different numbers of rows: compiled code cannot gather them"
+            )
+        return collective(input_.contiguous(), group)
+
+    return call
 
 
-def _gather_first(
-    input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
-) -> torch.Tensor:
-    if group.size() == 1:
-        return input_
-    _require_even(sizes)
-    gathered: torch.Tensor = functional.all_gather_tensor(input_.contiguous(), 0, group)
-    return gathered
-
-
-def _scatter_first(
-    input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
-) -> torch.Tensor:
-    if group.size() == 1:
-        return input_
-    _require_even(sizes)
-    rows = input_.contiguous()
-    scattered: torch.Tensor = functional.reduce_scatter_tensor(rows, "sum", 0, group)
-    return scattered
-
-
-def _require_even(sizes: Any) -> None:
-    if sizes is not None:
-        raise ValueError("ranks hold different numbers of rows, which compiled code cannot gather")
+_reduce = _mapping(lambda rows, group: functional.all_reduce(rows, "sum", group))
+_gather_first = _mapping(lambda rows, group: functional.all_gather_tensor(rows, 0, group))
+_scatter_first = _mapping(
+    lambda rows, group: functional.reduce_scatter_tensor(rows, "sum", 0, group)
+)
 
 
 def _all_to_all(ctx: Any, group: Any, rows: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -198,7 +185,6 @@ _WITH_GROUPS = ("_c10d_functional", "c10d_functional", "_c10d_functional_autogra
 Code = Mapping[str, Sequence[tuple[str, str]]]
 """Of each part (``forward``, ``backward``, ``outputs``) the operations, each with its place."""
 
-
 _AOT_COMPILED = Symbol(
     "torch._dynamo.aot_compile:AOTCompiledFunction",
     "a compiled function that can be saved",
@@ -236,7 +222,6 @@ def refuse_modules(module: torch.nn.Module) -> None:
 
 
 def refuse_random_numbers(graph_module: torch.fx.GraphModule) -> None:
-    """Raise PrecompileError for random numbers."""
     for node in graph_module.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise PrecompileError(
@@ -269,10 +254,9 @@ def refuse_globals(code: CodeType) -> None:
 
 
 def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) -> None:
-    """Replace the names of process groups by roles, in place.
+    """Replace the names of this rank's process groups by :data:`PREFIX` and their roles, in place.
 
-    ``roles`` are the prefix and the role, by the name of the group on this rank. Raises
-    PrecompileError if a collective runs on a group that has no role.
+    Raises PrecompileError if a collective runs on a group that has no role.
     """
     for node in filter(is_collective, graph_module.graph.nodes):
         names = [argument.name for argument in node.target._schema.arguments]
@@ -290,14 +274,16 @@ def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) ->
     graph_module.recompile()
 
 
-def rename(node: torch.fx.Node, names: Mapping[Any, Any]) -> None:
-    """Replace constants of a collective's operands, wherever they stand."""
+def rename(node: torch.fx.Node, names: Mapping[str, str]) -> None:
+    """Replace names in a collective's operands, wherever they stand."""
+    change_operands(
+        node, lambda value: names.get(value, value) if isinstance(value, str) else value
+    )
 
-    def renamed(value: Any) -> Any:
-        return names.get(value, value) if isinstance(value, str) else value
 
-    node.args = map_aggregate(node.args, renamed)
-    node.kwargs = map_aggregate(node.kwargs, renamed)
+def change_operands(node: torch.fx.Node, change: Callable[[Any], Any]) -> None:
+    node.args = map_aggregate(node.args, change)
+    node.kwargs = map_aggregate(node.kwargs, change)
 
 
 def is_collective(node: torch.fx.Node) -> bool:
@@ -310,10 +296,7 @@ def graph_lines(graph_module: torch.fx.GraphModule) -> list[tuple[str, str]]:
     for node in graph_module.graph.nodes:
         text = f"{node.name} = {node.op} {node.target} {node.args} {dict(node.kwargs)}"
         if node.op == "get_attr":
-            value: Any = graph_module
-            for name in str(node.target).split("."):
-                value = getattr(value, name)
-            text += f" {_constant(value)}"
+            text += f" {_constant(attrgetter(str(node.target))(graph_module))}"
         lines.append((text, place_of(node)))
     return lines
 
@@ -354,10 +337,9 @@ def first_difference(one: Code, other: Code, rank: int, other_rank: int) -> str 
 
 
 def place_of(node: torch.fx.Node) -> str:
-    """The line of source that a node comes from: the innermost one outside of torch.
+    """The innermost line outside of torch that a node comes from.
 
-    Operations inside of an autograd.Function may not know it: it is then that of the operation
-    before.
+    If it does not know it, as in an autograd.Function, that of the operation before.
     """
     while node.op != "root":
         lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
@@ -370,8 +352,6 @@ def place_of(node: torch.fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank's trace came to."""
-
     code: Code
     fingerprint: Mapping[str, str]
     state: Mapping[str, str]
@@ -404,18 +384,15 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
 
         return compile_graph
 
-    settings = torch._dynamo.config.patch(enable_aot_compile=True)
-    # What can be saved is an entry of torch's cache of compiled code, which may be turned off.
-    entry = torch._functorch.config.patch(enable_autograd_cache=True)
     caches: Any = torch.compiler.config
-    fused = nullcontext() if capability is None else _fused_norms_kept()
-    # torch's cache on disk would answer instead of our compilers, with a pickle of who knows whom.
     with (
-        settings,
-        entry,
+        torch._dynamo.config.patch(enable_aot_compile=True),
+        # What can be saved is an entry of torch's cache of compiled code, which may be turned off.
+        torch._functorch.config.patch(enable_autograd_cache=True),
         caches.patch(force_disable_caches=False),
-        fused,
+        # The cache on disk would answer instead of our compilers, with a pickle of who knows whom.
         _FRESH_CACHE.find()(),
+        nullcontext() if capability is None else _fused_norms_kept(),
         traceable(),
         _naming_the_place(rank),
     ):
@@ -452,9 +429,8 @@ def _naming_the_place(rank: int) -> Iterator[None]:
                 raise inner from None
             inner = getattr(inner, "inner_exception", None) or inner.__cause__
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        places = [line for line in lines if line.startswith("File ")]
         reason = lines[0] if lines else type(error).__name__
-        where = f", at {places[-1]}" if places else ""
+        where = next((f", at {line}" for line in lines[::-1] if line.startswith("File ")), "")
         raise PrecompileError(
             f"as rank {rank}, the region cannot be traced as one graph: {reason}{where}. Leave "
             "this module out of the region"
@@ -479,16 +455,15 @@ def _shapes_of_norm(
     given: torch.Tensor, normalized_shape: Sequence[int], _weight: Any, _eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs like those of the CUDA kernel: the result, and the reciprocal deviation."""
-    rows = given.shape[: given.dim() - len(normalized_shape)]
-    kept = [*rows, *(1 for _ in normalized_shape)]
+    ones = len(normalized_shape)
+    kept = [*given.shape[: given.dim() - ones], *[1] * ones]
     dtype = torch.promote_types(given.dtype, torch.float32)
     return given.new_empty(given.shape), given.new_empty(kept, dtype=dtype)
 
 
-_Rank = tuple[torch.device, Mapping[str, str]]
-"""What differs between the ranks that load the same code: the device, and the names of the process
+_loading: ContextVar[tuple[torch.device, Mapping[str, str]]] = ContextVar("loading")
+"""What differs between ranks that load the same code: the device, and the names of the process
 groups by ``mcg::`` and the role."""
-_loading: ContextVar[_Rank] = ContextVar("loading")
 
 
 @contextmanager
@@ -517,8 +492,7 @@ class _RankedOutputCode(RegionalOutputCode):
 
         graph_module: Any = self._graph_module
         for node in graph_module.graph.nodes:
-            node.args = map_aggregate(node.args, placed)
-            node.kwargs = map_aggregate(node.kwargs, placed)
+            change_operands(node, placed)
             if is_collective(node):
                 rename(node, groups)
         graph_module.recompile()

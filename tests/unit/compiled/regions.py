@@ -19,6 +19,15 @@ from megatron_cg.tape.tape_backend import TapeBackend
 
 WORLD = 4
 _ROWS, _BATCH, _HIDDEN = 8, 2, 32
+MOE: dict[str, Any] = {
+    "add_bias_linear": False,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+}
+STATIC = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
 
 def config(**options: Any) -> Any:
@@ -43,17 +52,7 @@ def config(**options: Any) -> Any:
 
 def expert_block(device: str = "meta", seed: int = 5) -> Region:
     """Router, all-to-all, experts, combine, at static capacity."""
-    settings = config(
-        add_bias_linear=False,
-        expert_model_parallel_size=2,
-        num_moe_experts=4,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=48,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_expert_capacity_factor=1.0,
-        moe_pad_expert_input_to_capacity=True,
-    )
+    settings = config(expert_model_parallel_size=2, **MOE, **STATIC)
     block = local_layer(settings, device).mlp
     groups = megatron_groups()
     with torch.no_grad():
@@ -101,8 +100,11 @@ def hidden_states(settings: Any, device: str, seed: int = 5) -> torch.Tensor:
     return torch.randn(*shape, device=device, requires_grad=True)
 
 
-def causal_mask(rows: int, device: str) -> torch.Tensor:
-    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)[None, None]
+def layer(settings: Any, device: str = "meta", seed: int = 5) -> Region:
+    """A layer of Megatron's local spec."""
+    made, given = local_layer(settings, device), hidden_states(settings, device, seed)
+    mask = torch.ones(_ROWS, _ROWS, dtype=torch.bool, device=device).triu(1)[None, None]
+    return Region(made, (given,), {"attention_mask": mask}, megatron_groups(), settings)
 
 
 class Layers(torch.nn.Module):
@@ -139,10 +141,7 @@ def transformer_layer(
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
     )
-    layer = local_layer(settings, device)
-    given = hidden_states(settings, device, seed)
-    mask = {"attention_mask": causal_mask(_ROWS, device)}
-    return Region(layer, (given,), mask, megatron_groups(), settings)
+    return layer(settings, device, seed)
 
 
 def sequence_parallel_mlp(device: str = "meta", seed: int = 5) -> Region:

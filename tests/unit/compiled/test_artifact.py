@@ -101,13 +101,6 @@ def test_a_file_that_is_not_there_is_refused(path: Path) -> None:
             artifact.read(absent)
 
 
-def test_a_write_that_is_cut_off_leaves_what_was_there(path: Path) -> None:
-    with pytest.raises(TypeError):
-        artifact.write(path, MANIFEST, None)  # type: ignore[arg-type]
-    assert artifact.read(path) == (MANIFEST, CODE)
-    assert list(path.parent.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("name", ["", "..", "a/b", "../it", "/it", ".it"])
 def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(PrecompileError, match="cannot name an artifact"):

@@ -14,17 +14,11 @@ import torch.distributed as dist
 from torch.distributed import all_reduce as bound_at_import
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_cg.compiled.region import Capability, Region, megatron_groups
+from megatron_cg.compiled.region import Capability, Region
 from megatron_cg.compiled.save import save
 from megatron_cg.compiled.trace import trace
 from megatron_cg.errors import PrecompileError
-from tests.unit.compiled.regions import (
-    causal_mask,
-    config,
-    gathered_linear,
-    hidden_states,
-    local_layer,
-)
+from tests.unit.compiled.regions import MOE, STATIC, config, gathered_linear, layer
 
 
 class Plain(torch.nn.Module):
@@ -208,30 +202,12 @@ def test_nothing_of_other_packages_stays_changed(tmp_path: Path) -> None:
     assert isinstance(vars(mappings._AllToAll)["forward"], staticmethod)
 
 
-ROWS = 8
-MOE: dict[str, Any] = {
-    "add_bias_linear": False,
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 48,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_load_balancing_type": "none",
-}
-STATIC = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
-def layer(options: dict[str, Any]) -> Region:
-    """A layer of Megatron's local implementation."""
-    settings = config(**options)
-    made = local_layer(settings)
-    mask = {"attention_mask": causal_mask(ROWS, "meta")}
-    return Region(made, (hidden_states(settings, "meta"),), mask, megatron_groups(), settings)
-
-
 def saved_layer(options: dict[str, Any], folder: Path) -> Any:
-    return saved(lambda: layer(options), folder)
+    return saved(lambda: layer(config(**options)), folder)
 
 
 def test_a_layer_without_any_of_it_is_compiled(tmp_path: Path) -> None:
