@@ -23,7 +23,6 @@ from megatron_cg.compiled.region import (
     differences,
     fingerprint,
     module_kinds,
-    script_importable,
 )
 from megatron_cg.compiled.save import Manifest, path_of, read
 from megatron_cg.compiled.trace import loading_for
@@ -64,7 +63,7 @@ class Precompiled:
         state: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._function, self._name = function, name
-        self._saved, self._state = state, PlainState(state, region.module)
+        self._saved, self._state = state, PlainState(state)
         self._training, self._device_type = region.module.training, region.device().type
         self._call = call_kinds(region, self._device_type)
         self._module = module_kinds(region.module)
@@ -185,14 +184,14 @@ def _decoded(name: str, manifest: Manifest, code: bytes, region: Region) -> Any:
     """The code for this rank. Raises ArtifactRefusedError if it is for something else."""
     device = region.device()
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    state = PlainState(manifest.state, region.module).texts(region.module)
+    state = PlainState(manifest.state).texts(region.module)
     saved = {**manifest.fingerprint, **manifest.state}
     if different := differences(saved, fingerprint(region, capability) | state):
         raise ArtifactRefusedError(
             f"{name} was made for something else: {different}. Save again for this configuration"
         )
     groups = {f"{PREFIX}{role}": group.group_name for role, group in region.groups.items()}
-    with loading_for(device, groups), script_importable():
+    with loading_for(device, groups):
         compiled = _LOAD.find()(io.BytesIO(code))
     # All guards were left out; the fingerprint, the state and the check of each call replace them.
     compiled.disable_guard_check()

@@ -23,11 +23,10 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from operator import is_
-from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -78,7 +77,6 @@ ABSENT = "absent"
 _ROOT = re.compile(r"(?<![\w.])modules\['([^']+)")
 _ELSEWHERE = re.compile(r"\b[GL]\[|^dict\(|\benviron\b")
 """Of arguments, of globals of torch's own call of a module, of all names in a class."""
-_SCRIPT = "__main__"
 _ENVIRONMENT = "modules['os'].environ._data"
 
 
@@ -169,13 +167,10 @@ def _is_literal(value: Any) -> bool:
 class PlainState:
     """The answers to questions of :class:`Guards` in this process."""
 
-    def __init__(self, questions: Iterable[str], module: nn.Module) -> None:
+    def __init__(self, questions: Iterable[str]) -> None:
         self._questions = tuple(questions)
         found = {name for text in self._questions for name in _ROOT.findall(text)}
-        modules = {name: importlib.import_module(name) for name in found - {import_name(_SCRIPT)}}
-        is_script = any(type(inner).__module__ == _SCRIPT for inner in module.modules())
-        for name in found - modules.keys():
-            modules[name] = sys.modules[_SCRIPT] if is_script else importlib.import_module(name)
+        modules = {name: importlib.import_module(name) for name in found}
         scope = {"nan": math.nan, "inf": math.inf, "modules": modules}
         self._all = eval(f"lambda self: ({''.join(f'{one}, ' for one in self._questions)})", scope)
         self._each = [eval(f"lambda self: {one}", scope) for one in self._questions]
@@ -213,31 +208,12 @@ def _text(value: Any) -> str:
     if is_plain(value):
         return repr(value)
     kind = value if hasattr(value, "__qualname__") else type(value)
-    name = f"{import_name(kind.__module__)}.{kind.__qualname__}"
+    name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, FunctionType):
         code = value.__code__
         body = code.co_code, code.co_names, [*filter(is_plain, code.co_consts)]
         name += f" with code {sha256(repr(body).encode()).hexdigest()[:8]}"
     return name
-
-
-def import_name(module: str) -> str:
-    """The name by which a file imports what is ``__main__`` where the file itself is run."""
-    main = getattr(sys.modules[_SCRIPT], "__file__", None)
-    return Path(main).stem if module == _SCRIPT and main else module
-
-
-@contextmanager
-def script_importable() -> Iterator[None]:
-    """In the block, importing the script that runs by its file's name does not run it once more."""
-    name = import_name(_SCRIPT)
-    known = name in sys.modules
-    sys.modules.setdefault(name, sys.modules[_SCRIPT])
-    try:
-        yield
-    finally:
-        if not known:
-            del sys.modules[name]
 
 
 @dataclass(frozen=True)
@@ -307,7 +283,7 @@ def fingerprint(region: Region, capability: Capability) -> dict[str, str]:
         "version.megatron_cg": __version__,
         "version.torch": torch.__version__,  # With the suffix of its build, as torch compares it.
         "device": device if capability is None else "cuda {}.{}".format(*capability),
-        "module": f"{import_name(kind.__module__)}.{kind.__qualname__}",
+        "module": f"{kind.__module__}.{kind.__qualname__}",
         "module.training": str(region.module.training),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "default dtype": str(torch.get_default_dtype()),

@@ -130,13 +130,13 @@ def save(
     """Trace a region on the meta device as several ranks, and write the code if all agree.
 
     Traced are rank 0, all ranks that share a group of the region with it, and the last rank. Needs
-    no GPU, no weights and no other process. Whether algorithms must be deterministic
-    (``torch.use_deterministic_algorithms``) becomes part of the fingerprint.
+    no GPU, no weights and no other process. ``torch.use_deterministic_algorithms`` must be as in
+    the run.
 
     ``build`` builds the region of the rank that the default process group says, on the meta device.
-    ``directory`` gets ``NAME.artifact``. ``world_size`` is that of the default process group while
-    tracing; the artifact serves a run of any size whose groups have the sizes of the region's.
-    ``capability`` is that of the GPUs that will load it; None for CPUs.
+    ``directory`` gets ``NAME.artifact``. It serves a run of any size whose groups have the sizes of
+    the region's, on GPUs of ``capability``, or on CPUs if that is None. ``world_size`` is that of
+    the default process group while tracing.
 
     Raises PrecompileError if the region cannot be traced, or is not the same on all ranks, and
     OSError if the folder cannot be written. Nothing has been written then.

@@ -180,19 +180,16 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[None]:
     """Let all ranks decide together at every compiled region that is called in this block.
 
     All ranks enter it together, before the first call of a compiled region, and call the same
-    regions in the same order. See ``docs/compiled.md``.
-
-    ``timeout`` is how long a rank waits for another at a vote; longer than a compilation takes.
+    regions in the same order. ``timeout`` is how long a rank waits for another at a vote; longer
+    than a compilation takes.
 
     Raises:
         ArgumentError: ``timeout`` is no timedelta.
-        PhaseError: no process groups, another guard-complete hook is installed, or Dynamo
-            suppresses errors (``torch._dynamo.config.suppress_errors``).
+        PhaseError: no process groups, another guard-complete hook, or Dynamo suppresses errors.
         UpstreamChangedError: this torch is none that this was written for.
-        AgreementError: ranks have other versions of packages or other settings. In the block or at
-            its end: a rank is gone or late, or ranks called
-            different regions, or would compile for different static shapes. They no longer do the
-            same, so this process must end.
+        AgreementError: ranks have other versions or settings. In the block or at its end: a rank is
+            gone or late, or ranks called different regions, or would compile for different static
+            shapes. This process must end.
     """
     if not isinstance(timeout, timedelta):
         reason, remedy = "it is a datetime.timedelta", "timeout=timedelta(seconds=600)"
@@ -202,11 +199,7 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[None]:
             "compile_together() needs the other ranks: call torch.distributed.init_process_group() "
             "before"
         )
-    _require_no_hook()
-    _EXCHANGE.require_known_body()
-    for symbol in RELIES_ON:
-        symbol.find()
-    _require_no_suppression()
+    _require_usable_dynamo()
     with ExitStack() as undo:
         agreement = Agreement(timeout, remedy=_REMEDY)
         undo.callback(agreement.close)
@@ -227,7 +220,7 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[None]:
             raise together.unraised
 
 
-def _require_no_hook() -> None:
+def _require_usable_dynamo() -> None:
     install = _SET_HOOK.find()
     if (other := install(None)) is not None:
         install(other)
@@ -235,9 +228,9 @@ def _require_no_hook() -> None:
             "another guard-complete hook is installed, and torch has one only: leave the other "
             "compile_together() first, or type torch.compiler.set_enable_guard_collectives(False)"
         )
-
-
-def _require_no_suppression() -> None:
+    _EXCHANGE.require_known_body()
+    for symbol in RELIES_ON:
+        symbol.find()
     if _SUPPRESS.find():
         raise PhaseError(
             "torch._dynamo.config.suppress_errors is on, so Dynamo would swallow the errors of "

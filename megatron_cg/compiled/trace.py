@@ -407,7 +407,7 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
     refuse_globals(function.fn.__code__)
     code = {part: graph_lines(graph) for part, graph in graphs.items()}
     code |= {"outputs": bytecode_lines(function.fn.__code__)}
-    state = PlainState(guards.questions(function), region.module).texts(region.module)
+    state = PlainState(guards.questions(function)).texts(region.module)
     known = {name: text for name, text in state.items() if text != ABSENT}
     return Trace(code, fingerprint(region, capability), known, function)
 

@@ -1,22 +1,20 @@
 """What the code has as constants is compared when it is loaded, attached and called."""
 
 import enum
-import importlib
 import os
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron_cg.compiled.load import Precompiled, load
-from megatron_cg.compiled.region import Region, fingerprint, script_importable
+from megatron_cg.compiled.load import load
+from megatron_cg.compiled.region import Region
 from megatron_cg.compiled.save import save
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArtifactRefusedError, ReplayMismatchError
@@ -141,24 +139,3 @@ def test_a_value_that_differs_between_ranks_of_the_same_code_is_not_compared(
 
     manifest = save(ranked, tmp_path, name="it", world_size=2, capability=None)
     assert "self.rank" not in manifest.state and "type(self).forward" in manifest.state
-
-
-def test_a_class_of_the_script_that_runs_has_the_name_by_which_its_file_is_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    script = ModuleType("__main__")
-    script.__file__ = "/somewhere/train_of_test.py"
-    script.SCALE = 2.0  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    kind = type("Layer", (nn.Linear,), {"__module__": "__main__"})
-    region = Region(kind(2, 2), (torch.ones(1, 2),))
-    assert fingerprint(region, None)["module"] == "train_of_test.Layer"
-    with script_importable():
-        assert importlib.import_module("train_of_test") is script
-    assert "train_of_test" not in sys.modules
-    saved = {"modules['train_of_test'].SCALE": "2.0"}
-    code = Precompiled(lambda module, x: x, region, "it", saved)
-    code(region.module, *region.args)
-    script.SCALE = 3.0  # type: ignore[attr-defined]
-    with pytest.raises(ReplayMismatchError, match=r"SCALE was 2\.0 and is 3\.0"):
-        code(region.module, *region.args)

@@ -40,6 +40,10 @@ def region(body: Callable[..., Any], *, named: bool = True, device: str = "meta"
     return Region(module, (given,), {}, {"pair": group} if named else {})
 
 
+def of(body: Callable[..., Any], **options: Any) -> Callable[[], Region]:
+    return lambda: region(body, **options)
+
+
 def saved(build: Callable[[], Region], folder: Path) -> Any:
     return save(build, folder, name="it", world_size=2, capability=None)
 
@@ -75,28 +79,6 @@ def other_rows() -> Region:
     return Region(made.module, (rows,), {}, made.groups)
 
 
-@pytest.mark.parametrize(
-    ("build", "world_size", "texts"),
-    [
-        (gathered_linear, 4, ("tensor_parallel/", "backward code", "on rank 1")),
-        (coordinate, 2, ('test_traps.py", line', "1) {}` on rank 0", "2) {}` on rank 1")),
-        (
-            lambda: region(lambda x, module: (x, module.group.rank())),
-            2,
-            ("the region's outputs", "on rank 1"),
-        ),
-        (constant_tensor, 2, ('test_traps.py", line', "a tensor (2,) torch.float32", "on rank 1")),
-        (other_rows, 2, ("argument.0 was", "(4, 4)", "(5, 4)")),
-    ],
-    ids=["columns", "mesh", "rank in outputs", "constant tensor", "shapes"],
-)
-def test_what_differs_between_ranks_is_refused_with_its_place(
-    build: Callable[[], Region], world_size: int, texts: tuple[str, ...], tmp_path: Path
-) -> None:
-    said = refusal(build, tmp_path, world_size)
-    assert all(text in said for text in texts), said
-
-
 counted = 0
 
 
@@ -112,24 +94,6 @@ def bound_and_asynchronous(x: torch.Tensor, module: Plain) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize(
-    ("body", "texts"),
-    [
-        (lambda x, _: torch.nn.functional.dropout(x, 0.5), ("draws random numbers",)),
-        (lambda x, _: x + torch.rand(4, 4, device="meta"), ("draws random numbers",)),
-        (lambda x, _: x if x.sum() > 0 else -x, ("cannot be traced as one graph",)),
-        (counts, ("reads or changes variables of", "test_traps")),
-        (bound_and_asynchronous, ("async_op=True", "test_traps.py")),
-    ],
-    ids=["dropout", "rand", "branch on data", "counter", "imported by name"],
-)
-def test_what_is_no_graph_of_tensors_is_refused(
-    body: Callable[..., Any], texts: tuple[str, ...], tmp_path: Path
-) -> None:
-    said = refusal(lambda: region(body), tmp_path)
-    assert all(text in said for text in texts), said
-
-
 def frozen() -> Region:
     made = region(lambda x, module: module.last(x))
     made.module.get_submodule("last").requires_grad_(False)
@@ -143,19 +107,38 @@ def hooked() -> Region:
 
 
 @pytest.mark.parametrize(
-    ("build", "text"),
+    ("build", "texts"),
     [
-        (frozen, "last.weight is frozen"),
-        (hooked, "last has the hook tests.unit.compiled.test_traps.hooked"),
-        (lambda: region(reduced_later, named=False), "a process group that the region does not"),
-        (lambda: region(reduced_later, device="cpu"), 'arguments, under torch.device("meta")'),
+        (coordinate, ('test_traps.py", line', "1) {}` on rank 0", "2) {}` on rank 1")),
+        (of(lambda x, module: (x, module.group.rank())), ("the region's outputs", "on rank 1")),
+        (constant_tensor, ('test_traps.py", line', "a tensor (2,) torch.float32", "on rank 1")),
+        (other_rows, ("argument.0 was", "(4, 4)", "(5, 4)")),
+        (of(lambda x, _: torch.nn.functional.dropout(x, 0.5)), ("draws random numbers",)),
+        (of(lambda x, _: x + torch.rand(4, 4, device="meta")), ("draws random numbers",)),
+        (of(lambda x, _: x if x.sum() > 0 else -x), ("cannot be traced as one graph",)),
+        (of(counts), ("reads or changes variables of", "test_traps")),
+        (of(bound_and_asynchronous), ("async_op=True", "test_traps.py")),
+        (frozen, ("last.weight is frozen",)),
+        (hooked, ("last has the hook tests.unit.compiled.test_traps.hooked",)),
+        (of(reduced_later, named=False), ("group that the region does not",)),
+        (of(reduced_later, device="cpu"), ('arguments, under torch.device("meta")',)),
     ],
-    ids=["frozen", "hook", "group without a role", "weights with values"],
+    ids=[
+        *("mesh", "rank in outputs", "constant tensor", "shapes", "dropout", "rand"),
+        *("branch on data", "counter", "imported by name", "frozen", "hook"),
+        *("group without a role", "weights with values"),
+    ],
 )
-def test_regions_that_are_built_otherwise_are_refused(
-    build: Callable[[], Region], text: str, tmp_path: Path
+def test_what_cannot_be_compiled_for_all_ranks_is_refused_with_its_place(
+    build: Callable[[], Region], texts: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert text in refusal(build, tmp_path)
+    said = refusal(build, tmp_path)
+    assert all(text in said for text in texts), said
+
+
+def test_code_that_takes_the_columns_of_its_rank_is_refused_with_its_place(tmp_path: Path) -> None:
+    said = refusal(gathered_linear, tmp_path, 4)
+    assert all(text in said for text in ("tensor_parallel/", "backward code", "on rank 1")), said
 
 
 def test_a_process_whose_caches_are_off_saves_all_the_same(tmp_path: Path) -> None:
