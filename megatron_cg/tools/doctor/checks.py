@@ -1,4 +1,8 @@
-"""The system to check, what the other process found in it, the checks, and what is printed.
+"""What another process finds on this machine, the checks of that, and what is printed.
+
+``python -m megatron_cg.tools.doctor.checks FILE BACKEND`` is that process. It imports and loads
+what a run would, and writes a line of JSON when a stage begins and one when it ends, so that a
+crash loses no earlier finding and is that of its stage.
 
 Note [Two copies of cuDNN]
     Torch's wheels find their own libraries first. TE opens ``libcudnn.so`` by that bare name, which
@@ -7,13 +11,16 @@ Note [Two copies of cuDNN]
     ``CUDNN_HOME`` first (transformer-engine 2.20.2, ``_load_cuda_library_from_system``).
 """
 
+import importlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
+import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,23 +28,26 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
 
-from megatron_cg.arguments import rules_environment
+from megatron_cg.arguments import rules_environment, schema
 from megatron_cg.arguments.rule import Configuration
-from megatron_cg.arguments.schema import FRAMEWORKS, TAPE, TRANSFORMER_ENGINE, Environment
+from megatron_cg.arguments.schema import FRAMEWORKS, PACKAGES
 from megatron_cg.errors import Violation
 from megatron_cg.upstream import te
+from megatron_cg.upstream.symbols import Symbol, installed_version
 
 SECONDS = 300.0
 """Time limit of the other process; imports from a cold network disk take minutes."""
-_ROOT = Path(__file__).resolve().parents[3]
+_PACKAGE = Path(__file__).resolve().parents[2]
 Answers = dict[str, dict[str, Any]]
-"""By stage of ``probe.py``: ``{"found": ...}``, or ``{"error": text}``."""
+"""By stage of :func:`probe`: ``{"found": ...}``, or ``{"error": text}``."""
 
 
 class Level(StrEnum):
@@ -68,7 +78,7 @@ class System:
     """Everything that checks read, so that no check reads the machine itself."""
 
     answers: Answers
-    backend: str = TRANSFORMER_ENGINE
+    backend: str = schema.TRANSFORMER_ENGINE
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def told(self, stage: str) -> Any:
@@ -83,11 +93,11 @@ def run_probe(backend: str, variables: Mapping[str, str], seconds: float = SECON
     so; later stages are missing.
     """
     answers: Answers = {"machine": {}}
-    paths = filter(None, [variables.get("PYTHONPATH", ""), str(_ROOT)])
+    paths = filter(None, [variables.get("PYTHONPATH", ""), str(_PACKAGE.parent)])
     env = {**variables, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryDirectory(prefix="megatron-cg-doctor-") as folder:
         out, log = Path(folder, "answers"), Path(folder, "log")
-        words = [sys.executable, "-P", "-m", "megatron_cg.tools.doctor.probe", str(out), backend]
+        words = [sys.executable, "-P", "-m", "megatron_cg.tools.doctor.checks", str(out), backend]
         with log.open("wb") as file:
             streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
             end = "ended early"
@@ -128,7 +138,7 @@ def versions(system: System) -> Iterator[Finding]:
     for name, version in system.told("versions").items():
         if name in FRAMEWORKS and version is None:
             continue
-        if name != _TE or system.backend == TRANSFORMER_ENGINE:
+        if name != _TE or system.backend == schema.TRANSFORMER_ENGINE:
             yield _package(system, name, version)
         if remedy := _missing(system, name):
             found = f"{name} is installed without all that it requires"
@@ -147,7 +157,7 @@ def _package(system: System, name: str, version: str | None) -> Finding:
         return ok(f"no {name}, which only models without megatron-core need")
     if version is None:
         return error(f"{name} is not installed", "a run with graphs imports it", INSTALL[name])
-    environment = Environment(versions={name: version}, backend=system.backend)
+    environment = schema.Environment(versions={name: version}, backend=system.backend)
     if name == _TE:
         for violation in rules_environment.engine_too_old(Configuration(environment=environment)):
             return _of_violation(violation)
@@ -215,8 +225,8 @@ def symbols(system: System) -> Iterator[Finding]:
     rows = system.told("symbols")
     for package in sorted({row["package"] for row in rows}):
         states = [row for row in rows if row["package"] == package]
-        broken = [row["symbol"] for row in states if row["error"]]
-        unknown = [row["symbol"] for row in states if row["unknown"]]
+        broken = [row["symbol"] for row in states if row.get("error")]
+        unknown = [row["symbol"] for row in states if row.get("unknown")]
         known = INSTALL.get(package, f"python -c 'import {states[0]['module']}'")
         remedy = _missing(system, package) or known
         if broken:
@@ -225,14 +235,14 @@ def symbols(system: System) -> Iterator[Finding]:
         if unknown:
             found = f"functions of {package} have unknown code: {', '.join(unknown)}"
             yield warning(found, "what replaces them stays off, and the rest works", remedy)
-        gone = any(row["skipped"] for row in states)
+        gone = any(row.get("skipped") for row in states)
         yield ok(f"{package}: {'not installed' if gone else f'{len(states) - len(broken)} found'}")
 
 
 def variables(system: System) -> Iterator[Finding]:
     """Broken rules, values that are likely not meant, and the other variables that matter."""
     env = system.variables
-    environment = Environment(variables=dict(env), backend=system.backend)
+    environment = schema.Environment(variables=dict(env), backend=system.backend)
     for rule in (rules_environment.expandable_segments, rules_environment.max_connections):
         yield from map(_of_violation, rule(Configuration(environment=environment)))
     for name, value in env.items():
@@ -284,12 +294,12 @@ def examine(system: System) -> list[Finding]:
     findings: list[Finding] = []
     for stage, answer in system.answers.items():
         if "error" in answer:
-            repeat = f"python -m megatron_cg.tools.doctor.probe /dev/stdout {system.backend}"
+            repeat = f"python -m megatron_cg.tools.doctor.checks /dev/stdout {system.backend}"
             why = "a run would fail in the same place, and what depends on it is not known"
             failed = error(f"looking at {stage} failed: {answer['error']}", why, repeat)
             findings.append(replace(failed, check=stage))
     for check, stage in CHECKS.items():
-        if system.told(stage) is None or (system.backend == TAPE and check in _OF_GPUS):
+        if system.told(stage) is None or (system.backend == schema.TAPE and check in _OF_GPUS):
             continue
         findings += [replace(finding, check=check.__name__) for finding in check(system)]
     return sorted(findings, key=lambda finding: list(Level).index(finding.level))
@@ -301,7 +311,7 @@ def can_run(findings: Iterable[Finding]) -> bool:
 
 def print_report(console: Console, system: System, findings: Sequence[Finding]) -> None:
     """What is wrong and what to type, then the facts, a line for each check."""
-    what = "the comparison on the CPU tape" if system.backend == TAPE else "CUDA graphs"
+    what = "the comparison on the CPU tape" if system.backend == schema.TAPE else "CUDA graphs"
     errors = sum(finding.level is Level.ERROR for finding in findings)
     things = "thing prevents" if errors == 1 else "things prevent"
     verdict = f"{errors} {things} {what} here" if errors else f"{what} can run here"
@@ -317,3 +327,169 @@ def print_report(console: Console, system: System, findings: Sequence[Finding]) 
     for check, found in facts.items():
         text.append(f"\n{check:10}", style="cyan").append(" " + ", ".join(found), style="default")
     console.print(text, soft_wrap=True)
+
+
+_FAMILIES = {"cuDNN": "libcudnn", "NCCL": "libnccl.", "cuBLAS": "libcublas"}
+"""Families of libraries, and what the file names of each begin with."""
+_DECLARED = re.compile(r"^RELIES_ON\b", re.MULTILINE)
+_OF_THE_TAPE = "megatron_cg.tape."
+_NOT_USED = {
+    schema.TAPE: ("megatron_cg.backends.te.",),
+    schema.NATIVE: (_OF_THE_TAPE, "megatron_cg.backends.te.te_"),
+}
+"""Modules that a backend has no use for. With ``native``, TE's layers may be in the model."""
+
+
+def probe(out: Path, backend: str) -> None:
+    """Run the stages of the backend in turn. If one raises, its error is written."""
+    with out.open("a", encoding="utf-8", buffering=1) as file:
+        for name, stage in stages(backend).items():
+            file.write(json.dumps({name: {}}) + "\n")
+            try:
+                answer = {"found": stage()}
+            except (Exception, SystemExit) as error:
+                answer = {"error": _text(error)}
+            file.write(json.dumps({name: answer}) + "\n")
+
+
+def stages(backend: str) -> dict[str, Callable[[], Any]]:
+    stages_here: dict[str, Callable[[], Any]] = {
+        "machine": platform.platform,
+        "versions": lambda: {n: installed_version(n) for n in (*PACKAGES, *FRAMEWORKS)},
+        "unmet": lambda: {name: unmet(name) for name in FRAMEWORKS},
+    }
+    if installed_version("torch"):
+        stages_here["torch"] = look_at_torch
+        if backend != schema.TAPE:
+            stages_here["driver"] = look_at_driver
+        if backend == schema.TRANSFORMER_ENGINE and installed_version("transformer-engine"):
+            stages_here["transformer-engine"] = look_at_engine
+        if installed_version("megatron-core"):
+            stages_here["symbols"] = lambda: look_up(backend)
+    return stages_here
+
+
+def unmet(distribution: str) -> list[str]:
+    """What an installed distribution requires, and is not here in a version that it takes."""
+    with suppress(metadata.PackageNotFoundError):
+        every = map(Requirement, metadata.requires(distribution) or ())
+        return [f"{one.name}{one.specifier}" for one in every if not _is_met(one)]
+    return []
+
+
+def _is_met(needed: Requirement) -> bool:
+    if needed.name in PACKAGES or (needed.marker and not needed.marker.evaluate({"extra": ""})):
+        return True
+    with suppress(metadata.PackageNotFoundError):
+        return needed.specifier.contains(metadata.version(needed.name), prereleases=True)
+    return False
+
+
+def look_at_torch() -> dict[str, Any]:
+    import torch
+
+    cudnn, nccl = torch.backends.cudnn.version() or 0, None
+    if torch.version.cuda is not None:
+        with suppress(Exception):
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "folder": str(Path(torch.__file__).parent),
+        "cuda": torch.version.cuda,
+        "cuDNN": f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}" if cudnn else None,
+        "NCCL": nccl,
+        "loaded": loaded(),
+    }
+
+
+def look_at_engine() -> dict[str, Any]:
+    """Whether TE can be imported, the libraries that are then loaded, and what experts lack."""
+    error, lacks = None, ""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+        lacks = te.lacks_device_counts()
+    except (Exception, SystemExit) as raised:
+        error = _text(raised)
+    return {"error": error, "loaded": loaded(), "experts_lack": lacks}
+
+
+def loaded() -> dict[str, list[str]]:
+    """The files of each family of libraries that are mapped into this process."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    paths = sorted({line.split(maxsplit=5)[5] for line in lines if ".so" in line})
+    return {
+        family: [path for path in paths if Path(path).name.startswith(name)]
+        for family, name in _FAMILIES.items()
+    }
+
+
+def look_at_driver() -> dict[str, Any]:
+    from torch import cuda
+
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cuda.init()
+    except Exception as error:
+        return {"error": str(error)}
+    indices = range(cuda.device_count())
+    return {
+        "error": None,
+        "said": [" ".join(str(warning.message).split()) for warning in said],
+        "gpus": [(cuda.get_device_name(n), *cuda.get_device_capability(n)) for n in indices],
+    }
+
+
+def modules_that_rely(package: Path = _PACKAGE) -> list[str]:
+    """Names of the modules below ``package`` that declare a tuple ``RELIES_ON``, sorted.
+
+    They are found in the sources, so there is no second list to maintain.
+    """
+    files = [p for p in package.rglob("*.py") if _DECLARED.search(p.read_text(encoding="utf-8"))]
+    names = (".".join(path.relative_to(package.parent).with_suffix("").parts) for path in files)
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
+    """Find each symbol that a run with ``backend`` needs, in installed packages.
+
+    Returns one dictionary per symbol. It has an ``error`` if it is not as expected, and ``unknown``
+    if it is a function that we replace and its body is not one that we know. ``skipped``: the
+    package is not installed. A module that cannot be imported has one entry, with its own name.
+    """
+    rows: list[dict[str, Any]] = []
+    for module in modules_that_rely(package):
+        if module.startswith(_NOT_USED.get(backend, _OF_THE_TAPE)):
+            continue
+        try:
+            symbols: tuple[Symbol, ...] = importlib.import_module(module).RELIES_ON
+        except Exception as error:
+            names = {"module": module, "package": "megatron-cg", "symbol": module}
+            rows.append({**names, "error": _text(error)})
+            continue
+        rows += [
+            {"module": module, "package": symbol.distribution, "symbol": symbol.path}
+            | _state(symbol)
+            for symbol in symbols
+            # The tape replaces TE, whether it is installed or not.
+            if backend != schema.TAPE or symbol.distribution != "transformer-engine"
+        ]
+    return rows
+
+
+def _state(symbol: Symbol) -> dict[str, Any]:
+    if symbol.distribution != "megatron-core" and installed_version(symbol.distribution) is None:
+        return {"skipped": True}
+    try:
+        symbol.find()
+        return {"unknown": symbol.unknown_body()}
+    except Exception as error:
+        return {"error": _text(error)}
+
+
+def _text(error: BaseException) -> str:
+    cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+    return f"{type(error).__name__}: {error}{cause}"
+
+
+if __name__ == "__main__":
+    probe(Path(sys.argv[1]), sys.argv[2])

@@ -16,7 +16,7 @@ from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.tools.doctor import probe
+from megatron_cg.tools.doctor.checks import modules_that_rely
 from megatron_cg.tools.record.record import parameter_digests
 from megatron_cg.upstream.symbols import Symbol, installed_version
 from tests.unit.te_sources import fingerprint_in, source_of_te
@@ -117,7 +117,7 @@ def test_gradients_that_are_checked_one_by_one_are_left_to_megatron_fsdp(fsdp: A
 
 ALL = [
     pytest.param(symbol, id=f"{symbol.distribution}:{symbol.path.rpartition('.')[2]}")
-    for name in probe.modules_that_rely()
+    for name in modules_that_rely()
     for symbol in importlib.import_module(name).RELIES_ON
     if symbol.fingerprints and symbol.distribution != "transformer-engine"
 ]

@@ -1,9 +1,12 @@
 """What is found on systems made for a test, and that nothing can end the doctor."""
 
+import json
 import os
 import subprocess
+import sys
 import time
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,70 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.doctor.checks import INSTALL, Level, System, can_run, examine, run_probe
-from megatron_cg.tools.doctor.probe import driver as driver_here
-from megatron_cg.tools.doctor.probe import loaded, unmet
-from tests.unit.tools.doctor.systems import CUDNN, LOADED, NCCL, ROOT, of_level, only, system
+from megatron_cg.tools.cli.main import main
+from megatron_cg.tools.doctor import checks
+from megatron_cg.tools.doctor.checks import (
+    INSTALL,
+    Finding,
+    Level,
+    System,
+    can_run,
+    examine,
+    loaded,
+    look_at_driver,
+    look_up,
+    run_probe,
+    unmet,
+)
+from megatron_cg.upstream.symbols import installed_version
 
+ROOT = Path(__file__).resolve().parents[4]
+VERSIONS = {
+    "torch": "2.11.0",
+    "megatron-core": "0.19.2",
+    "megatron-fsdp": "0.6.1",
+    "transformer-engine": "2.20.2",
+}
+CUDNN = "/venv/nvidia/cudnn/lib/libcudnn.so.9"
+NCCL = "/venv/nvidia/nccl/lib/libnccl.so.2"
+LOADED = {"cuDNN": [CUDNN], "NCCL": [NCCL], "cuBLAS": []}
+FOUND: dict[str, Any] = {
+    "machine": "Linux",
+    "versions": VERSIONS,
+    "unmet": {},
+    "torch": {
+        "folder": "/venv/torch",
+        "cuda": "13.0",
+        "cuDNN": "9.19.0",
+        "NCCL": "2.28.9",
+        "loaded": LOADED,
+    },
+    "driver": {"error": None, "said": [], "gpus": [["NVIDIA H200", 9, 0]]},
+    "transformer-engine": {"error": None, "loaded": LOADED, "experts_lack": ""},
+    "symbols": [],
+}
 OTHER_CUDNN = "/opt/cudnn/lib/libcudnn.so.9.1.0"
 OTHER_NCCL = "/usr/lib/libnccl.so.2.18.5"
+
+
+def system(found: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any) -> System:
+    """A good system, but for what is ``found`` by stage and for the ``changes``."""
+    stages = FOUND | {
+        stage: FOUND[stage] | dict(differs) for stage, differs in (found or {}).items()
+    }
+    return System({stage: {"found": one} for stage, one in stages.items()}, **changes)
+
+
+def of_level(findings: Iterable[Finding], level: Level) -> list[Finding]:
+    """Those of one level; all but facts must say why they matter and what to type."""
+    found = [finding for finding in findings if finding.level is level]
+    assert level is Level.OK or all(finding.why and finding.remedy for finding in found)
+    return found
+
+
+def only(here: System, level: Level) -> Finding:
+    (found,) = of_level(examine(here), level)
+    return found
 
 
 def packages(**versions: str | None) -> dict[str, Any]:
@@ -190,7 +250,7 @@ def test_what_was_seen_before_the_other_process_ended_is_kept(
     folder.mkdir(parents=True)
     for place in (folder.parent.parent, folder.parent, folder):
         (place / "__init__.py").touch()
-    (folder / "probe.py").write_text(PROBE)
+    (folder / "checks.py").write_text(PROBE)
     monkeypatch.chdir(tmp_path)
     communicate = subprocess.Popen.communicate
 
@@ -212,7 +272,7 @@ def test_what_torch_says_of_its_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("Found no NVIDIA driver")
 
     monkeypatch.setattr(cuda, "init", fails)
-    assert driver_here() == {"error": "Found no NVIDIA driver"}
+    assert look_at_driver() == {"error": "Found no NVIDIA driver"}
     made: dict[str, Any] = {
         "init": lambda: warnings.warn("sm_120 is not\n  compatible", stacklevel=1),
         "device_count": lambda: 2,
@@ -221,7 +281,7 @@ def test_what_torch_says_of_its_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -
     }
     for name, function in made.items():
         monkeypatch.setattr(cuda, name, function)
-    found = driver_here()
+    found = look_at_driver()
     assert found["gpus"] == [("GPU 0", 9, 0), ("GPU 1", 9, 1)]
     assert found["said"] == ["sm_120 is not compatible"]
     failed = system({"driver": {"error": "none"}}).answers | {"driver": {"found": {"error": "no"}}}
@@ -234,3 +294,90 @@ def test_libraries_of_this_process_are_found() -> None:
     found = loaded()["cuDNN"]
     assert bool(found) is torch.backends.cudnn.is_available()
     assert all(os.path.isabs(path) for path in found)
+
+
+def test_a_missing_symbol_and_a_broken_module_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "relying"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "one.py").write_text(
+        "from megatron_cg.upstream.symbols import Symbol\n"
+        "RELIES_ON = (Symbol('torch:gone', 'a thing'), Symbol('torch', 'it'),\n"
+        "             Symbol('not_there', 'another'))\n"
+    )
+    (package / "two.py").write_text("import gone\nRELIES_ON = ()\n")
+    (package / "three.py").write_text("RELIED = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = look_up("transformer_engine", package)
+    assert [(row["symbol"], "error" in row, "skipped" in row) for row in rows] == [
+        ("torch:gone", True, False),
+        ("torch", False, False),
+        ("not_there", False, True),
+        ("relying.two", True, False),
+    ]
+    here = system()
+    here.answers["symbols"] = {"found": rows}
+    found = of_level(examine(here), Level.ERROR)
+    assert [one.found for one in found] == [
+        "symbols of megatron-cg are missing or changed: relying.two",
+        "symbols of torch are missing or changed: torch:gone",
+    ]
+    assert "not-there: not installed" in [one.found for one in examine(here)]
+
+
+def command(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "megatron_cg.tools.cli.main", "doctor", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
+    # The variable breaks a rule, so that graphs cannot run on any machine.
+    # A third of the time that Megatron's import takes is that of torch's compiler.
+    quick = {"TORCHDYNAMO_DISABLE": "1"}
+    # What lies in the working directory is not imported, as where a script is run.
+    folder = tmp_path_factory.mktemp("working-directory")
+    (folder / "numpy.py").write_text("raise ImportError('not the installed one')")
+    processes = [
+        command(folder, CUDA_DEVICE_MAX_CONNECTIONS="1", **quick),
+        command(folder, "--backend", "tape", **quick),
+    ]
+    texts = [process.communicate()[0] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, texts, strict=True)]
+
+
+def test_what_prevents_graphs_here_is_found_and_is_the_exit_code(
+    runs: list[tuple[int, str]],
+) -> None:
+    code, text = runs[0]
+    errors = [line.split("  ", 1)[1] for line in text.splitlines() if line.startswith("error")]
+    assert code == 1 and "prevent CUDA graphs here" in text.replace("prevents", "prevent")
+    assert "variables: CUDA_DEVICE_MAX_CONNECTIONS=1" in errors
+    missing = installed_version("transformer-engine") is None
+    assert ("versions: transformer-engine is not installed" in errors) is missing
+    assert not [error for error in errors if error.startswith(("symbols", "looking at"))]
+    assert f"torch {installed_version('torch')}" in text
+
+
+def test_the_tape_can_run_here(runs: list[tuple[int, str]]) -> None:
+    code, text = runs[1]
+    first, *facts = filter(None, text.splitlines())
+    assert code == 0 and first == "the comparison on the CPU tape can run here"
+    assert [line.split()[0] for line in facts] == ["versions", "symbols"]
+
+
+def test_findings_are_one_line_of_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checks, "run_probe", lambda *_: {**system().answers, "end": {"error": "x"}})
+    assert main(["doctor", "--json"]) == 1
+    first, *rest = json.loads(capsys.readouterr().out)
+    assert first["level"] == "error" and "looking at end failed: x" in first["found"]
+    assert "versions" in {finding["check"] for finding in rest}

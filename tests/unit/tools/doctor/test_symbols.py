@@ -11,13 +11,11 @@ import pytest
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.tools.doctor import probe
-from megatron_cg.tools.doctor.checks import Level, examine
-from megatron_cg.tools.doctor.probe import look_up, modules_that_rely
+from megatron_cg.tools.doctor import checks
+from megatron_cg.tools.doctor.checks import look_up, modules_that_rely
 from megatron_cg.upstream.symbols import Symbol
-from tests.unit.tools.doctor.systems import ROOT, of_level, system
 
-PACKAGE = ROOT / "megatron_cg"
+PACKAGE = Path(checks.__file__).parents[2]
 
 
 @pytest.fixture
@@ -116,38 +114,7 @@ def test_each_backend_needs_the_modules_of_its_own(monkeypatch: pytest.MonkeyPat
     backends = "megatron_cg.backends."
     of_te = [f"{backends}te.gone", f"{backends}te.te_replay_gone"]
     of_tape = ["megatron_cg.tape.gone"]
-    monkeypatch.setattr(probe, "modules_that_rely", lambda _: [*of_te, *of_tape])
+    monkeypatch.setattr(checks, "modules_that_rely", lambda _: [*of_te, *of_tape])
     for backend, mine in ((TRANSFORMER_ENGINE, of_te), (NATIVE, of_te[:1]), (TAPE, of_tape)):
         assert [row["module"] for row in look_up(backend)] == mine
     assert not [row for row in look_up(TAPE) if row["package"] == "transformer-engine"]
-
-
-def test_a_missing_symbol_and_a_broken_module_are_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "relying"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "one.py").write_text(
-        "from megatron_cg.upstream.symbols import Symbol\n"
-        "RELIES_ON = (Symbol('torch:gone', 'a thing'), Symbol('torch', 'it'),\n"
-        "             Symbol('not_there', 'another'))\n"
-    )
-    (package / "two.py").write_text("import gone\nRELIES_ON = ()\n")
-    (package / "three.py").write_text("RELIED = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    rows = look_up("transformer_engine", package)
-    assert [(row["symbol"], bool(row["error"]), row["skipped"]) for row in rows] == [
-        ("torch:gone", True, False),
-        ("torch", False, False),
-        ("not_there", False, True),
-        ("relying.two", True, False),
-    ]
-    here = system()
-    here.answers["symbols"] = {"found": rows}
-    found = of_level(examine(here), Level.ERROR)
-    assert [one.found for one in found] == [
-        "symbols of megatron-cg are missing or changed: relying.two",
-        "symbols of torch are missing or changed: torch:gone",
-    ]
-    assert "not-there: not installed" in [one.found for one in examine(here)]
