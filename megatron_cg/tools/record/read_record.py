@@ -29,8 +29,8 @@ class RecordError(MegatronCGError):
 def read_run(directory: Path) -> dict[int, dict[str, Any]]:
     """The record of each rank in ``directory``, by rank.
 
-    Raises RecordError with one line: the folder has no record, or one of its records has a line
-    that cannot be read, or is of another version. Values are not checked: a run writes what fits.
+    Raises RecordError with one line if there is none, or a line of one cannot be read. Values are
+    not checked: a run writes what fits.
     """
     files = record_files(directory)
     if not files:
@@ -55,9 +55,8 @@ def record_files(directory: Path) -> list[Path]:
 
 def captured_after(record: Mapping[str, Any]) -> int | None:
     """The number of steps before the first capture that made graphs; None if there is none."""
-    made = (capture for capture in record["captures"] if not capture["error"])
-    first = next(made, None)
-    return None if first is None else int(first["after_step"])
+    made = (int(capture["after_step"]) for capture in record["captures"] if not capture["error"])
+    return next(made, None)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Records what a run trained, bit for bit: losses, gradient norms and parameter shards.
 
-Compared runs must agree on the setup: what is trained, on which data and in which layout.
-For ``megatron-cg report`` it also records step times, counters, the captures, and the warnings of
-this package. ``read_record.py`` has the format.
+Compared runs must agree on the setup: what is trained, on which data and in which layout. For
+``megatron-cg report`` there are also step times, counters, captures, and warnings of this package.
+``read_record.py`` has the format.
 
 Megatron looks up ``train``, ``train_step`` and ``evaluate`` as globals of their module for each
 call; Megatron-Bridge (0.6.2) does so in several modules, for ``train_step`` once when ``train``
@@ -45,12 +45,10 @@ from megatron_cg.upstream.patch import run_instead
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 from megatron_cg.version import __version__
 
+logger = logging.getLogger(__name__)
+
 _ARGS = Symbol("megatron.training.global_vars:get_args", "the run's arguments")
-_BUFFERS = {
-    "main": "main_weight_buffer",
-    "model": "model_weight_buffer",
-    "transpose": "transpose_weight_buffer",
-}
+_BUFFERS = {kind: f"{kind}_weight_buffer" for kind in ("main", "model", "transpose")}
 Setup = dict[str, dict[str, Any]]
 """By group (``model``, ``parallel``, ``data``, ``training``), then by name."""
 
@@ -143,9 +141,6 @@ def digest(tensor: torch.Tensor) -> str:
     return hashed.hexdigest()
 
 
-logger = logging.getLogger(__name__)
-
-
 def _loop(train: str, step: str, evaluate: str) -> tuple[Symbol, ...]:
     model, what = ("forward_step_func", "data_iterator", "model"), "a function of the loop"
     return (
@@ -180,8 +175,7 @@ def install_recorder(
 ) -> Callable[[], None]:
     """Record the run of this process into ``directory/rank<N>.jsonl``; returns the undo.
 
-    For the arguments see :class:`Recorder`. Raises UpstreamChangedError when a function of
-    ``loop`` is not as relied on.
+    Raises UpstreamChangedError when a function of ``loop`` is not as relied on.
     """
     recorder = Recorder(Path(directory), digests=digests)
     functions = (recorder.train, recorder.train_step, recorder.evaluate)
@@ -226,7 +220,6 @@ class Recorder(logging.Handler):
         self.note("setup", setup)
 
     def note(self, key: str, value: Any) -> None:
-        """Set ``key``."""
         self._add(**{key: value})
         self._write()
 
@@ -267,11 +260,8 @@ class Recorder(logging.Handler):
         self.begin(of_megatron())
         try:
             result = train(*args, **kwargs)
-        except SystemExit:
-            self.finish(model)
-            raise
         except BaseException as error:
-            self.fail(error)
+            self.finish(model) if isinstance(error, SystemExit) else self.fail(error)
             raise
         self.finish(model)
         return result
@@ -292,8 +282,9 @@ class Recorder(logging.Handler):
     def finish(self, model: list[Any]) -> None:
         """Record the parameter shards of every model chunk and the peak memory."""
         for index, chunk in enumerate(model if self._digests else ()):
-            for name, digest in parameter_digests(chunk).items():
-                self._add(parameters={name if len(model) == 1 else f"{index}:{name}": digest})
+            prefix = "" if len(model) == 1 else f"{index}:"
+            found = parameter_digests(chunk).items()
+            self._add(parameters={f"{prefix}{name}": digest for name, digest in found})
         if torch.cuda.is_available():
             self._add(peak_allocated_bytes=torch.cuda.max_memory_allocated())
         self._is_open = True
@@ -317,13 +308,12 @@ class Recorder(logging.Handler):
         if not self._is_open or not self._lines:
             return
         lines, self._lines = self._lines, []
-        mode = "a" if self._written else "x"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if not self._written:  # Also a link or a pipe that lies there.
                 self._path.unlink(missing_ok=True)
             # A path in it may have bytes that are no UTF-8.
-            with self._path.open(mode, encoding="utf-8", errors="replace") as file:
+            with self._path.open("a", encoding="utf-8", errors="replace") as file:
                 file.writelines(lines)
         except OSError as error:
             # Before the warning, which is an event of this record.

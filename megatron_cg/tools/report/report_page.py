@@ -10,6 +10,7 @@ import shlex
 import statistics
 import warnings
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,11 @@ from megatron_cg.tools.record import read_record
 from megatron_cg.version import __version__
 
 MIB = 2**20
+_WORK = (
+    "On all ranks {captured:,} graphs were captured. Of their passes {replayed:,} were replays, "
+    "{eager:,} eager instead, {mismatched:,} not allowed by a guard, {verified:,} verified with "
+    "gradients, {outputs_only:,} in outputs only."
+)
 Curve = dict[int, float]
 """A number at each step, from 1, in the order of steps."""
 _RUN, _REFERENCE, _MUTED = "#0072b2", "#c05200", "#525b66"
@@ -187,7 +193,7 @@ def page(story: Story) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
-    total, medians = align.graph_counts(story.run), median_times(story)
+    total, medians = Counter(align.graph_counts(story.run)), median_times(story)
     captures = [capture for capture in story.rank.get("captures", ()) if capture["graphs"]]
     where = str(story.rank.get("device", "cpu")) if story.on_gpu else "no GPU"
     # The first step and the capture take many times as long as the others.
@@ -203,7 +209,7 @@ def page(story: Story) -> str:
         times=plotted(story, step_times(story), top) if story.rank["steps"] else None,
         speed=speed(story),
         peaks=peaks(story) if story.on_gpu and story.rank["steps"] else "",
-        work=_work(total) if total.get("captured") or captures else "",
+        work=_WORK.format_map(total) if total["captured"] or captures else "",
         captures=captures,
         facts=_facts(story),
         commands={n: shlex.join(rank.get("command") or ()) for n, rank in story.records.items()},
@@ -320,16 +326,6 @@ def _faults_of(record: Mapping[str, Any]) -> Iterator[str]:
             yield f"after step {capture['after_step']}, capture failed: {capture['error']}"
     if record["error"]:
         yield f"ended with {record['error']}"
-
-
-def _work(total: Mapping[str, int]) -> str:
-    names = ("captured", "replayed", "eager", "mismatched", "verified", "outputs_only")
-    captured, replayed, eager, mismatched, *verified = (f"{total.get(n, 0):,}" for n in names)
-    return (
-        f"On all ranks {captured} graphs were captured. Of their passes {replayed} were replays, "
-        f"{eager} eager instead, {mismatched} not allowed by a guard, {verified[0]} verified with "
-        f"gradients, {verified[1]} in outputs only."
-    )
 
 
 def plotted(story: Story, quantity: Quantity, top: float | None = None) -> str:
