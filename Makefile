@@ -23,7 +23,7 @@ WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? c
 FAST := $(patsubst %,arguments/test_%.py,layers megatron_agrees megatron_flags rules) \
 	units/test_call.py \
 	capture/test_observer.py hooks/test_extract.py \
-	$(patsubst %,tools/align/test_%.py,command compare data) \
+	$(patsubst %,tools/align/test_%.py,command compare) \
 	tools/bench/test_lines.py \
 	fastpath/test_bucketing.py \
 	tools/plan/test_launch_line.py \

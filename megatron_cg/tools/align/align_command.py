@@ -10,7 +10,6 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 from rich.console import Console
@@ -19,30 +18,14 @@ from rich.table import Table
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.telemetry.capture_report import counts_text
+from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import EXIT_CODES, IDENTICAL, Comparison, Outcome
 from megatron_cg.tools.align.presets import Preset, load_preset
-from megatron_cg.tools.align.run import (
-    EAGER,
-    GRAPHS,
-    TAPE_NOTICE,
-    LaunchError,
-    Plan,
-    Run,
-    by_run,
-    check_gpus,
-    check_start,
-    example_script,
-    from_text,
-    gpu_count,
-    make_run,
-    python_sources,
-    run_and_compare,
-)
 from megatron_cg.upstream.symbols import installed_version
 
 _SHOWN_SHARDS = 5
 _DIFFER = "[bold red]differ[/]"
-MakeRun = Callable[[Path, Path, str], Run]
+MakeRun = Callable[[Path, Path, str], run.Run]
 """Makes the run of that name, not started yet, of the data and the folder for both runs."""
 
 
@@ -59,17 +42,17 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
     _check_version(args.megatron_fsdp_version)
     backend = args.backend
     if backend == "auto":
-        backend = TRANSFORMER_ENGINE if gpu_count() else TAPE
+        backend = TRANSFORMER_ENGINE if run.gpu_count() else TAPE
     with tempfile.TemporaryDirectory(prefix="megatron-cg-align-") as temporary:
         directory = (args.work_dir or Path(temporary)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        check_start(directory)
+        run.check_start(directory)
         made = _on_tape(args, preset, extra) if backend == TAPE else _on_gpus(args, preset, extra)
-        data = from_text(python_sources(), directory / "data")
+        data = run.from_text(run.python_sources(), directory / "data")
         print(f"preset {preset.name}: {preset.description}", flush=True)
-        runs = [made(data, directory, name) for name in (EAGER, GRAPHS)]
-        outcome = run_and_compare(runs, args.timeout)
-    notice = TAPE_NOTICE if backend == TAPE else ""
+        runs = [made(data, directory, name) for name in (run.EAGER, run.GRAPHS)]
+        outcome = run.run_and_compare(runs, args.timeout)
+    notice = run.TAPE_NOTICE if backend == TAPE else ""
     print_report(Console(emoji=False), f"{preset.name} on {backend}", outcome, notice)
     if args.work_dir is not None and outcome.graphed is not None:
         print(f"a page of it: megatron-cg report {shlex.quote(str(args.work_dir))}")
@@ -79,19 +62,19 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
 def _check_version(fsdp_version: int) -> None:
     core = installed_version("megatron-core")
     if fsdp_version == 2 and core is not None and Version(core).release < (0, 20):
-        raise LaunchError(
+        raise run.LaunchError(
             f"--megatron-fsdp-version 2: megatron-core {core} is installed, and Megatron's scripts "
             "have that version from 0.20 on. Put a newer Megatron-LM on PYTHONPATH, or leave the "
             "option out."
         )
 
 
-def _on_gpus(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
-    both, of_graphs = by_run(extra)
+def _on_gpus(args: argparse.Namespace, preset: Preset, extra: Sequence[str]) -> MakeRun:
+    both, of_graphs = run.by_run(extra)
     backend = ("--cg-backend", NATIVE) if args.backend == NATIVE else ()
-    plan = Plan(
-        script=(args.script or example_script()).resolve(),
-        nproc=args.nproc or max(1, min(preset.nproc, gpu_count())),
+    plan = run.Plan(
+        script=(args.script or run.example_script()).resolve(),
+        nproc=args.nproc or max(1, min(preset.nproc, run.gpu_count())),
         model=tuple(preset.arguments()),
         steps=args.steps,
         scopes=preset.scopes if args.scopes is None else tuple(args.scopes),
@@ -100,45 +83,38 @@ def _on_gpus(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
         graph_extra=(*backend, *of_graphs),
         extra=both,
     )
-    check_gpus(plan)
-    return partial(make_run, plan)
+    run.check_gpus(plan)
+    return partial(run.make_run, plan)
 
 
-def _on_tape(args: Any, preset: Preset, extra: Sequence[str]) -> MakeRun:
+def _on_tape(args: argparse.Namespace, preset: Preset, extra: Sequence[str]) -> MakeRun:
     given = ["--script", str(args.script)] if args.script else []
     if given or extra:
-        raise LaunchError(
+        raise run.LaunchError(
             f"the tape has a training loop of its own and cannot take {' '.join([*given, *extra])}"
             f": leave it out, or give --backend {TRANSFORMER_ENGINE} on a machine with GPUs."
         )
     from megatron_cg.tools.align.tape import describe, tape_plan, tape_run
 
-    plan = tape_plan(
-        preset,
-        steps=args.steps,
-        warmup_steps=args.warmup_steps,
-        scopes=args.scopes,
-        fsdp_version=args.megatron_fsdp_version,
-    )
-    processes = args.nproc or preset.nproc
+    plan, processes = tape_plan(preset, args), args.nproc or preset.nproc
     print(describe(plan.model, processes), flush=True)
     return partial(tape_run, plan, processes)
 
 
 def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
-    comparison = outcome.comparison
+    comparison, different = outcome.comparison, outcome.comparison.different_shards
+    plain = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if outcome.log_tail:
         console.print("[bold]From its log[/bold]")
-        console.print(outcome.log_tail, markup=False, highlight=False, soft_wrap=True)
+        plain(outcome.log_tail)
     if comparison.values:
         console.print(_table(title, comparison))
     if comparison.shards:
-        different = comparison.different_shards
         console.print(
             f"parameter shards, all ranks: {comparison.shards}, different: {len(different)}"
         )
         for name in different[:_SHOWN_SHARDS]:
-            console.print(f"  differs: {name}", markup=False, highlight=False, soft_wrap=True)
+            plain(f"  differs: {name}")
     if comparison.graphs:
         console.print(f"graphs, all ranks: {counts_text(comparison.graphs)}", soft_wrap=True)
     colour = "green" if comparison.status == IDENTICAL else "red"

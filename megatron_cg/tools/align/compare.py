@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from megatron_cg.tools.record.read_record import captured_after
@@ -134,10 +133,8 @@ def _unequal(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
 
 def missing_ranks(run: Run) -> str:
     size = next(iter(run.values()))["world_size"]
-    absent = list(islice((str(rank) for rank in range(size) if rank not in run), 6))
-    if not absent:
-        return ""
-    return f"records of {len(run)} of its {size} ranks, none of {', '.join(absent)}"
+    absent = ", ".join(map(str, sorted(set(range(size)) - run.keys())[:6]))
+    return f"records of {len(run)} of its {size} ranks, none of {absent}" if absent else ""
 
 
 def _values(eager: Run, graphed: Run) -> Iterator[Value]:

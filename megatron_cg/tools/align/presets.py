@@ -16,10 +16,6 @@ _FOLDER = Path(__file__).parents[2] / "arguments" / "presets"
 Flag = bool | int | float | str | list[int | float | str]
 
 
-class PresetError(MegatronCGError):
-    """There is no such preset."""
-
-
 @dataclass(frozen=True)
 class Preset:
     """One model shape: Megatron's flags for a GPU run, and a small shape for the tape."""
@@ -47,26 +43,19 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str) -> Preset:
-    """The preset of that name. Raises PresetError, which lists the known names."""
+    """The preset of that name. Raises MegatronCGError, which lists the known names."""
     import yaml
 
-    if name not in preset_names():
-        names = preset_names()
-        raise PresetError(f"there is no preset {name!r}; there are {', '.join(names)}.")
+    if name not in (names := preset_names()):
+        raise MegatronCGError(f"there is no preset {name!r}; there are {', '.join(names)}.")
     data = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    return Preset(
-        name,
-        " ".join(data["description"].split()),
-        tuple(data["scopes"]),
-        data["nproc"],
-        data["flags"],
-        data.get("tape"),
-    )
+    data["description"] = " ".join(data["description"].split())
+    return Preset(name, **data | {"scopes": tuple(data["scopes"])})
 
 
 if __name__ == "__main__":
     try:
         chosen = load_preset(" ".join(sys.argv[1:]))
-    except PresetError as error:
+    except MegatronCGError as error:
         sys.exit(f"{error}")
     print(" ".join(chosen.scopes), *chosen.arguments(), sep="\n")

@@ -166,12 +166,10 @@ def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def environment(inherited: Mapping[str, str], cudnn: Path | None = None) -> dict[str, str]:
     """The environment of one run, which finds this package from any working directory.
 
-    ``cudnn`` is torch's own cuDNN. TE opens ``libcudnn.so`` by that bare name; if it finds an older
-    one, it silently falls back from fused to unfused attention. CUDA_DEVICE_MAX_CONNECTIONS is
-    removed: Megatron-FSDP refuses the value 1.
+    ``cudnn`` is torch's own: see Note [Two copies of cuDNN] in ``doctor/checks.py``.
     """
     env = {**inherited, **DETERMINISTIC_ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
-    env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # Megatron-FSDP refuses the value 1.
     env["PYTHONPATH"] = ":".join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
     if cudnn is not None:
         env.setdefault("CUDNN_HOME", str(cudnn))

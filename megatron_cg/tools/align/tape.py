@@ -6,6 +6,7 @@
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,25 +20,15 @@ _GPU_ONLY = ("mamba", "moe")
 _OF_EXPERTS = ("moe_router", "moe_preprocess")
 
 
-def tape_plan(
-    preset: Preset,
-    *,
-    steps: int,
-    warmup_steps: int,
-    scopes: Sequence[str] | None = None,
-    fsdp_version: int = 1,
-) -> TrainingPlan:
-    """The run with tapes; ``scopes`` are the preset's if None.
-
-    Raises LaunchError if a CPU has no such run.
-    """
+def tape_plan(preset: Preset, args: Namespace) -> TrainingPlan:
+    """The run with tapes. Raises LaunchError if a CPU has no such run."""
     if preset.tape is None:
         raise LaunchError(
             f"preset {preset.name} cannot be built on a CPU ({preset.description}) Give another "
             "--preset, or run on GPUs."
         )
     model = CpuModelConfig(**preset.tape)
-    scopes = model.graph_modules if scopes is None else scopes
+    scopes: Sequence[str] = model.graph_modules if args.scopes is None else args.scopes
     missing = [scope for scope in scopes if scope in _GPU_ONLY]
     if not model.experts:
         missing += [scope for scope in scopes if scope in _OF_EXPERTS]
@@ -46,9 +37,10 @@ def tape_plan(
             f"on the CPU, {preset.name} has no {' and '.join(missing)} to capture: give other "
             "--scopes, or none of them, or another --preset, or run on GPUs."
         )
-    if fsdp_version != 1:  # megatron-core 0.19.2 knows no other
-        model = replace(model, fsdp_options={"megatron_fsdp_version": fsdp_version})
-    return TrainingPlan(replace(model, graph_modules=tuple(scopes)), steps, warmup_steps, True)
+    if (version := args.megatron_fsdp_version) != 1:  # megatron-core 0.19.2 knows no other
+        model = replace(model, fsdp_options={"megatron_fsdp_version": version})
+    model = replace(model, graph_modules=tuple(scopes))
+    return TrainingPlan(model, args.steps, args.warmup_steps, True)
 
 
 def describe(model: CpuModelConfig, processes: int) -> str:

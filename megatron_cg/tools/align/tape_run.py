@@ -26,12 +26,9 @@ def setup_of(plan: TrainingPlan) -> Setup:
     del model["graph_modules"], model["grouped"]
     for name in ("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"):
         model["fsdp_options"].pop(name, None)
-    names = ("microbatches", "micro_batch_size", "learning_rate")
-    return {
-        "model": model,
-        "data": {"tokens": plan.tokens and dataset(str(plan.tokens))},
-        "training": {name: getattr(plan, name) for name in names},
-    }
+    training = {n: getattr(plan, n) for n in ("microbatches", "micro_batch_size", "learning_rate")}
+    tokens = plan.tokens and dataset(str(plan.tokens))
+    return {"model": model, "data": {"tokens": tokens}, "training": training}
 
 
 def record_steps(plan: TrainingPlan, trainer: Trainer, recorder: Recorder) -> None:

@@ -22,22 +22,8 @@ from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
 from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.files import whole_file
+from megatron_cg.tools.align import run as align
 from megatron_cg.tools.align.presets import Preset, load_preset
-from megatron_cg.tools.align.run import (
-    DETERMINISTIC_ENVIRONMENT,
-    FLAGS_OF_V1,
-    GRAPH_FLAGS,
-    Plan,
-    Run,
-    arguments,
-    data_flags,
-    environment,
-    example_script,
-    from_text,
-    log_tail,
-    python_sources,
-    torch_cudnn,
-)
 from megatron_cg.tools.launch_line import LaunchLine, read_line
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__
@@ -78,10 +64,6 @@ _LEFT_OUT = (
 """Flags that no run has, so that it reads and leaves nothing."""
 
 
-class BenchError(MegatronCGError):
-    """A benchmark cannot be made as asked."""
-
-
 class Configuration(NamedTuple):
     title: str
     fsdp: bool = True
@@ -102,10 +84,10 @@ CONFIGURATIONS = {
 
 
 def given_line(words: Sequence[str]) -> LaunchLine:
-    """The user's line, without this package's launcher. Raises BenchError without Megatron-FSDP."""
+    """The user's line, without this package's launcher. It must train under Megatron-FSDP."""
     line = read_line(words).without_launcher()
     if not line.has("--use-megatron-fsdp"):
-        raise BenchError(
+        raise MegatronCGError(
             "the line has no --use-megatron-fsdp, under which this package makes graphs: add "
             "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
             "--ckpt-format fsdp_dtensor. The run under DDP is made from it."
@@ -135,23 +117,24 @@ def preset_line(
     flags += ["--moe-permute-fusion"] * (experts and fuses)
     flags += ["--expert-model-parallel-size", "2"] * (experts and nproc % 2 == 0)
     fused = () if "multi-latent-attention" in preset.flags or not fuses else ("--no-rope-fusion",)
-    files = data_flags(data, data.parent / "cache")
-    plan = Plan(example_script(), nproc, tuple(preset.arguments()), steps)
-    line = given_line(arguments(plan, graphs=False, data=files, record=data.parent))
+    files = align.data_flags(data, data.parent / "cache")
+    plan = align.Plan(align.example_script(), nproc, tuple(preset.arguments()), steps)
+    line = given_line(align.arguments(plan, graphs=False, data=files, record=data.parent))
     line = line.without("--deterministic-mode", "--cuda-graph-impl", "--cg-record", *fused)
     return line.followed_by(*flags, *extra)
 
 
 def chosen(only: str | None, line: LaunchLine) -> list[str]:
-    """The names of the configurations to run. Raises BenchError for one that cannot be run."""
+    """The names of the configurations to run. Raises MegatronCGError for one that cannot be run."""
     names = only.split(",") if only else _DEFAULT
     for name in names:
         if name not in CONFIGURATIONS:
-            raise BenchError(f"--only {name}: there are {', '.join(CONFIGURATIONS)}.")
+            raise MegatronCGError(f"--only {name}: there are {', '.join(CONFIGURATIONS)}.")
         if name == _SAME_GEMM and not line.has("--num-experts"):
-            raise BenchError(f"--only {name}: the model has no --num-experts. Leave it out.")
+            raise MegatronCGError(f"--only {name}: the model has no --num-experts. Leave it out.")
         if name == _SAME_GEMM and _is_quantized(line) and not line.has(_GEMM):
-            raise BenchError(f"--only {name}: torch's is for BF16. Say {_GEMM}, or leave it out.")
+            text = "torch's GEMM is for BF16"
+            raise MegatronCGError(f"--only {name}: {text}. Say {_GEMM}, or leave it out.")
     return list(dict.fromkeys(names))
 
 
@@ -162,7 +145,7 @@ def edited(line: LaunchLine, name: str, *, steps: int, every: int = 1) -> Launch
         made = made.kept(lambda flag: "fsdp" not in flag and flag not in _OF_FSDP)
         made = made.followed_by("--use-distributed-optimizer")
     elif _is_under_v2(line):
-        made = made.kept(lambda flag: flag not in FLAGS_OF_V1)
+        made = made.kept(lambda flag: flag not in align.FLAGS_OF_V1)
     if configuration.launched:
         made = made.with_launcher()
     made = made.followed_by(*_graph_flags(line, name))
@@ -182,7 +165,7 @@ def _graph_flags(line: LaunchLine, name: str) -> tuple[str, ...]:
     flags: tuple[str, ...] = ("--cuda-graph-impl", "transformer_engine", _NO_MASK)
     if name != GRAPHS:
         return (*flags, _MODULES, *_partial_modules(line))
-    of_v1 = () if _is_under_v2(line) else GRAPH_FLAGS
+    of_v1 = () if _is_under_v2(line) else align.GRAPH_FLAGS
     flags += (*of_v1, "--no-gradient-accumulation-fusion")
     if not line.has(_MODULES) and not line.has("--cuda-graph-impl"):
         flags += _whole_layers(line)
@@ -223,7 +206,7 @@ def captured(line: LaunchLine) -> str:
 
 
 def _is_of_graphs(flag: str) -> bool:
-    return "cuda-graph" in flag or flag.startswith("--cg-") or flag in GRAPH_FLAGS
+    return "cuda-graph" in flag or flag.startswith("--cg-") or flag in align.GRAPH_FLAGS
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -233,7 +216,8 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         if args.preset is None:
             line = given_line(extra)
         else:
-            preset, data = load_preset(args.preset), from_text(python_sources(), folder / "data")
+            preset = load_preset(args.preset)
+            data = align.from_text(align.python_sources(), folder / "data")
             sizes = {"nproc": args.nproc or preset.nproc, "microbatches": args.microbatches}
             line = preset_line(preset, data, **sizes, steps=steps, extra=extra)
         names = chosen(args.only, line)
@@ -249,7 +233,9 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             return 0
         if not (here := machine())["gpus"]:
             text = "nvidia-smi finds no GPU: start it where there are some. --dry-run prints its"
-            raise BenchError(f"{text} lines anywhere, and megatron-cg plan computes the memory.")
+            raise MegatronCGError(
+                f"{text} lines anywhere, and megatron-cg plan computes the memory."
+            )
         settings = {name: getattr(args, name) for name in _SETTINGS}
         results: dict[str, Any] = {"schema": SCHEMA, "machine": here, "settings": settings}
         results["runs"] = []
@@ -277,19 +263,19 @@ def _made(
     # Without our launcher too, cuBLASLt's cache is as large as with it.
     env = {CACHE_VARIABLE: str(CACHE_ENTRIES), **os.environ}
     if args.preset is not None:
-        like_align = environment(env, torch_cudnn())
-        env = {n: value for n, value in like_align.items() if n not in DETERMINISTIC_ENVIRONMENT}
-    run = Run(f"{name}.{number}", line.command, env, folder / f"{name}.{number}")
+        env = align.environment(env, align.torch_cudnn())
+        env = {n: env[n] for n in env if n not in align.DETERMINISTIC_ENVIRONMENT}
+    run = align.Run(f"{name}.{number}", line.command, env, folder / f"{name}.{number}")
     made: dict[str, Any] = {"configuration": name, "round": number, "captured": captured(line)}
     made |= {"command": line.command, "error": ""}
     failure, text = run.make(args.timeout), run.text()
     try:
         if failure:
-            raise BenchError(failure)
+            raise MegatronCGError(failure)
         made |= read_log(text, settle=args.settle_steps, steps=args.steps, every=args.log_interval)
-    except BenchError as error:
+    except MegatronCGError as error:
         made["error"] = str(error)
-        made["tail"] = log_tail(text).splitlines()[-_TAIL:]
+        made["tail"] = align.log_tail(text).splitlines()[-_TAIL:]
         print(*made["tail"], sep="\n", file=sys.stderr)
         print(f"the run {run.name} failed: {error}", file=sys.stderr, flush=True)
     return made
@@ -302,13 +288,13 @@ def read_log(text: str, *, settle: int, steps: int, every: int = 1) -> dict[str,
     ``every`` so many steps, none of them a first one; ``tokens`` per second and GPU in a step of
     median length; ``allocated_mib`` and ``reserved_mib`` (the peaks of torch's allocator since the
     start, on the printed rank that has most); and the last ``loss``. What the log has not is None.
-    Raises BenchError if it has fewer steps.
+    Raises MegatronCGError if it has fewer steps.
     """
     lines = list(_STEP.finditer(text))
     begin, end = settle + every, settle + steps
     timed = [line for line in lines if begin <= int(line["iteration"]) <= end]
     if not timed or len(timed) < end // every - (begin - 1) // every:
-        raise BenchError(
+        raise MegatronCGError(
             f"the log has {len(lines)} steps, and {settle} + {steps} were asked for: give a "
             "smaller --settle-steps or --steps, or a longer training"
         )

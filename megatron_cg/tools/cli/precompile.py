@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cli.main import ENDING
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -77,9 +76,7 @@ def _running(file: str) -> Iterator[None]:
         yield
     except MegatronCGError:
         raise
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and error.code in {128 + number for number in ENDING}:
-            raise  # Of a signal.
+    except (Exception, SystemExit) as error:  # If a signal ends it, main() says so.
         frame = traceback.extract_tb(error.__traceback__)[-1]
         remedy = "the command imports the file and calls the function, so both must end normally"
         raise MegatronCGError(

@@ -1,14 +1,25 @@
-"""The command lines and environments of the two runs."""
+"""The command lines, environments and data of the two runs."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 
 from megatron_cg.tools.align import run
-from megatron_cg.tools.align.run import LaunchError, Plan, arguments, by_run, environment
+from megatron_cg.tools.align.run import (
+    END_OF_DOCUMENT,
+    LaunchError,
+    Plan,
+    arguments,
+    by_run,
+    data_flags,
+    environment,
+    from_text,
+    python_sources,
+)
 from tests.unit.interpreted import python
 
 PLAN = Plan(
@@ -101,3 +112,29 @@ def test_too_few_gpus_and_a_missing_script_are_refused(monkeypatch: pytest.Monke
             run.check_gpus(there)
     monkeypatch.setattr(run, "gpu_count", lambda: 2)
     run.check_gpus(there)
+
+
+def test_bytes_are_tokens_and_files_are_documents(tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_bytes(bytes(range(256)))
+    two.write_text("æ\0")
+    prefix = from_text([one, two], tmp_path / "data")
+    dataset = IndexedDataset(str(prefix))
+    assert [list(document) for document in dataset] == [
+        [*range(256), END_OF_DOCUMENT],
+        [0xC3, 0xA6, 0, END_OF_DOCUMENT],
+    ]
+    assert list(dataset.document_indices) == [0, 1, 2]
+    assert dataset.index.dtype is numpy.uint16
+    flags = data_flags(prefix, tmp_path / "cache")
+    assert flags[:2] == ["--data-path", str(tmp_path / "data" / "text")]
+    assert flags[flags.index("--null-tokenizer-eod-id") + 1] == "256"
+
+
+def test_the_default_text_is_pythons_library_and_ends_at_the_limit() -> None:
+    files = python_sources(limit=100_000)
+    assert files == sorted(files) and all(path.suffix == ".py" for path in files)
+    sizes = [path.stat().st_size for path in files]
+    assert sum(sizes[:-1]) < 100_000 <= sum(sizes)

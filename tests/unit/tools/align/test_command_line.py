@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.align import align_command as command
+from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Comparison, Outcome, Value
-from megatron_cg.tools.align.run import Run
 from megatron_cg.tools.cli.main import main
 
 SAME = Value(0, 1, "lm loss", (1.0).hex(), (1.0).hex())
@@ -17,19 +17,19 @@ OTHER = Value(1, 2, "gradient norm", (1.0).hex(), (1.5).hex())
 
 @pytest.fixture(autouse=True)
 def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "from_text", lambda *_: Path("text"))
+    monkeypatch.setattr(run, "from_text", lambda *_: Path("text"))
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> dict[str, str]:
     """Let the runs have ``outcome``; returns the command line of each by its name."""
     asked: dict[str, str] = {}
 
-    def made(runs: Sequence[Run], timeout: float) -> Outcome:
-        asked.update({run.name: " ".join(run.words) for run in runs})
+    def made(runs: Sequence[run.Run], timeout: float) -> Outcome:
+        asked.update({one.name: " ".join(one.words) for one in runs})
         return outcome
 
-    monkeypatch.setattr(command, "check_gpus", lambda _: None)
-    monkeypatch.setattr(command, "run_and_compare", made)
+    monkeypatch.setattr(run, "check_gpus", lambda _: None)
+    monkeypatch.setattr(run, "run_and_compare", made)
     return asked
 
 

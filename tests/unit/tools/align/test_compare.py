@@ -15,8 +15,9 @@ from megatron_cg.tools.align.compare import (
     compare,
     missing_ranks,
 )
-from tests.unit.tools.align.records import Record, capture, make_rank
+from tests.unit.tools.report.made_up import capture, make_rank
 
+Record = dict[str, Any]
 Run = dict[int, Record]
 
 

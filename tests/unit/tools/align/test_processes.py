@@ -21,7 +21,7 @@ from megatron_cg.tools.align.run import (
     run_and_compare,
 )
 from tests.unit.ranks import ends
-from tests.unit.tools.align.records import make_rank
+from tests.unit.tools.report.made_up import make_rank
 
 RECORD = """
 import json, pathlib, sys

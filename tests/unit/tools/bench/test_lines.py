@@ -9,10 +9,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.bench.bench_command import (
     CONFIGURATIONS,
-    BenchError,
     chosen,
     edited,
     given_line,
@@ -101,7 +101,7 @@ def test_megatron_and_our_rules_accept_every_line_of_a_preset(
 ) -> None:
     line = preset_line(load_preset(preset), Path("data/text"), nproc=2, microbatches=2, steps=50)
     if preset == "llama" and name == "eager-gemm":
-        with pytest.raises(BenchError, match="no --num-experts"):
+        with pytest.raises(MegatronCGError, match="no --num-experts"):
             chosen(name, line)
         return
     with in_place_of_te():
@@ -168,7 +168,7 @@ def test_a_line_is_the_mean_of_steps_after_those_that_settle() -> None:
     assert times(1, 10, 20, 30, 40, settle=10, steps=20, every=10) == [20, 30]
     assert times(1, 2, 3, 4, settle=2, steps=2) == [3, 4]
     for logged in ((1, 10, 20), (1, 10)):
-        with pytest.raises(BenchError, match="15"):
+        with pytest.raises(MegatronCGError, match="15"):
             times(*logged, settle=15, steps=20, every=10)
-    with pytest.raises(BenchError, match="smaller"):
+    with pytest.raises(MegatronCGError, match="smaller"):
         times(10, 20, settle=10, steps=5, every=10)
