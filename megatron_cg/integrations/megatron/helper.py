@@ -264,18 +264,13 @@ def meet(call: str, backend: str, settings: GraphArguments, given: Mapping[str, 
 
 def _require_layers(found: Sequence[Any]) -> None:
     if not found:
-        raise ConfigurationError(
-            [
-                Violation(
-                    "no-decoder",
-                    "a model without a decoder",
-                    "Megatron captures the layers of a decoder, as GPT and hybrid models have; of "
-                    "others, such as BERT and multimodal models, it would capture nothing",
-                    "type --cuda-graph-impl none, or train in a loop with graph_units: "
-                    "docs/graph_units.md",
-                )
-            ]
+        what, remedy = (
+            "a model without a decoder",
+            "type --cuda-graph-impl none, or use a loop",
         )
+        why = "graphs hold layers of the decoder of a GPT or hybrid model, and others, such as BERT"
+        violation = Violation("no-decoder", what, f"{why}, have none", f"{remedy} with graph_units")
+        raise ConfigurationError([violation])
 
 
 def _require_units(sharding: Any, layers: Sequence[Any]) -> None:

@@ -175,8 +175,8 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
         runs = [replace(trial.settings.run, cuda_graph_impl="none") for trial in starts]
         without = [replace(t.settings, run=run) for t, run in zip(starts, runs, strict=True)]
         eager = min(map(memory_of, without), key=lambda memory: memory.total)
-    asks = tuple(_asks(settings, known.count))
-    return Edited(given, known, replace(best, reasons=reasons), eager, room, asks)
+    best = replace(best, reasons=reasons)
+    return Edited(given, known, best, eager, room, _asks(settings, known.count))
 
 
 def _on_fewer_layers(
@@ -200,35 +200,30 @@ def gib(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB"
 
 
-def _asks(settings: Settings, gpus: int) -> Iterator[str]:
+def _asks(settings: Settings, gpus: int) -> tuple[str, ...]:
     """What Megatron-FSDP and these graphs replace or break in a run, and what to do instead."""
     run, args = settings.run, settings.args
     ranks = gpus // (args.tensor_model_parallel_size * args.context_parallel_size)
     accumulates = (args.global_batch_size or 0) > (args.micro_batch_size or 1) * ranks
     alone = run.is_moe and gpus == args.expert_model_parallel_size * run.expert_tensor_parallel_size
-    if alone and accumulates and not args.calculate_per_token_loss:
-        yield (
-            "Warning: each expert is on one rank. Megatron-FSDP then scales its gradients wrongly, "
-            "also without graphs, unless you add --calculate-per-token-loss: "
-            "docs/troubleshooting.md#expert-gradients-with-ep-dp"
-        )
-    stages = args.pipeline_model_parallel_size
-    if stages > 1:
-        yield (
-            f"Warning: {stages} pipeline stages are dropped, so each GPU gathers the weights of "
-            "all layers. Where that does not fit or is too slow, keep the line as it is"
-        )
-    if not run.use_megatron_fsdp:
-        now = "torch's FSDP2 is" if args.use_torch_fsdp2 else "DDP is"
-        yield (
-            f"{now} replaced by Megatron-FSDP, which shards weights, gradients and optimizer "
-            "state, and has checkpoints of its own. Graphs under DDP: docs/megatron_graphs.md"
-        )
-    if run.cuda_graph_impl == "local":
-        yield (
-            "Megatron's local graphs are replaced by Transformer Engine's. Keep them if this run "
-            "also generates text, as for RL"
-        )
+    now, stages = (
+        "torch's FSDP2" if args.use_torch_fsdp2 else "DDP",
+        run.pipeline_model_parallel_size,
+    )
+    texts = {
+        "Warning: each expert is on one rank. Megatron-FSDP then scales its gradients wrongly, "
+        "also without graphs, unless you add --calculate-per-token-loss: docs/troubleshooting.md"
+        "#expert-gradients-with-ep-dp": alone and accumulates and not args.calculate_per_token_loss,
+        f"Warning: {stages} pipeline stages are dropped, so each GPU gathers the weights of all "
+        "layers. Where that does not fit or is too slow, keep the line as it is": stages > 1,
+        f"{now} is replaced by Megatron-FSDP, which shards weights, gradients and optimizer state, "
+        "and has checkpoints of its own. Graphs under DDP: docs/megatron_graphs.md": (
+            not run.use_megatron_fsdp
+        ),
+        "Megatron's local graphs are replaced by Transformer Engine's. Keep them if this run also "
+        "generates text, as for RL": run.cuda_graph_impl == "local",
+    }
+    return tuple(text for text, holds in texts.items() if holds)
 
 
 def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[str, str]]:

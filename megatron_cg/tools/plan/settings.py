@@ -14,7 +14,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -41,11 +41,7 @@ VOCABULARY = 131_072
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 _OF_BLACKWELL = 150 * 2**30
 """Memory that no Hopper GPU has."""
-_REMEDIES = {
-    "batch_size.* must be divisible": "give a --global-batch-size that is a multiple of "
-    "--micro-batch-size x data-parallel ranks, or use fewer GPUs",
-}
-"""By a pattern of Megatron's own error: what to type, where it does not say so."""
+_BATCH = "give a --global-batch-size that is a multiple of --micro-batch-size x data-parallel ranks"
 _OF_TE = (
     "megatron.core.transformer.moe.moe_utils",
     "megatron.core.models.common.embeddings.rope_utils",
@@ -116,9 +112,9 @@ def settings_of(
         notes.append(f"not Megatron's, so taken for the script's own: {' '.join(own)}")
     if Path(line.script).name not in MEGATRONS and not line.source:
         notes.append(f"{line.script} is not here: it is taken to train the model of its flags")
-    dropless = Configuration(run, graph, where).counts_on_device
-    if megatron and (why := _megatrons_error(args, dropless, line.variables, capability)):
-        remedy = next((text for known, text in _REMEDIES.items() if re.search(known, why)), "")
+    gpu = _gpu(line.variables, Configuration(run, graph, where).counts_on_device, capability)
+    if megatron and (why := _megatrons_error(args, gpu)):
+        remedy = _BATCH if re.search("batch_size.* must be divisible", why) else ""
         broken += (Violation("megatron", "Megatron stops", why, remedy),)
     if hint and (broken or any("$" in word for word in unknown)):
         notes.insert(0, hint)
@@ -185,14 +181,11 @@ def _limits(args: Any) -> Iterator[str]:
         yield f"the tokenizer's vocabulary is counted as {VOCABULARY:,}; --vocab-size says it"
 
 
-def _megatrons_error(
-    args: Any, dropless: bool, variables: Mapping[str, str], capability: tuple[int, int]
-) -> str | None:
+def _megatrons_error(args: Any, gpu: AbstractContextManager[None]) -> str | None:
     """The error of ``validate_args`` or of the model's config; validates ``args``."""
     from megatron.training import arguments
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    gpu = _gpu(variables, dropless, capability)
     with gpu, redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
