@@ -17,7 +17,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.telemetry.capture_report import counts_text
 from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import EXIT_CODES, IDENTICAL, Comparison, Outcome
 from megatron_cg.tools.align.presets import Preset, load_preset
@@ -102,6 +101,8 @@ def _on_tape(args: argparse.Namespace, preset: Preset, extra: Sequence[str]) -> 
 
 
 def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
+    from megatron_cg.telemetry.capture_report import counts_text  # It imports torch.
+
     comparison, different = outcome.comparison, outcome.comparison.different_shards
     plain = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if outcome.log_tail:
