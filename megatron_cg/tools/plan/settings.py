@@ -105,6 +105,8 @@ def settings_of(
     capability = _BLACKWELL if room > _OF_BLACKWELL else _HOPPER
     broken = (*violations(run, graph, where), *_of_plan(run, capability))
     notes = [*notices(run, where), *_limits(args)]
+    if capability == _BLACKWELL:
+        notes.append("Blackwell GPUs were not measured: start with megatron-cg align on one host")
     if graph.cg_grouped_gemm == "cublas" and here.lacks_device_counts:
         notes.append(_NEEDS)
     if own := [word for word in unknown if "$" not in word]:
