@@ -86,18 +86,20 @@ def describe(fn: Callable[..., Any]) -> str:
     return f"{home}.{name}{line}"
 
 
-RECORDER = "output_capturing_hook"
+RECORDER = "transformers.utils.output_capturing", "output_capturing_hook"
 """A hook of transformers 5 for ``output_attentions`` and the like. The first call that asks for any
 of them puts it on all modules, where it stays: LLaVA and SegFormer ask for hidden states."""
 
 
-def is_idle(fn: Callable[..., Any]) -> bool:
-    """Whether it is such a hook, and the call that runs now does not ask for its output."""
-    if getattr(fn, "__name__", "") != RECORDER:
-        return False
-    key: Any = cells_of(fn)["key"].cell_contents
-    asked: Any = fn.__globals__["_active_collector"].get()
-    return asked is None or key not in asked
+def is_idle(fn: Callable[..., Any]) -> bool | None:
+    """Whether the call that runs now asks for nothing of such a hook; None if it is none."""
+    if (getattr(fn, "__module__", ""), getattr(fn, "__name__", "")) != RECORDER:
+        return None
+    key, collector = cells_of(fn).get("key"), fn.__globals__.get("_active_collector")
+    if key is None or collector is None:
+        return None
+    asked: Any = collector.get()
+    return asked is None or key.cell_contents not in asked
 
 
 _PARAMETER_REGISTRIES = ("_post_accumulate_grad_hooks", "_backward_hooks")

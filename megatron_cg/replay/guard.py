@@ -48,7 +48,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from megatron_cg.hooks import RECORDER, HookKind, describe, is_idle
+from megatron_cg.hooks import HookKind, describe, is_idle
 from megatron_cg.replay.plain import Contents, is_container, is_plain, same_value
 from megatron_cg.upstream.symbols import Symbol
 
@@ -378,9 +378,9 @@ class Hooks:
         ]
         registries += [(getattr(torch_module, name), f"torch's {name}") for name in GLOBAL_HOOKS]
         # Most registries are empty, and any() over empty dictionaries is the cheapest check.
-        self._empty = [
-            (r, n) for r, n in registries if all(moved(h) or _records(h) for h in r.values())
-        ]
+        hooks = [(hook, name) for registry, name in registries for hook in registry.values()]
+        self._recorders = [one for one in hooks if is_idle(one[0]) is not None]
+        self._empty = [(r, name) for r, name in registries if all(map(moved, r.values()))]
         self._quiet = [registry for registry, _ in self._empty]
         quiet = set(map(id, self._quiet))
         self._kept = [(r, tuple(r), name) for r, name in registries if id(r) not in quiet]
@@ -394,6 +394,9 @@ class Hooks:
                 for hook in registry.values():
                     if not is_idle(hook):
                         return _hooked(name, hook)
+        for hook, name in self._recorders:
+            if not is_idle(hook):
+                return _hooked(name, hook)
         for registry, keys, name in self._kept:
             if tuple(registry) != keys:
                 was, now = f"with {len(keys)} hooks", f"with {len(registry)} others"
@@ -617,13 +620,9 @@ def _mismatch(clause: str, subject: str, expected: str, actual: str) -> Mismatch
     return Mismatch(clause, subject, expected, actual, _CAUSES.get(clause, _REPLACED))
 
 
-def _records(hook: Any) -> bool:
-    return getattr(hook, "__name__", "") == RECORDER
-
-
 def _hooked(name: str, hook: Callable[..., Any]) -> Mismatch:
     """A hook that was added, or one of transformers that has to record something now."""
-    if _records(hook):
+    if is_idle(hook) is False:
         what = f"the output of module {name}"
         return _mismatch("recorded", what, "not recorded", "recorded by transformers")
     return _mismatch("hooks", f"module {name}", "without hooks", f"with {describe(hook)}")

@@ -321,7 +321,7 @@ class PythonState:
         # torch.autograd itself asks at the start of each backward pass.
         own = package == "megatron_cg" or module == "torch.autograd"
         self.asks_for_gradients |= not own and "requires_grad" in code.co_names
-        if package in LIBRARIES or code.co_name == RECORDER:  # The guard has a row for that hook.
+        if package in LIBRARIES or (module, code.co_name) == RECORDER:  # The guard looks at it.
             return
         self.asks_for_gradients |= "needs_input_grad" in code.co_names
         self.own_names.update(code.co_names, texts(code.co_consts))
