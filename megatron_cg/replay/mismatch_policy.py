@@ -87,7 +87,7 @@ class Counters(Mapping[str, int]):
 
 
 logger = logging.getLogger(__name__)
-_TURN, _ROUND = 10, 200
+_TURN, _ROUND = 10, 300
 _NOT_BY_CAPTURE = ("order", "recompute", "recorded", "verification")
 """Mismatches that another capture would meet too."""
 

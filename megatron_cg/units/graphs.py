@@ -105,7 +105,7 @@ class GraphedUnits:
         on_failure: whether a failed capture raises, or is logged and training goes on eagerly.
         on_mismatch: what happens when a graph must not be replayed; as ``--cg-on-mismatch``.
         verify_interval: None compares one unit's replay with an eager pass in every tenth step, in
-            turn (if there are fewer than 20 units, less often after some rounds: each once in 200
+            turn (if there are fewer than 30 units, less often after some rounds: each once in 300
             steps). A number N compares all replays of every N-th step; 0 means never.
         verify_steps: in every N-th step :meth:`verified` trains twice and compares; 0 means never.
         fast_path: False is as ``--cg-no-fsdp-fast-path``.
