@@ -17,7 +17,7 @@ from tests.unit.ranks import on_ranks
 from tests.unit.replay.test_eager_passes import UNIT, WRONG, with_collectives
 from tests.unit.units import plain
 
-TURN, ROUND, UNITS = 10, 200, 3
+TURN, ROUND, UNITS = 10, 300, 3
 PAUSE = 15
 """Steps in which no unit replays."""
 ORDERS = ([0, 1, 2], [0, 2], [0, 1], [0, 1, 1, 2])
