@@ -24,7 +24,7 @@ from megatron_cg.compiled.region import (
     fingerprint,
     module_kinds,
 )
-from megatron_cg.compiled.save import Manifest, path_of, read
+from megatron_cg.compiled.save import Manifest, read
 from megatron_cg.compiled.trace import loading_for
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
@@ -162,7 +162,7 @@ def load(directory: Path | str, name: str, region: Region, votes: Agreement) -> 
     held, own = "", None
     compiled: Any = None
     try:
-        manifest, code = read(path_of(Path(directory), name))
+        manifest, code = read(Path(directory, f"{name}.artifact"))
         held = manifest.code_sha256
         compiled = _decoded(name, manifest, code, region)
     except Exception as error:  # This rank must vote, so nothing may escape.

@@ -48,16 +48,6 @@ class Manifest:
     traced_ranks: Sequence[int]
 
 
-def path_of(directory: Path, name: str) -> Path:
-    """Where the artifact of that name is.
-
-    Raises PrecompileError for a name that is not a plain file name.
-    """
-    if not name or Path(name).name != name or name.startswith("."):
-        raise PrecompileError(f"{name!r} cannot name an artifact: use letters, digits and -")
-    return directory / f"{name}.artifact"
-
-
 def write(path: Path, manifest: Manifest, code: bytes) -> None:
     """Write an artifact that this user alone can read and write. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -141,7 +131,7 @@ def save(
     Raises PrecompileError if the region cannot be traced, or is not the same on all ranks, and
     OSError if the folder cannot be written. Nothing has been written then.
     """
-    path = path_of(Path(directory), name)
+    path = Path(directory, f"{name}.artifact")
     first, peers = _trace_as(build, 0, world_size, capability)
     ranks = sorted({0, *peers, world_size - 1})
     state = dict(first.state)

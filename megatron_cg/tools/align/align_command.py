@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
+from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import EXIT_CODES, IDENTICAL, Comparison, Outcome
 from megatron_cg.tools.align.presets import Preset, load_preset
@@ -61,7 +62,7 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
 def _check_version(fsdp_version: int) -> None:
     core = installed_version("megatron-core")
     if fsdp_version == 2 and core is not None and Version(core).release < (0, 20):
-        raise run.LaunchError(
+        raise MegatronCGError(
             f"--megatron-fsdp-version 2: megatron-core {core} is installed, and Megatron's scripts "
             "have that version from 0.20 on. Put a newer Megatron-LM on PYTHONPATH, or leave the "
             "option out."
@@ -89,7 +90,7 @@ def _on_gpus(args: argparse.Namespace, preset: Preset, extra: Sequence[str]) -> 
 def _on_tape(args: argparse.Namespace, preset: Preset, extra: Sequence[str]) -> MakeRun:
     given = ["--script", str(args.script)] if args.script else []
     if given or extra:
-        raise run.LaunchError(
+        raise MegatronCGError(
             f"the tape has a training loop of its own and cannot take {' '.join([*given, *extra])}"
             f": leave it out, or give --backend {TRANSFORMER_ENGINE} on a machine with GPUs."
         )

@@ -99,10 +99,6 @@ _KILLED = re.compile(
 _TORCHRUN = re.compile(r"^E\d{4} .*\bfailed \(exitcode")
 
 
-class LaunchError(MegatronCGError):
-    """A run cannot be started on this machine, or not with these options."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """What both runs share; ``model`` and ``extra`` are Megatron's flags.
@@ -190,7 +186,7 @@ def example_script() -> Path:
     """The shipped ``pretrain_gpt.py``; ``megatron_cg/examples`` is a link in a checkout."""
     script = PACKAGE / "examples" / "pretrain_gpt.py"
     if not script.is_file():
-        raise LaunchError(f"there is no {script}; name a pretraining script with --script.")
+        raise MegatronCGError(f"there is no {script}; name a pretraining script with --script.")
     return script
 
 
@@ -202,11 +198,11 @@ def gpu_count() -> int:
 
 def check_gpus(plan: Plan) -> None:
     if not plan.script.is_file():
-        raise LaunchError(f"--script {plan.script}: there is no such file.")
+        raise MegatronCGError(f"--script {plan.script}: there is no such file.")
     gpus = gpu_count()
     if gpus < plan.nproc:
         smaller = "a smaller --nproc, or " if gpus else ""
-        raise LaunchError(
+        raise MegatronCGError(
             f"--nproc {plan.nproc} needs as many GPUs, and {gpus} can be seen: give {smaller}"
             "--backend tape to compare on the CPU."
         )
@@ -323,7 +319,7 @@ def make_run(plan: Plan, data: Path, directory: Path, name: str) -> Run:
 
 def check_start(directory: Path) -> None:
     for record in directory.glob("*/record"):
-        raise LaunchError(f"{record} holds an earlier run: give another --work-dir.")
+        raise MegatronCGError(f"{record} holds an earlier run: give another --work-dir.")
 
 
 def run_and_compare(

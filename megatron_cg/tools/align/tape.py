@@ -12,18 +12,19 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from megatron_cg.errors import MegatronCGError
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.align.run import GRAPHS, TAPE_NOTICE, LaunchError, Run, environment
+from megatron_cg.tools.align.run import GRAPHS, TAPE_NOTICE, Run, environment
 
 _GPU_ONLY = ("mamba", "moe")
 _OF_EXPERTS = ("moe_router", "moe_preprocess")
 
 
 def tape_plan(preset: Preset, args: Namespace) -> TrainingPlan:
-    """The run with tapes. Raises LaunchError if a CPU has no such run."""
+    """The run with tapes. Raises MegatronCGError if a CPU has no such run."""
     if preset.tape is None:
-        raise LaunchError(
+        raise MegatronCGError(
             f"preset {preset.name} cannot be built on a CPU ({preset.description}) Give another "
             "--preset, or run on GPUs."
         )
@@ -33,7 +34,7 @@ def tape_plan(preset: Preset, args: Namespace) -> TrainingPlan:
     if not model.experts:
         missing += [scope for scope in scopes if scope in _OF_EXPERTS]
     if missing:
-        raise LaunchError(
+        raise MegatronCGError(
             f"on the CPU, {preset.name} has no {' and '.join(missing)} to capture: give other "
             "--scopes, or none of them, or another --preset, or run on GPUs."
         )

@@ -36,12 +36,8 @@ TAKING_FLAGS = ("align", "bench", "plan")
 
 _JSON = "print the result as one line of JSON"
 USAGE_ERROR = 2
-DEFECT = 70
-"""From sysexits.h, for an error that no command expects; 1 is a result of a command."""
-INTERRUPTED = 130
-"""A shell's exit code for a process that SIGINT ended."""
-NO_READER = 141
-"""A shell's exit code for a process that SIGPIPE ended: the reader is gone, as with ``| head``."""
+DEFECT = 70  # of sysexits.h, for an error that no command expects; 1 is a result of a command
+INTERRUPTED, NO_READER = 130, 141  # a shell's for SIGINT, and for SIGPIPE, as with | head
 
 _received: list[int] = []
 """Signals that have come since the command began."""

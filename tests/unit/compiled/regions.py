@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_cg import graph_units
 from megatron_cg.compiled.load import Precompiled, load
@@ -174,6 +175,29 @@ def gathered_linear(device: str = "meta", seed: int = 5) -> Region:
             tp_group=groups["tp"],
         ).to(device)
     return Region(linear, (hidden_states(settings, device, seed),), {}, groups, settings)
+
+
+class Plain(torch.nn.Module):
+    """Runs a function on a group between two linear layers."""
+
+    def __init__(self, body: Callable[..., Any], group: Any = None) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.body, self.group = body, group
+
+    def forward(self, given: torch.Tensor) -> Any:
+        return self.body(self.first(given), self)
+
+
+def region(body: Callable[..., Any], *, named: bool = True, device: str = "meta") -> Region:
+    group = dist.new_group([0, 1])
+    with torch.device(device):
+        module, given = Plain(body, group), torch.randn(4, 4, requires_grad=True)
+    return Region(module, (given,), {}, {"pair": group} if named else {})
+
+
+def of(body: Callable[..., Any], **options: Any) -> Callable[[], Region]:
+    return lambda: region(body, **options)
 
 
 REGIONS: dict[str, Callable[..., Region]] = {

@@ -297,14 +297,6 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_no_vote_is_held_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    votes: Any = None  # would be used
-    regions = _Votes(votes)
-    monkeypatch.setattr(together, "under_capture", lambda: True)
-    assert regions.guards_checked(True) and not regions.guards_checked(False)
-    assert regions.unraised is None
-
-
 class FirstVote:
     """Votes of which the first has this outcome, and which all pass from then on."""
 
@@ -321,7 +313,7 @@ class FirstVote:
         return first
 
 
-def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
+def test_no_vote_is_held_in_a_capture_and_one_before_it_is_not_for_a_compilation_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     votes: Any = FirstVote(Decision(against=(0,)))
@@ -329,7 +321,8 @@ def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
     assert not regions.guards_checked(False)
     with monkeypatch.context() as capture:
         capture.setattr(together, "under_capture", lambda: True)
-        assert regions.guards_checked(True)
+        assert regions.guards_checked(True) and not regions.guards_checked(False)
+    assert votes.posted == 1 and regions.unraised is None
     regions.compilation_begins()
     assert votes.posted == 2
 

@@ -18,30 +18,16 @@ from megatron_cg.compiled.region import Capability, Region
 from megatron_cg.compiled.save import save
 from megatron_cg.compiled.trace import trace
 from megatron_cg.errors import PrecompileError
-from tests.unit.compiled.regions import MOE, STATIC, config, gathered_linear, layer
-
-
-class Plain(torch.nn.Module):
-    """Runs a function on a group between two linear layers."""
-
-    def __init__(self, body: Callable[..., Any], group: Any = None) -> None:
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.body, self.group = body, group
-
-    def forward(self, given: torch.Tensor) -> Any:
-        return self.body(self.first(given), self)
-
-
-def region(body: Callable[..., Any], *, named: bool = True, device: str = "meta") -> Region:
-    group = dist.new_group([0, 1])
-    with torch.device(device):
-        module, given = Plain(body, group), torch.randn(4, 4, requires_grad=True)
-    return Region(module, (given,), {}, {"pair": group} if named else {})
-
-
-def of(body: Callable[..., Any], **options: Any) -> Callable[[], Region]:
-    return lambda: region(body, **options)
+from tests.unit.compiled.regions import (
+    MOE,
+    STATIC,
+    Plain,
+    config,
+    gathered_linear,
+    layer,
+    of,
+    region,
+)
 
 
 def saved(build: Callable[[], Region], folder: Path) -> Any:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy
 import pytest
 
+from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
 from megatron_cg.tools.align.run import (
     END_OF_DOCUMENT,
-    LaunchError,
     Plan,
     arguments,
     by_run,
@@ -102,13 +102,13 @@ def test_the_runs_share_no_compiled_code_of_other_row_counts() -> None:
 
 
 def test_too_few_gpus_and_a_missing_script_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match=r"train\.py: there is no such file"):
+    with pytest.raises(MegatronCGError, match=r"train\.py: there is no such file"):
         run.check_gpus(PLAN)
     there = replace(PLAN, script=run.example_script())
     for gpus, smaller in ((1, "a smaller --nproc, or "), (0, "")):
         monkeypatch.setattr(run, "gpu_count", lambda gpus=gpus: gpus)
         told = f"--nproc 2 needs as many GPUs, and {gpus} can be seen: give {smaller}--backend tape"
-        with pytest.raises(LaunchError, match=told):
+        with pytest.raises(MegatronCGError, match=told):
             run.check_gpus(there)
     monkeypatch.setattr(run, "gpu_count", lambda: 2)
     run.check_gpus(there)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Outcome
 from megatron_cg.tools.align.run import (
     OVERDUE,
-    LaunchError,
     Run,
     check_start,
     named_error,
@@ -69,7 +69,7 @@ def test_two_runs_are_compared(loss: float, status: str, tmp_path: Path) -> None
     assert outcome.comparison.status == status and outcome.log_tail == said
     assert outcome.eager is not None and outcome.graphed is not None
     # Their records are in the way of the next runs.
-    with pytest.raises(LaunchError, match="holds an earlier run"):
+    with pytest.raises(MegatronCGError, match="holds an earlier run"):
         check_start(tmp_path)
     # And the eager one can be compared with again.
     again = make_runs(tmp_path / "again", "raise SystemExit(9)", recording(loss))[1:]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_cg.tools.bench.bench_command import summaries
 from megatron_cg.tools.cli.main import main
 
 LAUNCHER = Path(__file__).with_name("fake_launcher")
@@ -49,6 +50,8 @@ def test_runs_are_made_in_turn_and_ratios_are_of_a_round(
     }
     assert made["runs"][0]["step_ms"] == [800.0, 801.0, 800.0, 801.0]
     assert made["runs"][0]["loss"] == pytest.approx(4.93)
+    unknown = made | {"machine": {"gpus": ["NVIDIA H100 PCIe"]}}
+    assert summaries(unknown, ["graphs"])["graphs"]["mfu"] is None
     # The cache is as large where this package's launcher does not set it.
     logs = [(tmp_path / "work" / f"{name}.1" / "log.txt") for name in ("eager", "ddp", "graphs")]
     assert all("a cache of 262144" in log.read_text() for log in logs)
@@ -58,15 +61,6 @@ def test_runs_are_made_in_turn_and_ratios_are_of_a_round(
         *("attn mlp", "200.5", "200.0 to 201.0", "0.250 (0.250 to 0.250)", "493.2", "49.9%"),
         *("40,858", "217", "300"),
     ]
-
-
-def test_a_gpu_without_a_known_peak_has_no_mfu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = {"gpus": ["NVIDIA H100 PCIe"], "driver": "580", "versions": {}}
-    monkeypatch.setattr("megatron_cg.tools.bench.bench_command.machine", lambda: here)
-    made = bench(f"{STEPS} --only graphs", tmp_path / "out.json")
-    assert made["summary"]["graphs"]["mfu"] is None
 
 
 def test_without_a_gpu_it_ends_at_once(

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.align.presets import load_preset, preset_names
+from megatron_cg.tools.align.run import BASE_FLAGS, Plan, graph_flags
 from megatron_cg.tools.bench.bench_command import (
     CONFIGURATIONS,
     chosen,
@@ -83,16 +84,6 @@ def test_flags_of_fsdp_are_not_for_ddp() -> None:
     assert " ".join(made.words) == f"{kept} {MEASURED}"
 
 
-@pytest.mark.parametrize("launcher", ["env A=1 B=x=y srun torchrun", "A=1 B=x=y srun torchrun"])
-def test_a_line_keeps_its_variables_and_its_launcher(launcher: str) -> None:
-    words = f"{launcher} --nnodes 2 -m megatron_cg train.py --use-megatron-fsdp"
-    line = given_line(words.split())
-    start = "env A=1 B=x=y srun torchrun --nnodes 2"
-    for name, launched in (("eager", ""), ("ddp", ""), ("graphs", "-m megatron_cg ")):
-        command = " ".join(edited(line, name, steps=9).command)
-        assert command.startswith(f"{start} {launched}train.py --")
-
-
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("preset", ["qwen3-moe", "deepseek-v3", "mixtral", "llama"])
@@ -109,6 +100,27 @@ def test_megatron_and_our_rules_accept_every_line_of_a_preset(
     assert (args.exit_interval, args.global_batch_size, args.log_throughput) == (50, 4, True)
     assert args.use_megatron_fsdp == CONFIGURATIONS[name].fsdp
     assert (args.cuda_graph_impl == "none") == name.startswith("eager")
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", preset_names())
+def test_megatron_takes_the_flags_of_a_preset(
+    name: str, graphs: bool, accepted: Callable[..., Any]
+) -> None:
+    preset = load_preset(name)
+    model = tuple(preset.arguments())
+    plan = Plan(Path("pretrain_gpt.py"), preset.nproc, model, 12, preset.scopes)
+    flags = graph_flags(plan)
+    ours = flags.index("--cg-verify-steps")
+    del flags[ours : ours + 2]  # this package's parser takes it out
+    words = [*model, *BASE_FLAGS, "--mock-data", "--train-iters", "12"]
+    words += ["--tokenizer-type", "NullTokenizer", *(flags if graphs else [])]
+    args, config = accepted(words, preset.nproc)
+    assert config.num_layers == args.num_layers > 0
+    assert args.deterministic_mode and args.data_parallel_sharding_strategy == "optim_grads_params"
+    captured = [module.name for module in config.cuda_graph_modules]
+    assert captured == (list(preset.scopes) if graphs else [])
+    assert (config.cuda_graph_impl == "transformer_engine") is graphs
 
 
 @pytest.mark.usefixtures("one_rank")
