@@ -13,7 +13,7 @@ EXIT_CODES = {"identical": 0, "different": 1, "not comparable": 2, "failed": 3}
 IDENTICAL, DIFFERENT, NOT_COMPARABLE, FAILED = EXIT_CODES
 Rank = Mapping[str, Any]
 Run = Mapping[int, Rank]
-Labels = tuple[str, str]
+_LABELS = "the eager run", "the graph run"
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,8 @@ class Outcome:
     graphed: Run | None = None
 
 
-def compare(
-    eager: Run, graphed: Run, labels: Labels = ("the eager run", "the graph run")
-) -> Comparison:
-    """Compare two runs; ``labels`` are their names in the result.
+def compare(eager: Run, graphed: Run) -> Comparison:
+    """Compare two runs.
 
     They are ``identical`` only if every loss, gradient norm and parameter shard of every rank has
     the same bits, training ran to its end and changed the parameters, all numbers are finite, and
@@ -79,22 +77,21 @@ def compare(
     compared.
     """
     counts = graph_counts(graphed)
-    pairs = zip(labels, map(missing_ranks, (eager, graphed)), strict=True)
-    for label, ranks in pairs:
-        if ranks:
+    for label, run in zip(_LABELS, (eager, graphed), strict=True):
+        if ranks := missing_ranks(run):
             return Comparison(FAILED, f"{label} has {ranks}", graphs=counts)
     if unlike := _differences(eager[0], graphed[0]):
-        reason = f"{labels[0]} and {labels[1]} have different setups: {'; '.join(unlike)}"
+        reason = f"{' and '.join(_LABELS)} have different setups: {'; '.join(unlike)}"
         return Comparison(NOT_COMPARABLE, reason, graphs=counts)
     values = tuple(_values(eager, graphed))
     shards, different = _shards(eager, graphed)
     facts = (values, shards, different, counts)
-    if flaw := next(_flaws(eager, graphed, values, labels), ""):
+    if flaw := next(_flaws(eager, graphed, values), ""):
         return Comparison(FAILED, flaw, *facts)
     first = next((value for value in values if not value.same), None)
     reason = ""
     if first is not None:
-        reason = _describe(first, different, labels) + _before_capture(first, eager, graphed)
+        reason = _describe(first, different) + _before_capture(first, eager, graphed)
     elif counts.get("steps_differed"):
         reason = "a verified step has other numbers with graphs than eagerly; the log names them"
     elif different:
@@ -175,9 +172,9 @@ def graph_counts(run: Run) -> dict[str, int]:
     return dict(total)
 
 
-def _flaws(eager: Run, graphed: Run, values: Sequence[Value], labels: Labels) -> Iterator[str]:
+def _flaws(eager: Run, graphed: Run, values: Sequence[Value]) -> Iterator[str]:
     """Why equal numbers of these two would prove nothing."""
-    for label, run in zip(labels, (eager, graphed), strict=True):
+    for label, run in zip(_LABELS, (eager, graphed), strict=True):
         for rank, data in sorted(run.items()):
             where, steps = f"{label}, rank {rank}", data["steps"]
             if data["error"]:
@@ -191,15 +188,15 @@ def _flaws(eager: Run, graphed: Run, values: Sequence[Value], labels: Labels) ->
     for value in values:
         if value.eager is not None and not math.isfinite(float.fromhex(value.eager)):
             number = f"{value.name} is {value.eager} at step {value.step}"
-            yield f"{labels[0]}, rank {value.rank}: {number}, and NaN equals any NaN"
+            yield f"the eager run, rank {value.rank}: {number}, and NaN equals any NaN"
     if not graph_counts(graphed).get("captured"):
-        yield f"{labels[1]} captured no graph, so two eager runs would be compared"
+        yield "the graph run captured no graph, so two eager runs would be compared"
     for rank, data in sorted(graphed.items()):
         if not (data["graphs"] or {}).get("replayed"):
-            yield f"{labels[1]} replayed no graph on rank {rank}, so all of it ran eagerly"
+            yield f"the graph run replayed no graph on rank {rank}, so all of it ran eagerly"
 
 
-def _describe(first: Value, different: tuple[str, ...], labels: Labels) -> str:
+def _describe(first: Value, different: tuple[str, ...]) -> str:
     tensor = f"; first differing tensor at the end: {different[0]}" if different else ""
     eager, graphed = (
         "absent" if text is None else f"{float.fromhex(text)!r} ({text})"
@@ -207,7 +204,7 @@ def _describe(first: Value, different: tuple[str, ...], labels: Labels) -> str:
     )
     return (
         f"first difference at step {first.step}, rank {first.rank}, {first.name}: {eager} in "
-        f"{labels[0]}, {graphed} in {labels[1]}{tensor}"
+        f"{_LABELS[0]}, {graphed} in {_LABELS[1]}{tensor}"
     )
 
 

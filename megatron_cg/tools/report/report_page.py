@@ -87,11 +87,7 @@ class Story:
     @cached_property
     def comparison(self) -> align.Comparison | None:
         """Both runs' numbers bit for bit, by the rules of ``megatron-cg align``."""
-        if len(self.runs) == 1:
-            return None
-        reference, name = self.runs
-        labels = f"the run {reference}", f"the run {name}"
-        return align.compare(self.runs[reference], self.run, labels)
+        return align.compare(*self.runs.values()) if len(self.runs) > 1 else None
 
     @property
     def captured_after(self) -> int | None:
@@ -230,8 +226,6 @@ def _facts(story: Story) -> list[list[str]]:
 
 
 class Verdict(NamedTuple):
-    """``head`` is a short form, ``text`` the full one; ``kind`` decides how it is shown."""
-
     kind: Literal["good", "bad", "note"]
     head: str
     text: str
@@ -255,7 +249,6 @@ def verdict(story: Story) -> Verdict:
 
 
 def _outcome(story: Story) -> Verdict:
-    """A single run's. Its errors are among the faults."""
     steps = f"{len(story.rank['steps'])} steps are recorded"
     if any(record["error"] for record in story.run.values()):
         return Verdict("bad", "The run failed", f"{steps}.")

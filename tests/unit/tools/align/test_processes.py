@@ -13,13 +13,7 @@ import pytest
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Outcome
-from megatron_cg.tools.align.run import (
-    OVERDUE,
-    Run,
-    check_start,
-    named_error,
-    run_and_compare,
-)
+from megatron_cg.tools.align.run import OVERDUE, Run, check_start, named_error, run_and_compare
 from tests.unit.ranks import ends
 from tests.unit.tools.report.made_up import make_rank
 
