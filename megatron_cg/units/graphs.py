@@ -165,6 +165,8 @@ class GraphedUnits:
         self._separates, self._join = separate_inputs, combine_undos(())
         self._refuted = dict[str, Mismatch]()
         self._unfit: MegatronCGError | None = None
+        self._begun = 0
+        """Steps for the next capture; equal on all ranks."""
         self._fast_path, self._awaits_verified = fast_path, False
         with ExitStack() as undo:
             self._agreement = Agreement(group=group, remedy=_ALIKE, alone=_SOME_RANKS)
@@ -200,6 +202,13 @@ class GraphedUnits:
         self._observer.forget()
         self._join()
 
+    def _all_have_seen_enough(self) -> bool:
+        """A vote, since on one rank a step may have raised, or weights need a gradient anew."""
+        if self._begun < self._warmup_steps:
+            return False
+        enough = self._observer.steps >= self._warmup_steps and self._observer.is_recent
+        return not self._agreement.on_any_rank("steps to observe", not enough, TIMEOUT)
+
     def _begin_again_if_due(self) -> None:
         """Release graphs on all ranks if a unit of any of them has changed for good."""
         session, every = self.session, self._recapture
@@ -219,7 +228,7 @@ class GraphedUnits:
         refuted = mismatches.verifications.refuted.items()
         self._refuted |= {session.units[number].name: found for number, found in refuted}
         self._controller.begin_again()
-        self._observer = Observer(self._units, self._sharding)
+        self._observer, self._begun = Observer(self._units, self._sharding), 0
         try:
             self._begin()
         except MegatronCGError as error:
@@ -249,9 +258,8 @@ class GraphedUnits:
             AgreementError: ranks no longer do the same; this one has to end.
             ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.MismatchPolicy`.
         """
-        warmed_up = self._observer.steps >= self._warmup_steps
         with errors_name_arguments(UNITS), ExitStack() as stack:
-            if self._controller.awaits_capture and warmed_up and self._observer.is_recent:
+            if self._controller.awaits_capture and self._all_have_seen_enough():
                 self._controller.capture()
             if self._controller.gave_up:
                 self._observer.forget()
@@ -260,6 +268,7 @@ class GraphedUnits:
             session = self.session
             self._awaits_verified = session is not None and session.mismatches.verifies_step
             if self.session is None and self._controller.awaits_capture:
+                self._begun += 1
                 stack.enter_context(self._observer.observe_step())
             yield
         if self._awaits_verified:

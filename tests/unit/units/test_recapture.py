@@ -1,6 +1,8 @@
 """Units are captured again after a change that lasts, if that was asked for."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -108,16 +110,70 @@ def test_a_change_that_comes_and_goes_is_seldom_captured(
     expect(counters, captured=captures * UNITS)
 
 
+def test_units_that_are_no_more_are_a_capture_that_fails() -> None:
+    def change(run: Training) -> None:
+        del run.model[1]
+        set_schedule(run)
+
+    counters = trained(once(change), recapture=1, units=["0", "1"], on_failure="eager")
+    expect(counters, captured=UNITS, mismatched=1)
+
+
+class Unguarded(Growing):
+    """Reads what no guard sees."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(os.environ["UNGUARDED"])
+
+
+OFF = [
+    ({"verify_interval": 3}, {"captured": 2 * UNITS, "replayed": 2 * UNITS + STEPS - 7}),
+    ({"verify_steps": 3}, {"captured": UNITS, "replayed": 2 * UNITS + 1}),
+]
+
+
+@pytest.mark.parametrize(("options", "counts"), OFF)
+def test_what_a_verification_has_turned_off_stays_off(
+    options: Any, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one unit in the third step with graphs, while the other one has a mismatch."""
+
+    def before(run: Training) -> None:
+        monkeypatch.setenv("UNGUARDED", "1" if run.step < CHANGE - 1 else "0.5")
+        if run.step == CHANGE - 1:
+            set_schedule(run)
+
+    run = Training(partial(units, Unguarded), before=before)
+    with run.graphs(recapture=1, **options) as graphs:
+        run.microbatch = lambda *of: graphs.verified(partial(plain.train, *of))
+        list(run.run(graphs))
+    expect(graphs.counters, **counts)
+
+
 def double_on_one_rank(run: Run, step: int) -> None:
     if step == 3 and dist.get_rank() == 1:
         run.network.doubled = True
 
 
+def freeze_on_one_rank(run: Run, step: int) -> None:
+    if step == 1 and dist.get_rank() == 1:
+        run.network.layers[0].get_parameter("scale").requires_grad_(False)
+
+
+@contextmanager
+def together(_model: Any, _last: bool) -> Iterator[None]:
+    """A loop has collectives of its own."""
+    dist.barrier()
+    yield
+
+
 def run_each() -> dict[str, Any]:
     """By way of sharding, whether a run equals an eager one, and its counters."""
     found = {}
-    for way, wrap in WRAPS.items():
-        case = Case(wrap, options={"recapture": EVERY}, before_step=double_on_one_rank)
+    changed: Any = {"options": {"recapture": EVERY}, "before_step": double_on_one_rank}
+    cases = {way: Case(wrap, **changed) for way, wrap in WRAPS.items()}
+    frozen: Any = {"before_step": freeze_on_one_rank, "microbatch": together}
+    for way, case in (cases | {"none": Case(lambda network: network, **frozen)}).items():
         plain, graphed = Run(case), Run(case)
         plain.train(10)
         graphed.train(10, graphed=True)
@@ -127,10 +183,15 @@ def run_each() -> dict[str, Any]:
 
 
 def test_all_ranks_capture_again_if_one_has_changed() -> None:
-    """Mismatches in steps 3 to 5, a vote in step 6 that rank 1 wins, and a capture in step 7."""
+    """Mismatches in steps 3 to 5, a vote in step 6 that rank 1 wins, and a capture in step 7.
+
+    With no sharding a weight is frozen in step 1: all ranks observe that step too.
+    """
     passes = 3 * MICROBATCHES
     for rank, found in enumerate(on_ranks(run_each)):
-        eager = 3 * passes * rank
-        expected = {"captured": 6, "mismatched": eager, "replayed": 8 * passes - eager}
         for way, (is_equal, counters) in found.items():
+            again = way != "none"
+            eager = 3 * passes * rank * again
+            expected = {"captured": 3 + 3 * again, "mismatched": eager}
+            expected["replayed"] = 8 * passes - eager
             assert is_equal and counters | expected == counters, way
