@@ -207,12 +207,7 @@ def _unit_violations(
             "name one of the two, and shard only that one (fsdp_unit_modules, fully_shard)",
         )
     if compiled := _compiled(sharding.network, name):
-        yield Violation(
-            "compiled-unit",
-            f"unit {name}: {compiled} is compiled by torch.compile",
-            "Dynamo would trace what observes the unit and replays its graph",
-            "compile functions or modules inside the unit instead, or take it out of units",
-        )
+        yield compiled_unit(f"unit {name}: {compiled} is compiled by torch.compile")
     for child, below in module.named_modules():
         if getattr(below, "fuse_wgrad_accumulation", False):
             yield Violation(
@@ -222,6 +217,12 @@ def _unit_violations(
                 "in its buffer; a replay runs no Python",
                 "fuse_wgrad_accumulation=False",
             )
+
+
+def compiled_unit(found: str) -> Violation:
+    reason = "Dynamo would trace what observes the unit and replays its graph"
+    remedy = "compile functions or modules inside the unit instead, or take it out of units"
+    return Violation("compiled-unit", found, reason, remedy)
 
 
 def _compiled(network: nn.Module, name: str) -> str | None:

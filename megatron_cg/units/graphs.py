@@ -10,6 +10,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.exc import InternalTorchDynamoError
 
 from megatron_cg.arguments.words import UNITS, errors_name_arguments, sentences
 from megatron_cg.backends.base import Backend
@@ -37,7 +38,7 @@ from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures, is_first_rank
 from megatron_cg.units.call import separate
 from megatron_cg.units.find_sharding import find_sharding
-from megatron_cg.units.find_units import UnitName, check_seen, find_units
+from megatron_cg.units.find_units import UnitName, check_seen, compiled_unit, find_units
 from megatron_cg.units.module_unit import ModuleUnit
 from megatron_cg.units.observe import Observer
 from megatron_cg.units.sums import Later
@@ -63,6 +64,7 @@ _NOT_VERIFIED = Violation(
     "out",
 )
 
+_COMPILED = compiled_unit("torch.compile was called on a unit, or on what calls one")
 _AGAIN = (
     " If it stays so, capture again, on all ranks between two steps: graphs.close(), and then "
     "graphs = graph_units(model, units). Or pass recapture=N to graph_units."
@@ -212,10 +214,9 @@ class GraphedUnits:
     def _begin_again_if_due(self) -> None:
         """Release graphs on all ranks if a unit of any of them has changed for good."""
         session, every = self.session, self._recapture
-        if not every or session is None or session.mismatches.verifications.step % every:
-            return
-        mismatches = session.mismatches
-        if mismatches.repeats:  # A verified step differed.
+        if not every or session is None or (mismatches := session.mismatches).repeats:
+            return  # Repeats: a verified step has differed.
+        if mismatches.verifications.step % every:
             return
         if not mismatches.on_any_rank("recapture", mismatches.steps_in_a_row >= every, TIMEOUT):
             return
@@ -270,7 +271,12 @@ class GraphedUnits:
             if self.session is None and self._controller.awaits_capture:
                 self._begun += 1
                 stack.enter_context(self._observer.observe_step())
-            yield
+            try:
+                yield
+            except InternalTorchDynamoError as error:
+                if "megatron_cg" not in str(error):
+                    raise
+                raise ConfigurationError([_COMPILED]) from error
         if self._awaits_verified:
             raise ConfigurationError([_NOT_VERIFIED])
 

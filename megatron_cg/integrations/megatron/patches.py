@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from megatron_cg.integrations.megatron.helper import FsdpHelper
     from megatron_cg.replay.mismatch_policy import Counters
 
-logger = logging.getLogger(__name__)
 _PARSER = Symbol("megatron.training.arguments:add_megatron_arguments", "what fills the parser")
 _RULES = Symbol("megatron.training.arguments:validate_args", "Megatron's own rules")
 _HELPER_OF_TRAIN = Symbol(
@@ -215,9 +213,6 @@ def _extend_validation() -> Undo:
 def _extend_bridge() -> Undo:
     bridge = extensions.bridge()
     if bridge is None:
-        if importlib.util.find_spec("megatron.bridge") is not None:
-            text = "runs of Megatron-Bridge get no settings: megatron_cg/clients is not installed"
-            logger.warning(f"megatron_cg: {text}.")
         return lambda: None
 
     def configured(cfg: Any) -> None:

@@ -80,6 +80,10 @@ ARGUMENTS = {
         lambda u, y, v: y * v[0][0] * v[0][1] + v[1]["k"][0],
         lambda run, x: ((run.rand(W), 2), {"k": [run.rand(len(x), W), None]}),
     ),
+    "inputs in containers": do(
+        lambda u, y, v: y * v[0][0] + v[1]["k"].sin() + v[0][1],
+        lambda run, x: ((x, x.cos()), {"k": x}),
+    ),
     "constants": do(
         lambda u, y, v: getattr(torch, v[1])(y * v[0]) if v[2] and v[3] is None else y,
         lambda run, x: (1.5, "tanh", True, None),

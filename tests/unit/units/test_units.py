@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.units import graph_units
+from tests.unit.units import plain
 from tests.unit.units.sharded import Run, v1_run
 
 pytest.importorskip("megatron_fsdp")
@@ -186,3 +187,12 @@ def test_a_unit_that_torch_compiles_is_refused(compiled: str) -> None:
     what = "the model" if compiled == "model" else "0"
     assert found.rule == "compiled-unit"
     assert found.found == f"unit 0: {what} is compiled by torch.compile"
+
+
+@pytest.mark.parametrize("step", [1, plain.WARMUP + 1])
+def test_a_unit_that_torch_compiles_later_is_refused(step: int) -> None:
+    def before(run: plain.Training) -> None:
+        if run.step == step:
+            run.model[0].compile(backend="eager")
+
+    plain.refused(ConfigurationError, "compiled-unit", plain.units, plain.train, 1, before)
