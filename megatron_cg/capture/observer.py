@@ -343,7 +343,9 @@ class StaticInputs:
             if (layer, name) not in self._again - self._changed or tensor is None:
                 continue
             kinds = [(t.shape, t.dtype, t.stride(), t.device) for t in (tensor, sample)]
-            if kinds[0] == kinds[1] and not sample.requires_grad:
+            # FSDP2 frees a frozen weight between steps that a unit gets as an argument.
+            is_there = tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
+            if kinds[0] == kinds[1] and not sample.requires_grad and is_there:
                 inputs[name] = tensor
         return inputs
 

@@ -134,6 +134,10 @@ class Sharding:
             for attribute in ("grad", "decoupled_grad"):
                 yield name, getattr(parameter, attribute, None)
 
+    def gradient_owners(self) -> Iterable[tuple[Any, str]]:
+        """What may hold a gradient between steps besides modules' parameters: object, attribute."""
+        return ()
+
     def states_kept(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Restore what a pass without hooks through ``modules`` changes in the sharding."""
         return nullcontext()

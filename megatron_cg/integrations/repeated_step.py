@@ -45,15 +45,23 @@ def gradients_saved(sharding: Sharding) -> Callable[[], None]:
     clear: Any = getattr(sharding.wrapped, "zero_grad_buffer", None)
     if clear is not None:
         return clear  # type: ignore[no-any-return]
-    grads = {p: p.grad for p in sharding.network.parameters()}
-    saved: dict[Any, Any] = {p: (g, None if g is None else g.clone()) for p, g in grads.items()}
+
+    def places() -> dict[tuple[int, str], tuple[Any, Any, Any]]:
+        """Each owner of a gradient, the gradient and its values; FSDP2's modules may change it."""
+        owners = [(parameter, "grad") for parameter in sharding.network.parameters()]
+        found = {}
+        for owner, name in (*owners, *sharding.gradient_owners()):
+            grad = getattr(owner, name, None)
+            found[id(owner), name] = owner, grad, None if grad is None else grad.clone()
+        return found
+
+    saved = places()
 
     def restore() -> None:
-        # FSDP2's modules may have held other parameters before: the unsharded ones.
-        now = dict.fromkeys(sharding.network.parameters(), (None, None))
+        now = {place: (owner, None, None) for place, (owner, *_) in places().items()}
         with Restores() as stack:
-            for parameter, (grad, values) in (now | saved).items():
-                stack.restore("a gradient", setattr, parameter, "grad", grad)
+            for (_, name), (owner, grad, values) in (now | saved).items():
+                stack.restore("a gradient", setattr, owner, name, grad)
                 if grad is not None:
                     stack.restore("a gradient", grad.copy_, values)
 

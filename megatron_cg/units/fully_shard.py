@@ -136,6 +136,13 @@ class FullyShard(PerModule):
             for group in own
         )
 
+    def gradient_owners(self) -> Iterator[tuple[Any, str]]:
+        """Unsharded parameters: gradients that no hook has reduced stay there for the next step."""
+        for param in (p for group in groups_of(self.network) for p in group.fsdp_params):
+            yield param, "unsharded_accumulated_grad"
+            if hasattr(param, "_unsharded_param"):  # Not before its first all-gather.
+                yield param._unsharded_param, "grad"
+
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Any]) -> Iterator[Undo]:
         """See Note [One buffer for many units]."""
         _require_reduced(layer)

@@ -140,6 +140,13 @@ def alone() -> Iterator[Program]:
     yield Program(1, between="skip")
     yield Program(1, embed=False, input_grad=True)
     yield Program(1, (("reentrant checkpoint",),), ((5, "detached inputs", 0),))
+    # FSDP2 keeps what autograd.grad has left on an unsharded weight for the next step.
+    left = (1, "gradients returned", 0)
+    yield Program(88, events=(left,), sharding="fsdp", verify_steps=1)
+    # FSDP2 has freed an argument that never changes when its unit is captured.
+    yield Program(
+        77, (("weight as argument",), ("plain",)), order=(0, 1), frozen="head", sharding="fsdp"
+    )
     yield Program(1, around=True)
 
 
