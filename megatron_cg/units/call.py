@@ -177,6 +177,8 @@ def separate(module: nn.Module) -> Undo:
     run = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs), _is_leaf)
         views = {id(one): _view(one) for one in leaves}
         before = [views[id(one)] for one in leaves]
@@ -192,7 +194,7 @@ def separate(module: nn.Module) -> Undo:
 
 def _view(value: Any) -> Any:
     """A view of a tensor whose gradients autograd sums; anything else itself."""
-    if not (torch.is_grad_enabled() and isinstance(value, torch.Tensor) and value.requires_grad):
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
     made = same_memory(value) if is_dense(value) else value
     vars(made).update({} if isinstance(value, nn.Parameter) else vars(value))

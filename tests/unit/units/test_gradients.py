@@ -94,6 +94,28 @@ def test_eager_passes_after_a_mismatch_keep_inputs_separate() -> None:
     assert_as_eager(counts, units, microbatch, separate_inputs=True)
 
 
+class Filling(Unit):
+    """Fills a list, as generation fills a cache."""
+
+    def forward(self, x: torch.Tensor, filled: list[Any] | None = None) -> torch.Tensor:
+        if filled is not None:
+            filled.append(x)
+        return super().forward(x)
+
+
+def test_a_pass_without_gradients_may_fill_a_list() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        filled: list[Any] = []
+        with torch.no_grad():
+            run.model[0](x, filled)
+        assert len(filled) == 1
+        return used_later(run, x)
+
+    assert_as_eager(
+        {"replayed": REPLAYED}, partial(units, Filling), microbatch, separate_inputs=True
+    )
+
+
 def test_a_verified_step_keeps_inputs_separate() -> None:
     """The loop after ``close()`` does not."""
 
