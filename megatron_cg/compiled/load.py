@@ -187,8 +187,13 @@ def _decoded(name: str, manifest: Manifest, code: bytes, region: Region) -> Any:
     state = PlainState(manifest.state).texts(region.module)
     saved = {**manifest.fingerprint, **manifest.state}
     if different := differences(saved, fingerprint(region, capability) | state):
+        kinds = (type(module) for module in region.module.modules())
+        own = next((kind.__qualname__ for kind in kinds if kind.__module__ == "__main__"), "")
+        # As with pickle: where the command imports the script, its classes have another name.
+        remedy = f"Move {own} from the script that runs to a module that it imports, and save again"
         raise ArtifactRefusedError(
-            f"{name} was made for something else: {different}. Save again for this configuration"
+            f"{name} was made for something else: {different}. "
+            + (remedy if own else "Save again for this configuration")
         )
     groups = {f"{PREFIX}{role}": group.group_name for role, group in region.groups.items()}
     with loading_for(device, groups):

@@ -95,7 +95,7 @@ CHANGES = {
 
 
 def test_a_changed_value_is_named_where_the_code_is_called_attached_and_loaded(
-    tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "artifact"
     save(build, folder, name="it", world_size=2, capability=None)
@@ -119,6 +119,9 @@ def test_a_changed_value_is_named_where_the_code_is_called_attached_and_loaded(
         exec(undo, names)
     Shared.unread += 1
     module(given)
+    monkeypatch.setattr(Layer, "__module__", "__main__")
+    with pytest.raises(ArtifactRefusedError, match="Move Layer from the script that runs"):
+        load(folder, "it", region, Agreement())
 
 
 class Ranked(Layer):
