@@ -268,7 +268,7 @@ class GuardedCapture:
         in_flight, made = InFlight(), list[GuardedGraph]()
         for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
             observer, replay = self._observers[index], self._backend.replay_function(graph)
-            asks = observer.code is not None and observer.code.asks_for_gradients
+            asks = observer.asks_for_gradients
             inputs = Inputs(args[index], kwargs[index], borrowed, unit.inputs, same_gradients=asks)
             passes = EagerPasses(
                 unit.name,
@@ -295,7 +295,7 @@ class GuardedCapture:
         self, index: int, inputs: Inputs, device_type: str, options: Mapping[str, Any]
     ) -> Guard:
         unit, observer = self._units[index], self._observers[index]
-        asked = observer.code is not None and observer.code.asks_for_gradients
+        asked = observer.asks_for_gradients
         objects = [*unit.entries(), *self._backend.entries(unit.graphed)]
         read, key_sets = observer.rows()
         with unit.in_backward():

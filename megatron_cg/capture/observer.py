@@ -118,6 +118,11 @@ class Observer:
         if any(not is_known(module, known) for module in unit.graphed):
             self.code = observe_code(unit, self._samples, self.addresses)
 
+    @property
+    def asks_for_gradients(self) -> bool:
+        """Whether unknown code may do something else for an input without gradient."""
+        return self.code is not None and self.code.asks_for_gradients
+
     def begun(self, *, forward: bool, warmup: bool) -> None:
         """A pass begins, after the hooks that come before it."""
         self.addresses.note(forward=forward)

@@ -46,19 +46,19 @@ def gradients_saved(sharding: Sharding) -> Callable[[], None]:
     if clear is not None:
         return clear  # type: ignore[no-any-return]
 
-    def places() -> dict[tuple[int, str], tuple[Any, Any, Any]]:
-        """Each owner of a gradient, the gradient and its values; FSDP2's modules may change it."""
-        owners = [(parameter, "grad") for parameter in sharding.network.parameters()]
-        found = {}
-        for owner, name in (*owners, *sharding.gradient_owners()):
-            grad = getattr(owner, name, None)
-            found[id(owner), name] = owner, grad, None if grad is None else grad.clone()
-        return found
+    def owners() -> dict[tuple[int, str], Any]:
+        """What may hold a gradient, by id and attribute."""
+        own = ((parameter, "grad") for parameter in sharding.network.parameters())
+        return {(id(owner), name): owner for owner, name in (*own, *sharding.gradient_owners())}
 
-    saved = places()
+    saved = {}
+    for (key, name), owner in owners().items():
+        grad = getattr(owner, name, None)
+        saved[key, name] = owner, grad, None if grad is None else grad.clone()
 
     def restore() -> None:
-        now = {place: (owner, None, None) for place, (owner, *_) in places().items()}
+        # FSDP2's modules may have held other parameters before: the unsharded ones.
+        now = {place: (owner, None, None) for place, owner in owners().items()}
         with Restores() as stack:
             for (_, name), (owner, grad, values) in (now | saved).items():
                 stack.restore("a gradient", setattr, owner, name, grad)
