@@ -63,14 +63,14 @@ def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
 
 
 def _missing_extensions(given: Mapping[str, Any]) -> Iterator[Violation]:
-    names = {field.name: name for name, field in _FIELDS.items()}
     settings, absent = with_settings(GraphArguments(), given), extensions.not_installed()
     for folder, field, value in extensions.asked_of(absent, settings):
+        name = argument_of(field)
         yield Violation(
             "extension-missing",
-            f"{names[field]}={value!r}",
+            f"{name}={value!r}",
             f"it needs the extension megatron_cg/{folder}, which is not installed",
-            f"install the whole package again with pip, or leave {names[field]} out",
+            f"install the whole package again with pip, or leave {name} out",
         )
 
 

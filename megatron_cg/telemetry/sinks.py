@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 Memory = dict[str, int]
 
 
-class Sink(Protocol):
+class Sink(logging.Handler, ABC):
     """The record of one rank. As a handler of logging it gets warnings and errors too."""
 
+    @abstractmethod
     def note(self, key: str, value: Any) -> None: ...
+    @abstractmethod
     def add_capture(self, capture: Mapping[str, Any]) -> None: ...
 
 
@@ -46,14 +49,13 @@ def add_capture(capture: Mapping[str, Any]) -> None:
 def recording(sink: Sink) -> Iterator[None]:
     """Send notes, captures and warnings of this package to ``sink`` inside the block."""
     package = logging.getLogger("megatron_cg")
-    handler = sink if isinstance(sink, logging.Handler) else logging.NullHandler()
-    package.addHandler(handler)
+    package.addHandler(sink)
     _active.append(sink)
     try:
         yield
     finally:
         _active.remove(sink)
-        package.removeHandler(handler)
+        package.removeHandler(sink)
 
 
 def memory() -> Memory | None:
