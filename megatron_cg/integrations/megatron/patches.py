@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_cg import extensions
+from megatron_cg.arguments import megatron as flags
 from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
 from megatron_cg.arguments.words import ENABLE, errors_name_arguments
 from megatron_cg.capture.session import close_all_sessions
@@ -39,12 +40,14 @@ from megatron_cg.integrations.call_arguments import (
     GroupedGemm,
     OnFailure,
     OnMismatch,
+    backend_of,
     check_settings,
     refuse,
     settings_in,
     with_settings,
 )
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
+from megatron_cg.telemetry.capture_report import follow_log
 from megatron_cg.telemetry.sinks import is_recorded
 from megatron_cg.upstream.patch import (
     Undo,
@@ -92,13 +95,6 @@ _NOT_RECORDED = Violation(
     "losses, norms and times of steps are read from Megatron's train() and Megatron-Bridge's alone",
     "leave both out of megatron_cg.enable(); megatron_cg.counters() has the counts",
 )
-_active: ExitStack | None = None
-helpers: list[FsdpHelper] = []
-"""See Note [How long a helper votes]."""
-_settings = [GraphArguments()]
-"""The last one holds for parsers, runs and helpers that come from now on."""
-_validated: list[Any] = []
-"""The configs of models whose run was checked, so that their helpers are not checked again."""
 
 
 def enable(
@@ -143,25 +139,19 @@ def enable(
         UpstreamChangedError: a symbol that we replace is missing; then nothing is changed. A later
             import of Megatron-Bridge raises it too.
     """
-    global _active
+    global _enabled
     given = settings_in(locals())
     refuse(check_settings(given))
-    now = with_settings(_settings[-1], given)
-    with ExitStack() as undo:
-        undo.callback(_build_models_for(now, full_recompute=full_recompute))
-        _settings.append(now)
-        undo.callback(_settings.remove, now)
-        if _active is not None:
-            _active.callback(undo.pop_all().close)
-            return
-        undo.callback(_validated.clear)
-        undo.callback(_extend_parser())
-        undo.callback(_extend_validation())
-        undo.callback(_extend_bridge())
-        undo.callback(_allow_prebuilt_dataset_helpers())
-        undo.callback(_help_models_under_fsdp())
-        undo.callback(graphs_close_in_time())
-        _active = undo.pop_all()
+    with ExitStack() as failed:
+        here = _enabled or _Enabled()
+        if here is not _enabled:
+            failed.callback(here.undo.close)
+        settings = with_settings(here.settings, given)
+        here.undo.callback(_build_models_for(settings, full_recompute=full_recompute))
+        if here is not _enabled:
+            here.install()
+        failed.pop_all()
+    here.settings, _enabled = settings, here
 
 
 def disable() -> None:
@@ -170,63 +160,29 @@ def disable() -> None:
     While an exception is being handled, as in the ``finally`` of a failed run, graphs that cannot
     be released are logged and nothing is raised, so the original exception survives.
     """
-    global _active
+    global _enabled
     try:
         if sys.exception() is None:
             close_all_sessions()
         else:
             close_for_the_end()
     finally:
-        active, _active = _active, None
-        if active is not None:
-            active.close()
+        before, _enabled = _enabled, None
+        if before is not None:
+            before.undo.close()
 
 
 def counters() -> list[Counters]:
     """The counts of each ``TECudaGraphHelper`` of a model under Megatron-FSDP, the oldest first."""
-    return [helper.controller.counters for helper in helpers]
+    return [] if _enabled is None else [one.controller.counters for one in _enabled.helpers]
 
 
-def _extend_parser() -> Undo:
-    from megatron_cg.arguments.megatron import add_arguments
-
-    def add_megatron_arguments(old: Callable[[Any], Any], parser: Any) -> Any:
-        add_arguments(old(parser)).set_defaults(**vars(_settings[-1]))
-        return parser
-
-    return run_instead(_PARSER, add_megatron_arguments)
-
-
-def _extend_validation() -> Undo:
-    from megatron_cg.arguments import megatron as flags
-
-    def validate_args(old: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-        vars(args).update(vars(_settings[-1]) | vars(args))
-        flags.validate(args, defaults=_settings[-1])
-        result = old(args, *rest, **kwargs)
-        _start(flags.read_graph(args), args if flags.wants_graphs(args) else None)
-        return result
-
-    return run_instead(_RULES, validate_args)
-
-
-def _extend_bridge() -> Undo:
-    bridge = extensions.bridge()
-    if bridge is None:
-        return lambda: None
-
-    def configured(cfg: Any) -> None:
-        run = bridge.check(cfg, _settings[-1])
-        model = bridge.model_of(cfg)
-        if all(model is not other for other in _validated):  # pretrain() validates once more
-            if run is not None:
-                _validated.append(model)
-                undo.callback(bridge.errors_name_fields(cfg))
-            _start(_settings[-1], run, "bridge")
-
-    undo = ExitStack()
-    undo.callback(bridge.before_validation(configured))
-    return undo.close
+def settings_now() -> GraphArguments:
+    """The settings of a user's own loop. Raises ConfigurationError if it cannot have them."""
+    now = GraphArguments() if _enabled is None else _enabled.settings
+    if (now.cg_record or now.cg_report) and not is_recorded():
+        raise ConfigurationError([_NOT_RECORDED])
+    return now
 
 
 def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
@@ -249,111 +205,140 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     return combine_undos(changes())
 
 
-def _start(settings: Any, run: Any, loop: str = "megatron") -> None:
-    """After :func:`enable`: do what a run's settings ask for, in the loop of that name.
+class _Enabled:
+    """What :func:`enable` has changed until :func:`disable`, and whose graphs it has helped."""
 
-    ``run`` has Megatron's settings; None if it asks for no graphs.
-    """
-    if _active is None:
-        return
-    full_recompute = run is not None and recomputes_layers(run)
-    _active.callback(_build_models_for(settings, full_recompute=full_recompute))
-    folders = (settings.cg_record, True), (settings.cg_report, False)
-    # A loop may be recorded already, since another configuration was validated.
-    for folder, digests in () if loop == "bridge" and is_recorded() else folders:
-        if folder is not None:
-            _active.callback(extensions.install_recorder(folder, loop, digests=digests))
-    if run is not None and loop == "megatron":
-        _active.callback(_follow_train(settings))
+    def __init__(self) -> None:
+        self.undo = ExitStack()
+        self.settings = GraphArguments()
+        """They hold for parsers, runs and helpers that come from now on."""
+        self.helpers: list[FsdpHelper] = []
+        """See Note [How long a helper votes]."""
+        self.checked: list[Any] = []
+        """The configs of models whose run was checked; their helpers are not checked again."""
+
+    def install(self) -> None:
+        """Raises UpstreamChangedError if a symbol is missing; the caller undoes the others."""
+        self.undo.callback(run_instead(_PARSER, self._parser))
+        self.undo.callback(run_instead(_RULES, self._validate_args))
+        if (bridge := extensions.bridge()) is not None:
+            self.undo.callback(bridge.before_validation(partial(self._configured, bridge)))
+        self.undo.callback(_allow_prebuilt_dataset_helpers())
+        self._help_models_under_fsdp()
+        self.undo.callback(graphs_close_in_time())
+
+    def _parser(self, old: Callable[[Any], Any], parser: Any) -> Any:
+        flags.add_arguments(old(parser)).set_defaults(**vars(self.settings))
+        return parser
+
+    def _validate_args(self, old: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+        vars(args).update(vars(self.settings) | vars(args))
+        flags.validate(args, defaults=self.settings)
+        result = old(args, *rest, **kwargs)
+        run = args if flags.wants_graphs(args) else None
+        self._begin_run(settings := flags.read_graph(args), run, "megatron")
+        if run is not None:
+            self._follow_train(settings)
+        return result
+
+    def _configured(self, bridge: Any, cfg: Any) -> None:
+        run = bridge.check(cfg, self.settings)
+        model = bridge.model_of(cfg)
+        if all(model is not other for other in self.checked):  # pretrain() validates once more
+            if run is not None:
+                self.checked.append(model)
+                self.undo.callback(bridge.errors_name_fields(cfg))
+            # Another configuration may have been validated before, and this loop be recorded.
+            self._begin_run(self.settings, run, "bridge", records=not is_recorded())
+
+    def _begin_run(
+        self, settings: GraphArguments, run: Any, loop: str, *, records: bool = True
+    ) -> None:
+        """Do what a run's settings ask for, in the loop of that name.
+
+        ``run`` has Megatron's settings; None if it asks for no graphs.
+        """
+        full_recompute = run is not None and recomputes_layers(run)
+        self.undo.callback(_build_models_for(settings, full_recompute=full_recompute))
+        for folder, digests in (settings.cg_record, True), (settings.cg_report, False):
+            if folder is not None and records:
+                self.undo.callback(extensions.install_recorder(folder, loop, digests=digests))
+
+    def _follow_train(self, settings: GraphArguments) -> None:
+        """Let helpers have these settings, and those of ``train`` follow its steps."""
+        from megatron_cg.integrations.megatron.steps import by_train_step
+
+        of_train = partial(_HELPER_OF_TRAIN.find(), source=by_train_step)
+        self.undo.callback(set_attribute(*_HELPER_OF_TRAIN.place(), of_train))
+        self.undo.callback(follow_log(counters))
+        self.settings = settings
+
+    def _help_models_under_fsdp(self) -> None:
+        """Help each ``TECudaGraphHelper`` that is created; see Note [Every helper].
+
+        Creating one raises ConfigurationError or HookError as ``helper.check_model`` does. Raises
+        UpstreamChangedError when Megatron's helper is missing or takes other arguments.
+        """
+        from megatron_cg.fsdp.find_sharding import root_of
+        from megatron_cg.integrations.megatron.steps import by_optimizer
+
+        old = _INIT.find()
+        kind, _ = _INIT.place()
+        signature = inspect.signature(old)
+
+        @wraps(old)
+        def init(helper: Any, *args: Any, source: Any = by_optimizer, **kwargs: Any) -> None:
+            given = signature.bind(helper, *args, **kwargs).arguments
+            root = root_of(given["model"][0])
+            if root is None and recomputes_layers(given["config"]):
+                raise ConfigurationError([_RECOMPUTES])
+            if root is None and any(map(extensions.experts_of, given["model"])):
+                raise ConfigurationError([_EXPERTS])
+            if root is None or type(helper) is not kind:
+                old(helper, *args, **kwargs)
+            else:
+                self._help(helper, partial(old, helper, *args, **kwargs), given, source)
+
+        self.undo.callback(self._close_helpers)
+        self.undo.callback(set_attribute(kind, "__init__", init))
+
+    def _close_helpers(self) -> None:
+        combine_undos(one.close for one in self.helpers)()
+
+    def _help(
+        self, helper: Any, init: Callable[[], None], given: Mapping[str, Any], source: Any
+    ) -> None:
+        """Initialise Megatron's ``helper`` and replace its methods."""
+        from megatron_cg.fsdp.find_sharding import root_of
+        from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet
+        from megatron_cg.integrations.megatron.steps import by_optimizer
+
+        model, settings = given["model"][0], self.settings
+        backend = backend_of(settings.cg_backend)
+        in_own_loop = source is by_optimizer  # or Megatron-Bridge's
+        agreement = meet(ENABLE if in_own_loop else "", backend.name, settings, given)
+
+        def made() -> Any:
+            init()
+            return helper
+
+        with ExitStack() as failed:
+            failed.callback(agreement.close)
+            # Megatron's loop has checked its flags.
+            if in_own_loop and all(given["config"] is not config for config in self.checked):
+                settings = settings_now()
+                optimizers = given.get("optimizers") or [None]
+                check_model(model, optimizers[-1], settings, backend.name)
+            for earlier in [ours for ours in self.helpers if ours.fsdp is root_of(model)]:
+                earlier.close()
+            with errors_name_arguments(ENABLE) if in_own_loop else nullcontext():
+                ours = FsdpHelper(made, backend, settings, source, agreement)
+            failed.pop_all()
+        self.helpers.append(ours)
+        ours.undo.callback(self.helpers.remove, ours)
 
 
-def _follow_train(settings: GraphArguments) -> Undo:
-    """Let helpers have these settings, and those of ``train`` follow its steps."""
-    from megatron_cg.integrations.megatron.steps import by_train_step
-    from megatron_cg.telemetry.capture_report import follow_log
-
-    of_train = partial(_HELPER_OF_TRAIN.find(), source=by_train_step)
-    _settings.append(settings)
-
-    def changes() -> Iterator[Undo]:
-        yield partial(_settings.remove, settings)
-        yield set_attribute(*_HELPER_OF_TRAIN.place(), of_train)
-        yield follow_log(counters)
-
-    return combine_undos(changes())
-
-
-def _help_models_under_fsdp() -> Undo:
-    """Help each ``TECudaGraphHelper`` that is created; see Note [Every helper].
-
-    Creating one raises ConfigurationError or HookError as ``helper.check_model`` does. Raises
-    UpstreamChangedError when Megatron's helper is missing or takes other arguments.
-    """
-    from megatron_cg.fsdp.find_sharding import root_of
-    from megatron_cg.integrations.megatron.steps import by_optimizer
-
-    old = _INIT.find()
-    kind, _ = _INIT.place()
-    signature = inspect.signature(old)
-
-    @wraps(old)
-    def init(self: Any, *args: Any, source: Any = by_optimizer, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        root = root_of(given["model"][0])
-        if root is None and recomputes_layers(given["config"]):
-            raise ConfigurationError([_RECOMPUTES])
-        if root is None and any(map(extensions.experts_of, given["model"])):
-            raise ConfigurationError([_EXPERTS])
-        if root is None or type(self) is not kind:
-            old(self, *args, **kwargs)
-        else:
-            _help(self, partial(old, self, *args, **kwargs), given, source)
-
-    def stop() -> None:
-        combine_undos([*(helper.close for helper in helpers), undo])()
-
-    undo = set_attribute(kind, "__init__", init)
-    return stop
-
-
-def settings_now() -> GraphArguments:
-    """The settings of a user's own loop. Raises ConfigurationError if it cannot have them."""
-    now = _settings[-1]
-    if (now.cg_record or now.cg_report) and not is_recorded():
-        raise ConfigurationError([_NOT_RECORDED])
-    return now
-
-
-def _help(helper: Any, init: Callable[[], None], given: Mapping[str, Any], source: Any) -> None:
-    """Initialise Megatron's ``helper`` and replace its methods."""
-    from megatron_cg.fsdp.find_sharding import root_of
-    from megatron_cg.integrations import call_arguments
-    from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet
-    from megatron_cg.integrations.megatron.steps import by_optimizer
-
-    model, settings = given["model"][0], _settings[-1]
-    backend = call_arguments.backend_of(settings.cg_backend)
-    in_own_loop = source is by_optimizer  # or Megatron-Bridge's
-    agreement = meet(ENABLE if in_own_loop else "", backend.name, settings, given)
-
-    def made() -> Any:
-        init()
-        return helper
-
-    with ExitStack() as failed:
-        failed.callback(agreement.close)
-        # Megatron's loop has checked its flags.
-        if in_own_loop and all(given["config"] is not config for config in _validated):
-            settings = settings_now()
-            optimizers = given.get("optimizers") or [None]
-            check_model(model, optimizers[-1], settings, backend.name)
-        for earlier in [ours for ours in helpers if ours.fsdp is root_of(model)]:
-            earlier.close()
-        with errors_name_arguments(ENABLE) if in_own_loop else nullcontext():
-            ours = FsdpHelper(made, backend, settings, source, agreement)
-        failed.pop_all()
-    helpers.append(ours)
-    ours.undo.callback(helpers.remove, ours)
+_enabled: _Enabled | None = None
 
 
 def _allow_prebuilt_dataset_helpers() -> Undo:

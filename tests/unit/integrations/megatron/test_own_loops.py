@@ -35,7 +35,7 @@ LENGTH, LAYERS = 16, 2
 
 @pytest.fixture
 def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr("megatron_cg.integrations.call_arguments.backend_of", lambda _: OneMask())
+    monkeypatch.setattr("megatron_cg.integrations.megatron.patches.backend_of", lambda _: OneMask())
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"))
     megatron_cg.enable(backend="tape")
     with microbatch_of(2):
@@ -53,9 +53,14 @@ def helper_for(trainer: Any) -> Any:
     )
 
 
+def enabled() -> Any:
+    return patches._enabled
+
+
 def ours() -> FsdpHelper:
     """The helper whose methods the last one of Megatron's has."""
-    return patches.helpers[-1]
+    made: FsdpHelper = enabled().helpers[-1]
+    return made
 
 
 def test_steps_are_followed_by_the_optimizer(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +86,7 @@ def test_a_broken_rule_ends_the_run_before_anything_is_made(trainer: Any) -> Non
     with pytest.raises(ConfigurationError, match=r"set \w+Config.gradient_accumulation_fusion=F"):
         helper_for(trainer)
     assert trainer._optimizer.step == step
-    patches._validated.append(trainer.model.config)  # as when Megatron-Bridge's run was checked
+    enabled().checked.append(trainer.model.config)  # as when Megatron-Bridge's run was checked
     helper_for(trainer)
     assert ours().helper.config is trainer.model.config
 
@@ -92,10 +97,10 @@ def test_ranks_meet_before_anything_is_made(trainer: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Agreement, "require_same", differs)
     megatron_cg.enable(verify_interval=3)
-    before = patches.helpers[:], trainer._optimizer.step, applied()
+    before = enabled().helpers[:], trainer._optimizer.step, applied()
     with pytest.raises(AgreementError, match=r"megatron_cg\.enable 3"):
         helper_for(trainer)
-    assert (patches.helpers, trainer._optimizer.step, applied()) == before
+    assert (enabled().helpers, trainer._optimizer.step, applied()) == before
 
 
 def test_settings_of_enable_hold_for_helpers_that_come_after(trainer: Any, tmp_path: Path) -> None:
@@ -121,7 +126,7 @@ def test_settings_of_enable_hold_for_helpers_that_come_after(trainer: Any, tmp_p
     with pytest.raises(ConfigurationError, match="record or report in a loop of your own"):
         helper_for(trainer)
     megatron_cg.disable()
-    assert patches._settings == [GraphArguments()]
+    assert patches._enabled is None
 
 
 def test_a_helper_that_nobody_holds_replays_until_the_end(trainer: Any) -> None:
@@ -184,7 +189,7 @@ def test_a_model_without_fsdp_keeps_megatrons_helper(
     monkeypatch.setattr(TECudaGraphHelper, "_discover_layers", lambda self: None)
     plain = trainer.model.module.module
     helper = TECudaGraphHelper([plain], trainer.model.config, LENGTH, 2)
-    assert helper.model == [plain] and not patches.helpers
+    assert helper.model == [plain] and not enabled().helpers
     monkeypatch.setattr(trainer.model.config, "recompute_granularity", "full")
     with pytest.raises(ConfigurationError, match=r"full, and graphs .* not under Megatron-FSDP"):
         TECudaGraphHelper([plain], trainer.model.config, LENGTH, 2)

@@ -86,7 +86,7 @@ def test_settings_of_enable_are_the_defaults_of_flags(our_rules_alone: None) -> 
     megatron_cg.enable(verify_interval=5, layers=["attn:1"], fast_path=False)
     arguments.validate_args(parse("--use-megatron-fsdp"), {})  # a run without graphs
     arguments.validate_args(parse(*GRAPHS, "--cg-layers", "attn:2"), {})
-    assert patches._settings[-1] == GraphArguments(
+    assert patches.settings_now() == GraphArguments(
         cg_verify_interval=5, cg_layers=("attn:2",), cg_no_fsdp_fast_path=True
     )
     with pytest.raises(ConfigurationError, match="no effect"):
@@ -147,7 +147,7 @@ def test_the_launcher_runs_a_script_as_python_would(
     script.write_text(
         "import sys, beside\n"
         "from megatron_cg.integrations.megatron import patches\n"
-        "print(__name__, sys.argv[1:], beside.word, patches._active is not None)\n"
+        "print(__name__, sys.argv[1:], beside.word, patches._enabled is not None)\n"
     )
     monkeypatch.setattr(sys, "argv", ["megatron_cg", str(script), "--lr", "1"])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -155,7 +155,7 @@ def test_the_launcher_runs_a_script_as_python_would(
     monkeypatch.setenv(cache, "5")
     main()
     assert capsys.readouterr().out == "__main__ ['--lr', '1'] found True\n"
-    assert patches._active is None and os.environ[cache] == "5"
+    assert patches._enabled is None and os.environ[cache] == "5"
     monkeypatch.delenv(cache)
     monkeypatch.setattr(sys, "argv", ["megatron_cg", str(script)])
     main()
