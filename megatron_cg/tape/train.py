@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import Session
@@ -26,54 +26,20 @@ from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.upstream.megatron import capturing_flag
 
 
-class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
-    """Endless (tokens, labels), each (batch, sequence) int64; ranks take turns in the stream.
+def batches(plan: TrainingPlan) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless (tokens, labels), each (batch, sequence) int64: the bytes of Python's ``os.py``.
 
-    ``prefix`` names a dataset in Megatron's indexed format; None uses the bytes of Python's own
-    ``os.py``. Each id is taken modulo ``vocabulary``. ``group`` has the ranks that take turns, all
-    if None.
+    Each id is taken modulo the vocabulary. Data-parallel ranks take turns in the sequences.
     """
-
-    def __init__(
-        self,
-        prefix: Path | None,
-        batch: int,
-        sequence: int,
-        vocabulary: int,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        stream = _text() if prefix is None else _indexed(prefix)
-        # A stream shorter than a sequence repeats, as in Megatron's own datasets.
-        stream = stream.repeat(sequence // stream.numel() + 1)
-        self._stream = stream % vocabulary
-        self._batch, self._sequence = batch, sequence
-        self._next, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._count = max(1, (stream.numel() - 1) // sequence)
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = []
-        for _ in range(self._batch):
-            start = (self._next % self._count) * self._sequence
-            rows.append(self._stream[start : start + self._sequence + 1])
-            self._next += self._ranks
-        block = torch.stack(rows)
-        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
-
-
-def _text() -> torch.Tensor:
-    data = Path(os.__file__).read_bytes()
-    return torch.from_numpy(numpy.frombuffer(data, dtype=numpy.uint8).astype(numpy.int64))
-
-
-def _indexed(prefix: Path, limit: int = 2**20) -> torch.Tensor:
-    """Return the first documents of a dataset as one stream of about ``limit`` tokens."""
-    documents, length = [], 0
-    for document in IndexedDataset(str(prefix)):
-        documents.append(numpy.asarray(document, dtype=numpy.int64))
-        length += documents[-1].size
-        if length >= limit:
-            break
-    return torch.from_numpy(numpy.concatenate(documents))
+    group, length = parallel_state.get_data_parallel_group(), plan.model.sequence_length
+    text = numpy.frombuffer(Path(os.__file__).read_bytes(), dtype=numpy.uint8)
+    stream = torch.from_numpy(text.astype(numpy.int64)) % plan.model.vocabulary
+    rows = stream.unfold(0, length + 1, length)
+    ranks = dist.get_world_size(group)
+    turns = torch.arange(plan.micro_batch_size) * ranks + dist.get_rank(group)
+    for first in count(step=ranks * plan.micro_batch_size):
+        block = rows[(first + turns) % len(rows)]
+        yield block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
 
 class Trainer:
@@ -88,13 +54,7 @@ class Trainer:
             self._fsdp._replace_param_with_distributed_if_needed()
         self._parameters = list(self._fsdp.parameters())
         self._optimizer = self._made_optimizer()
-        self._batches: Iterator[Any] = Batches(
-            plan.tokens,
-            plan.micro_batch_size,
-            plan.model.sequence_length,
-            plan.model.vocabulary,
-            parallel_state.get_data_parallel_group(),
-        )
+        self._batches: Iterator[Any] = batches(plan)
         self._static_inputs = ObservedInputs(transformer_layers(self.model))
         self.session: Session | None = None
 
@@ -129,8 +89,8 @@ class Trainer:
 
     def _verified(self) -> float:
         assert self.session is not None
-        batches = self._batches
-        self._batches = again = repeated_step.Batches(batches)
+        given = self._batches
+        self._batches = again = repeated_step.Batches(given)
 
         def eagerly() -> float:
             again.rewind()
@@ -139,7 +99,7 @@ class Trainer:
         try:
             loss: float = repeated_step.train_step(self.session, self._passes, eagerly)
         finally:
-            self._batches = batches
+            self._batches = given
         return loss
 
     def _passes(self) -> float:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 
@@ -46,8 +45,7 @@ class CpuModelConfig:
 class TrainingPlan:
     """One run. ``graphs`` captures after ``warmup_steps`` eager steps; else all steps are eager.
 
-    A step is ``microbatches`` passes of ``micro_batch_size`` sequences in each process. ``tokens``
-    is the prefix of a dataset in Megatron's indexed format; None uses text that comes with Python.
+    A step is ``microbatches`` passes of ``micro_batch_size`` sequences in each process.
     """
 
     model: CpuModelConfig = field(default_factory=CpuModelConfig)
@@ -57,4 +55,3 @@ class TrainingPlan:
     microbatches: int = 1
     micro_batch_size: int = 2
     learning_rate: float = 1e-3
-    tokens: Path | None = None

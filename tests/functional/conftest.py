@@ -20,9 +20,8 @@ from megatron_cg.tools.align.run import (
     Plan,
     arguments,
     example_script,
-    from_text,
     make_run,
-    python_sources,
+    python_text,
     run_and_compare,
 )
 from tests.functional.cases import DEVICE_COUNTS, Case
@@ -94,7 +93,7 @@ def data(shared: Path) -> Path:
     folder.mkdir(exist_ok=True)
     with FileLock(folder / "lock"):
         if not (folder / "text.bin").exists():
-            return from_text(python_sources(), folder)
+            return python_text(folder)
         return folder / "text"
 
 

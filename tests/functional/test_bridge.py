@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from megatron_cg.tools.align.run import environment, torch_cudnn
+from megatron_cg.tools.align.run import environment
 from megatron_cg.upstream.symbols import installed_version
 from tests.functional.conftest import skip_without
 
@@ -133,7 +133,7 @@ def train(run: Run, folder: Path, places: dict[str, Path]) -> Ended:
 def launch(script: list[str], folder: Path, variables: Mapping[str, str] | None = None) -> Ended:
     """Run a script on two GPUs; if it ends, and well, its log is written."""
     words = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {GPUS}"
-    env = environment(os.environ, torch_cudnn()) | {"HF_HUB_OFFLINE": "1"}
+    env = environment(os.environ) | {"HF_HUB_OFFLINE": "1"}
     options: Any = {
         "cwd": ROOT,
         "env": {**env, **(variables or {})},

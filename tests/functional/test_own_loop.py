@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from megatron_cg.tools.align.run import environment, torch_cudnn
+from megatron_cg.tools.align.run import environment
 from tests.functional.conftest import skip_without
 from tests.functional.loops import EAGER, GROUPS, MICROBATCHES, STEPS, WARMUP, Group, Run
 
@@ -51,7 +51,7 @@ def results(shared: Path) -> Callable[[Group], list[Results]]:
 def start(group: Group, directory: Path) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words += ["--nproc-per-node", str(GPUS), "-m", "tests.functional.own_loop"]
-    env = environment(os.environ, torch_cudnn())
+    env = environment(os.environ)
     with (directory / "log.txt").open("w") as file:
         try:
             subprocess.run(

@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,8 +26,7 @@ from megatron_cg.upstream.symbols import installed_version
 
 _SHOWN_SHARDS = 5
 _DIFFER = "[bold red]differ[/]"
-MakeRun = Callable[[Path, Path, str], run.Run]
-"""Makes the run of that name, not started yet, of the data and the folder for both runs."""
+_NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -47,12 +47,11 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
         directory = (args.work_dir or Path(temporary)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
         run.check_start(directory)
-        made = _on_tape(args, preset, extra) if backend == TAPE else _on_gpus(args, preset, extra)
-        data = run.from_text(run.python_sources(), directory / "data")
+        made = _on_tape if backend == TAPE else _on_gpus
+        runs = made(args, preset, extra, directory)
         print(f"preset {preset.name}: {preset.description}", flush=True)
-        runs = [made(data, directory, name) for name in (run.EAGER, run.GRAPHS)]
         outcome = run.run_and_compare(runs, args.timeout)
-    notice = run.TAPE_NOTICE if backend == TAPE else ""
+    notice = _NOTICE if backend == TAPE else ""
     print_report(Console(emoji=False), f"{preset.name} on {backend}", outcome, notice)
     if args.work_dir is not None and outcome.graphed is not None:
         print(f"a page of it: megatron-cg report {shlex.quote(str(args.work_dir))}")
@@ -69,7 +68,9 @@ def _check_version(fsdp_version: int) -> None:
         )
 
 
-def _on_gpus(args: argparse.Namespace, preset: Preset, extra: Sequence[str]) -> MakeRun:
+def _on_gpus(
+    args: argparse.Namespace, preset: Preset, extra: Sequence[str], directory: Path
+) -> list[run.Run]:
     both, of_graphs = run.by_run(extra)
     backend = ("--cg-backend", NATIVE) if args.backend == NATIVE else ()
     plan = run.Plan(
@@ -84,21 +85,57 @@ def _on_gpus(args: argparse.Namespace, preset: Preset, extra: Sequence[str]) -> 
         extra=both,
     )
     run.check_gpus(plan)
-    return partial(run.make_run, plan)
+    data = run.python_text(directory / "data")
+    return [run.make_run(plan, data, directory, name) for name in (run.EAGER, run.GRAPHS)]
 
 
-def _on_tape(args: argparse.Namespace, preset: Preset, extra: Sequence[str]) -> MakeRun:
+def _on_tape(
+    args: argparse.Namespace, preset: Preset, extra: Sequence[str], directory: Path
+) -> list[run.Run]:
+    """Runs of ``tape_run.py``, of a small copy of the preset's shape."""
+    from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
+
     given = ["--script", str(args.script)] if args.script else []
     if given or extra:
         raise MegatronCGError(
             f"the tape has a training loop of its own and cannot take {' '.join([*given, *extra])}"
             f": leave it out, or give --backend {TRANSFORMER_ENGINE} on a machine with GPUs."
         )
-    from megatron_cg.tools.align.tape import describe, tape_plan, tape_run
-
-    plan, processes = tape_plan(preset, args), args.nproc or preset.nproc
-    print(describe(plan.model, processes), flush=True)
-    return partial(tape_run, plan, processes)
+    if preset.tape is None:
+        raise MegatronCGError(
+            f"preset {preset.name} cannot be built on a CPU ({preset.description}) Give another "
+            "--preset, or run on GPUs."
+        )
+    model = CpuModelConfig(**preset.tape)
+    scopes = model.graph_modules if args.scopes is None else args.scopes
+    lacking = (
+        ("mamba", "moe") if model.experts else ("mamba", "moe", "moe_router", "moe_preprocess")
+    )
+    if missing := [scope for scope in scopes if scope in lacking]:
+        raise MegatronCGError(
+            f"on the CPU, {preset.name} has no {' and '.join(missing)} to capture: give other "
+            "--scopes, or none of them, or another --preset, or run on GPUs."
+        )
+    if (version := args.megatron_fsdp_version) != 1:  # megatron-core 0.19.2 knows no other
+        model = replace(model, fsdp_options={"megatron_fsdp_version": version})
+    model, processes = replace(model, graph_modules=tuple(scopes)), args.nproc or preset.nproc
+    experts = f", {model.experts} experts, top-{model.topk}" if model.experts else ""
+    print(
+        f"{_NOTICE}; the model is a small copy of the preset's shape: {model.layers} layers, "
+        f"hidden {model.hidden_size}, {model.heads} heads{experts}, sequences of "
+        f"{model.sequence_length}, plain attention"
+    )
+    if processes > (cores := len(os.sched_getaffinity(0))):
+        print(f"warning: {processes} processes share {cores} cores: give a smaller --nproc")
+    env = run.environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}  # No GPU, even if there is one
+    words = [sys.executable, "-P", "-m", "megatron_cg.tools.align.tape_run"]
+    runs = []
+    for name in (run.EAGER, run.GRAPHS):
+        plan = TrainingPlan(model, args.steps, args.warmup_steps, graphs=name == run.GRAPHS)
+        place = directory / name
+        more = [json.dumps(asdict(plan)), str(processes), str(place / "record")]
+        runs.append(run.Run(name, [*words, *more], env, place))
+    return runs
 
 
 def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:

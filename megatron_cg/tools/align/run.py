@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -25,7 +26,6 @@ _BUILDER = Symbol(
 RELIES_ON = (_BUILDER,)
 
 EAGER, GRAPHS = "eager", "graphs"
-TAPE_NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
 PACKAGE = Path(__file__).resolve().parents[2]
 
 BASE_FLAGS = (
@@ -159,27 +159,20 @@ def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(both), tuple(of_graphs)
 
 
-def environment(inherited: Mapping[str, str], cudnn: Path | None = None) -> dict[str, str]:
+def environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment of one run, which finds this package from any working directory.
 
-    ``cudnn`` is torch's own: see Note [Two copies of cuDNN] in ``doctor/checks.py``.
+    And torch's own cuDNN, if that is a separate package: Note [Two copies of cuDNN] in
+    ``doctor/checks.py``.
     """
     env = {**inherited, **DETERMINISTIC_ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
     env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # Megatron-FSDP refuses the value 1.
     env["PYTHONPATH"] = ":".join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
-    if cudnn is not None:
-        env.setdefault("CUDNN_HOME", str(cudnn))
-    return env
-
-
-def torch_cudnn() -> Path | None:
-    """The folder of torch's cuDNN, if that is a separate package."""
-    try:
+    with suppress(ModuleNotFoundError):
         spec = importlib.util.find_spec("nvidia.cudnn")
-    except ModuleNotFoundError:
-        return None
-    places = list(spec.submodule_search_locations or []) if spec else []
-    return Path(places[0]) if places else None
+        for folder in (spec and spec.submodule_search_locations) or ():
+            env.setdefault("CUDNN_HOME", folder)
+    return env
 
 
 def example_script() -> Path:
@@ -208,26 +201,22 @@ def check_gpus(plan: Plan) -> None:
         )
 
 
-def python_sources(limit: int = 4 * 2**20) -> list[Path]:
-    """Modules of Python's standard library, sorted by name, up to ``limit`` bytes in total."""
-    chosen, size = [], 0
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        if size >= limit:
-            break
-        chosen.append(path)
-        size += path.stat().st_size
-    return chosen
+def python_text(directory: Path, limit: int = 4 * 2**20) -> Path:
+    """Write ``directory/text.{bin,idx}``, Megatron's indexed format; returns the prefix.
 
-
-def from_text(files: Sequence[Path], directory: Path) -> Path:
-    """Write each file's bytes as one document to ``directory/text.{bin,idx}``; the prefix."""
+    Each document has the bytes of a module of Python's standard library, in the order of names, up
+    to ``limit`` bytes in all.
+    """
     import numpy
     import torch
 
     directory.mkdir(parents=True, exist_ok=True)
-    prefix = directory.resolve() / "text"
+    prefix, size = directory.resolve() / "text", 0
     builder = _BUILDER.find()(f"{prefix}.bin", dtype=numpy.uint16)
-    for file in files:
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if size >= limit:
+            break
+        size += file.stat().st_size
         tokens = numpy.fromfile(file, dtype=numpy.uint8).astype(numpy.int32)
         builder.add_item(torch.from_numpy(numpy.append(tokens, numpy.int32(END_OF_DOCUMENT))))
         builder.end_document()
@@ -314,7 +303,7 @@ def make_run(plan: Plan, data: Path, directory: Path, name: str) -> Run:
     directory /= name
     flags = data_flags(data, directory / "cache")
     words = arguments(plan, graphs=name == GRAPHS, data=flags, record=directory / "record")
-    return Run(name, words, environment(os.environ, torch_cudnn()), directory)
+    return Run(name, words, environment(os.environ), directory)
 
 
 def check_start(directory: Path) -> None:

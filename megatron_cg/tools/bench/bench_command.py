@@ -217,7 +217,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             line = given_line(extra)
         else:
             preset = load_preset(args.preset)
-            data = align.from_text(align.python_sources(), folder / "data")
+            data = align.python_text(folder / "data")
             sizes = {"nproc": args.nproc or preset.nproc, "microbatches": args.microbatches}
             line = preset_line(preset, data, **sizes, steps=steps, extra=extra)
         names = chosen(args.only, line)
@@ -263,7 +263,7 @@ def _made(
     # Without our launcher too, cuBLASLt's cache is as large as with it.
     env = {CACHE_VARIABLE: str(CACHE_ENTRIES), **os.environ}
     if args.preset is not None:
-        env = align.environment(env, align.torch_cudnn())
+        env = align.environment(env)
         env = {n: env[n] for n in env if n not in align.DETERMINISTIC_ENVIRONMENT}
     run = align.Run(f"{name}.{number}", line.command, env, folder / f"{name}.{number}")
     made: dict[str, Any] = {"configuration": name, "round": number, "captured": captured(line)}

@@ -1,29 +1,23 @@
 """Batches of the CPU's training: shifted by one, in turn, and endless."""
 
-from pathlib import Path
-
-import pytest
 import torch
 
-from megatron_cg.tools.align.run import END_OF_DOCUMENT, from_text
-
-TEXT = b"abcdefgh"
+from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 
 
-@pytest.mark.parametrize("sequence", [2, 7, 8, 9, 20])
-def test_a_text_shorter_than_a_sequence_begins_again(
-    one_rank: None, tmp_path: Path, sequence: int
-) -> None:
-    from megatron_cg.tape.train import Batches
+def test_labels_are_the_next_tokens_and_the_text_begins_again(one_rank: None) -> None:
+    from megatron.core import parallel_state
 
-    file = tmp_path / "text"
-    file.write_bytes(TEXT)
-    batches = Batches(from_text([file], tmp_path), 2, sequence, 257)
-    endless = torch.tensor([*TEXT, END_OF_DOCUMENT] * 10)
-    for _ in range(3):
-        tokens, labels = next(batches)
-        assert tokens.shape == labels.shape == (2, sequence)
-        for row, following in zip(tokens, labels, strict=True):
-            assert torch.equal(row[1:], following[:-1])
-            start = int((endless == row[0]).nonzero()[0])
-            assert torch.equal(row, endless[start : start + sequence])
+    from megatron_cg.tape.train import batches
+
+    parallel_state.initialize_model_parallel()
+    model = CpuModelConfig(sequence_length=10_000)
+    endless = batches(TrainingPlan(model, micro_batch_size=2))
+    taken = [next(endless) for _ in range(4)]
+    tokens = torch.cat([tokens.flatten() for tokens, _ in taken])
+    labels = torch.cat([labels.flatten() for _, labels in taken])
+    begin = next(
+        n for n in range(10_000, 80_000, 10_000) if torch.equal(tokens[:50], tokens[n:][:50])
+    )
+    assert torch.equal(tokens[1:begin], labels[: begin - 1])
+    assert torch.equal(tokens[: 80_000 - begin], tokens[begin:])

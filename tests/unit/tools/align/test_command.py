@@ -1,94 +1,176 @@
-"""The command lines, environments and data of the two runs."""
+"""``megatron-cg align``: the lines, data and environment of its runs, exit code, table and JSON."""
 
+import json
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy
 import pytest
 
-from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.align import run
-from megatron_cg.tools.align.run import (
-    END_OF_DOCUMENT,
-    Plan,
-    arguments,
-    by_run,
-    data_flags,
-    environment,
-    from_text,
-    python_sources,
-)
+from megatron_cg.tools.align import align_command, run
+from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Comparison, Outcome, Value
 from tests.unit.interpreted import python
+from tests.unit.tools.conftest import Cli
 
-PLAN = Plan(
-    script=Path("train.py"),
-    nproc=2,
-    model=("--num-layers", "2"),
-    steps=12,
-    scopes=("attn", "moe_router"),
-    graph_extra=("--cg-layers", "attn:0-1"),
-    extra=("--seed", "5", "--save", "/saved/{run}"),
+SAME = Value(0, 1, "lm loss", (1.0).hex(), (1.0).hex())
+OTHER = Value(1, 2, "gradient norm", (1.0).hex(), (1.5).hex())
+
+
+class Answer:
+    """What the runs have as their outcome, and the command line of each by its name."""
+
+    outcome = Outcome(Comparison(IDENTICAL, ""))
+
+    def __init__(self) -> None:
+        self.lines: dict[str, str] = {}
+
+    def __call__(self, runs: Sequence[run.Run], timeout: float) -> Outcome:
+        self.lines.update({one.name: " ".join(one.words) for one in runs})
+        return self.outcome
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answer]:
+    monkeypatch.setattr(run, "python_text", lambda *_: Path("text"))
+    monkeypatch.setattr(run, "gpu_count", lambda: 4)
+    monkeypatch.setattr(run, "run_and_compare", answer := Answer())
+    yield answer
+
+
+@pytest.mark.parametrize(
+    ("comparison", "code", "shown"),
+    [
+        (Comparison(IDENTICAL, "", (SAME,), 4), 0, "IDENTICAL, to the last bit"),
+        (Comparison(DIFFERENT, "first at step 2", (OTHER,), 4, ("w",)), 1, "first at step 2"),
+        (Comparison(FAILED, "the graphs run ended"), 3, "FAILED: the graphs run ended"),
+    ],
 )
+def test_the_verdict_is_the_exit_code(
+    comparison: Comparison, code: int, shown: str, asked: Answer, cli: Cli
+) -> None:
+    asked.outcome = Outcome(comparison)
+    ended = cli("align --backend tape")
+    assert ended.code == code and shown in ended.out
+    ended = cli("align --backend tape --json")
+    facts = json.loads(ended.out)
+    assert ended.code == code
+    assert (facts["status"], facts["reason"]) == (comparison.status, comparison.reason)
 
 
-def words(graphs: bool, plan: Plan = PLAN) -> list[str]:
-    return arguments(plan, graphs=graphs, data=["--mock-data"], record=Path("/r"))
+def test_the_table_shows_numbers_differences_and_shards(
+    asked: Answer, cli: Cli, tmp_path: Path
+) -> None:
+    shards = tuple(f"rank 0 main:w{index}" for index in range(7))
+    comparison = Comparison(DIFFERENT, "why", (SAME, OTHER), 9, shards, {"captured": 3})
+    asked.outcome = Outcome(comparison, log_tail="[the end]", graphed={})
+    out = cli("align --backend tape --work-dir", folder := tmp_path / "a folder").out
+    assert "gradient norm (rank 1)" in out and "5.000e-01" in out and "differ" in out
+    assert "9, different: 7" in out and "main:w4" in out and "main:w5" not in out
+    assert "3 captured" in out and "[the end]" in out
+    assert "CPU tape: a recording of ATen operations replaces the CUDA graph" in out
+    assert f"a page of it: megatron-cg report '{folder}'\n" in out
 
 
-def value(flag: str, line: Sequence[str]) -> str:
-    return line[line.index(flag) + 1]
-
-
-def test_the_runs_differ_in_the_graph_flags_alone() -> None:
-    eager, graphed = words(False), words(True)
-    start = graphed.index("--cuda-graph-impl")
-    flags = graphed[start : graphed.index("--seed", start)]
-    assert " ".join(flags) == (
-        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router "
-        "--cuda-graph-warmup-steps 3 --cg-verify-steps 3 --fsdp-double-buffer "
-        "--fsdp-db-use-persist-buf-on-alloc-fail --cg-layers attn:0-1"
+def test_the_runs_on_gpus_differ_in_the_flags_about_graphs_alone(asked: Answer, cli: Cli) -> None:
+    line = "align --preset mixtral-tiny --backend native --steps 14 --warmup-steps 2 --nproc 4 "
+    line += "--scopes moe_router -- --cg-grouped-gemm torch --seed 7 --cg-layers moe:0-1 attn:2 "
+    line += "--cg-no-fsdp-fast-path --lr=1 --cg-on-mismatch=error --x -1 --save a/{run} --preset --"
+    assert cli(line).code == 0
+    eager, graphs = (asked.lines[name].split() for name in ("eager", "graphs"))
+    start = graphs.index("--cuda-graph-impl")
+    end = graphs.index("--cg-grouped-gemm")
+    assert " ".join(graphs[start:end]) == (
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router "
+        "--cuda-graph-warmup-steps 2 --cg-verify-steps 3 --fsdp-double-buffer "
+        "--fsdp-db-use-persist-buf-on-alloc-fail --cg-backend native --cg-layers moe:0-1 attn:2 "
+        "--cg-no-fsdp-fast-path --cg-on-mismatch=error"
     )
-    rest = [word.replace("/graphs", "/eager") for word in graphed[start + len(flags) :]]
-    assert eager == [*graphed[:start], "--cuda-graph-impl", "none", *rest]
-    assert value("--cg-record", eager) == "/r" and value("--nproc-per-node", eager) == "2"
-    assert "--bf16" in eager and "--bf16" not in words(False, replace(PLAN, bf16=False))
-    # No scope is the whole layer.
-    assert "--cuda-graph-modules" not in words(True, replace(PLAN, scopes=()))
+    without = [*graphs[:start], "--cuda-graph-impl", "none", *graphs[end:]]
+    assert eager == [word.replace("/graphs", "/eager") for word in without]
+    # What the user gave comes last, so that it wins.
+    given = "--cg-grouped-gemm torch --seed 7 --lr=1 --x -1 --save a/eager --preset -- --cg-record"
+    assert given in " ".join(eager) and eager.index("--seed") < start and eager[-1][0] == "/"
+    for words in asked.lines.values():
+        assert "--nproc-per-node 4" in words and "--train-iters 14" in words
+        assert "pretrain_gpt.py" in words and "--num-experts" in words and "--bf16" in words
 
 
-def test_extra_flags_come_last_so_that_they_win() -> None:
-    line = words(True)
-    assert line.index("--seed") < len(line) - 1 - line[::-1].index("--seed")
-    assert line[-6:] == ["--seed", "5", "--save", "/saved/graphs", "--cg-record", "/r"]
+def test_a_plan_without_bf16_trains_in_fp32() -> None:
+    plan = run.Plan(Path("train.py"), 2, ("--num-layers", "2"), 12, bf16=False)
+    assert "--bf16" not in run.arguments(plan, graphs=False, data=[], record=Path("/r"))
 
 
-def test_flags_about_graphs_are_for_the_graph_run_alone() -> None:
-    given = ["--seed", "5", "--cg-verify-interval", "1", "--cg-grouped-gemm", "torch"]
-    given += ["--cg-layers", "attn:0-1", "mlp:2", "--cg-no-fsdp-fast-path", "--lr=1", "--x", "-1"]
-    both, of_graphs = by_run([*given, "--cg-on-mismatch=error"])
-    assert " ".join(both) == "--seed 5 --cg-grouped-gemm torch --lr=1 --x -1"
-    assert " ".join(of_graphs) == (
-        "--cg-verify-interval 1 --cg-layers attn:0-1 mlp:2 --cg-no-fsdp-fast-path "
-        "--cg-on-mismatch=error"
+def test_scopes_are_the_presets_unless_given(asked: Answer, cli: Cli) -> None:
+    line = "align --preset qwen3-moe --backend transformer_engine"
+    cli(line)
+    assert "--cuda-graph-modules attn moe_router --cuda-graph-warmup" in asked.lines["graphs"]
+    cli(f"{line} --scopes")  # whole layers
+    assert "--cuda-graph-impl transformer_engine --cuda-graph-warmup" in asked.lines["graphs"]
+
+
+def test_megatron_fsdp_v2_has_flags_of_its_own(
+    asked: Answer, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(align_command, "installed_version", lambda _: "0.20.0")
+    cli("align --backend transformer_engine --megatron-fsdp-version 2")
+    for words in asked.lines.values():
+        assert "--megatron-fsdp-version 2" in words and "--cuda-graph-impl" in words
+        assert "--use-distributed-optimizer" not in words and "--fsdp-d" not in words
+    cli("align --backend tape --megatron-fsdp-version 2")
+    assert all('"megatron_fsdp_version": 2' in words for words in asked.lines.values())
+    monkeypatch.setattr(align_command, "installed_version", lambda _: "0.19.2")
+    ended = cli("align --megatron-fsdp-version 2")
+    assert ended.code == 2 and "have that version from 0.20 on" in ended.err
+
+
+def test_the_runs_on_the_tape_differ_in_graphs_alone(asked: Answer, cli: Cli) -> None:
+    line = "align --preset mixtral-tiny --backend tape --scopes attn moe_router --nproc 640"
+    ended = cli(line)
+    assert ended.code == 0 and "warning: 640 processes share" in ended.out
+    eager, graphs = asked.lines["eager"], asked.lines["graphs"]
+    assert eager.replace('"graphs": false', '"graphs": true') == graphs.replace(
+        "graphs/record", "eager/record"
     )
+    assert '"graph_modules": ["attn", "moe_router"]' in graphs and " 640 " in graphs
+
+
+@pytest.mark.parametrize(
+    ("gpus", "line", "message"),
+    [
+        (4, "--preset nope", "there is no preset 'nope'; there are "),
+        (0, "--preset mamba-hybrid-tiny", "cannot be built on a CPU"),
+        (0, "--script x.py", "cannot take --script x.py"),
+        (0, "-- --seed 1", "cannot take --seed 1"),
+        (0, "--scopes moe_router", "llama-tiny has no moe_router to capture"),
+        (0, "--preset mixtral --scopes mamba moe", "has no mamba and moe to capture"),
+        (4, "--script x.py", "x.py: there is no such file"),
+        (1, "--nproc 2", "and 1 can be seen: give a smaller --nproc, or --backend tape"),
+        (0, "--nproc 2 --backend native", "and 0 can be seen: give --backend tape"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_code_2(
+    gpus: int, line: str, message: str, asked: Answer, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "gpu_count", lambda: gpus)
+    ended = cli(f"align {line}")
+    assert ended.code == 2 and message in ended.err and not asked.lines
 
 
 def test_the_environment_is_deterministic_and_finds_the_package() -> None:
-    inherited = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "NCCL_ALGO": "Tree",
-        "PYTHONPATH": "/x",
-        "HOME": "/h",
-    }
-    env = environment(inherited, Path("/cudnn"))
-    chosen = environment({"CUDNN_HOME": "/mine"}, Path("/x"))
-    assert chosen["CUDNN_HOME"] == "/mine"
+    inherited = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Tree", "PYTHONPATH": "/x"}
+    env = run.environment(inherited | {"HOME": "/h", "CUDNN_HOME": "/mine"})
     assert env["PYTHONPATH"] == f"{run.PACKAGE.parent}:/x" and env["HOME"] == "/h"
     assert env["NCCL_ALGO"] == "Ring" and env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
-    assert env["CUDNN_HOME"] == "/cudnn"
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env and env["CUDNN_HOME"] == "/mine"
+
+
+def test_the_runs_use_torchs_own_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
+    code = "from megatron_cg.tools.align.run import environment as e; print(e({})['CUDNN_HOME'])"
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    path = f"{run.PACKAGE.parent}:{tmp_path}"
+    assert python(code, PYTHONPATH=path).stdout == f"{tmp_path}/nvidia/cudnn\n"
 
 
 def test_the_runs_share_no_compiled_code_of_other_row_counts() -> None:
@@ -97,44 +179,21 @@ def test_the_runs_share_no_compiled_code_of_other_row_counts() -> None:
         "import torch._inductor.config as inductor, torch._functorch.config as functorch; "
         "print(inductor.fx_graph_cache, functorch.enable_autograd_cache)"
     )
-    env = environment(os.environ)
-    assert python(script, **env).stdout.split() == ["False", "False"]
+    assert python(script, **run.environment(os.environ)).stdout.split() == ["False", "False"]
 
 
-def test_too_few_gpus_and_a_missing_script_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MegatronCGError, match=r"train\.py: there is no such file"):
-        run.check_gpus(PLAN)
-    there = replace(PLAN, script=run.example_script())
-    for gpus, smaller in ((1, "a smaller --nproc, or "), (0, "")):
-        monkeypatch.setattr(run, "gpu_count", lambda gpus=gpus: gpus)
-        told = f"--nproc 2 needs as many GPUs, and {gpus} can be seen: give {smaller}--backend tape"
-        with pytest.raises(MegatronCGError, match=told):
-            run.check_gpus(there)
-    monkeypatch.setattr(run, "gpu_count", lambda: 2)
-    run.check_gpus(there)
-
-
-def test_bytes_are_tokens_and_files_are_documents(tmp_path: Path) -> None:
+def test_the_data_are_pythons_sources_a_byte_a_token(tmp_path: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.write_bytes(bytes(range(256)))
-    two.write_text("æ\0")
-    prefix = from_text([one, two], tmp_path / "data")
+    prefix = run.python_text(tmp_path / "data", limit=100_000)
     dataset = IndexedDataset(str(prefix))
-    assert [list(document) for document in dataset] == [
-        [*range(256), END_OF_DOCUMENT],
-        [0xC3, 0xA6, 0, END_OF_DOCUMENT],
-    ]
-    assert list(dataset.document_indices) == [0, 1, 2]
+    sizes = [len(document) for document in dataset]
+    assert sum(sizes[:-1]) < 100_000 + len(sizes) and sum(sizes) > 100_000
+    files = sorted(Path(os.__file__).parent.glob("*.py"))[: len(sizes)]
+    for document, file in zip(dataset, files, strict=True):
+        assert list(document) == [*file.read_bytes(), run.END_OF_DOCUMENT]
+    assert list(dataset.document_indices) == [*range(len(sizes) + 1)]
     assert dataset.index.dtype is numpy.uint16
-    flags = data_flags(prefix, tmp_path / "cache")
+    flags = run.data_flags(prefix, tmp_path / "cache")
     assert flags[:2] == ["--data-path", str(tmp_path / "data" / "text")]
     assert flags[flags.index("--null-tokenizer-eod-id") + 1] == "256"
-
-
-def test_the_default_text_is_pythons_library_and_ends_at_the_limit() -> None:
-    files = python_sources(limit=100_000)
-    assert files == sorted(files) and all(path.suffix == ".py" for path in files)
-    sizes = [path.stat().st_size for path in files]
-    assert sum(sizes[:-1]) < 100_000 <= sum(sizes)
