@@ -98,38 +98,22 @@ class Story:
         return bool(self.rank.get("device", "cpu") != "cpu")
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """One number per step, of the first rank of each run that has it."""
-
-    name: str
-    curves: Mapping[str, Curve]
-    values: tuple[align.Value, ...] = ()
-    """The numbers that both runs have, over all ranks; empty if they cannot be compared."""
-
-
-def losses(story: Story) -> list[Quantity]:
+def losses(story: Story) -> dict[str, dict[str, Curve]]:
+    """Losses and gradient norm by name, then by run, of those that the page's run has."""
     curves: dict[str, dict[str, Curve]] = {}
     for run, record in story.records.items():
         for index in range(len(record["steps"])):
             for name, text in align.numbers_of(record["steps"], index).items():
                 found = curves.setdefault(name, {}).setdefault(run, {})
                 found[index + 1] = float.fromhex(text)
-    values = () if story.comparison is None else story.comparison.values
-    both = [value for value in values if None not in (value.eager, value.graphed)]
-    return [
-        Quantity(name, found, tuple(value for value in both if value.name == name))
-        for name, found in curves.items()
-        if story.name in found
-    ]
+    return {name: found for name, found in curves.items() if story.name in found}
 
 
-def step_times(story: Story) -> Quantity:
-    curves = {
+def step_times(story: Story) -> dict[str, Curve]:
+    return {
         name: {number: float(s["milliseconds"]) for number, s in enumerate(record["steps"], 1)}
         for name, record in story.records.items()
     }
-    return Quantity("milliseconds", curves)
 
 
 def counted_steps(story: Story) -> range:
@@ -146,7 +130,7 @@ def median_times(story: Story) -> dict[str, float]:
     steps = counted_steps(story)
     return {
         name: statistics.median(curve[step] for step in steps)
-        for name, curve in step_times(story).curves.items()
+        for name, curve in step_times(story).items()
         if steps
     }
 
@@ -201,8 +185,10 @@ def page(story: Story) -> str:
         version=__version__,
         verdict=verdict(story),
         faults=faults(story),
-        losses=[(f"{q.name}. {difference(q)}", plotted(story, q)) for q in losses(story)],
-        times=plotted(story, step_times(story), top) if story.rank["steps"] else None,
+        losses={name: plotted(story, name, curves) for name, curves in losses(story).items()},
+        times=plotted(story, "milliseconds", step_times(story), top)
+        if story.rank["steps"]
+        else None,
         speed=speed(story),
         peaks=peaks(story) if story.on_gpu and story.rank["steps"] else "",
         work=_WORK.format_map(total) if total["captured"] or captures else "",
@@ -259,23 +245,6 @@ def _outcome(story: Story) -> Verdict:
     return Verdict("note", "Trained to its end", f"{steps}. There is no run to compare it with.")
 
 
-def difference(quantity: Quantity) -> str:
-    """How two runs differ in one quantity, if they are compared; exact zero is stated as such."""
-    if not quantity.values:
-        return ""
-    unequal, count = [value for value in quantity.values if not value.same], len(quantity.values)
-    if not unequal:
-        same = f"all {count} numbers have the same bits in both runs."
-        return f"The difference is exactly zero at every step: {same}"
-    first = unequal[0]
-    # None is wider than NaN.
-    widest = max(unequal, key=lambda v: math.inf if math.isnan(v.difference) else v.difference)
-    return (
-        f"{len(unequal)} of {count} numbers differ, the first at step {first.step} on rank "
-        f"{first.rank}. The widest difference is {widest.difference:.3e}, at step {widest.step}."
-    )
-
-
 def speed(story: Story) -> str:
     medians, steps = median_times(story), counted_steps(story)
     if not medians:
@@ -321,23 +290,23 @@ def _faults_of(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"ended with {record['error']}"
 
 
-def plotted(story: Story, quantity: Quantity, top: float | None = None) -> str:
-    """The quantity's plot, from 0 to ``top`` if that is given, as the address of an image."""
+def plotted(story: Story, name: str, curves: Mapping[str, Curve], top: float | None = None) -> str:
+    """A plot of one curve a run, from 0 to ``top`` if that is given, as the address of an image."""
     # Not of pyplot, which would keep each figure. A font may lack a glyph of a name.
     with mpl.rc_context(_STYLE), warnings.catch_warnings(action="ignore"):
         figure = Figure((7.4, 2.65), layout="constrained")
         axes = figure.subplots()
-        for name, curve in quantity.curves.items():
+        for run, curve in curves.items():
             # The run is a thin line inside the reference's band.
-            colour, wide = (_RUN, 1.4) if name == story.name else (_REFERENCE, 6)
+            colour, wide = (_RUN, 1.4) if run == story.name else (_REFERENCE, 6)
             marker = "o" if len(curve) <= 40 else ""
             # matplotlib hides names that begin with an underscore.
-            label = name.lstrip("_")[-30:] or "run"
+            label = run.lstrip("_")[-30:] or "run"
             # Its arithmetic overflows near the largest numbers.
             heights = [height if abs(height) < 1e100 else math.nan for height in curve.values()]
             (line,) = axes.plot(list(curve), heights, color=colour, linewidth=wide, label=label)
             line.set(marker=marker, markersize=3.5)
-        axes.set(xlabel="step", ylabel=quantity.name)
+        axes.set(xlabel="step", ylabel=name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
         if top is not None:
