@@ -106,7 +106,11 @@ def detach_in_graphs(
     """Detach the weights of graphs from autograd; returns the undo.
 
     ``replays`` says how autograd sees each graph. ``launched`` is called after each forward replay.
+
+    Raises NotApplicableError if there are no graphs.
     """
+    if not replays:
+        raise NotApplicableError("there are no graphs")
     with ExitStack() as undo:
         undo.callback(detached.close)
         for replay in replays:

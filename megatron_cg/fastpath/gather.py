@@ -62,7 +62,13 @@ from torch import nn
 from megatron_cg.events import in_range
 from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
-from megatron_cg.upstream.patch import replace_function, replace_function_in_cell, wrap_method
+from megatron_cg.upstream.patch import (
+    Undo,
+    replace_function,
+    replace_function_in_cell,
+    set_attribute,
+    wrap_method,
+)
 
 Key = tuple[int, bool]
 """A bucket's number, and whether the key is for its transposed weights."""
@@ -105,16 +111,17 @@ RELIES_ON = (
 
 
 class DeferredPrefetch:
-    """Holds gathers of a model until a graph is launched.
+    """Holds gathers of a model until a graph is launched; nothing before :meth:`enable`."""
 
-    Launches of the modules in ``graphed`` call :meth:`launched`. Without any, nothing is held.
-    """
-
-    def __init__(self, graphed: Iterable[nn.Module] = ()) -> None:
-        self._graphed = tuple(graphed)
+    def __init__(self) -> None:
+        self._graphed: tuple[nn.Module, ...] = ()
         self._weights: frozenset[int] | None = None
         self._gather: Callable[[Any], None] | None = None
         self._since: Any = None
+
+    def enable(self, graphed: Iterable[nn.Module]) -> Undo:
+        """Hold gathers for the modules in ``graphed``, whose launches call :meth:`launched`."""
+        return set_attribute(self, "_graphed", tuple(graphed))
 
     def begins_with_graph(self, weights: Sequence[nn.Parameter]) -> bool:
         """Whether a forward pass with ``weights`` begins with a graph.

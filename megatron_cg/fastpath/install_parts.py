@@ -18,9 +18,9 @@ Note [Kept as long as the memory]
 """
 
 import logging
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 from weakref import finalize
@@ -92,50 +92,56 @@ class FastPath:
         self.parts: list[str] = []
         self.left_out: dict[str, str] = {}
         self.bucketing: GradientBucketing | None = None
-        self.deferred = DeferredPrefetch()
-        """Holds gathers; see :meth:`flush_prefetch`."""
-        self._detached: DetachedWeights | None = None
+        self._deferred = DeferredPrefetch()
         self._undo = ExitStack()
 
     def close(self) -> None:
         """Restore Megatron-FSDP's own functions, in reverse order. Safe to call twice."""
         self._undo.close()
 
-    def _add(self, name: str, put_in: Callable[[], Undo], replaces: Sequence[Symbol] = ()) -> None:
-        unknown = unknown_bodies(replaces, self._fsdp)
-        if unknown:
+    def add(
+        self,
+        name: str,
+        put_in: Callable[[], Undo],
+        replaces: Sequence[Symbol] = (),
+        needs: Sequence[str] = (),
+    ) -> None:
+        """Install a part, unless it is not applicable, or one of the parts in ``needs`` is off."""
+        missing = [part for part in needs if part not in self.parts]
+        if missing:
+            self.left_out[name] = f"it needs {' and '.join(missing)}"
+        elif unknown := unknown_bodies(replaces, self._fsdp):
             self.left_out[name] = "; ".join(unknown)
             _warn_once(name, self.left_out[name])
-            return
-        try:
-            self._undo.callback(put_in())
-        except NotApplicableError as why:
-            self.left_out[name] = str(why)
         else:
-            self.parts.append(name)
+            try:
+                self._undo.callback(put_in())
+            except NotApplicableError as why:
+                self.left_out[name] = str(why)
+            else:
+                self.parts.append(name)
 
-    def _add_gradients(
+    def add_of_weights(
         self, graphed: Collection[nn.Module], replays: Sequence[ReplayFunction]
     ) -> None:
+        """Add the parts that gather weights, and those that take gradients."""
+        fsdp, deferred, add = self._fsdp, self._deferred, self.add
+        unsharding, gathering = gather.REPLACES_UNSHARD, gather.REPLACES_GATHERS
+        add("unshard", lambda: gather.install_unshard(fsdp, self._end_unit, deferred), unsharding)
+        add("gathers", lambda: gather.install_gathers(fsdp, deferred), gathering)
         # Without "unshard" nothing reports the end of a unit's backward pass.
-        replaces = (*bucketing.REPLACES, *gather.REPLACES_UNSHARD)
-        self._add("gradients", self._bucket_gradients, replaces)
-        self._add("scaled-copies", self._scale_copies, scaled_copies.REPLACES)
-        in_turn = self._fsdp.param_and_grad_buffer.double_buf_units
-        if self._fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
-            self._add("ordered-gradients", lambda: bucketing.order_copies(self._fsdp))
-        deferred = DeferredPrefetch(graphed)
-        self._add("detached-weights", lambda: detach_in_grouped_gemms(self._detaches(graphed)))
-        if replays:
-            self._add(
-                _OF_GRAPHS,
-                lambda: detach_in_graphs(self._detaches(graphed), replays, deferred.launched),
-            )
-        if _OF_GRAPHS in self.parts:
-            self.deferred = deferred
-        else:
-            why = f"{_OF_GRAPHS} is not installed, so no launch is seen"
-            self.left_out["deferred-prefetch"] = why
+        add("gradients", self._bucket_gradients, bucketing.REPLACES, needs=["unshard"])
+        add("scaled-copies", self._scale_copies, scaled_copies.REPLACES, needs=["gradients"])
+        in_turn = fsdp.param_and_grad_buffer.double_buf_units
+        if fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
+            add("ordered-gradients", lambda: bucketing.order_copies(fsdp))
+        # Both share it: a weight is detached only once.
+        shared: Any = self.bucketing and DetachedWeights(fsdp.module, self.bucketing, graphed)
+        in_graphs = partial(detach_in_graphs, shared, replays, deferred.launched)
+        add("detached-weights", lambda: detach_in_grouped_gemms(shared), needs=["gradients"])
+        add(_OF_GRAPHS, in_graphs, needs=["gradients"])
+        # Only detached weights of graphs report a launch.
+        add("deferred-prefetch", lambda: deferred.enable(graphed), needs=["gathers", _OF_GRAPHS])
 
     def _bucket_gradients(self) -> Undo:
         strategy = self._fsdp.data_parallel_sharding_strategy
@@ -150,25 +156,17 @@ class FastPath:
         return undo
 
     def _scale_copies(self) -> Undo:
-        if self.bucketing is None or (torch.cuda.is_available() and find_spec("triton") is None):
-            raise NotApplicableError("gradients are left to Megatron-FSDP, or Triton is missing")
+        if torch.cuda.is_available() and find_spec("triton") is None:
+            raise NotApplicableError("Triton is missing")
         return set_attribute(self.bucketing, "scales", True)
 
-    def _detaches(self, graphed: Container[nn.Module]) -> DetachedWeights:
-        """Return the instance that both parts share: a weight is detached only once."""
-        if self.bucketing is None:
-            raise NotApplicableError("gradients are left to Megatron-FSDP")
-        if self._detached is None:
-            self._detached = DetachedWeights(self._fsdp.module, self.bucketing, graphed)
-        return self._detached
-
-    def _unit_is_done(self, unit: nn.Module) -> None:
+    def _end_unit(self, unit: nn.Module) -> None:
         if self.bucketing is not None:
             self.bucketing.unit_is_done(unit)
 
     def flush_prefetch(self) -> None:
         """Issue the gathers that are held, as before a graphed unit runs eagerly."""
-        self.deferred.issue()
+        self._deferred.issue()
 
 
 def install_for(
@@ -215,28 +213,23 @@ def install(
     Raises UpstreamChangedError if a symbol that a part relies on is gone; nothing stays changed.
     """
     with _installing(fsdp) as path:
-        add, step = path._add, optimizer_step
-        path._add_gradients(graphed, replays)
-        deferred, done = path.deferred, path._unit_is_done
-        unsharding, gathering = gather.REPLACES_UNSHARD, gather.REPLACES_GATHERS
-        add("unshard", lambda: gather.install_unshard(fsdp, done, deferred), unsharding)
-        add("gathers", lambda: gather.install_gathers(fsdp, deferred), gathering)
+        path.add_of_weights(graphed, replays)
+        add, step = path.add, optimizer_step
         attaching, installing = step.REPLACES_ATTACHING, step.REPLACES_INSTALLING
         add("main-gradients", lambda: step.install_main_gradients(fsdp, scratch), attaching)
         add("main-weights", lambda: step.install_main_weights(fsdp), installing)
         if optimizers:
             add("clipping", lambda: step.install_clip(optimizers), step.REPLACES_CLIPPING)
             add("optimizer", lambda: step.install_adam(optimizers), step.REPLACES_STEP)
-            add(
-                "host-reads", lambda: host_reads.install_host_reads(optimizers), host_reads.REPLACES
-            )
+            reading = host_reads.REPLACES
+            add("host-reads", lambda: host_reads.install_host_reads(optimizers), reading)
     return path
 
 
 def install_under_v2(groups: Sequence[Any]) -> FastPath:
     with _installing(groups[0]) as path:
-        path._add("layouts", lambda: keep_layouts(groups[0]), REPLACES_LAYOUTS)
-        path._add("views", lambda: keep_views(groups), REPLACES_VIEWS)
+        path.add("layouts", lambda: keep_layouts(groups[0]), REPLACES_LAYOUTS)
+        path.add("views", lambda: keep_views(groups), REPLACES_VIEWS)
     return path
 
 

@@ -185,7 +185,8 @@ class Pipeline:
         )
         self.own.ag_stream, self.own.async_bucket_gather = Stream(self.events), self.gather
         self.units = [nn.ParameterList(group.params) for group in self.groups[1:]]
-        self.deferred = DeferredPrefetch(self.units)
+        self.deferred = DeferredPrefetch()
+        self.deferred.enable(self.units)
         self.training = True
         self.gathers: Any = Gathers(self.own, self.deferred, lambda: self.training)
 
@@ -293,7 +294,7 @@ def test_without_a_replay_to_come_all_is_gathered_at_once(model: Any) -> None:
     pipeline = Pipeline(model)
     assert pipeline.ask(3, backward=True) == ["waits for all", 2, 3]
     pipeline = Pipeline(model)
-    pipeline.gathers._deferred = DeferredPrefetch(pipeline.units[1:])
+    pipeline.deferred.enable(pipeline.units[1:])
     assert pipeline.ask(1) == ["waits for all", 1, 2]
 
 
