@@ -15,7 +15,7 @@ from megatron_cg.tools.align.compare import (
     compare,
     missing_ranks,
 )
-from tests.unit.tools.report.made_up import capture, make_rank
+from tests.unit.tools.records import CAPTURED, LAYERS, make_record
 
 Record = dict[str, Any]
 Run = dict[int, Record]
@@ -23,13 +23,12 @@ Run = dict[int, Record]
 
 @pytest.fixture
 def eager() -> Run:
-    return {rank: make_rank(rank=rank, world_size=2) for rank in range(2)}
+    return {rank: make_record(steps=8, graphs=False, rank=rank, ranks=2) for rank in range(2)}
 
 
 @pytest.fixture
 def graphed() -> Run:
-    counts = {"captured": 2, "replayed": 18, "eager": 0}
-    return {rank: make_rank(dict(counts), rank=rank, world_size=2) for rank in range(2)}
+    return {rank: make_record(steps=8, rank=rank, ranks=2) for rank in range(2)}
 
 
 def test_equal_runs_are_identical(eager: Run, graphed: Run) -> None:
@@ -38,8 +37,9 @@ def test_equal_runs_are_identical(eager: Run, graphed: Run) -> None:
         rank["versions"]["megatron-cg"] = "0.0.1"
     result = compare(eager, graphed)
     assert (result.status, result.reason) == (IDENTICAL, "")
-    assert result.shards == 4 and len(result.values) == 2 * 2 * 3
-    assert result.graphs == {"captured": 4, "replayed": 36, "eager": 0}
+    assert result.shards == 4 and len(result.values) == 2 * 3 * 8
+    replayed = 2 * (8 - CAPTURED) * LAYERS
+    assert (result.graphs["captured"], result.graphs["replayed"]) == (2 * LAYERS, replayed)
 
 
 def test_a_verified_step_that_differed_is_a_difference(eager: Run, graphed: Run) -> None:
@@ -75,11 +75,11 @@ NOTHING_BUT_A_SHARD = (
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        (change_loss, "step 2, rank 1, lm loss: 4.66666"),
-        (change_norm_and_shard, "step 3, rank 0, gradient norm: 1.28571"),
+        (change_loss, "step 2, rank 1, lm loss: 5.75"),
+        (change_norm_and_shard, "step 3, rank 0, gradient norm: 1.33333"),
         (change_norm_and_shard, "tensor at the end: rank 0 main:w"),
-        (lambda run: run[0]["steps"].pop(), "step 3, rank 0, lm loss: 4.33333"),
-        (rename_loss, "step 1, rank 0, lm loss: 5.0 (0x1.4"),
+        (lambda run: run[0]["steps"].pop(), "step 8, rank 0, lm loss: 5.0"),
+        (rename_loss, "step 1, rank 0, lm loss: 5.875 (0x1.7"),
         (
             lambda run: run[0]["steps"][1].update(grad_norm=math.nan),
             "in the eager run, nan (nan) in the graph run",
@@ -143,15 +143,14 @@ def test_equality_that_shows_nothing_is_a_failure(
 
 @pytest.mark.parametrize(
     ("step", "graphs_in_both", "blamed"),
-    [(0, False, True), (1, False, True), (2, False, False), (0, True, False)],
+    [(0, False, True), (4, False, True), (5, False, False), (0, True, False)],
 )
 def test_a_difference_before_capture_is_not_blamed_on_graphs(
     step: int, graphs_in_both: bool, blamed: bool, eager: Run, graphed: Run
 ) -> None:
-    for rank in (*graphed.values(), *(eager.values() if graphs_in_both else ())):
-        rank["captures"] = [capture(2)]
-    for rank in graphed.values():
+    for number, rank in graphed.items():
         rank["steps"][step]["grad_norm"] = 9.0
+        eager[number]["captures"] = rank["captures"] * graphs_in_both
     result = compare(eager, graphed)
     assert result.status == DIFFERENT
     assert " in the eager run, 9.0 (0x1.2" in result.reason and "the graph run" in result.reason
@@ -169,7 +168,7 @@ def changed(group: str, name: str, value: Any) -> Callable[[Record], object]:
         (changed("model", "num_experts", 4), "model: num_experts None and 4"),
         (changed("data", "data_path", ["8 bytes"]), "data: data_path ['9 bytes'] and ['8 bytes']"),
         (lambda rank: rank["versions"].update(torch="1.0"), "versions: torch 0.0 and 1.0"),
-        (lambda rank: rank.update(device="a GPU"), "machine: device cpu and a GPU"),
+        (lambda rank: rank.update(device="cpu"), "machine: device a made-up GPU and cpu"),
     ],
 )
 def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_compared(
@@ -177,7 +176,6 @@ def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_c
 ) -> None:
     """They are not reported as training that is not deterministic."""
     for rank in graphed.values():
-        rank["captures"] = [capture(2)]
         rank["steps"][0]["grad_norm"] = 9.0
         change(rank)
     result = compare(eager, graphed)
@@ -186,10 +184,10 @@ def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_c
 
 
 def test_another_number_of_ranks_is_not_comparable(eager: Run) -> None:
-    result = compare(eager, {0: make_rank({"captured": 1, "replayed": 1})})
+    result = compare(eager, {0: make_record(steps=8)})
     assert result.status == NOT_COMPARABLE and "ranks: world_size 2 and 1" in result.reason
 
 
 def test_of_many_missing_ranks_the_first_are_named() -> None:
-    run = {0: make_rank(world_size=9), 2: make_rank(rank=2, world_size=9)}
+    run = {rank: make_record(steps=1, rank=rank, ranks=9) for rank in (0, 2)}
     assert missing_ranks(run).endswith("none of 1, 3, 4, 5, 6, 7")

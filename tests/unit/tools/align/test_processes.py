@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Outcome
 from megatron_cg.tools.align.run import OVERDUE, Run, check_start, named_error, run_and_compare
 from tests.unit.ranks import ends
-from tests.unit.tools.report.made_up import make_rank
+from tests.unit.tools.records import make_record
 
 RECORD = """
 import json, pathlib, sys
@@ -48,11 +47,11 @@ def make_runs(directory: Path, eager: str, graphs: str) -> list[Run]:
     return made
 
 
-def recording(loss: float, **fields: Any) -> str:
-    """A script that leaves a record of one step with that loss."""
-    step = {"losses": {"lm loss": loss}, "grad_norm": None, "skipped": False}
-    record = make_rank({"captured": 1, "replayed": 1}) | {"steps": [step | {"milliseconds": 1.0}]}
-    return RECORD.replace("RECORD", repr(json.dumps(record | fields)))
+def recording(loss: float) -> str:
+    """A script that leaves a record, whose first step has that loss."""
+    record = make_record(steps=6)
+    record["steps"][0]["losses"]["lm loss"] = loss
+    return RECORD.replace("RECORD", repr(json.dumps(record)))
 
 
 @pytest.mark.parametrize(("loss", "status"), [(1.0, IDENTICAL), (2.0, DIFFERENT)])

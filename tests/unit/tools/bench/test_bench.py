@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_cg.tools.bench.bench_command import summaries
-from megatron_cg.tools.cli.main import main
+from tests.unit.tools.conftest import Cli
 
 LAUNCHER = Path(__file__).with_name("fake_launcher")
 LINE = ["--", sys.executable, str(LAUNCHER), "pretrain_gpt.py", "--use-megatron-fsdp"]
@@ -23,16 +23,11 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLASLT_HEURISTICS_CACHE_CAPACITY", raising=False)
 
 
-def bench(flags: str, out: Path, code: int = 0) -> dict[str, Any]:
-    assert main(["bench", *flags.split(), "--out", str(out), *LINE]) == code
-    read: dict[str, Any] = json.loads(out.read_text())
-    return read
-
-
-def test_runs_are_made_in_turn_and_ratios_are_of_a_round(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    made = bench(f"{STEPS} --rounds 2 --work-dir {tmp_path}/work", tmp_path / "out.json")
+def test_runs_are_made_in_turn_and_ratios_are_of_a_round(tmp_path: Path, cli: Cli) -> None:
+    line = f"bench {STEPS} --rounds 2 --work-dir {tmp_path}/work --out {tmp_path}/out.json"
+    ended = cli(line, *LINE)
+    assert ended.code == 0
+    made = json.loads((tmp_path / "out.json").read_text())
     order = [f"{run['configuration']} {run['round']}" for run in made["runs"]]
     assert order == ["eager 1", "ddp 1", "graphs 1", "graphs 2", "ddp 2", "eager 2"]
     graphs = made["summary"]["graphs"]
@@ -55,7 +50,7 @@ def test_runs_are_made_in_turn_and_ratios_are_of_a_round(
     # The cache is as large where this package's launcher does not set it.
     logs = [(tmp_path / "work" / f"{name}.1" / "log.txt") for name in ("eager", "ddp", "graphs")]
     assert all("a cache of 262144" in log.read_text() for log in logs)
-    (row,) = [line for line in capfd.readouterr().out.splitlines() if "| graphs: " in line]
+    (row,) = [line for line in ended.out.splitlines() if "| graphs: " in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:] == [
         *("attn mlp", "200.5", "200.0 to 201.0", "0.250 (0.250 to 0.250)", "493.2", "49.9%"),
@@ -63,24 +58,24 @@ def test_runs_are_made_in_turn_and_ratios_are_of_a_round(
     ]
 
 
-def test_without_a_gpu_it_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_ends_at_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     here: dict[str, Any] = {"gpus": [], "driver": None, "versions": {}}
     monkeypatch.setattr("megatron_cg.tools.bench.bench_command.machine", lambda: here)
-    assert main(["bench", *LINE]) == 2 and "finds no GPU" in capfd.readouterr().err
+    ended = cli("bench", *LINE)
+    assert ended.code == 2 and "finds no GPU" in ended.err
 
 
 @pytest.mark.parametrize("fails", ["ddp", "eager"])
 def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_made(
-    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setenv("FAILS", fails)
-    made = bench(STEPS, tmp_path / "out.json", code=3)
-    said = capfd.readouterr()
+    ended = cli(f"bench {STEPS} --out {tmp_path}/out.json", *LINE)
+    made = json.loads((tmp_path / "out.json").read_text())
     reason = "ended with exit code 1: torch.OutOfMemoryError"
-    assert f"CUDA out of memory.\nthe run {fails}.1 failed: {reason}" in said.err
-    assert f"{fails} failed in round 1: {reason}" in said.out
+    assert ended.code == 3
+    assert f"CUDA out of memory.\nthe run {fails}.1 failed: {reason}" in ended.err
+    assert f"{fails} failed in round 1: {reason}" in ended.out
     # Ratios are to the first run that was made.
     first, last = made["summary"].values()
     assert (first["ratio"], last["ratio"]) == (1.0, pytest.approx(200.5 / first["ms"]))
@@ -88,12 +83,12 @@ def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_made(
 
 
 def test_a_log_with_too_few_steps_is_a_failure_and_not_a_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setenv("STEPS", "5")
-    made = bench(f"{STEPS} --only graphs", tmp_path / "out.json", code=3)
-    assert made["summary"] == {}
-    assert "graphs failed in round 1: the log has 5 steps, and 3 + 4" in capfd.readouterr().out
+    ended = cli(f"bench {STEPS} --only graphs", *LINE)
+    assert ended.code == 3 and "| graphs" not in ended.out
+    assert "graphs failed in round 1: the log has 5 steps, and 3 + 4" in ended.out
 
 
 @pytest.mark.parametrize(
@@ -106,7 +101,7 @@ def test_a_log_with_too_few_steps_is_a_failure_and_not_a_number(
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(
-    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+    words: list[str], said: str, cli: Cli
 ) -> None:
-    assert main(["bench", *words]) == 2
-    assert said in capfd.readouterr().err
+    ended = cli("bench", *words)
+    assert ended.code == 2 and said in ended.err

@@ -12,18 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.cli.main import DEFECT, ENDING, INTERRUPTED, NO_READER, USAGE_ERROR, main
+from megatron_cg.tools.cli.main import DEFECT, ENDING, INTERRUPTED, NO_READER, USAGE_ERROR
 from tests.unit.interpreted import python
 from tests.unit.ranks import ends
-
-
-def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    try:
-        code: object = main(words.split())
-    except SystemExit as error:
-        code = error.code
-    assert code == USAGE_ERROR
-    return capsys.readouterr().err
+from tests.unit.tools.conftest import Cli
 
 
 @pytest.mark.parametrize(
@@ -39,18 +31,19 @@ def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("doctor -- --bf16", "doctor passes nothing on: leave out --bf16"),
     ],
 )
-def test_words_that_are_wrong_are_refused_with_what_to_type(
-    line: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert told in refused(line, capsys)
+def test_words_that_are_wrong_are_refused_with_what_to_type(line: str, told: str, cli: Cli) -> None:
+    ended = cli(line)
+    assert ended.code == USAGE_ERROR and told in ended.err
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_no_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli
 ) -> None:
     file = tmp_path / "a_file"
     file.write_text("")
-    (said,) = refused(f"align --backend tape --work-dir {file}/x", capsys).splitlines()
+    ended = cli(f"align --backend tape --work-dir {file}/x")
+    (said,) = ended.err.splitlines()
+    assert ended.code == USAGE_ERROR
     assert said == f"megatron-cg align: {said.split()[2]} Not a directory" and f"{file}/x" in said
 
 
@@ -103,24 +96,20 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     ],
 )
 def test_no_error_has_the_exit_code_of_a_difference(
-    error: BaseException,
-    code: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     def failing(*_: object) -> int:
         raise error
 
     monkeypatch.setattr("megatron_cg.tools.cli.main.invoke", failing)
-    assert main(["align"]) == code and code != 1
-    *before, last = capsys.readouterr().err.splitlines()
-    assert last.startswith(f"megatron-cg align: {said}")
+    ended = cli("align")
+    *before, last = ended.err.splitlines()
+    assert ended.code == code != 1 and last.startswith(f"megatron-cg align: {said}")
     assert bool(before) == (code == DEFECT)
 
 
 def test_an_interrupt_that_ends_in_another_error_is_still_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     def swallowing(*_: object) -> int:
         with contextlib.suppress(KeyboardInterrupt):
@@ -130,10 +119,9 @@ def test_an_interrupt_that_ends_in_another_error_is_still_one(
     monkeypatch.setattr("megatron_cg.tools.cli.main.invoke", swallowing)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert main(["align"]) == INTERRUPTED
+        assert cli("align") == (INTERRUPTED, "", "megatron-cg align: interrupted\n")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "megatron-cg align: interrupted\n"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["align", "--help"], []])
@@ -196,11 +184,10 @@ def test_what_a_command_runs_ends_with_it(tmp_path: Path, ending: signal.Signals
         command.wait()
 
 
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
+def test_a_signal_that_is_ignored_stays_ignored(cli: Cli) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with pytest.raises(SystemExit):
-            main(["--version"])
+        assert cli("--version").code == 0
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cg.tools.cli.main import main
+from tests.unit.tools.conftest import Cli
 
 BUILDER = """
 import torch
@@ -43,12 +43,10 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_it_writes_an_artifact_and_says_what_it_is(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_writes_an_artifact_and_says_what_it_is(file: str, tmp_path: Path, cli: Cli) -> None:
     words = f"precompile {file}:region --world-size 2 --capability cpu --deterministic --out"
-    assert main([*words.split(), str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
+    code, said, _ = cli(words, tmp_path / "out")
+    assert code == 0
     manifest = json.loads((tmp_path / "out" / "region.artifact").read_bytes().partition(b"\n")[0])
     assert "region.artifact, without weights" in said
     assert "traced as ranks 0, 1 of 2" in said
@@ -69,14 +67,12 @@ def test_it_writes_an_artifact_and_says_what_it_is(
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_message(
-    name: str, text: str, told: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, text: str, told: str, file: str, tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / name).write_text(text)
-    assert (
-        main(f"precompile {tmp_path}/{name}:region --world-size 2 --out {tmp_path}/o".split()) == 2
-    )
-    (said,) = capsys.readouterr().err.splitlines()
-    assert told in said and not (tmp_path / "o").exists()
+    ended = cli(f"precompile {tmp_path}/{name}:region --world-size 2 --out {tmp_path}/o")
+    (said,) = ended.err.splitlines()
+    assert ended.code == 2 and told in said and not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(
@@ -90,12 +86,7 @@ def test_a_file_that_cannot_be_used_is_one_message(
     ],
 )
 def test_what_cannot_be_compiled_is_refused(
-    words: str, told: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, told: str, file: str, tmp_path: Path, cli: Cli
 ) -> None:
-    line = f"precompile --world-size 2 --out {tmp_path}/out {words.format(file=file)}"
-    try:
-        code: object = main(line.split())
-    except SystemExit as error:
-        code = error.code
-    said = capsys.readouterr().err
-    assert code == 2 and told in said.splitlines()[-1]
+    ended = cli(f"precompile --world-size 2 --out {tmp_path}/out {words.format(file=file)}")
+    assert ended.code == 2 and told in ended.err.splitlines()[-1]

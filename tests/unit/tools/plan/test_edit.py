@@ -9,9 +9,9 @@ import pytest
 
 from megatron_cg.arguments import schema
 from megatron_cg.tools.align.presets import load_preset, preset_names
-from megatron_cg.tools.cli.main import main
 from megatron_cg.tools.launch_line import LaunchLineError
 from megatron_cg.tools.plan.report import changes
+from tests.unit.tools.conftest import Cli
 from tests.unit.tools.plan.conftest import Plan, said
 
 TRAINED = "--bf16 --lr 1e-4 --train-iters 9 --mock-data --tokenizer-type NullTokenizer"
@@ -245,20 +245,20 @@ def test_layers_of_prediction_have_names_of_their_own(plan: Plan) -> None:
         assert not found.best.layers[-1].captured
 
 
-def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_plan(cli: Cli) -> None:
     line = shlex.split(preset("llama-tiny", launcher="python"))
-    assert main(["plan", "--gpu-memory", "40", "--gpus", "4", "--", *line]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("train.py on 4 GPUs") and "python -m megatron_cg train.py" in said
-    assert main(["plan", "--gpu-memory", "1", "--gpus", "4", "--", *line]) == 1
-    assert "does not fit" in capsys.readouterr().out
-    assert main(["plan", "--json", "--gpus", "4", "--", *line]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    ended = cli("plan --gpu-memory 40 --gpus 4 --", *line)
+    assert ended.code == 0 and "python -m megatron_cg train.py" in ended.out
+    assert ended.out.startswith("train.py on 4 GPUs")
+    ended = cli("plan --gpu-memory 1 --gpus 4 --", *line)
+    assert ended.code == 1 and "does not fit" in ended.out
+    ended = cli("plan --json --gpus 4 --", *line)
+    facts = json.loads(ended.out)
     assert facts["accepted"] and facts["command"][:4] == ["python", "-m", "megatron_cg", "train.py"]
     assert facts["memory"]["total"] < facts["room"] and facts["changes"] and facts["captured"]["0"]
     for words, why in ((["torchrun"], "whole command"), (line, "give --gpus N")):
-        assert main(["plan", "--", *words]) == 2
-        assert why in capsys.readouterr().err
+        ended = cli("plan --", *words)
+        assert ended.code == 2 and why in ended.err
 
 
 def test_a_stated_kernel_and_its_exchange_are_kept_where_they_can_be(plan: Plan) -> None:

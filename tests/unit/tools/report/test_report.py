@@ -28,7 +28,7 @@ from megatron_cg.tools.report.report_page import (
     verdict,
 )
 from tests.unit.tools.conftest import Cli
-from tests.unit.tools.report.made_up import MISMATCH, make_record, write
+from tests.unit.tools.records import MISMATCH, make_record, write
 
 EAGER = make_record(graphs=False)
 FAILED = {"finished": False, "error": "RuntimeError: out of luck"}
@@ -102,7 +102,7 @@ def test_folders_of_align_of_one_run_and_of_two_are_found(made_up: Path, tmp_pat
 @pytest.mark.parametrize(
     ("story", "kind", "said"),
     [
-        (pair(make_record()), "good", "120 losses and gradient norms and 1 parameter shards have"),
+        (pair(make_record()), "good", "120 losses and gradient norms and 2 parameter shards have"),
         (pair(make_record(off=17)), "bad", "step 17"),
         (
             pair(make_record() | {"parameters": {}}, EAGER | {"parameters": {}}),
@@ -224,7 +224,7 @@ def test_a_damaged_record_has_a_page_or_one_message(
     text = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
     write(tmp_path / "eager" / "record", make_record(steps=4, graphs=False))
     (record := tmp_path / "graphs" / "record").mkdir(parents=True)
-    for _ in range(160):
+    for _ in range(120):
         (record / "rank0.jsonl").write_bytes(mutated(draw, text))
         code, _, said = cli("report", tmp_path)
         ends[code] += 1
