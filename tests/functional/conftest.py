@@ -1,4 +1,4 @@
-"""What the functional tests share: GPUs, or the reason to skip, and one way to align a case."""
+"""What functional tests share: GPUs, or the reason to skip, and ways to run a case or a script."""
 
 import faulthandler
 import hashlib
@@ -6,7 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.run import (
     Plan,
+    Run,
     arguments,
+    environment,
     example_script,
     make_run,
     python_text,
@@ -28,10 +30,13 @@ from tests.functional.cases import DEVICE_COUNTS, Case
 from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.functional.tampered import MUTATION, SCENARIO
 
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 240.0
 """Seconds of a run of two ranks; more ranks start side by side and are given more."""
 TAMPERED = Path(__file__).with_name("tampered.py")
 """The example script for a case with a scenario, and for a mutation of the run with graphs."""
+GPUS = 2
+"""Of scripts that are run by :func:`torchrun`."""
 MEMORY_OF_A_TEST = 5 * 2**30
 """Bytes of each GPU: a process of a run takes up to 4.7 GiB."""
 
@@ -50,6 +55,16 @@ def skip_without(gpus: int) -> None:
         pytest.skip(f"needs {gpus} GPUs, and {found} can be seen")
     if not has_extension():
         pytest.skip("needs transformer-engine with its PyTorch extension")
+
+
+def torchrun(
+    script: Sequence[str], folder: Path, timeout: float = TIMEOUT, **env: str
+) -> tuple[str, str]:
+    """Run a script on two GPUs, with its log in ``folder``; why it failed, or "", and the log."""
+    words = "-m torch.distributed.run --standalone --nproc-per-node".split()
+    command = [sys.executable, *words, str(GPUS), *script]
+    run = Run(folder.name, command, environment(os.environ) | env, folder)
+    return run.make(timeout), run.text()
 
 
 @cache

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,15 +12,13 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from megatron_cg.tools.align.run import environment
 from megatron_cg.upstream.symbols import installed_version
-from tests.functional.conftest import skip_without
+from tests.functional.conftest import GPUS, ROOT, skip_without, torchrun
 
-VERSION, GPUS, TIMEOUT = "0.6.2", 2, 300.0
+VERSION, TIMEOUT = "0.6.2", 300.0
 LAYERS, STEPS, WARMUP, MICROBATCHES = 4, 12, 3, 2
 EVERY, ITERATIONS, SAVED, FAILS = 4, 2, 6, 7
 """Steps between evaluations and the iterations of one; steps that end in a checkpoint, an error."""
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,8 @@ WITH_NCCL = Run(EXPERTS, _EP2, TORCH_GEMM)
 @dataclass(frozen=True)
 class Ended:
     folder: Path
-    code: int
+    failure: str
+    """Why the run failed; empty if it did not."""
     log: str
 
     @property
@@ -112,10 +108,11 @@ def start(shared: Path, tmp_path: Path) -> Start:
             return train(run, tmp_path / f"run{len(list(tmp_path.iterdir()))}", places)
         folder = shared / f"bridge-{hashlib.sha256(repr((run, places)).encode()).hexdigest()[:16]}"
         with FileLock(f"{folder}.lock"):
-            done = folder / "log.txt"
-            return (
-                Ended(folder, 0, done.read_text()) if done.exists() else train(run, folder, places)
-            )
+            done = folder / "ended.json"
+            if not done.exists():
+                ended = train(run, folder, places)
+                done.write_text(json.dumps([ended.failure, ended.log]))
+            return Ended(folder, *json.loads(done.read_text()))
 
     return started
 
@@ -130,21 +127,9 @@ def train(run: Run, folder: Path, places: dict[str, Path]) -> Ended:
     return launch(client, folder, run.environment)
 
 
-def launch(script: list[str], folder: Path, variables: Mapping[str, str] | None = None) -> Ended:
-    """Run a script on two GPUs; if it ends, and well, its log is written."""
-    words = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {GPUS}"
-    env = environment(os.environ) | {"HF_HUB_OFFLINE": "1"}
-    options: Any = {
-        "cwd": ROOT,
-        "env": {**env, **(variables or {})},
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
-    command = [*words.split(), *script]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, timeout=TIMEOUT, check=False, **options)
-    if ended.returncode == 0:
-        (folder / "log.txt").write_text(ended.stdout)
-    return Ended(folder, ended.returncode, ended.stdout)
+def launch(script: list[str], folder: Path, variables: Mapping[str, str] = {}) -> Ended:
+    failure, log = torchrun(script, folder, TIMEOUT, HF_HUB_OFFLINE="1", **variables)
+    return Ended(folder, failure, log)
 
 
 def check(eager: Ended, graphs: Ended, first: int = 1, evaluations: int = 0) -> None:
@@ -153,7 +138,7 @@ def check(eager: Ended, graphs: Ended, first: int = 1, evaluations: int = 0) -> 
     After the capture no pass of a layer was eager but those of evaluations.
     """
     for ended in (eager, graphs):
-        assert ended.code == 0, ended.log[-8000:]
+        assert not ended.failure, ended.failure + ended.log[-8000:]
     replayed = LAYERS * (STEPS + 1 - first - WARMUP) * MICROBATCHES
     for one, two in zip(eager.ranks, graphs.ranks, strict=True):
         assert list(one["steps"]) == [str(step) for step in range(first, STEPS + 1)]
@@ -194,7 +179,7 @@ def test_no_graph_outlives_its_communicators_when_a_step_raises(
 ) -> None:
     """Bridge then aborts all process groups."""
     ended = start(replace(WITH_NCCL, fails=ranks))
-    assert ended.code != 0
+    assert ended.failure
     assert "not released" not in ended.log and "could be released" not in ended.log
     for rank in ranks:
         assert f"rank {rank}: 1 sessions open" in ended.log
@@ -206,12 +191,12 @@ def test_no_graph_outlives_its_communicators_when_a_step_raises(
 def test_a_recipe_with_its_defaults_is_refused_before_the_model_is_built(start: Start) -> None:
     """And the error says what to set; the case ``recipe`` has it set."""
     ended = start(replace(CASES["recipe"], enable={}))
-    assert ended.code != 0 and "number of parameters" not in ended.log
+    assert ended.failure and "number of parameters" not in ended.log
     for told in ended.ranks:
         assert "megatron_cg.enable(grouped_gemm='torch')" in told["error"]
 
 
 def test_the_example_trains_in_graphs(tmp_path: Path) -> None:
-    ended = launch(["examples/megatron_bridge.py"], tmp_path)
+    ended = launch([str(ROOT / "examples" / "megatron_bridge.py")], tmp_path)
     replayed = LAYERS * (STEPS - WARMUP) * MICROBATCHES
-    assert ended.code == 0 and f"{LAYERS} captured, {replayed} replayed, 0 eager" in ended.log
+    assert not ended.failure and f"{LAYERS} captured, {replayed} replayed, 0 eager" in ended.log

@@ -4,9 +4,6 @@ One set of two processes trains each group of ``loops.py``, and each of its runs
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,10 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from megatron_cg.tools.align.run import environment
-from tests.functional.conftest import skip_without
+from tests.functional.conftest import GPUS, skip_without, torchrun
 from tests.functional.loops import EAGER, GROUPS, MICROBATCHES, STEPS, WARMUP, Group, Run
 
-GPUS, TIMEOUT = 2, 420.0
-ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 420.0
 Results = dict[str, dict[str, Any]]
 
 CASES = [
@@ -42,29 +37,11 @@ def results(shared: Path) -> Callable[[Group], list[Results]]:
         directory.mkdir(exist_ok=True)
         with FileLock(directory / "lock"):
             if not (directory / "log.txt").exists():
-                start(group, directory)
+                script = ["-m", "tests.functional.own_loop", group.name, str(directory)]
+                torchrun(script, directory, TIMEOUT)
         return read(group, directory)
 
     return results_of
-
-
-def start(group: Group, directory: Path) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words += ["--nproc-per-node", str(GPUS), "-m", "tests.functional.own_loop"]
-    env = environment(os.environ)
-    with (directory / "log.txt").open("w") as file:
-        try:
-            subprocess.run(
-                [*words, group.name, str(directory)],
-                cwd=ROOT,
-                env=env,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=TIMEOUT,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            file.write(f"\nstopped after {TIMEOUT} s\n")
 
 
 def read(group: Group, directory: Path) -> list[Results]:
