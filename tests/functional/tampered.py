@@ -9,9 +9,10 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from tests.functional.tampering import captures, environment, life, replay, routings
+from tests.functional.tampering import captures, life, replay, routings
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 MUTATION, SCENARIO = "MEGATRON_CG_MUTATE", "MEGATRON_CG_SCENARIO"
@@ -28,16 +29,12 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "capture-often": lambda times: life.capture_often(int(times)),
     "wrong-bit": replay.wrong_bit,
     "wrong-gradient": replay.wrong_gradient,
-    "raise": lambda step: life.raise_at(int(step)),
-    "exit": lambda step: life.exit_at(int(step)),
+    **{name: partial(life.end_at, name) for name in life.ENDS},
     "two-passes": lambda step: life.two_passes_at(int(step)),
-    "kill": lambda step: life.kill_at(int(step)),
-    "signal": lambda step: life.signal_at(int(step)),
-    "destroy": lambda step: life.destroy_groups_at(int(step)),
-    "collect": lambda _: environment.collect_garbage_in_capture(),
+    "collect": lambda _: captures.collect_garbage_in_capture(),
     "fault": replay.fault,
     "route": routings.route,
-    "earlier-error": lambda _: environment.fail_earlier(),
+    "earlier-error": lambda _: captures.fail_earlier(),
 }
 
 

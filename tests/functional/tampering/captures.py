@@ -1,5 +1,6 @@
-"""Captures that fail in one of their stages, or are made wrong."""
+"""Captures that fail in one of their stages, are made wrong, or meet a machine not at rest."""
 
+import gc
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -11,6 +12,7 @@ from megatron_cg.hooks import HookKind, module_hooks
 from megatron_cg.telemetry.sinks import note
 from tests.functional.tampering.places import (
     ForcedError,
+    before_capture,
     fingerprint,
     flags,
     helper_class,
@@ -77,46 +79,28 @@ def fail_at(place: str) -> None:
     error: BaseException = ForcedError(f"forced in {stage}")
     if stage == "memory":
         error = torch.OutOfMemoryError("forced")
-    if stage == "samples":
-        wrap(helper_class(), "_samples", on_call(1, error))
-    elif stage == "memory":
-        wrap(TransformerLayer, "_te_cuda_graph_capture", on_call(2, error))
-    elif stage == "warmup-backward":
-        wrap(torch.autograd, "backward", in_capture_only(on_call(1, error)))
-    elif stage == "capture-forward":
-        wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(2, error))
-    elif stage == "capture-forward-end":
-        wrap(torch.cuda.CUDAGraph, "capture_end", on_call(2, error, after=True))
-    elif stage in COPIES:
-        wrap(TransformerLayer, "_te_cuda_graph_capture", copying(COPIES[stage]))
-    elif stage == "capture-backward":
-        wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(LAYERS + 2, error))
-    elif stage == "hook":
-        # Megatron-FSDP's all-gather, which only hooks call; the third one since capture began.
-        wrap(helper_class(), "capture", with_broken_unshard(error))
-    elif stage in ("publish", "install"):
-        places = {
-            "publish": (units.MegatronUnit, "attach", 2),
-            "install": (optimizer_step, "install_main_weights", 1),
-        }
-        owner, name, number = places[stage]
-        wrap(owner, name, on_call(number, error))
+    layer, graph, capture = TransformerLayer, torch.cuda.CUDAGraph, "_te_cuda_graph_capture"
+    stages: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+        "samples": (helper_class(), "_samples", on_call(1, error)),
+        "memory": (layer, capture, on_call(2, error)),
+        "warmup-backward": (torch.autograd, "backward", in_capture_only(on_call(1, error))),
+        "capture-forward": (graph, "capture_begin", on_call(2, error)),
+        "capture-forward-end": (graph, "capture_end", on_call(2, error, after=True)),
+        "capture-backward": (graph, "capture_begin", on_call(LAYERS + 2, error)),
+        "publish": (units.MegatronUnit, "attach", on_call(2, error)),
+        "install": (optimizer_step, "install_main_weights", on_call(1, error)),
+        **{name: (layer, capture, copying(copy)) for name, copy in COPIES.items()},
+    }
+    if stage == "hook":
+        before_capture(lambda helper: break_unshard(helper, error))
     else:
-        raise ValueError(stage)
+        wrap(*stages[stage])
 
 
-def with_broken_unshard(error: BaseException) -> Callable[[Any], Any]:
-    """A capture in which the third all-gather that a hook asks for raises."""
-
-    def make(old: Callable[[Any], None]) -> Callable[[Any], None]:
-        def create(self: Any) -> None:
-            model = self.helper.model[0].module
-            wrap(type(model), "all_gather_and_wait_parameters_ready", on_call(3, error))
-            old(self)
-
-        return create
-
-    return make
+def break_unshard(helper: Any, error: BaseException) -> None:
+    """Let Megatron-FSDP's all-gather fail, which only hooks call: the third since capture began."""
+    model = helper.helper.model[0].module
+    wrap(type(model), "all_gather_and_wait_parameters_ready", on_call(3, error))
 
 
 def copying(copy: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
@@ -223,3 +207,40 @@ def move_unsharded_buffers() -> None:
     pool = utils.get_global_memory_buffer()
     _KEPT.append(dict(pool.buffer))
     pool.buffer.clear()
+
+
+def collect_garbage_in_capture() -> None:
+    """While a graph is captured, free tensors that another stream used, by garbage collection."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    garbage: list[torch.Tensor] = []
+    collected = 0
+
+    def litter(_helper: Any) -> None:
+        side = torch.cuda.Stream()
+        for _ in range(64):
+            tensor = torch.ones(1 << 16, device="cuda")
+            tensor.record_stream(side)
+            garbage.append(tensor)
+
+    def collecting(old: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal collected
+            if torch.cuda.is_current_stream_capturing() and garbage:
+                cycle: list[Any] = [garbage.pop()]
+                cycle.append(cycle)
+                del cycle
+                gc.collect()
+                collected += 1
+                note("collected", collected)
+            return old(self, *args, **kwargs)
+
+        return wrapped
+
+    before_capture(litter)
+    wrap(TransformerLayer, "_te_cuda_graph_capture", collecting)
+
+
+def fail_earlier() -> None:
+    """Queue work that fails, and capture before anybody has waited for it."""
+    before_capture(lambda _helper: torch._assert_async(torch.zeros(1, device="cuda")))

@@ -33,46 +33,30 @@ def sessions_open(when: str) -> None:
     sys.stdout.flush()
 
 
-def at_step(number: int, action: Callable[[], None], *, only: int | None = None) -> None:
+def _fail(step: int) -> None:
+    raise ForcedError(f"forced before step {step}")
+
+
+ENDS: dict[str, tuple[Callable[[int], object], bool]] = {
+    "raise": (_fail, True),  # The others then wait for it in a collective.
+    "exit": (lambda _: sys.exit(0), False),
+    "kill": (lambda _: os.kill(os.getpid(), signal.SIGKILL), True),  # As without memory.
+    "signal": (lambda _: os.kill(os.getpid(), signal.SIGTERM), True),  # As a scheduler does.
+    "destroy": (lambda _: sys.exit(), False),  # Then, with graphs alive, groups are destroyed.
+}
+"""What ends a run before a step, by name, and whether it happens to one rank alone."""
+
+
+def end_at(name: str, number: str) -> None:
+    end, alone = ENDS[name]
+
     def act(step: int) -> None:
-        if step == number and only in (None, rank()):
+        if step == int(number) and (rank() == LAST or not alone):
             sessions_open(f"before step {step}")
-            action()
+            end(step)
 
     atexit.register(sessions_open, "at exit")
     before_steps(act)
-
-
-def raise_at(step: int) -> None:
-    """Let one rank fail; the others then wait for it in a collective."""
-
-    def fail() -> None:
-        raise ForcedError(f"forced before step {step}")
-
-    at_step(step, fail, only=LAST)
-
-
-def exit_at(step: int) -> None:
-    at_step(step, lambda: sys.exit(0))
-
-
-def kill_at(step: int) -> None:
-    """Let one rank be gone without a word, as when the kernel runs out of memory."""
-    at_step(step, lambda: os.kill(os.getpid(), signal.SIGKILL), only=LAST)
-
-
-def signal_at(step: int) -> None:
-    """Let one rank be told to stop, as a scheduler does."""
-    at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM), only=LAST)
-
-
-def destroy_groups_at(step: int) -> None:
-    """Leave training with the graphs alive, and destroy the process groups."""
-
-    def stop() -> None:
-        raise SystemExit
-
-    at_step(step, stop)
 
 
 def destroy_groups() -> None:
