@@ -7,8 +7,7 @@ Note [The order of registration]
     two CPU ranks). A capture would gather them again, so such a model is refused.
 
 Megatron-FSDP v2 gathers the parameters of a module into a buffer whose storage it grows before each
-gather, and shrinks to nothing when the module is resharded. A graph needs the same addresses in
-each step.
+gather, and shrinks to nothing when the module is resharded.
 
 Note [Two buffers for many units]
     A module prefetches the next one: the gather of the next writes while this one computes, and it
@@ -21,11 +20,10 @@ Note [Two buffers for many units]
     Modules below different roots gather on different streams, so they share no buffer. Megatron's
     model has modules of its own in that order: a unit's place is that among the units.
 
-Note [A buffer in use]
-    If a unit is gathered while another one still holds its buffer, it gets other memory. The guard
-    of its graphs then sees that its parameters moved. All ranks see the same. With v2's own hooks
-    this happens only if units run in another order than at capture. In a backward pass it is an
-    error: autograd may have saved views of the unit's weights, and they do not move with it.
+Note [The later unit lies elsewhere]
+    If a unit is gathered while another one still holds its buffer, it gets other memory. With v2's
+    own hooks this happens only if units run in another order than at capture. In a backward pass it
+    is an error: autograd may have saved views of the unit's weights, and they do not move with it.
 
 Note [Sharded modules in a unit]
     As under FSDP2 (``fully_shard.py``), hooks of sharded modules inside a graph, such as the
@@ -45,8 +43,9 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import BufferInUseError, ConfigurationError, Violation
+from megatron_cg.fsdp.buffers import Buffer, Place, Storages, lies_in
 from megatron_cg.fsdp.roles import UnitHooks, fsdp_package_of, fsdp_v2
-from megatron_cg.fsdp.sharding import PerModule, lies_in
+from megatron_cg.fsdp.sharding import PerModule
 from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.backward_pass import in_backward_pass
@@ -134,7 +133,7 @@ class MegatronFsdpV2(PerModule):
         self._places = {layer: place for place, layer in enumerate(layers)}
         return super().stable_memory(layers)
 
-    def in_buffers(self, layer: Any, buffers: dict[Any, Any]) -> Iterator[Undo]:
+    def in_buffers(self, layer: Any, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
         """See Note [Two buffers for many units]."""
         for module in self._together[layer]:
             _reshard(module)
@@ -149,9 +148,7 @@ class MegatronFsdpV2(PerModule):
             weights = group._unsharded_model_weight.local_buffer
             layout = (weights.numel(), weights.dtype, weights.device)
             owner = (id(layer._context), place, number, layout)
-            if owner not in buffers:
-                buffers[owner] = _Buffer(weights)
-            yield from _in_buffer(group, buffers[owner])
+            yield from _Place(group, buffers, owner).taken()
 
     def fill(self, layer: nn.Module) -> None:
         for group in self._groups_of(layer):
@@ -235,14 +232,6 @@ def _in_place(group: Any, context: Any) -> Iterator[Undo]:
     yield replace_function(group, "unshard_parameters", unshard_parameters)
 
 
-class _Buffer:
-    """Memory for the unsharded parameters of one group at a time."""
-
-    def __init__(self, weights: torch.Tensor) -> None:
-        self.storage = torch.empty_like(weights).untyped_storage()
-        self.holder: Any = None
-
-
 def _reshard(layer: Any) -> None:
     """Reshard a module that is gathered: one that was prefetched, or whose pass was cut short.
 
@@ -254,50 +243,36 @@ def _reshard(layer: Any) -> None:
         context.current_stream().wait_stream(context.allgather_stream)
 
 
-def _in_buffer(group: Any, buffer: _Buffer) -> Iterator[Undo]:
-    weights = group._unsharded_model_weight
-    own = weights.local_buffer.untyped_storage()
-    _point(group, buffer.storage)
-    # Pointing at a storage that is too small makes it grow.
-    yield weights.release_storage
-    yield partial(_point, group, own)
-    yield replace_function(weights, "release_storage", partial(_release, group, buffer))
-    yield replace_function(weights, "reallocate_storage", partial(_take, group, buffer))
+class _Place(Place):
+    def allocate(self) -> Storages:
+        return [
+            [torch.empty_like(self.group._unsharded_model_weight.local_buffer).untyped_storage()]
+        ]
 
+    def move(self, storages: Storages) -> None:
+        """See :class:`Place`. A group that moves is not gathered, so it has no values."""
+        weights = self.group._unsharded_model_weight
+        weights.local_buffer = lies_in(weights.local_buffer, storages[0][0])
+        for index, parameter in enumerate(unsharded_parameters(self.group)):
+            parameter.data = weights.get_local_tensor(index)
 
-def _take(group: Any, buffer: _Buffer) -> None:
-    """In place of ``DBuffer.reallocate_storage``; see Note [A buffer in use].
+    def free(self) -> None:
+        self.group._unsharded_model_weight.release_storage()
 
-    Raises BufferInUseError.
-    """
-    weights = group._unsharded_model_weight.local_buffer
-    is_there = weights.data_ptr() == buffer.storage.data_ptr()
-    if buffer.holder in (None, group):
-        buffer.holder = group
-        if not is_there:
-            _point(group, buffer.storage)
-    elif is_there and in_backward_pass():
-        raise BufferInUseError(
-            "Megatron-FSDP v2 gathers a unit for its backward pass while another unit holds the "
-            "buffer that both share while there are graphs. Run units in the order in which they "
-            "ran at capture, and let v2 reshard each after its pass."
-        )
-    elif is_there:
-        _point(group, _Buffer(weights).storage)
+    def functions_replaced(self) -> Iterator[Undo]:
+        weights = self.group._unsharded_model_weight
+        yield replace_function(weights, "release_storage", self.leave)
+        yield replace_function(weights, "reallocate_storage", self.enter)
 
-
-def _release(group: Any, buffer: _Buffer) -> None:
-    """In place of ``DBuffer.release_storage``: another unit may have the buffer now."""
-    if buffer.holder is group:
-        buffer.holder = None
-
-
-def _point(group: Any, storage: torch.UntypedStorage) -> None:
-    """Make the group's unsharded parameters, as the same objects, lie in other memory."""
-    weights = group._unsharded_model_weight
-    weights.local_buffer = lies_in(weights.local_buffer, storage)
-    for index, parameter in enumerate(unsharded_parameters(group)):
-        parameter.data = weights.get_local_tensor(index)
+    def to_move(self, holder: Place) -> Place:
+        """This one, which is not gathered yet; see Note [The later unit lies elsewhere]."""
+        if not self.aside and in_backward_pass():
+            raise BufferInUseError(
+                "Megatron-FSDP v2 gathers a unit for its backward pass while another unit holds "
+                "the buffer that both share while there are graphs. Run units in the order in "
+                "which they ran at capture, and let v2 reshard each after its pass."
+            )
+        return self
 
 
 def unsharded_parameters(group: Any) -> list[nn.Parameter]:

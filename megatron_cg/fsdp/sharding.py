@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron_cg.errors import Violation
+from megatron_cg.fsdp.buffers import Buffer
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, UnitHooks, check_hook_of_unit, never_called
 from megatron_cg.hooks import HookRecord, is_idle, module_hooks
 from megatron_cg.replay.borders import exchanges
@@ -209,13 +209,13 @@ class PerModule(Sharding):
     def hoists_hook(self, hook: Callable[..., Any]) -> bool:
         return self.owns_hook(hook)
 
-    def in_buffers(self, layer: nn.Module, buffers: dict[Any, Any]) -> Iterator[Undo]:
+    def in_buffers(self, layer: nn.Module, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
         """Reshard a unit and put its unsharded parameters into buffers, each by its key."""
         raise NotImplementedError
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Undo:
         """Let units share buffers that are not freed. They must have run at least once."""
-        buffers: dict[Any, Any] = {}
+        buffers: dict[Any, Buffer] = {}
         return combine_undos(undo for layer in layers for undo in self.in_buffers(layer, buffers))
 
     def fill(self, layer: nn.Module) -> None:
@@ -240,9 +240,3 @@ class PerModule(Sharding):
                 stack.callback(self.hold, layer, sharded=True)
                 self.hold(layer, sharded=False)
             yield
-
-
-def lies_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor like this one, in other memory from its start."""
-    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return made.set_(storage, 0, tensor.size(), tensor.stride())

@@ -1,7 +1,7 @@
 """torch's FSDP2 (``fully_shard``) as a way of sharding, and memory for it that stays in place.
 
 FSDP2 gathers a unit into memory that the allocator gives it, and frees that memory when it reshards
-the unit. A graph needs the same addresses in each step.
+the unit.
 
 Note [One buffer for many units]
     While graphs exist, units with equal parameters share one buffer that is never freed. This is
@@ -12,7 +12,7 @@ Note [One buffer for many units]
     unit of each kind. A unit has a buffer of its own if it stayed unsharded beside another one in
     the steps before capture.
 
-Note [A buffer in use]
+Note [The earlier unit lies elsewhere]
     A unit that the user unshards outside of its passes is gathered into memory of its own, where it
     stays as long as the user holds it. Its next pass copies it into the buffer, since graphs and
     the views that autograd has saved have that address. If another unit is still unsharded there,
@@ -46,7 +46,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from megatron_cg.errors import BufferInUseError, HookError, Violation
-from megatron_cg.fsdp.sharding import PerModule, lies_in
+from megatron_cg.fsdp.buffers import Buffer, Place, Storages, lies_in
+from megatron_cg.fsdp.sharding import PerModule
 from megatron_cg.replay.borders import local
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol, changed
@@ -146,7 +147,7 @@ class FullyShard(PerModule):
             if hasattr(param, "_unsharded_param"):  # Not before its first all-gather.
                 yield param._unsharded_param, "grad"
 
-    def in_buffers(self, layer: nn.Module, buffers: dict[Any, Any]) -> Iterator[Undo]:
+    def in_buffers(self, layer: nn.Module, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
         """See Note [One buffer for many units]."""
         _require_reduced(layer)
         yield from _hooks_around(layer)
@@ -157,9 +158,7 @@ class FullyShard(PerModule):
                 for output in param.all_gather_outputs
             )
             owner = (number, layout, id(group) if group in self._at_once else None)
-            if owner not in buffers:
-                buffers[owner] = _Buffer(group)
-            self._places[group] = place = _Place(group, buffers[owner])
+            self._places[group] = place = _Place(group, buffers, owner)
             yield from place.taken()
 
     @contextmanager
@@ -289,118 +288,78 @@ def _hook(state: Any, module: nn.Module) -> None:
     state._post_forward_hook_handle = module.register_forward_hook(state._post_forward)
 
 
-class _Buffer:
-    """Memory for the unsharded parameters of one unit at a time."""
+class _Place(Place):
+    @property
+    def has_values(self) -> bool:
+        return bool(self.group.is_unsharded)
 
-    def __init__(self, group: Any) -> None:
-        self.holder: Any = None
-        """The place whose parameters are there."""
-        self.places = 0
-        self.storages = _storages_like(group)
+    def allocate(self) -> Storages:
+        return [
+            [torch.empty_like(output).untyped_storage() for output in param.all_gather_outputs]
+            for param in self.group.fsdp_params
+        ]
 
+    def move(self, storages: Storages) -> None:
+        for param, own in zip(self.group.fsdp_params, storages, strict=True):
+            before = param.all_gather_outputs
+            _point(param, own)
+            if self.has_values:
+                for new, old in zip(param.all_gather_outputs, before, strict=True):
+                    new.copy_(old)
 
-class _Place:
-    """Where the unsharded parameters of one group lie; see Note [A buffer in use]."""
+    def free(self) -> None:
+        for param in () if self.has_values else self.group.fsdp_params:
+            param.free_unsharded_param()
 
-    def __init__(self, group: Any, buffer: _Buffer) -> None:
-        self._group, self._buffer = group, buffer
-        self._aside = group.is_unsharded
-        """Whether they are in memory of their own, if they are anywhere."""
+    def functions_replaced(self) -> Iterator[Undo]:
+        for param, own in zip(self.group.fsdp_params, self.buffer.storages, strict=True):
+            yield replace_function(param, "free_unsharded_param", partial(self._free, param, own))
+        wait = partial(self._wait, self.group.wait_for_unshard)
+        yield replace_function(self.group, "wait_for_unshard", wait)
 
-    def taken(self) -> Iterator[Undo]:
-        """Use the buffer from now on, as FSDP2 gathers and frees."""
-        self._buffer.places += 1
-        if not self._aside:
-            self._move(self._buffer.storages)
-        yield self._released
-        for param, storages in zip(self._group.fsdp_params, self._buffer.storages, strict=True):
-            yield replace_function(
-                param, "free_unsharded_param", partial(self._free, param, storages)
-            )
-        wait = partial(self._wait, self._group.wait_for_unshard)
-        yield replace_function(self._group, "wait_for_unshard", wait)
-
-    def enter(self) -> None:
-        """Lie in the buffer, with the values if they are there. Raises BufferInUseError."""
-        holder = self._buffer.holder
-        is_other = holder is not None and holder is not self
-        if is_other and holder._group.is_unsharded and not holder._aside:
-            _require_idle(holder._group, self._group)
-            holder._step_aside()
-        self._buffer.holder = self
-        if self._aside:
-            self._move(self._buffer.storages)
-            self._aside = False
+    def to_move(self, holder: Place) -> Place:
+        """The other; see Note [The earlier unit lies elsewhere]."""
+        state = holder.group._training_state
+        ended = state is TrainingState.FORWARD is self.group._training_state
+        if ended or state in _OUTSIDE:
+            return holder
+        raise BufferInUseError(
+            f"FSDP2 gathers {self.group._module_fqn} while {holder.group._module_fqn} is inside of "
+            f"its {'forward' if state is TrainingState.FORWARD else 'backward'} pass, and both "
+            "share one buffer while there are graphs. In the steps before capture they were never "
+            "unsharded at the same time. Run the model then as it runs later (more warmup_steps, "
+            "or graph_units after the change). If a pass ended by an exception, call the model's "
+            "reset_iter_state()."
+        )
 
     def held_again(self) -> Callable[[], None]:
         """Reshard the group; the returned function gives back to its user what was there."""
-        kept = [
-            [o.untyped_storage() for o in p.all_gather_outputs] for p in self._group.fsdp_params
-        ]
-        self._group._to_sharded()
+        kept = [[o.untyped_storage() for o in p.all_gather_outputs] for p in self.group.fsdp_params]
+        self.group._to_sharded()
 
         def again() -> None:
-            self._move(kept)
-            self._aside = True
-            self._group._to_unsharded()
+            self.move(kept)
+            self.aside = True
+            self.group._to_unsharded()
 
         return again
 
     def _wait(self, wait: Callable[[], None]) -> None:
-        gathers = self._group._all_gather_result is not None
-        if self._group._training_state in _OUTSIDE:
-            if gathers and self._buffer.places > 1:
-                self._step_aside()
-        elif gathers or self._aside:
+        gathers = self.group._all_gather_result is not None
+        if self.group._training_state in _OUTSIDE:
+            if gathers and self.buffer.places > 1:
+                self.step_aside()
+        elif gathers or self.aside:
             self.enter()
         wait()
 
-    def _step_aside(self) -> None:
-        self._move(_storages_like(self._group))
-        self._aside = True
-
-    def _move(self, storages: Sequence[Sequence[torch.UntypedStorage]]) -> None:
-        for param, own in zip(self._group.fsdp_params, storages, strict=True):
-            before = param.all_gather_outputs
-            _point(param, own)
-            if self._group.is_unsharded:
-                for new, old in zip(param.all_gather_outputs, before, strict=True):
-                    new.copy_(old)
-
     def _free(self, param: Any, storages: Sequence[torch.UntypedStorage]) -> None:
-        if self._aside:
+        self.leave()
+        if self.aside:
             _point(param, storages)
-
-    def _released(self) -> None:
-        """Give each parameter memory of its own again, which is freed if it is not in use."""
-        if not (self._group.is_unsharded and self._aside):
-            self._step_aside()
-        for param in () if self._group.is_unsharded else self._group.fsdp_params:
-            param.free_unsharded_param()
 
 
 _OUTSIDE = (TrainingState.IDLE, TrainingState.POST_BACKWARD)
-
-
-def _storages_like(group: Any) -> list[list[torch.UntypedStorage]]:
-    return [
-        [torch.empty_like(output).untyped_storage() for output in param.all_gather_outputs]
-        for param in group.fsdp_params
-    ]
-
-
-def _require_idle(holder: Any, group: Any) -> None:
-    state = holder._training_state
-    ended = state is TrainingState.FORWARD is group._training_state
-    if ended or state in _OUTSIDE:
-        return
-    raise BufferInUseError(
-        f"FSDP2 gathers {group._module_fqn} while {holder._module_fqn} is inside of its "
-        f"{'forward' if state is TrainingState.FORWARD else 'backward'} pass, and both share one "
-        "buffer while there are graphs. In the steps before capture they were never unsharded at "
-        "the same time. Run the model then as it runs later (more warmup_steps, or graph_units "
-        "after the change). If a pass ended by an exception, call the model's reset_iter_state()."
-    )
 
 
 def _point(param: Any, storages: Sequence[torch.UntypedStorage]) -> None:
