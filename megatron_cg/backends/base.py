@@ -11,11 +11,13 @@ Note [A generator can stay in a capture]
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.roles import CaptureTimeHooks
 from megatron_cg.memory.storage import IdlePool
 from megatron_cg.replay.guard import Entry
@@ -153,6 +155,40 @@ def stream_kept() -> Iterator[None]:
         torch.cuda.set_stream(stream)
 
 
+@dataclass
+class CaptureRequest:
+    """What to capture: modules in the order of their forward passes, each with one sample.
+
+    A backend may replace samples in the lists, by memory that graphs share.
+
+    Raises CaptureError if modules and samples do not match.
+    """
+
+    callables: tuple[nn.Module, ...]
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]] = field(default_factory=list)
+    """For each module; an empty list stands for none."""
+    hooks: list[CaptureTimeHooks] = field(default_factory=list)
+    """They run outside of the graphs; empty until the session knows them."""
+    warmups: int = 3
+    """How often all passes run before they are captured."""
+    share_buffers: bool = False
+    """Whether results may lie in memory that passes captured later use too."""
+    retain_graph: bool = False
+    """Whether backward passes keep what they share with others."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Others of TE's ``make_graphed_callables``, such as those of FP8."""
+
+    def __post_init__(self) -> None:
+        self.kwargs = [dict(named) for named in self.kwargs] or [{} for _ in self.args]
+        self.hooks = self.hooks or [{} for _ in self.callables]
+        if not len(self.callables) == len(self.args) == len(self.kwargs):
+            raise CaptureError(
+                f"{len(self.args)} samples for {len(self.callables)} callables: each callable has "
+                "one sample and one graph. Leave pipeline parallelism out"
+            )
+
+
 class Backend:
     """Captures layers into graphs. The members here are those of a backend without FP8."""
 
@@ -161,18 +197,8 @@ class Backend:
     _pool: tuple[int, int] | None = None
     """The CUDA memory pool of the graphs, once they are captured."""
 
-    def capture(
-        self,
-        callables: tuple[nn.Module, ...],
-        sample_args: Sequence[tuple[Any, ...]],
-        *,
-        capture_time_hooks: Sequence[CaptureTimeHooks],
-        **options: Any,
-    ) -> tuple[Callable[..., Any], ...]:
-        """Warm the callables up and capture them, with the hooks outside of the graphs.
-
-        ``options`` are those of TE's ``make_graphed_callables``. A graph's ``reset()`` releases it.
-        """
+    def capture(self, request: CaptureRequest) -> tuple[Callable[..., Any], ...]:
+        """Warm the callables up and capture them. A graph's ``reset()`` releases it."""
         raise NotImplementedError
 
     def replay_function(self, graph: Any) -> ReplayFunction:
@@ -195,7 +221,7 @@ class Backend:
         return fp8_recipe()
 
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
-        """What :meth:`numerics` must return when a callable replays that ``options`` captured."""
+        """What :meth:`numerics` must return when the callable replays; see CaptureRequest."""
 
     def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
         """Objects in ``modules``, besides their tensors, whose memory graphs read or write."""

@@ -59,7 +59,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.backends.base import Backend
+from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.backends.calls import Place, place_of
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.observer import Observer, StaticInputs
@@ -81,9 +81,6 @@ from megatron_cg.restore import Restores
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
-
-Args = list[tuple[torch.Tensor, ...]]
-Kwargs = list[dict[str, torch.Tensor]]
 
 _REASON = (
     "A graph holds kernels and no host code: what reads or waits for the GPU (.item(), .cpu(), a "
@@ -120,10 +117,8 @@ class GuardedCapture:
 
     def run(
         self,
+        request: CaptureRequest,
         hooks: Sequence[UnitHooks],
-        args: Args,
-        kwargs: Kwargs,
-        options: Mapping[str, Any],
         *,
         begin: Callable[[], None],
         run_remaining_hooks: bool,
@@ -136,13 +131,14 @@ class GuardedCapture:
         layers = [unit.layer for unit in self._units]
         capture_time = [unit.capture_time for unit in hooks]
         order = HookOrder(
-            layers, capture_time, options, begun=self._pass_begun, ended=self._pass_ended
+            layers, capture_time, request.warmups, begun=self._pass_begun, ended=self._pass_ended
         )
-        borrowed = self._borrow(kwargs)
+        request.hooks = order.wrapped
+        borrowed = self._borrow(request.kwargs)
         watched = self._sharding.watched_memory
         self._observers = tuple(
             Observer(unit, own, named, borrowed, watched(unit.layer, unit.graphed))
-            for unit, own, named in zip(self._units, args, kwargs, strict=True)
+            for unit, own, named in zip(self._units, request.args, request.kwargs, strict=True)
         )
         graphed = [module for unit in self._units for module in unit.graphed]
         if self._sharding.may_renew_accumulators(layers):
@@ -151,7 +147,7 @@ class GuardedCapture:
             self._leaves = OtherLeaves(layers)
         begin()
         try:
-            graphs = self._capture(order, args, kwargs, options)
+            graphs = self._capture(order, request)
         except Exception as error:
             self._name_units_in(error)
             refused = self._refusal(error, order)
@@ -165,12 +161,9 @@ class GuardedCapture:
         finally:
             if self._leaves is None:
                 forget_accumulators(graphed)
-        return self._guarded_graphs(graphs, args, kwargs, borrowed, options)
+        return self._guarded_graphs(graphs, request, borrowed)
 
-    def _capture(
-        self, order: HookOrder, args: Args, kwargs: Kwargs, options: Mapping[str, Any]
-    ) -> Sequence[Any]:
-        layers = tuple(unit.layer for unit in self._units)
+    def _capture(self, order: HookOrder, request: CaptureRequest) -> Sequence[Any]:
         with (
             self._leaves.held() if self._leaves is not None else nullcontext(),
             # It reads on the host. At a replay, autograd looks at what the graph returns.
@@ -178,9 +171,7 @@ class GuardedCapture:
             self._other_parameters_refused(order),
         ):
             try:
-                graphs = self._backend.capture(
-                    layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
-                )
+                graphs = self._backend.capture(request)
             finally:
                 torch.clear_autocast_cache()
                 for observer in self._observers:
@@ -249,7 +240,7 @@ class GuardedCapture:
             logger.exception("megatron_cg: the place of a failed capture could not be found")
             return None
 
-    def _borrow(self, kwargs: Kwargs) -> list[torch.Tensor]:
+    def _borrow(self, kwargs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Replace samples that never change by the model's own tensors; returns these tensors."""
         borrowed: list[torch.Tensor] = []
         for index, (unit, made_up) in enumerate(zip(self._units, kwargs, strict=True)):
@@ -258,18 +249,14 @@ class GuardedCapture:
         return borrowed
 
     def _guarded_graphs(
-        self,
-        graphs: Sequence[Any],
-        args: Args,
-        kwargs: Kwargs,
-        borrowed: Sequence[torch.Tensor],
-        options: Mapping[str, Any],
+        self, graphs: Sequence[Any], request: CaptureRequest, borrowed: Sequence[torch.Tensor]
     ) -> tuple[GuardedGraph, ...]:
         in_flight, made = InFlight(), list[GuardedGraph]()
         for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
             observer, replay = self._observers[index], self._backend.replay_function(graph)
             asks = observer.asks_for_gradients
-            inputs = Inputs(args[index], kwargs[index], borrowed, unit.inputs, same_gradients=asks)
+            args, kwargs = request.args[index], request.kwargs[index]
+            inputs = Inputs(args, kwargs, borrowed, unit.inputs, same_gradients=asks)
             passes = EagerPasses(
                 unit.name,
                 self._mismatches,
@@ -279,7 +266,7 @@ class GuardedCapture:
             made.append(
                 GuardedGraph(
                     graph,
-                    self._guard(index, inputs, args[index][0].device.type, options),
+                    self._guard(index, inputs, args[0].device.type, request.options),
                     unit,
                     passes,
                     replay,

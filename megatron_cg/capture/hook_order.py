@@ -22,9 +22,8 @@ Note [Around a pass]
     no passes, and calls neither.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -34,8 +33,6 @@ from megatron_cg.upstream.symbols import changed
 
 _AFTER_A_PASS = ("forward_hooks", "backward_hooks")
 _OF_FORWARD, _OF_BACKWARD = CAPTURE_TIME_KEYS[:2], CAPTURE_TIME_KEYS[2:]
-_WARMUP_ITERS = 3
-"""TE 2.20.2's default of ``num_warmup_iters``."""
 
 AroundPass = Callable[[int, bool, bool], None]
 """Takes the index of the callable, whether the pass is a forward one, and whether it warms up."""
@@ -49,21 +46,19 @@ class HookOrder:
     """Every call of a capture-time hook from the first warmup to the last backward capture.
 
     Pass ``wrapped`` to the backend instead of the hooks. Each call is then checked against the
-    expected order. ``options`` are ``make_graphed_callables``'s other arguments. ``begun`` and
-    ``ended`` are called around each pass; see Note [Around a pass].
+    expected order. ``begun`` and ``ended`` are called around each pass; see Note [Around a pass].
     """
 
     def __init__(
         self,
         callables: Sequence[nn.Module],
         hooks: Sequence[CaptureTimeHooks],
-        options: Mapping[str, Any],
+        warmups: int,
         *,
         begun: AroundPass = lambda _layer, _forward, _warmup: None,
         ended: AroundPass = lambda _layer, _forward, _warmup: None,
     ) -> None:
         layers = range(len(callables))
-        warmups: int = options.get("num_warmup_iters", _WARMUP_ITERS)
         forward = [(layer, key) for layer in layers for key in _OF_FORWARD]
         backward = [(layer, key) for layer in reversed(layers) for key in _OF_BACKWARD]
         self._entries = [*forward, *backward] * (warmups + 1)

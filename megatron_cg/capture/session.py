@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
@@ -24,9 +24,8 @@ from typing import Any
 from weakref import ReferenceType, finalize, ref
 
 import torch
-from torch import nn
 
-from megatron_cg.backends.base import Backend
+from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.guarded_capture import GuardedCapture, clear_frames
 from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.observer import StaticInputs
@@ -171,41 +170,26 @@ class Session:
             failed.pop_all()
 
     @in_range("capture")
-    def capture(
-        self,
-        callables: Sequence[nn.Module],
-        sample_args: Sequence[tuple[torch.Tensor, ...]],
-        *,
-        sample_kwargs: Sequence[Mapping[str, torch.Tensor]] | None = None,
-        **options: Any,
-    ) -> tuple[GuardedGraph, ...]:
+    def capture(self, request: CaptureRequest) -> tuple[GuardedGraph, ...]:
         """Capture the units by the backend, with FSDP's hooks outside of the graphs.
 
-        The arguments are those of TE's ``make_graphed_callables``: the units' layers, in order, and
-        the static inputs of each. Returns a guarded graph for each unit.
+        The callables are the units' layers, in order. Returns a guarded graph for each unit.
 
         Raises CaptureError, also if another rank cannot capture or would capture something else,
         and OutOfStepError if this rank failed in a way that leaves the others waiting.
         """
         self._require(Phase.CAPTURING)
         assert self._capture is not None
-        if [id(layer) for layer in callables] != [id(unit.layer) for unit in self.units]:
+        if [id(layer) for layer in request.callables] != [id(unit.layer) for unit in self.units]:
             raise PhaseError("the layers to be captured are not this session's units, in order")
-        # Lists, since TE stores buffers that graphs share into the containers that it receives.
-        args = list(sample_args)
-        kwargs = [dict(item) for item in sample_kwargs] if sample_kwargs else [{} for _ in args]
 
         def begin() -> None:
             if self._agreement is not None:
-                self._agreement.ready(Vote(size=args[0][0].numel(), graphs=self.digest))
+                size = request.args[0][0].numel()
+                self._agreement.ready(Vote(size=size, graphs=self.digest))
 
         return self._capture.run(
-            self._hooks,
-            args,
-            kwargs,
-            options,
-            begin=begin,
-            run_remaining_hooks=self._run_remaining_hooks,
+            request, self._hooks, begin=begin, run_remaining_hooks=self._run_remaining_hooks
         )
 
     def _agree_on_collectives(self, agreement: Agreement) -> None:

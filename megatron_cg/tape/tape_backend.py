@@ -31,7 +31,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.base import Backend
+from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.backends.calls import (
     has_wrapper,
     leaves,
@@ -505,13 +505,8 @@ class TapeBackend(Backend):
     name = "tape"
     device_type = "cpu"
 
-    def capture(
-        self,
-        callables: tuple[nn.Module, ...],
-        sample_args: Sequence[tuple[Any, ...]],
-        **options: Any,
-    ) -> tuple[GraphedModule, ...]:
-        return capture_modules(self.name, TapeRecorder, callables, sample_args, **options)
+    def capture(self, request: CaptureRequest) -> tuple[GraphedModule, ...]:
+        return capture_modules(self.name, TapeRecorder, request)
 
     def synchronize(self) -> None:
         """Nothing to wait for: a replay has finished when its call returns."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_cg.backends.base import Backend
+from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.find_sharding import of_megatron
@@ -172,16 +172,9 @@ class Trainer:
             lasting.callback(shared_experts_idle, layers)
             lasting.callback(recompute_in_layers(self.model, self._static_inputs))
             with session.capturing(), capturing_flag():
-                graphs = session.capture(
-                    tuple(layers),
-                    args,
-                    sample_kwargs=kwargs,
-                    num_warmup_iters=2,
-                    allow_unused_input=True,
-                    _order=[1, -1],
-                    _num_layers_per_chunk=[len(layers)],
-                    _reuse_graph_input_output_buffers=True,
-                )
+                request = CaptureRequest(tuple(layers), [*args], [*kwargs], warmups=2)
+                request.share_buffers = True
+                graphs = session.capture(request)
                 for layer, graph in zip(layers, graphs, strict=True):
                     layer.cuda_graphs = [graph]
             session.on_close(lasting.pop_all().close)

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.exc import InternalTorchDynamoError
 
 from megatron_cg.arguments.words import UNITS, errors_name_arguments, sentences
-from megatron_cg.backends.base import Backend
+from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement
 from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation
@@ -354,16 +354,9 @@ class GraphedUnits:
             stack.enter_context(torch.autocast(**backward))
             for unit, (args, kwargs) in zip(units, samples, strict=True):
                 stack.enter_context(unit.taking_tensors(args, kwargs))
-            graphs = session.capture(
-                [unit.layer for unit in units],
-                [args for args, _ in samples],
-                sample_kwargs=[kwargs for _, kwargs in samples],
-                allow_unused_input=True,
-                # Given any order, TE returns the graphs; without one it replaces the modules'
-                # forwards.
-                _order=[1, -1],
-                _num_layers_per_chunk=[len(seen)],
-            )
+            layers = tuple(unit.layer for unit in units)
+            own, named = [args for args, _ in samples], [kwargs for _, kwargs in samples]
+            graphs = session.capture(CaptureRequest(layers, own, named))
             for unit, graph in zip(units, graphs, strict=True):
                 vars(unit.layer)["cuda_graphs"] = [graph]
         pairs = zip(units, samples, strict=True)

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
+from megatron_cg.backends.base import CaptureRequest
+from megatron_cg.backends.te.te_backend import options_of
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS
 from megatron_cg.tape.fakes import cpu_fakes
 from megatron_cg.upstream.symbols import fingerprint_of
@@ -75,11 +77,10 @@ def loops_of_te(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     }
     exec(compile(ast.Module(body, []), str(path), "exec", annotations.compiler_flag), scope)
 
-    def run(modules: Any, samples: Any, *, capture_time_hooks: Any, **options: Any) -> Any:
-        hooks = scope["_canonicalize_capture_time_hooks"](len(modules), capture_time_hooks)
+    def run(request: CaptureRequest) -> Any:
+        options, canonical = options_of(request), scope["_canonicalize_capture_time_hooks"]
+        options["capture_time_hooks"] = canonical(len(request.callables), request.hooks)
         with cpu_fakes():
-            return scope["_make_graphed_callables"](
-                modules, samples, capture_time_hooks=hooks, **options
-            )
+            return scope["_make_graphed_callables"](request.callables, request.args, **options)
 
     return run

@@ -10,7 +10,7 @@ and capture here, as it does in TE.
 Note [How long a result lives]
     Passes that are recorded later may use the memory of what was released. Gradients of parameters
     are released after their own backward pass, since replays return copies of them. If buffers are
-    shared (``_reuse_graph_input_output_buffers``), outputs are released then too, and gradients of
+    shared, outputs are released then too, and gradients of
     inputs before the backward pass after the next one. Otherwise both live as long as the graph.
     What no caller reads, such as activations, is released by Python itself.
 
@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.errors import CaptureError, HookError, MegatronCGError
-from megatron_cg.fsdp.roles import CaptureTimeHooks
 from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.borders import laid_out, local, same_placements, spec_of
 from megatron_cg.replay.unit import ReplayFunction
@@ -236,7 +236,7 @@ class GraphedModule:
 #: Options of make_graphed_callables that ask for FP8, and those without effect without FP8.
 _FP8_OPTIONS = ("enabled", "fp8_enabled", "calibrating", "fp8_calibrating")
 _IDLE_OPTIONS = frozenset(
-    {*_FP8_OPTIONS, "pool", "recipe", "fp8_recipe", "amax_reduction_group", "fp8_group"}
+    {*_FP8_OPTIONS, "recipe", "fp8_recipe", "amax_reduction_group", "fp8_group"}
     | {"cache_quantized_params", "fp8_weight_caching", "allow_unused_input"}
 )
 
@@ -267,48 +267,26 @@ class Recorder:
 
 
 def capture_modules(
-    backend: str,
-    make_recorder: Callable[[], Recorder],
-    callables: tuple[nn.Module, ...],
-    sample_args: Sequence[tuple[Any, ...]],
-    *,
-    capture_time_hooks: Sequence[CaptureTimeHooks],
-    sample_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    num_warmup_iters: int = 3,
-    retain_graph_in_backward: bool = False,
-    _order: Sequence[int] | None = None,
-    _num_layers_per_chunk: Sequence[int] | None = None,
-    _reuse_graph_input_output_buffers: bool = False,
-    **options: Any,
+    backend: str, make_recorder: Callable[[], Recorder], request: CaptureRequest
 ) -> tuple[GraphedModule, ...]:
-    """Warm ``callables`` up and record them; see :class:`megatron_cg.backends.base.Backend`.
+    """Warm callables up and record them; see :class:`megatron_cg.backends.base.Backend`.
 
-    The named options are TE's, with TE's defaults; an input may remain unused. FP8 and several
-    microbatches are refused.
-    ``backend`` is the name of the backend in messages. ``make_recorder`` is called when everything
-    is checked, before anything runs.
+    An input may remain unused. ``backend`` is the name of the backend in messages.
+    ``make_recorder`` is called when everything is checked, before anything runs.
 
     Raises:
-        CaptureError: samples and callables do not match, an option is unknown or asks for
-            FP8, or an output or gradient is no dense tensor.
+        CaptureError: an option is unknown or asks for FP8, or an output or gradient is no dense
+            tensor.
         HookError: a buffer needs a gradient.
         HostSyncError: a callable reads a tensor on the host, and the recorder sees it.
     """
-    _check_options(backend, options)
-    _check_modules(callables)
-    if list(_order or [1, -1]) != [1, -1] or len(sample_args) != len(callables):
-        raise CaptureError(
-            f"{len(sample_args)} sample_args for {len(callables)} callables in the order {_order}: "
-            "each callable has one sample and one graph. Leave pipeline parallelism out"
-        )
-    kwargs = sample_kwargs or [{} for _ in sample_args]
-    run = _Capture(callables, sample_args, kwargs, capture_time_hooks)
-    run.retain_graph = retain_graph_in_backward
-    run.share_buffers = _reuse_graph_input_output_buffers
+    _check_options(backend, request.options)
+    _check_modules(request.callables)
+    run = _Capture(request)
     recorder = make_recorder()
     try:
         with recorder.warming_up():
-            for iteration in range(num_warmup_iters):
+            for iteration in range(request.warmups):
                 run.warm_up(iteration)
         run.record(recorder)
     except BaseException:
@@ -318,21 +296,12 @@ def capture_modules(
 
 
 class _Capture:
-    retain_graph = False
-    share_buffers = False
-
-    def __init__(
-        self,
-        callables: tuple[nn.Module, ...],
-        sample_args: Sequence[tuple[Any, ...]],
-        sample_kwargs: Sequence[Mapping[str, Any]],
-        hooks: Sequence[CaptureTimeHooks],
-    ) -> None:
-        self._hooks, self._args, self._kwargs = hooks, sample_args, sample_kwargs
+    def __init__(self, request: CaptureRequest) -> None:
+        self._request = request
         self._grad_outputs: dict[Any, Any] = {}
         self.recorded = [
-            _surface(module, index, sample_args[index], sample_kwargs[index])
-            for index, module in enumerate(callables)
+            _surface(module, index, request.args[index], request.kwargs[index])
+            for index, module in enumerate(request.callables)
         ]
         for kind in {t.device.type for item in self.recorded for t in item.inputs}:
             _check_autocast(kind)
@@ -379,7 +348,7 @@ class _Capture:
             item.outputs = tuple(flat)
         ended: list[Recorded] = []
         for index in reversed(range(len(self.recorded))):
-            if self.share_buffers and len(ended) >= 2:
+            if self._request.share_buffers and len(ended) >= 2:
                 of_inputs, of_parameters = parts(ended[-2])
                 ended[-2].grad_inputs = (*recorder.release(of_inputs), *of_parameters)
             self._record_backward(index, recorder)
@@ -388,14 +357,14 @@ class _Capture:
         recorder.settle(ended)
 
     def _call(self, index: int) -> tuple[list[Any], TreeSpec]:
-        item = self.recorded[index]
-        flat, spec = tree_flatten(item.module(*self._args[index], **self._kwargs[index]))
+        item, request = self.recorded[index], self._request
+        flat, spec = tree_flatten(item.module(*request.args[index], **request.kwargs[index]))
         _check_outputs(item.label, flat)
         return flat, spec
 
     def _run_hooks(self, index: int, key: str) -> None:
         item = self.recorded[index]
-        for hook in self._hooks[index].get(key, {}).values():
+        for hook in self._request.hooks[index].get(key, {}).values():
             hook(item.module)
 
     def _record_backward(self, index: int, recorder: Recorder) -> None:
@@ -405,7 +374,7 @@ class _Capture:
         grads = tuple(grad for grad in item.grad_outputs if grad is not None)
         self._run_hooks(index, "backward_pre_hooks")
         with recorder.recording(item.module, f"backward of {item.label}") as item.backward:
-            gradients = iter(self._gradients(index, outputs, grads, self.retain_graph))
+            gradients = iter(self._gradients(index, outputs, grads, self._request.retain_graph))
         self._run_hooks(index, "backward_hooks")
         item.grad_inputs = tuple(
             next(gradients) if tensor.requires_grad else None for tensor in item.inputs
@@ -417,7 +386,7 @@ class _Capture:
         item.outputs = tuple(None if o is None else o.detach() for o in item.outputs)
         of_inputs, of_parameters = parts(item)
         item.grad_inputs = (*of_inputs, *recorder.release(of_parameters))
-        if self.share_buffers:
+        if self._request.share_buffers:
             item.outputs = recorder.release(item.outputs)
 
     def _static_grad_outputs(self, item: Recorded) -> Tensors:
@@ -425,7 +394,7 @@ class _Capture:
         key = tuple(
             (o.shape, o.dtype) if o is not None and o.requires_grad else None for o in item.outputs
         )
-        if not self.share_buffers or key not in self._grad_outputs:
+        if not self._request.share_buffers or key not in self._grad_outputs:
             self._grad_outputs[key] = tuple(
                 torch.empty_like(o) if o is not None and o.requires_grad else None
                 for o in item.outputs

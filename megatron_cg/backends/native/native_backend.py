@@ -32,7 +32,7 @@ Note [Registered generators]
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
@@ -41,7 +41,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_cg.backends.base import Backend, generators_of, leave_pool, stream_kept, waited_for
+from megatron_cg.backends.base import (
+    Backend,
+    CaptureRequest,
+    generators_of,
+    leave_pool,
+    stream_kept,
+    waited_for,
+)
 from megatron_cg.backends.driver.capture import (
     GraphedModule,
     Recorder,
@@ -81,42 +88,32 @@ class NativeBackend(Backend):
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
 
-    def capture(
-        self,
-        callables: tuple[nn.Module, ...],
-        sample_args: Sequence[tuple[Any, ...]],
-        **options: Any,
-    ) -> tuple[GraphedModule, ...]:
+    def capture(self, request: CaptureRequest) -> tuple[GraphedModule, ...]:
         """See :class:`megatron_cg.backends.base.Backend`.
 
         Raises CaptureError with every reason why a module cannot be captured, and otherwise as
         :func:`megatron_cg.backends.driver.capture.capture_modules`.
         """
-        refuse(callables, sample_args, options.get("sample_kwargs") or (), self.device)
-        pool = options.pop("pool", None) or torch.cuda.graph_pool_handle()
-        generators = generators_of(callables, self.device_type)
+        refuse(request, self.device)
+        pool = torch.cuda.graph_pool_handle()
+        generators = generators_of(request.callables, self.device_type)
         recorder = partial(CudaRecorder, pool, generators, self._error_mode)
         # The stream here too, since a failed rank runs other hooks before its state is restored.
         with stream_kept(), told_of_capture():
-            graphs = capture_modules(self.name, recorder, callables, sample_args, **options)
+            graphs = capture_modules(self.name, recorder, request)
         self._pool = pool
         return graphs
 
 
-def refuse(
-    callables: Sequence[nn.Module],
-    samples: Sequence[tuple[Any, ...]],
-    more_samples: Sequence[Mapping[str, Any]],
-    device: torch.device,
-) -> None:
-    """Raise CaptureError with every reason why these modules cannot be captured on ``device``."""
+def refuse(request: CaptureRequest, device: torch.device) -> None:
+    """Raise CaptureError with every reason why modules cannot be captured on ``device``."""
     reasons = []
     if fp8_recipe() is not None:
         reasons.append("FP8 is on (TE's autocast): leave the autocast before the capture")
-    for index, module in enumerate(callables):
+    for index, module in enumerate(request.callables):
         label = f"callable {index} ({type(module).__name__})"
         reasons += [f"{label}: {reason}" for reason in _of_module(module, device)]
-    for tensor in tree_leaves([list(samples), [dict(more) for more in more_samples]]):
+    for tensor in tree_leaves([request.args, request.kwargs]):
         if isinstance(tensor, torch.Tensor) and tensor.device != device:
             reasons.append(f"a sample is on {tensor.device}: move it to {device}")
     if reasons:

@@ -20,8 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.backends.base import Backend, leave_pool, stream_kept, waited_for
-from megatron_cg.fsdp.roles import CaptureTimeHooks
+from megatron_cg.backends.base import (
+    Backend,
+    CaptureRequest,
+    leave_pool,
+    stream_kept,
+    waited_for,
+)
+from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.restore import Restores
@@ -63,20 +69,13 @@ class TransformerEngineBackend(Backend):
         for symbol in (_MAKE, IS_CAPTURING, END_CAPTURING, _AUTOCAST, _SET_AUTOCAST, _FP8_STATE):
             symbol.find()
 
-    def capture(
-        self,
-        callables: tuple[nn.Module, ...],
-        sample_args: Sequence[tuple[Any, ...]],
-        *,
-        capture_time_hooks: Sequence[CaptureTimeHooks],
-        **options: Any,
-    ) -> tuple[Callable[..., Any], ...]:
-        pool = options.setdefault("pool", torch.cuda.graph_pool_handle())
+    def capture(self, request: CaptureRequest) -> tuple[Callable[..., Any], ...]:
+        pool = torch.cuda.graph_pool_handle()
         # Here too, since a failed rank runs other hooks before its state is restored.
         with stream_kept(), waited_for():
             try:
                 graphs: tuple[Callable[..., Any], ...] = _MAKE.find()(
-                    callables, sample_args, capture_time_hooks=list(capture_time_hooks), **options
+                    request.callables, request.args, pool=pool, **options_of(request)
                 )
             except BaseException:
                 leave_pool(pool)
@@ -138,6 +137,53 @@ class TransformerEngineBackend(Backend):
             # Entered last and so left first: the others then exit on the original stream.
             stack.enter_context(super().preserved(callables))
             yield
+
+
+def options_of(request: CaptureRequest) -> dict[str, Any]:
+    """TE's arguments. Given any order, TE returns graphs; without one it replaces forwards."""
+    return {
+        "sample_kwargs": request.kwargs,
+        "capture_time_hooks": request.hooks,
+        "num_warmup_iters": request.warmups,
+        "allow_unused_input": True,
+        "retain_graph_in_backward": request.retain_graph,
+        "_order": [1, -1],
+        "_num_layers_per_chunk": [len(request.callables)],
+        "_reuse_graph_input_output_buffers": request.share_buffers,
+        **request.options,
+    }
+
+
+def request_of(
+    callables: Sequence[nn.Module],
+    sample_args: Sequence[tuple[Any, ...]],
+    *,
+    sample_kwargs: Sequence[dict[str, Any]] = (),
+    num_warmup_iters: int = 3,
+    retain_graph_in_backward: bool = False,
+    _order: Sequence[int] = (1, -1),
+    _num_layers_per_chunk: Sequence[int] | None = None,
+    _reuse_graph_input_output_buffers: bool = False,
+    **options: Any,
+) -> CaptureRequest:
+    """What a call of TE's ``make_graphed_callables`` with these arguments asks for.
+
+    Raises CaptureError if that is not one microbatch of all callables.
+    """
+    if [*_order] != [1, -1]:
+        raise CaptureError(
+            f"the order of passes is {_order}: each callable has one sample and one graph. Leave "
+            "pipeline parallelism out"
+        )
+    return CaptureRequest(
+        tuple(callables),
+        [*sample_args],
+        [*sample_kwargs],
+        warmups=num_warmup_iters,
+        retain_graph=retain_graph_in_backward,
+        share_buffers=_reuse_graph_input_output_buffers,
+        options=options,
+    )
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.arguments.words import ENABLE, in_python_terms
 from megatron_cg.backends.base import Backend
+from megatron_cg.backends.te.te_backend import request_of
 from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import WITHOUT, Agreement
 from megatron_cg.errors import ConfigurationError, HookError, Violation
@@ -206,7 +207,7 @@ class FsdpHelper:
 
         def capture(layers: Any, *args: Any, **kwargs: Any) -> Any:
             captured.append(len(layers))
-            return session.capture(layers, *args, **kwargs)
+            return session.capture(request_of(layers, *args, **kwargs))
 
         self.helper._capture_finished = False
         drop_gradients(self.fsdp)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.backends.base import Backend
+from megatron_cg.backends.base import Backend, CaptureRequest
 
 
 class Block(nn.Module):
@@ -45,20 +45,15 @@ def capture(
     **options: Any,
 ) -> Any:
     with backend.preserved(modules):
-        return backend.capture(
-            modules,
-            [(torch.ones(4, 8, requires_grad=True),) for _ in modules],
-            sample_kwargs=[dict(kwargs or {}) for _ in modules],
-            capture_time_hooks=[{} for _ in modules],
-            **options,
-        )
+        samples: Any = [(torch.ones(4, 8, requires_grad=True),) for _ in modules]
+        named = [kwargs or {} for _ in modules]
+        return backend.capture(CaptureRequest(modules, samples, named, **options))
 
 
-def small(backend: Backend, *modules: nn.Module, hooks: Any = None, **options: Any) -> Any:
+def small(backend: Backend, *modules: nn.Module, **options: Any) -> Any:
     """Graphs of modules of one small input, with nothing restored."""
-    samples = [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
-    hooks = [{} for _ in modules] if hooks is None else hooks
-    return backend.capture(modules, samples, capture_time_hooks=hooks, **options)
+    samples: Any = [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
+    return backend.capture(CaptureRequest(modules, samples, **options))
 
 
 def train(modules: tuple[Block, ...], calls: tuple[Callable[..., Any], ...]) -> list[torch.Tensor]:

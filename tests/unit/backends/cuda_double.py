@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.backends.native.native_backend import NativeBackend
 from megatron_cg.tape.fakes import FakeStream, cpu_fakes, replaced
 from megatron_cg.tape.tape_backend import Pool, recording, window
@@ -44,9 +45,9 @@ class OnCpu(NativeBackend):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def capture(self, *args: Any, **options: Any) -> Any:
+    def capture(self, request: CaptureRequest) -> Any:
         with seeing_a_gpu():
-            return super().capture(*args, **options)
+            return super().capture(request)
 
     @contextmanager
     def preserved(self, callables: Any) -> Iterator[None]:
@@ -220,7 +221,7 @@ def cuda_double(*, fakes: bool = True, seen: bool = True) -> Iterator[CudaDouble
 
 
 WARMUPS = 3
-"""TE's default of ``num_warmup_iters``."""
+"""The default of a request."""
 
 
 def capture(*modules: nn.Module, **options: Any) -> Any:

@@ -50,8 +50,8 @@ def test_what_two_backward_passes_share_outlives_the_first_only_if_that_was_aske
         small(
             backend,
             *(Sharing(4, 4), Sharing(4, 4)),
-            num_warmup_iters=0,
-            retain_graph_in_backward=retain,
+            warmups=0,
+            retain_graph=retain,
         )
 
 
@@ -65,7 +65,7 @@ def test_an_unused_weight_gets_no_gradient(backend: Backend) -> None:
             return self.used * x.detach()
 
     module = Ignores()
-    (graph,) = small(backend, module, allow_unused_input=True)
+    (graph,) = small(backend, module)
     fired: list[nn.Parameter] = []
     module.unused.register_post_accumulate_grad_hook(fired.append)
     graph(torch.full((2, 4), 3.0)).sum().backward()
@@ -88,22 +88,18 @@ def test_a_parameter_that_gets_a_gradient_only_at_times_is_refused(backend: Back
 
 def test_options_of_another_world_are_refused(backend: Backend) -> None:
     with pytest.raises(CaptureError, match="fp8_enabled is set"):
-        small(backend, nn.Linear(4, 4), fp8_enabled=(True,))
+        small(backend, nn.Linear(4, 4), options={"fp8_enabled": (True,)})
     with pytest.raises(CaptureError, match="no option speed"):
-        small(backend, nn.Linear(4, 4), speed="high")
+        small(backend, nn.Linear(4, 4), options={"speed": "high"})
     with pytest.raises(CaptureError, match=r"call \.train"):
         small(backend, nn.Linear(4, 4).eval())
-    with pytest.raises(CaptureError, match="each callable has one sample"):
-        small(backend, nn.Linear(4, 4), _order=[1, 1, -1, -1])
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_replay_equals_eager_bit_for_bit_and_runs_no_python(backend: Backend, share: bool) -> None:
     modules = make_blocks()
     eager = train(modules, modules)
-    graphs = capture(
-        backend, modules, {"mask": MASK}, _order=[1, -1], _reuse_graph_input_output_buffers=share
-    )
+    graphs = capture(backend, modules, {"mask": MASK}, share_buffers=share)
     calls = [module.calls for module in modules]
     replayed = train(modules, graphs)
     assert [module.calls for module in modules] == calls
@@ -116,7 +112,7 @@ def test_capture_leaves_generator_buffers_and_gradients_alone(backend: Backend) 
     for parameter in modules[0].parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
     state = torch.get_rng_state()
-    capture(backend, modules, {"mask": MASK}, num_warmup_iters=0)
+    capture(backend, modules, {"mask": MASK}, warmups=0)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.seen.eq(0).all() for module in modules)
     assert all(parameter.grad.eq(3.0).all() for parameter in modules[0].parameters())  # type: ignore[union-attr]
@@ -124,9 +120,7 @@ def test_capture_leaves_generator_buffers_and_gradients_alone(backend: Backend) 
 
 def test_incoming_gradients_share_memory_when_buffers_are_shared(backend: Backend) -> None:
     for share, places in ((True, 1), (False, 2)):
-        graphs = capture(
-            backend, (Scale(), Scale()), _order=[1, -1], _reuse_graph_input_output_buffers=share
-        )
+        graphs = capture(backend, (Scale(), Scale()), share_buffers=share)
         grads = [graph._recorded.grad_outputs[0] for graph in graphs]
         assert len({grad.data_ptr() for grad in grads if grad is not None}) == places
 
@@ -173,7 +167,7 @@ class Conjugated(nn.Module):
 @pytest.mark.parametrize("kind", [Rotary, Imaginary, Conjugated])
 def test_a_lazy_view_keeps_what_it_means(backend: Backend, kind: type[nn.Module]) -> None:
     module = kind()
-    (graph,) = small(backend, module, _order=[1, -1], _reuse_graph_input_output_buffers=True)
+    (graph,) = small(backend, module, share_buffers=True)
     found = []
     for call in (module, graph):
         x = torch.arange(8.0).reshape(2, 4).requires_grad_()
@@ -197,7 +191,7 @@ def test_made_up_gradients_are_numbers(backend: Backend) -> None:
     seen: list[torch.Tensor] = []
     torch.use_deterministic_algorithms(True)
     try:
-        small(backend, Two(4, 4), num_warmup_iters=1)
+        small(backend, Two(4, 4), warmups=1)
     finally:
         torch.use_deterministic_algorithms(False)
     # One pass for each output, one of the warmup, and that of the capture, whose memory is the

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.backends.driver.capture import GraphResetError, _lies_in
 from tests.unit.backends.cuda_double import (
     DEFAULT,
@@ -30,7 +31,7 @@ def test_graphs_share_a_pool_and_a_stream_and_are_captured_on_it(cuda: CudaDoubl
         streams.append(cuda.stream)
 
     keys = ("forward_pre_hooks", "backward_hooks")
-    capture(nn.Linear(4, 4), hooks=[{key: {0: hook} for key in keys}], num_warmup_iters=1)
+    capture(nn.Linear(4, 4), hooks=[{key: {0: hook} for key in keys}], warmups=1)
     keeper, forward, backward = cuda.graphs
     assert {graph.pool for graph in cuda.graphs} == {(0, 1)} and cuda.users == {(0, 1): 3}
     assert keeper.stream is forward.stream is backward.stream is not DEFAULT
@@ -99,7 +100,7 @@ def test_a_warmup_that_fails_is_over_before_it_is_undone(
     samples = [(torch.ones(2, 4, requires_grad=True),) for _ in layers]
     with backend.preserved(layers):
         with pytest.raises(LookupError, match="the first error"):
-            backend.capture(layers, samples, capture_time_hooks=[{}, {}])
+            backend.capture(CaptureRequest(layers, samples))
         assert bool(cuda.running) is not waits
 
 
@@ -158,7 +159,7 @@ def test_a_device_that_failed_does_not_hide_its_first_error(
 @pytest.mark.parametrize("share", [False, True])
 def test_only_what_a_caller_may_still_read_owns_its_memory(cuda: CudaDouble, share: bool) -> None:
     modules = [nn.Linear(4, 4) for _ in range(4)]
-    graphs = capture(*modules, _order=[1, -1], _reuse_graph_input_output_buffers=share)
+    graphs = capture(*modules, share_buffers=share)
     memory = cuda.memory[0, 1]
 
     def owners(tensors: Any) -> list[bool]:
@@ -181,7 +182,7 @@ def test_an_output_outside_of_the_pool_keeps_its_memory(cuda: CudaDouble) -> Non
         def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x), self.weight.detach()
 
-    (graph,) = capture(Passing(4, 4), _order=[1, -1], _reuse_graph_input_output_buffers=True)
+    (graph,) = capture(Passing(4, 4), share_buffers=True)
     _, weight = graph._recorded.outputs
     assert weight.untyped_storage()._cdata == graph._recorded.module.weight.untyped_storage()._cdata
 
@@ -195,7 +196,7 @@ def test_copies_are_made_together_by_dtype_and_only_where_they_are_needed(
 
     module = Sum(4, 4)
     samples = (torch.ones(2, 4), torch.ones(3), torch.ones(2, dtype=torch.long), torch.ones(5))
-    made: Any = OnCpu().capture((module,), [samples], capture_time_hooks=[{}])
+    made: Any = OnCpu().capture(CaptureRequest((module,), [samples]))
     (graph,) = made
     calls: list[list[torch.dtype]] = []
     real = torch._foreach_copy_

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.base import generators_of
+from megatron_cg.backends.base import CaptureRequest, generators_of
 from megatron_cg.backends.native.native_backend import refuse
 from megatron_cg.errors import CaptureError
 from tests.unit.backends.cuda_double import Calling, CudaDouble, OnCpu, capture
@@ -70,15 +70,16 @@ CPU = torch.device("cpu")
 )
 def test_what_a_replay_would_get_wrong_is_refused_by_name(module: nn.Module, found: str) -> None:
     with pytest.raises(CaptureError, match=found):
-        refuse([nn.Sequential(module)], [(torch.ones(1),)], (), CPU)
-    refuse([nn.Linear(4, 4)], [(torch.ones(1),)], [{"mask": torch.ones(1)}], CPU)
+        refuse(CaptureRequest((nn.Sequential(module),), [(torch.ones(1),)]), CPU)
+    refuse(CaptureRequest((nn.Linear(4, 4),), [(torch.ones(1),)], [{"mask": torch.ones(1)}]), CPU)
 
 
 def test_all_reasons_come_at_once_and_before_anything_runs(cuda: CudaDouble) -> None:
-    sample, more = (torch.ones(1, device="meta"),), [{"mask": torch.ones(1, device="meta")}]
+    samples = [(torch.ones(1, device="meta"),), (torch.ones(1),)]
+    more = [{"mask": torch.ones(1, device="meta")}, {}]
     with pytest.raises(CaptureError, match="4 reasons") as caught:
         modules = having(**FUSED), having(**DELAYED)
-        OnCpu().capture(modules, [sample], capture_time_hooks=[{}], sample_kwargs=more)
+        OnCpu().capture(CaptureRequest(modules, samples, more))
     said = str(caught.value)
     assert "callable 0 (Linear)" in said and "callable 1 (Linear)" in said
     assert said.count("a sample is on meta: move it to cpu") == 2

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.backends.te import te_backend as transformer_engine
-from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.errors import CaptureError, UpstreamChangedError
 from tests.unit.backends.cuda_double import cuda_double
 
 
@@ -124,15 +125,36 @@ def test_what_a_failed_capture_leaves_is_put_back(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_capture_that_fails_is_over_before_it_is_undone() -> None:
-    def make(modules: Any, samples: Any, pool: Any = None, capture_time_hooks: Any = None) -> Any:
+    def make(modules: Any, samples: Any, capture_time_hooks: Any = None, **_options: Any) -> Any:
         with torch.cuda.stream(torch.cuda.Stream()):
             raise LookupError("in the warmup")
 
     with cuda_double() as cuda, pytest.MonkeyPatch.context() as patch:
         fake_te(patch, make)
         with pytest.raises(LookupError):
-            transformer_engine.TransformerEngineBackend().capture((), (), capture_time_hooks=())
+            transformer_engine.TransformerEngineBackend().capture(CaptureRequest((), []))
         assert not cuda.running
+
+
+def test_what_te_is_asked_for_is_what_megatron_asked_for() -> None:
+    modules, samples = (nn.Linear(1, 1), nn.Linear(1, 1)), [(torch.ones(1),), (torch.ones(1),)]
+    asked: dict[str, Any] = {
+        "sample_kwargs": [{"mask": torch.ones(1)}, {}],
+        "num_warmup_iters": 1,
+        "allow_unused_input": True,
+        "retain_graph_in_backward": True,
+        "_order": [1, -1],
+        "_num_layers_per_chunk": [2],
+        "_reuse_graph_input_output_buffers": True,
+        "fp8_enabled": False,
+    }
+    request = transformer_engine.request_of(modules, samples, **asked)
+    assert (request.callables, request.args) == (modules, samples)
+    assert transformer_engine.options_of(request) == {**asked, "capture_time_hooks": [{}, {}]}
+    with pytest.raises(CaptureError, match=r"order of passes is \[1, 1, -1, -1\]"):
+        transformer_engine.request_of(modules, samples, **asked | {"_order": [1, 1, -1, -1]})
+    with pytest.raises(CaptureError, match="2 samples for 1 callables: each callable has one"):
+        transformer_engine.request_of(modules[:1], samples)
 
 
 class DelayedScaling(nn.Module):

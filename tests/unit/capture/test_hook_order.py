@@ -1,12 +1,14 @@
 """Capture-time hooks run in the order that is expected, in TE's own loops and on the tape."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, CaptureTimeHooks
@@ -15,11 +17,7 @@ from tests.unit.te_sources import loops_of_te
 
 Call = tuple[int, str, str]
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "no options": {},
-    "Megatron's": {"_order": [1, -1], "_num_layers_per_chunk": [3], "num_warmup_iters": 1},
-}
-options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+warmups = pytest.mark.parametrize("warmups", [1, 3])
 
 
 class Stopped(Exception):
@@ -41,44 +39,46 @@ def recording_hooks(layers: int, calls: list[Call]) -> list[CaptureTimeHooks]:
     return hooks
 
 
-def linear(layers: int) -> tuple[tuple[nn.Module, ...], list[tuple[torch.Tensor]]]:
+def linear(
+    layers: int, hooks: list[CaptureTimeHooks] | None = None, warmups: int = 0
+) -> CaptureRequest:
     modules = tuple(nn.Linear(4, 4) for _ in range(layers))
-    return modules, [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
+    samples: Any = [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
+    return CaptureRequest(modules, samples, hooks=hooks or [], warmups=warmups)
 
 
-def bare_calls(capture: Callable[..., Any], options: dict[str, Any]) -> list[Call]:
+def bare_calls(capture: Callable[[CaptureRequest], Any], warmups: int) -> list[Call]:
     calls: list[Call] = []
-    capture(*linear(3), capture_time_hooks=recording_hooks(3, calls), **options)
+    capture(linear(3, recording_hooks(3, calls), warmups))
     assert calls
     return calls
 
 
-@options
+@warmups
 @pytest.mark.parametrize("of_te", [False, True])
 def test_each_call_comes_when_it_is_expected(
-    of_te: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    of_te: bool, warmups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture = loops_of_te(monkeypatch) if of_te else TapeBackend().capture
-    bare = bare_calls(capture, options)
+    bare = bare_calls(capture, warmups)
     calls: list[Call] = []
-    modules, arguments = linear(3)
-    order = HookOrder(modules, recording_hooks(3, calls), options)
+    request = linear(3, recording_hooks(3, calls), warmups)
+    order = HookOrder(request.callables, request.hooks, warmups)
     assert not order.finished
-    capture(modules, arguments, capture_time_hooks=order.wrapped, **options)
+    capture(replace(request, hooks=order.wrapped))
     order.check_finished()
     assert order.finished and calls == bare
 
 
-@options
-def test_the_rest_is_what_was_missing_wherever_it_stopped(options: dict[str, Any]) -> None:
-    bare = bare_calls(TapeBackend().capture, options)
-    for before in range(2 * 2 * 3 * (options.get("num_warmup_iters", 3) + 1)):
+@warmups
+def test_the_rest_is_what_was_missing_wherever_it_stopped(warmups: int) -> None:
+    bare = bare_calls(TapeBackend().capture, warmups)
+    for before in range(2 * 2 * 3 * (warmups + 1)):
         calls: list[Call] = []
-        modules, arguments = linear(3)
-        order = HookOrder(modules, recording_hooks(3, calls), options)
-        stopping = stop_after(before, order.wrapped)
+        request = linear(3, recording_hooks(3, calls), warmups)
+        order = HookOrder(request.callables, request.hooks, warmups)
         with pytest.raises(Stopped):
-            TapeBackend().capture(modules, arguments, capture_time_hooks=stopping, **options)
+            TapeBackend().capture(replace(request, hooks=stop_after(before, order.wrapped)))
         assert calls == bare[: len(calls)] and not order.finished
         for _ in range(2):
             order.run_rest()
@@ -111,7 +111,7 @@ def call(order: HookOrder, layer: int, key: str) -> None:
 
 def test_another_order_names_te_and_both_calls() -> None:
     calls: list[Call] = []
-    order = HookOrder(linear(2)[0], recording_hooks(2, calls), {"num_warmup_iters": 0})
+    order = HookOrder(linear(2).callables, recording_hooks(2, calls), 0)
     call(order, 0, "forward_pre_hooks")
     message = (
         r"transformer-engine .*: transformer_engine\.pytorch\.graph:_make_graphed_callables .*"
@@ -139,9 +139,9 @@ def test_a_pass_begins_after_the_hooks_before_it_and_ends_before_those_after_it(
         return lambda _module: seen.append(key)
 
     order = HookOrder(
-        linear(1)[0],
+        linear(1).callables,
         [{key: {0: noting(key)} for key in CAPTURE_TIME_KEYS}],
-        {"num_warmup_iters": 0},
+        0,
         begun=lambda *which: seen.append(("begun", which, order.under_way)),
         ended=lambda *which: seen.append(("ended", which)),
     )

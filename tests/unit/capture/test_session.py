@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.backends.driver.capture import GraphResetError
 from megatron_cg.capture import session as session_module
 from megatron_cg.capture.session import Phase, Session, open_sessions
@@ -185,8 +186,8 @@ def is_reset(graph: Any) -> bool:
 class LeavesHooks(TapeBackend):
     """Fails with hooks of its own on all modules of the units, as TE in its warmup."""
 
-    def capture(self, callables: Any, *_args: Any, **_options: Any) -> Any:
-        for module in (m for layer in callables for m in layer.modules()):
+    def capture(self, request: CaptureRequest) -> Any:
+        for module in (m for layer in request.callables for m in layer.modules()):
             module.register_forward_hook(lambda *_: None)
         raise Forced
 
@@ -244,7 +245,7 @@ class HalfMade(TapeBackend):
     def __init__(self) -> None:
         self.memory: weakref.ref[torch.Tensor] | None = None
 
-    def capture(self, *_args: Any, **_options: Any) -> Any:
+    def capture(self, _request: CaptureRequest) -> Any:
         try:
             self.make()
         finally:

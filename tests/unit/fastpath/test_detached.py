@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.backends.driver.capture import GraphResetError
 from megatron_cg.capture.guarded_capture import forget_accumulators
 from megatron_cg.errors import FastPathError
@@ -108,11 +109,8 @@ class Case:
     def _capture(self) -> None:
         backend: Any = TapeBackend()
         other = Grouped([nn.Parameter(torch.ones(SIZE))])
-        captured = backend.capture(
-            (self.layer, other) * GRAPHS,
-            [(torch.ones(2, SIZE, requires_grad=True),) for _ in range(2 * GRAPHS)],
-            capture_time_hooks=[{}] * (2 * GRAPHS),
-        )
+        samples: Any = [(torch.ones(2, SIZE, requires_grad=True),) for _ in range(2 * GRAPHS)]
+        captured = backend.capture(CaptureRequest((self.layer, other) * GRAPHS, samples))
         self.graphs, self.between = list(captured[::2]), captured[1]
         self.replays = [backend.replay_function(graph) for graph in self.graphs]
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.tape.tape_backend import TapeBackend
 from tests.unit.ranks import on_ranks
 
@@ -54,7 +55,7 @@ def replayed(functional: bool) -> list[list[float]]:
     FUNCTIONAL = functional
     rank = dist.get_rank()
     sample = torch.ones(3, requires_grad=True)
-    (graph,) = TapeBackend().capture((Summing(),), [(sample,)], capture_time_hooks=[{}])
+    (graph,) = TapeBackend().capture(CaptureRequest((Summing(),), [(sample,)]))
     found: list[list[float]] = []
     for step in range(2):
         x = torch.full((3,), 1.0 + rank + step, requires_grad=True)

@@ -80,7 +80,7 @@ def test_another_thread_reads_waits_and_copies_meanwhile(in_backward: bool) -> N
     found: list[Any] = []
     actions: list[bool] = []
     with cpu_fakes(), ThreadPoolExecutor(1) as pool:
-        (graph,) = capture((Later if in_backward else Reading)(in_a_thread), num_warmup_iters=1)
+        (graph,) = capture((Later if in_backward else Reading)(in_a_thread), warmups=1)
         assert found == [[[1.0, 2.0], 3.0, 6.0, False]] * 2
         graph(torch.ones(2, 4)).sum().backward()
     assert len(found) == 2 and actions == [False] * 2
@@ -160,7 +160,7 @@ def test_state_on_the_host_that_belongs_to_the_graph_is_taken_along() -> None:
             recorded_action(lambda: seen.append(is_recording()))
             return super().forward(x)
 
-    (graph,) = capture(Acting(4, 4), num_warmup_iters=1)
+    (graph,) = capture(Acting(4, 4), warmups=1)
     assert seen == [False, True]
     graph(torch.ones(2, 4))
     assert seen == [False, True, False]

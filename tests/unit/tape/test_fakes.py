@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.tape import fakes
 from megatron_cg.tape.fakes import cpu_fakes
 from megatron_cg.tape.tape_backend import TapeBackend
@@ -118,7 +119,7 @@ def test_a_tape_takes_the_tracker_along_and_capture_leaves_it_as_it_was(
         tracker.set_states(dict(start))
         torch.set_rng_state(state)
         with backend.preserved([module]):
-            samples = [(torch.ones(64, requires_grad=True),)]
-            (graph,) = backend.capture((module,), samples, capture_time_hooks=[{}])
+            sample = torch.ones(64, requires_grad=True)
+            (graph,) = backend.capture(CaptureRequest((module,), [(sample,)]))
         assert torch.equal(tracker.states_["inner"], start["inner"])
         assert torch.equal(three(graph), eager)

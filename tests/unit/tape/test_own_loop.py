@@ -4,6 +4,7 @@ Tensor parallel is not among them: Megatron's MoE demands sequence parallel, whi
 cannot do.
 """
 
+import dataclasses
 import gc
 import json
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.tape.fakes import replaced
 from megatron_cg.tape.launch import run_processes
@@ -69,10 +71,8 @@ def train(directory: Path) -> None:
 def warmed_up_once(run: Any) -> Any:
     """``GuardedCapture.run``; Megatron's helper asks for four passes to warm up, for GPUs."""
 
-    def once(
-        self: Any, hooks: Any, args: Any, kwargs: Any, options: dict[str, Any], **more: Any
-    ) -> Any:
-        return run(self, hooks, args, kwargs, {**options, "num_warmup_iters": 1}, **more)
+    def once(self: Any, request: CaptureRequest, *args: Any, **more: Any) -> Any:
+        return run(self, dataclasses.replace(request, warmups=1), *args, **more)
 
     return once
 

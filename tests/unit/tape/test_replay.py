@@ -126,7 +126,7 @@ def test_a_read_of_what_the_last_replay_left_in_the_tapes_own_memory_gives_nan()
 
 def test_activations_are_poisoned_after_their_backward_and_outputs_when_shared() -> None:
     module = Scale()
-    (graph,) = capture((module,), _order=[1, -1], _reuse_graph_input_output_buffers=True)
+    (graph,) = capture((module,), share_buffers=True)
     output = graph(torch.ones(4, 8))
     assert torch.equal(output, torch.full((4, 8), 2.0))
     output.sum().backward()
