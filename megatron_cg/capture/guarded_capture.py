@@ -73,7 +73,7 @@ from megatron_cg.errors import CaptureError, MegatronCGError
 from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import laid_out, spec_of
-from megatron_cg.replay.guard import Guard, Hooks, Inputs, autocast_of, entries_of
+from megatron_cg.replay.guard import Guard, Hooks, Inputs, autocast_of
 from megatron_cg.replay.guarded_graph import EagerPasses, GuardedGraph, InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ReplayFunction, Unit
@@ -282,8 +282,6 @@ class GuardedCapture:
         self, index: int, inputs: Inputs, device_type: str, options: Mapping[str, Any]
     ) -> Guard:
         unit, observer = self._units[index], self._observers[index]
-        asked = observer.asks_for_gradients
-        objects = [*unit.entries(), *self._backend.entries(unit.graphed)]
         read, key_sets = observer.rows()
         with unit.in_backward():
             in_backward = autocast_of(device_type)
@@ -291,11 +289,7 @@ class GuardedCapture:
             return Guard(
                 inputs,
                 observer.addresses,
-                objects=[
-                    *entries_of(unit.layer, unit.graphed, asked=asked),
-                    *read,
-                    *objects,
-                ],
+                objects=[*read, *unit.entries(), *self._backend.entries(unit.graphed)],
                 key_sets=key_sets,
                 hooks=self._hooks[index],
                 captured_numerics=self._backend.captured_numerics(index, options),

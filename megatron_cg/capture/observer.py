@@ -37,6 +37,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -68,6 +70,8 @@ RELIES_ON = (
     ),
 )
 _MARK = "grad_added_to_main_grad"
+_NEEDS = SimpleNamespace(get=attrgetter("requires_grad"))
+"""Whether a parameter, as a key, needs a gradient: a row like others."""
 
 
 class Observer:
@@ -94,6 +98,7 @@ class Observer:
         self._samples = dict([*zip(labels, args, strict=True), *kwargs.items()])
         self._inputs = {name: t for name, t in self._samples.items() if id(t) not in own}
         self._paths = {module: path for path, module in unit.layer.named_modules()}
+        self._graphed = frozenset(unit.graphed)
         self._buffers = [
             (owner._buffers, name, buffer, attribute(path, name))
             for owner, path in self._paths.items()
@@ -110,7 +115,7 @@ class Observer:
             (Entry(vars(owner), name, "attribute", f"attribute {attribute(path, name)}"), value)
             for owner, path in self._paths.items()
             for name, value in vars(owner).items()
-            if isinstance(value, torch.Tensor) and is_known(owner) and owner in unit.graphed
+            if isinstance(value, torch.Tensor) and is_known(owner) and owner in self._graphed
         ]
         self.code: CodeObserver | None = None
         """Observes the code of modules whose classes are not known, if there are any."""
@@ -162,14 +167,44 @@ class Observer:
         return nullcontext() if self.code is None else self.code.kept()
 
     def rows(self) -> tuple[list[Entry], list[KeySet]]:
-        """The guard's rows of what passes read. Forgets samples and notes: the unit is captured."""
+        """The guard's rows of the module tree, and of what passes read besides.
+
+        Forgets samples and notes: the unit is captured.
+        """
         # What the passes have replaced is a result, such as a module's last loss.
         entries = [row for row, one in self._attributes if row.holder.get(row.key) is one]
         self._attributes, self._samples, self._inputs = [], {}, {}
+        tree = [row for owner, path in self._paths.items() for row in self._rows_of(path, owner)]
         if self.code is None:
-            return entries, []
+            return [*tree, *entries], []
         self.code.forget()
-        return [*self.code.entries, *entries], self.code.key_sets()
+        return [*tree, *self.code.entries, *entries], self.code.key_sets()
+
+    def _rows_of(self, path: str, owner: nn.Module) -> Iterator[Entry]:
+        """Of a module in the unit: its mode and children; of one in the graph, all that it holds.
+
+        A gradient that the graph computes and nobody needs is discarded. So parameters may need
+        none later, unless code is asked to do something else then.
+        """
+        is_inside = owner in self._graphed
+        # A compiled module has its mode, as all else, in the module below it.
+        if (is_inside or owner is self._unit.layer) and "training" in vars(owner):
+            what = f"training of a {type(owner).__name__}"
+            yield Entry(vars(owner), "training", "training", what)
+        for name, child in owner._modules.items():
+            if child in self._graphed:
+                yield Entry(owner._modules, name, "module", f"module {attribute(path, name)}")
+        if not is_inside:
+            return
+        for clause, held in (("parameter", owner._parameters), ("buffer", owner._buffers)):
+            for name in held:
+                yield Entry(held, name, clause, f"{clause} {attribute(path, name)}")
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and (self.asks_for_gradients or not parameter.requires_grad):
+                what = f"requires_grad of {attribute(path, name)}"
+                yield Entry(_NEEDS, parameter, "frozen", what)
+        if owner is not self._unit.layer:  # The replay replaces the layer's own forward.
+            yield Entry(vars(owner), "forward", "forward", f"own forward of {path}")
 
     @contextmanager
     def _several_passes_refused(self) -> Iterator[None]:

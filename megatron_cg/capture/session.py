@@ -209,7 +209,7 @@ class Session:
         )
         if self.fast_path is not None:
             self._undo.callback(self.fast_path.close)
-            self.mismatches.flush_prefetch = self.fast_path.flush_prefetch
+            self.mismatches.conditions.flush_prefetch = self.fast_path.flush_prefetch
 
     @contextmanager
     def _failed_start_shared(self) -> Iterator[None]:

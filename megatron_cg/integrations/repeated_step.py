@@ -114,7 +114,7 @@ def train_step(
     """
     mismatches, counters = session.mismatches, session.counters
     verifies = mismatches.verifies_step
-    if mismatches.repeats or not (verifies or bound):
+    if mismatches.conditions.repeats or not (verifies or bound):
         return by_graphs()
     state = StepState([session.sharding.network], session.units)
     result = by_graphs()
@@ -126,7 +126,7 @@ def train_step(
 
     def repeated() -> Any:
         state.restore()
-        with undone_after(set_attribute(mismatches, "repeats", True)):
+        with undone_after(set_attribute(mismatches.conditions, "repeats", True)):
             return eagerly()
 
     if bound is not None and rows:

@@ -36,8 +36,6 @@ Note [Switches of torch]
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,8 +50,6 @@ from megatron_cg.hooks import HookKind, describe, is_idle
 from megatron_cg.replay.plain import Contents, is_container, is_plain, same_value
 from megatron_cg.upstream.symbols import Symbol
 
-_NEEDS = SimpleNamespace(get=attrgetter("requires_grad"))
-"""Whether a parameter, as a key, needs a gradient: a row like others."""
 GLOBAL_HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -199,7 +195,7 @@ class Inputs:
         labels = [*names, *(f"number {index}" for index in range(len(names), len(args)))]
         own, tensors = {id(tensor) for tensor in borrowed}, [*args, *kwargs.values()]
         storages = [tensor.untyped_storage() for tensor in tensors]
-        self._memory = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
+        self.memory = [range(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
         self._positional = len(args)
         self._keywords = tuple(kwargs)
         self._given: list[str] = []
@@ -244,17 +240,6 @@ class Inputs:
             if before != now and not is_allowed:
                 return _mismatch(clause, f"{clause} of argument {name}", str(before), str(now))
         return None
-
-    def are_returned(self, outputs: Iterable[Any]) -> bool:
-        """Whether an output of the graph lies in the memory of its inputs, of which it has two.
-
-        A graph copies one input after another (TE 2.20.2). It would overwrite such an output that
-        comes back as another input before it reads it.
-        """
-        addresses = [value.data_ptr() for value in outputs if isinstance(value, torch.Tensor)]
-        return len(self._names) > 1 and any(
-            begin <= address < end for begin, end in self._memory for address in addresses
-        )
 
     def _structure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         if len(args) != self._positional:
@@ -301,30 +286,24 @@ class Addresses:
         for item in self._watched:
             if not is_quantized(item.tensor):
                 rows += [(item.tensor.stride, "layout", item), (item.tensor.size, "layout", item)]
-        self._rows = {True: rows, False: rows[: len(self._watched)]}
-        self._read = {forward: [read for read, _, _ in of] for forward, of in self._rows.items()}
+        self._rows = rows
+        reads = [read for read, _, _ in rows]
+        self._read = {True: reads, False: reads[: len(self._watched)]}
 
     def note(self, *, forward: bool) -> None:
         """Record all addresses as a forward or a backward pass begins; the last call counts."""
-        self._at[forward] = self._now(forward)
-
-    def are_as_in_backward(self) -> bool:
-        """Whether all weights are already at the addresses that the backward pass reads."""
-        return self._now(False) == self._at[False]
+        self._at[forward] = [read() for read in self._read[forward]]
 
     def broken(self, *, forward: bool) -> Mismatch | None:
         """The first tensor that has moved, before a replay of that pass."""
-        expected, now = self._at[forward], self._now(forward)
+        expected, now = self._at[forward], [read() for read in self._read[forward]]
         if now == expected:
             return None
-        pairs = zip(self._rows[forward], expected, now, strict=True)
+        pairs = zip(self._rows, expected, now, strict=False)
         (_, part, item), *values = next(pair for pair in pairs if pair[1] != pair[2])
         subject = f"the {part} of {item.name} in the {'forward' if forward else 'backward'} pass"
         was, is_now = map(_hex if part == "memory" else str, values)
         return Mismatch("address", subject, was, is_now, item.cause)
-
-    def _now(self, forward: bool) -> list[object]:
-        return [read() for read in self._read[forward]]
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -581,39 +560,6 @@ def autocast_of(device_type: str) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
-
-
-def entries_of(layer: nn.Module, graphed: Iterable[nn.Module], *, asked: bool) -> list[Entry]:
-    """The modules, parameters and buffers of ``graphed``, inside the graph of ``layer``.
-
-    A gradient that the graph computes and nobody needs is discarded. So parameters may need none
-    later, unless code is ``asked`` to do something else then.
-    """
-    entries: list[Entry] = []
-    inside = {id(module) for module in graphed}
-    for path, owner in layer.named_modules():
-        prefix = f"{path}." if path else ""
-        # A compiled module has its mode, as all else, in the module below it.
-        if (id(owner) in inside or owner is layer) and "training" in vars(owner):
-            what = f"training of a {type(owner).__name__}"
-            entries.append(Entry(vars(owner), "training", "training", what))
-        entries += [
-            Entry(owner._modules, name, "module", f"module {prefix}{name}")
-            for name, child in owner._modules.items()
-            if id(child) in inside
-        ]
-        if id(owner) not in inside:
-            continue
-        for clause, held in (("parameter", owner._parameters), ("buffer", owner._buffers)):
-            entries += [Entry(held, name, clause, f"{clause} {prefix}{name}") for name in held]
-        entries += [
-            Entry(_NEEDS, parameter, "frozen", f"requires_grad of {prefix}{name}")
-            for name, parameter in owner._parameters.items()
-            if parameter is not None and (asked or not parameter.requires_grad)
-        ]
-        if owner is not layer:  # the replay replaces the layer's own forward
-            entries.append(Entry(vars(owner), "forward", "forward", f"own forward of {path}"))
-    return entries
 
 
 def _mismatch(clause: str, subject: str, expected: str, actual: str) -> Mismatch:

@@ -251,7 +251,7 @@ class EagerPasses:
         None: the step is repeated, on all ranks. Raises as :meth:`MismatchPolicy.mismatched`, and
         ReplayMismatchError if the graphs contain collectives and other ranks replay.
         """
-        self.mismatches.flush_prefetch()
+        self.mismatches.conditions.flush_prefetch()
         if isinstance(why, Mismatch):
             self.mismatches.mismatched(why, self.name, collectives=self.collectives)
         elif why is not None:
@@ -299,13 +299,13 @@ def replay_instead(
             prepared = prepare(args, kwargs)
             if prepared is None:
                 return eager(*args, **kwargs)
-            why = None if passes.mismatches.repeats else prepared
+            why = None if passes.mismatches.conditions.repeats else prepared
             if callable(why):
                 passes.replay_follows()
                 try:
                     made = why()
                 except Exception:
-                    passes.mismatches.flush_prefetch()
+                    passes.mismatches.conditions.flush_prefetch()
                     raise
                 if not isinstance(made, Mismatch):
                     return made
@@ -391,7 +391,7 @@ class GuardedGraph:
             mismatch = mismatch or self._mismatches.other_switch
             mismatch = mismatch or self._verifications.refuted.get(self._index)
         if mismatch is None and (self._index in self._verifications.due or not self._replayed):
-            self._mismatches.flush_prefetch()
+            self._mismatches.conditions.flush_prefetch()
             with named_range("verification"):
                 mismatch = self._verify(args, kwargs)
         return mismatch
@@ -403,7 +403,8 @@ class GuardedGraph:
         with named_range("replay"):
             outputs = self._replayed_with(args, kwargs)
         if is_first:
-            self._gives_copies = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
+            memory = self._guard.inputs.memory
+            self._gives_copies = are_returned(memory, tree_flatten(outputs)[0])
         has_backward = self.in_flight.begin(
             self._index, self._unit, outputs, self._before_backward, len(args) + len(kwargs)
         )
@@ -457,7 +458,7 @@ class GuardedGraph:
 
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
-        gradients = self._prepare_backward() and self._guard.addresses.are_as_in_backward()
+        gradients = self._prepare_backward() and self._guard.addresses.broken(forward=False) is None
         on_any_rank = partial(self._mismatches.on_any_rank, self._unit.name, timeout=None)
         # With the backend's own function, not the one that the fast path installs instead.
         with undone_after(self._replay.replace(self._replay.function)):
@@ -472,7 +473,7 @@ class GuardedGraph:
                 on_any_rank=on_any_rank if self.eager_passes.collectives else bool,
             )
         # A bound of rows may explain it. All ranks ask, whatever they have found.
-        if self.eager_passes.collectives and not self._mismatches.within_row_bound():
+        if self.eager_passes.collectives and not self._mismatches.conditions.within_row_bound():
             found = None
         return self._verifications.ended(self._index, found, gradients=gradients)
 
@@ -488,6 +489,16 @@ class GuardedGraph:
         if mismatch is not None:
             self._mismatches.mismatched_in_backward(mismatch, self._unit.name)
         self._mismatches.counters.backwards += 1
+
+
+def are_returned(inputs: Sequence[range], outputs: Sequence[Any]) -> bool:
+    """Whether an output of a graph lies in the memory of its inputs, of which it has two.
+
+    A graph copies one input after another (TE 2.20.2). It would overwrite such an output that
+    comes back as another input before it reads it.
+    """
+    addresses = [value.data_ptr() for value in outputs if isinstance(value, torch.Tensor)]
+    return len(inputs) > 1 and any(one in own for own in inputs for one in addresses)
 
 
 def _own(value: Any) -> Any:

@@ -107,6 +107,19 @@ class ReplayPolicy:
     """What a report adds if another capture could help."""
 
 
+@dataclass
+class Conditions:
+    """What a session's replays and eager passes have to do in this step, besides the guards."""
+
+    repeats: bool = False
+    """Whether every unit runs eagerly on all ranks: they repeat a step, or one has differed."""
+    within_row_bound: Callable[[], bool] = lambda: True
+    """Whether the numbers of graphs with collectives hold in this step so far. A call of all ranks;
+    see ``integrations/megatron/steps.py``."""
+    flush_prefetch: Callable[[], None] = lambda: None
+    """Issues the all-gathers deferred until a launch; must be called before eager passes."""
+
+
 class Verifications:
     """The verifications of one session's graphs, by the index of their units.
 
@@ -191,13 +204,7 @@ class MismatchPolicy:
         self.counters = counters
         noted = noted or (lambda _name, here: here)
         self.verifications = Verifications(policy.verify_interval, units, counters, noted)
-        self.flush_prefetch: Callable[[], None] = lambda: None
-        """Issues the all-gathers deferred until a launch; must be called before eager passes."""
-        self.repeats = False
-        """Whether every unit runs eagerly on all ranks: they repeat a step, or one has differed."""
-        self.within_row_bound: Callable[[], bool] = lambda: True
-        """Whether the numbers of graphs with collectives hold in this step so far. A call of all
-        ranks; see ``integrations/megatron/steps.py``."""
+        self.conditions = Conditions()
         self._policy = policy
         self.on_any_rank = on_any_rank or (lambda _name, here, timeout=None: here)
         """Whether something is true on any rank; all ranks ask at the same replay of a unit."""
@@ -232,7 +239,9 @@ class MismatchPolicy:
     def verifies_step(self) -> bool:
         """Whether this whole step is trained eagerly too, and compared."""
         interval = self._policy.verify_steps
-        return interval > 0 and self.verifications.step % interval == 0 and not self.repeats
+        return (
+            interval > 0 and self.verifications.step % interval == 0 and not self.conditions.repeats
+        )
 
     def step_differed(self, text: str) -> None:
         """Never replay again: all ranks have agreed that a verified step differs.
@@ -243,7 +252,7 @@ class MismatchPolicy:
         if self._policy.on_mismatch == "error":
             raise self._error(f"{text} (--cg-on-mismatch error)")
         logger.warning("megatron_cg: %s This step has eager numbers; so will all others.", text)
-        self.repeats = True
+        self.conditions.repeats = True
 
     def mismatched(self, mismatch: Mismatch, layer: str, *, collectives: bool) -> None:
         """Return if the unit ``layer`` must run eagerly instead of the replay.

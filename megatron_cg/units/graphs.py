@@ -214,7 +214,7 @@ class GraphedUnits:
     def _begin_again_if_due(self) -> None:
         """Release graphs on all ranks if a unit of any of them has changed for good."""
         session, every = self.session, self._recapture
-        if not every or session is None or (mismatches := session.mismatches).repeats:
+        if not every or session is None or (mismatches := session.mismatches).conditions.repeats:
             return  # Repeats: a verified step has differed.
         if mismatches.verifications.step % every:
             return

@@ -256,6 +256,7 @@ class _Repeater:
 
     def _run(self, session: Session, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
         mismatches, bound = session.mismatches, self._bound
+        conditions = mismatches.conditions
         is_second, self._ran = self._ran, True
         if is_second and bound is not None:
             raise _refused("repeat-second-call", _BOUND)
@@ -272,7 +273,7 @@ class _Repeater:
                 given = options
                 if bound is not None:
                     bound.begin_step()
-                    stack.callback(set_attribute(mismatches, "within_row_bound", bound.holds))
+                    stack.callback(set_attribute(conditions, "within_row_bound", bound.holds))
                     given = options | {_FORWARD: self._sharing(bound, options)}
                 result = passes(**given)
             self._seen[session] = session.counters.replayed, mismatches.verifications.step

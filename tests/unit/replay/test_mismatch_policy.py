@@ -23,7 +23,7 @@ def described(calls: list[str]) -> tuple[list[str], Counters]:
     happened: list[str] = []
     layer: Any = nn.Identity()
     mismatches = MismatchPolicy(ReplayPolicy(), Counters())
-    mismatches.flush_prefetch = lambda: happened.append("held")
+    mismatches.conditions.flush_prefetch = lambda: happened.append("held")
     passes = EagerPasses("unit", mismatches, collectives=False)
     graph: Any = type("Graph", (), {"eager_passes": passes})()
     layer.cuda_graphs = [graph]
@@ -40,7 +40,7 @@ def described(calls: list[str]) -> tuple[list[str], Counters]:
         layer.train(call != "evaluation")
         layer.cuda_graphs = [] if call == "no graphs" else [graph]
         prepared = {"mismatch": MISMATCHES[number % 2], "verified": None}.get(call, replay)
-        mismatches.repeats = call == "repeat"
+        mismatches.conditions.repeats = call == "repeat"
         if call == "error":
             with pytest.raises(KeyError):
                 layer()

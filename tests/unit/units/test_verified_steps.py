@@ -69,7 +69,11 @@ def train(on_mismatch: str | None, fault: Callable[[Any, Any], object], step: in
 
     def fault_now(out: Any) -> None:
         session = graphs.session if graphs is not None else None
-        if training.step == step and session is not None and not session.mismatches.repeats:
+        if (
+            training.step == step
+            and session is not None
+            and not session.mismatches.conditions.repeats
+        ):
             fault(training.model, out)
 
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:

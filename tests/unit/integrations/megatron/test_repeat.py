@@ -87,9 +87,9 @@ class Loop:
             forward_only: bool = False,
         ) -> Any:
             policy = self.session.mismatches
-            self.events.append("eager" if policy.repeats else "graphs")
-            self.events.append(policy.within_row_bound())
-            self.session.counters.replayed += not policy.repeats
+            self.events.append("eager" if policy.conditions.repeats else "graphs")
+            self.events.append(policy.conditions.within_row_bound())
+            self.session.counters.replayed += not policy.conditions.repeats
             return [forward_step_func(data_iterator) for _ in range(num_microbatches)]
 
         return forward_backward_no_pipelining
@@ -138,7 +138,11 @@ def test_a_step_beyond_it_runs_once_more_eagerly_with_the_same_batches(loop: Loo
     assert [batch["tokens"] for batch in result] == [0, 1] and next(data) == {"tokens": 2}
     assert heard == [StepRepeated(12, 200, 128, 2.0)]
     policy = loop.session.mismatches
-    assert policy.counters.repeated == 1 and not policy.repeats and policy.within_row_bound()
+    assert (
+        policy.counters.repeated == 1
+        and not policy.conditions.repeats
+        and policy.conditions.within_row_bound()
+    )
 
 
 @pytest.mark.parametrize("kind", ["none", "list", "list of none"])
@@ -173,13 +177,13 @@ def test_a_failed_step_leaves_no_mode_behind(loop: Loop) -> None:
 
     def fail(data: Any) -> None:
         next(data)
-        if loop.session.mismatches.repeats:
+        if loop.session.mismatches.conditions.repeats:
             raise ValueError("failed")
 
     loop.forward = fail
     with pytest.raises(ValueError, match="failed"):
         loop.step(batches())
-    assert not loop.session.mismatches.repeats
+    assert not loop.session.mismatches.conditions.repeats
 
 
 @pytest.mark.parametrize("case", ["no graphs", "evaluation", "another model"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_cg.replay.guard import NOT_INPUTS, Inputs
+from megatron_cg.replay.guarded_graph import are_returned
 
 Given = dict[str, Any]
 """A call: positional arguments by number, as text, and keywords."""
@@ -71,6 +72,6 @@ def test_a_call_is_broken_by_what_has_changed_in_it(same_gradients: bool) -> Non
 
 def test_outputs_in_the_memory_of_two_inputs_are_found() -> None:
     one, two = torch.ones(4), torch.ones(4)
-    assert Inputs([one, two], {}).are_returned([None, two[1:]])
-    assert not Inputs([one, two], {}).are_returned([torch.ones(4), 1])
-    assert not Inputs([one], {}).are_returned([one])
+    assert are_returned(Inputs([one, two], {}).memory, [None, two[1:]])
+    assert not are_returned(Inputs([one, two], {}).memory, [torch.ones(4), 1])
+    assert not are_returned(Inputs([one], {}).memory, [one])
