@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER, RunArguments
-from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.errors import ConfigurationError, Violation, say
 
 _RULE = "cg-layers"
 _RANGE = re.compile(r"(?P<first>\d+)(?P<dash>-(?P<last>\d*))?", re.ASCII)
@@ -22,7 +22,9 @@ _GRAMMAR = (
     "it is not SCOPE:RANGE[,RANGE...], where RANGE is a layer index N, a range N-M up to M or an "
     f"open range N-, and SCOPE one of {', '.join(_KNOWN)}"
 )
-_EXAMPLE = "for example type --cg-layers attn:0-23 moe_router:4- mlp:0-3,8"
+_OPEN = "{type:--cg-layers {fixed}} (an open range ends at the last layer)"
+_TOKEN = "{flag:--cg-layers {token}}"
+_EXAMPLE = "for example {type:--cg-layers attn:0-23 moe_router:4- mlp:0-3,8}"
 _ATTENTION = frozenset({"attn"})
 _MOE = frozenset({"moe", "moe_router", "moe_preprocess"})
 _DENSE_MLP = frozenset({"mlp"})
@@ -98,27 +100,30 @@ class LayerSelection:
         captured = (
             "whole layers, which 'layer' names"
             if run_scopes == (WHOLE_LAYER,)
-            else f"--cuda-graph-modules {' '.join(run_scopes)}"
+            else say("{flag:--cuda-graph-modules {scopes}}", scopes=" ".join(run_scopes))
         )
         for scope, ranges in self.ranges:
             if scope not in run_scopes:
                 yield Violation(
                     _RULE,
-                    f"--cg-layers {scope}:{','.join(map(str, ranges))}",
+                    say(_TOKEN, token=f"{scope}:{','.join(map(str, ranges))}"),
                     f"this run captures {captured}, so there is no {scope} to restrict",
-                    f"name one of {', '.join(run_scopes)} in --cg-layers, or change "
-                    "--cuda-graph-modules (without it whole layers are captured)",
+                    say(
+                        "name one of {scopes} in {flag:--cg-layers}, or change "
+                        "{flag:--cuda-graph-modules} (without it whole layers are captured)",
+                        scopes=", ".join(run_scopes),
+                    ),
                 )
             for layers in ranges:
                 end = layers.first if layers.last is None else layers.last
                 if num_layers is not None and end >= num_layers:
-                    fixed = LayerRange(min(layers.first, num_layers - 1), None)
+                    fixed = f"{scope}:{LayerRange(min(layers.first, num_layers - 1), None)}"
                     yield Violation(
                         _RULE,
-                        f"--cg-layers {scope}:{layers}",
+                        say(_TOKEN, token=f"{scope}:{layers}"),
                         f"the model has {num_layers} layers, so the last index is "
                         f"{num_layers - 1} and there is no layer {end}",
-                        f"type --cg-layers {scope}:{fixed} (an open range ends at the last layer)",
+                        say(_OPEN, fixed=fixed),
                     )
 
 
@@ -132,7 +137,7 @@ def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation,
         if scope in _KNOWN and all(ranges):
             selected.setdefault(scope, []).extend(filter(None, ranges))
         else:
-            broken.append(Violation(_RULE, f"--cg-layers {token}", _GRAMMAR, _EXAMPLE))
+            broken.append(Violation(_RULE, say(_TOKEN, token=token), _GRAMMAR, say(_EXAMPLE)))
     ranges_of = tuple((scope, tuple(ranges)) for scope, ranges in selected.items())
     return LayerSelection(ranges_of), tuple(broken)
 

@@ -31,13 +31,18 @@ from megatron_cg.upstream.symbols import changed
 logger = logging.getLogger(__name__)
 
 _GROUP = "megatron_cg"
-_PACKING = ("sft", "rl_use_sequence_packing", "dataloader_inter_document_masking")
+PACKING = {
+    "sft": "enable_offline_packing",
+    "rl_use_sequence_packing": "enable_in_batch_packing",
+    "dataloader_inter_document_masking": "inter_document_masking",
+}
+"""Megatron's flags, and what does the same in the dataset's config of Megatron-Bridge."""
 _FIELDS = [field.name for field in dataclasses.fields(RunArguments)]
 
 _NOT_IN_CONFIGS = (
     *("hybrid_layer_pattern", "hybrid_override_pattern", "encoder_num_layers", "te_rng_tracker"),
     *("spec", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-    *(*_PACKING, "optimizer_cuda_graph"),
+    *(*PACKING, "optimizer_cuda_graph"),
 )
 """Flags of megatron.training, and that of an optimizer, which a model may not have."""
 
@@ -106,7 +111,7 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         ),
         "moe_use_grouped_tensor": bool(_optional(namespace, "moe_use_grouped_tensor")),
         "fp8_recipe": str(getattr(recipe, "value", recipe)),
-        "packs_sequences": _any(namespace, *_PACKING),
+        "packs_sequences": _any(namespace, *PACKING),
     }
     unchanged = {name: _get(namespace, name) for name in _FIELDS if name not in derived}
     return RunArguments(**unchanged, **derived)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron_cg.arguments.layers import available_scopes, read_tokens
+from megatron_cg.arguments.layers import LayerSelection, available_scopes, read_tokens
 from megatron_cg.arguments.schema import WHOLE_LAYER, Environment, GraphArguments, RunArguments
-from megatron_cg.errors import Violation
+from megatron_cg.errors import Violation, say
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,11 @@ class Configuration:
     environment: Environment = field(default_factory=Environment)
 
     @cached_property
+    def selection(self) -> tuple[LayerSelection, tuple[Violation, ...]]:
+        """What ``--cg-layers`` selects, and what of it is malformed."""
+        return read_tokens(self.graph.cg_layers)
+
+    @cached_property
     def layers(self) -> list[tuple[frozenset[str], frozenset[str]]] | None:
         """For each decoder layer the scopes that it has, and those of them that are captured.
 
@@ -26,7 +31,7 @@ class Configuration:
         available = available_scopes(self.run)
         if available is None:
             return None
-        selection, _ = read_tokens(self.graph.cg_layers)
+        selection, _ = self.selection
         return [
             (has, has.intersection(selection.scopes(index, self.run.cuda_graph_modules)))
             for index, has in enumerate(available)
@@ -55,8 +60,8 @@ class Rule:
     """A property that a run must not have.
 
     ``broken`` says whether a run has it, or gives the facts of each violation. The texts are
-    formatted with ``{run.<field>}``, ``{graph.<field>}`` and those facts. A rule with
-    ``without_graphs`` applies to runs without layerwise graphs too.
+    formatted by :func:`say` with ``{run.<field>}``, ``{graph.<field>}`` and those facts. A rule
+    with ``without_graphs`` applies to runs without layerwise graphs too.
     """
 
     name: str
@@ -70,7 +75,7 @@ class Rule:
         broken = self.broken(given)
         for facts in [{}] if broken is True else broken or ():
             values = {"run": given.run, "graph": given.graph, **facts}
-            texts = (text.format(**values) for text in (self.found, self.reason, self.remedy))
+            texts = (say(text, **values) for text in (self.found, self.reason, self.remedy))
             yield Violation(self.name, *texts)
 
 
@@ -80,8 +85,8 @@ WITHOUT_FIXED_SHAPES = "moe-without-drop-and-pad"
 rows_below_average = Rule(
     "rows-below-average",
     lambda c: c.graph.cg_moe_rows is not None and not c.graph.cg_moe_rows >= 1,
-    "--cg-moe-rows {graph.cg_moe_rows:g}",
+    "{flag:--cg-moe-rows {graph.cg_moe_rows:g}}",
     "it is a multiple of the rows that a rank receives on average, so with less than 1 every step "
     "would be repeated",
-    "type --cg-moe-rows 1.25, or more",
+    "{type:--cg-moe-rows 1.25}, or more",
 )

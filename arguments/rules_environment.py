@@ -65,7 +65,7 @@ engine_too_old = Rule(
     "transformer-engine {version}",
     "before 2.19 make_graphed_callables has no capture_time_hooks, so the hooks of FSDP units "
     "cannot run during capture",
-    f"type {INSTALL}, or capture without it: --cg-backend native",
+    f"type {INSTALL}, or capture without it: {{flag:--cg-backend native}}",
 )
 """Transformer Engine is optional, so an installation may lack it."""
 

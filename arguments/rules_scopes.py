@@ -5,32 +5,28 @@ Scopes and selectively recomputed modules that contradict each other are refused
 each layer recomputes itself inside its graph (``integrations/megatron/full_recompute.py``).
 """
 
-from dataclasses import asdict
-
-from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
 from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated, recomputes_layers
+from megatron_cg.errors import say
 
 _PARTS = frozenset({"attn", "mlp", "moe", "mamba"})
 """The scopes that together are a layer."""
-_SELECTIVE = "type --recompute-granularity selective and drop --recompute-num-layers"
+_SELECTIVE = "{type:--recompute-granularity selective} and {drop:--recompute-num-layers}"
 _DRAWS = (
     "the recomputation would have to draw the same random numbers a second time, which Megatron "
     "does not do inside a graph"
 )
 _PACKS = (
-    "packed sequences (--sft, --rl-use-sequence-packing or --dataloader-inter-document-masking)"
+    "packed sequences ({flag:--sft}, {flag:--rl-use-sequence-packing} or "
+    "{flag:--dataloader-inter-document-masking})"
 )
 
 
 def _layer_selection(given: Configuration) -> list[Facts]:
     """``--cg-layers`` must be well formed and match the run's scopes and layers."""
-    selection, broken = read_tokens(given.graph.cg_layers)
+    selection, broken = given.selection
     unfit = selection.violations(given.run.cuda_graph_modules, given.run.num_layers)
-    return [
-        {**asdict(violation), "found": violation.found.removeprefix("--cg-layers ")}
-        for violation in (*broken, *unfit)
-    ]
+    return [vars(violation) for violation in (*broken, *unfit)]
 
 
 def _captures_parts(given: Configuration) -> bool:
@@ -56,43 +52,44 @@ def _against_full_recompute(given: Configuration) -> list[Facts]:
     found = (
         (
             run.attention_dropout != 0.0 or run.hidden_dropout != 0.0,
-            f"--attention-dropout {run.attention_dropout} --hidden-dropout {run.hidden_dropout}",
+            "{flag:--attention-dropout {run.attention_dropout} --hidden-dropout "
+            "{run.hidden_dropout}}",
             _DRAWS,
-            "type --attention-dropout 0 --hidden-dropout 0",
+            "{type:--attention-dropout 0 --hidden-dropout 0}",
         ),
         (
             run.moe_input_jitter_eps is not None,
-            "--moe-input-jitter-eps",
+            "{flag:--moe-input-jitter-eps}",
             _DRAWS,
-            "drop --moe-input-jitter-eps",
+            "{drop:--moe-input-jitter-eps}",
         ),
         (
             run.has_low_precision,
             "FP8 or FP4",
             "Megatron recomputes such layers by Transformer Engine's own checkpoint, and that has "
             "not been made to work inside a graph",
-            "drop --fp8-format and --fp4-format",
+            "{drop:--fp8-format --fp4-format}",
         ),
         (
             run.hybrid_layer_pattern is not None,
             "a hybrid model",
             "the checkpoint is moved into the layers of a TransformerBlock alone, and this model "
             "has a HybridStack",
-            "drop --recompute-granularity",
+            "{drop:--recompute-granularity}",
         ),
         (
             run.recompute_method == "uniform" and mtp_is_repeated(run),
-            "--recompute-method uniform and --mtp-use-repeated-layer",
+            "{flag:--recompute-method uniform} and {flag:--mtp-use-repeated-layer}",
             "each use of a weight has its own backward pass, and Megatron-FSDP overwrites the "
             "gradient of the use before it while that is being reduced (megatron-core 0.19.2), so "
             "no two runs are equal, without graphs as well",
-            "type --recompute-method block",
+            "{type:--recompute-method block}",
         ),
     )
     if not recomputes_layers(run):
         return []
     return [
-        {"what": what, "why": why, "instead": instead}
+        {"what": say(what, run=run), "why": why, "instead": say(instead)}
         for broken, what, why, instead in found
         if broken
     ]
@@ -102,35 +99,36 @@ RULES = (
     Rule(
         "preprocess-shared-expert",
         lambda c: "moe_preprocess" in c.run.cuda_graph_modules and c.run.moe_shared_expert_overlap,
-        "--cuda-graph-modules moe_preprocess with --moe-shared-expert-overlap",
+        "{flag:--cuda-graph-modules moe_preprocess} with {flag:--moe-shared-expert-overlap}",
         "the graph would end between two stages of the shared expert, which Megatron (0.19.2) "
         "leaves in a state that its next pass does not accept",
-        "drop moe_preprocess from --cuda-graph-modules, or drop --moe-shared-expert-overlap",
+        "drop moe_preprocess from {flag:--cuda-graph-modules}, or "
+        "{drop:--moe-shared-expert-overlap}",
     ),
     Rule(
         "scope-selects-nothing",
         lambda c: c.layers is not None and not any(captured for _, captured in c.layers),
-        "no layer of the model has a scope that --cuda-graph-modules and --cg-layers select",
+        "no layer of the model has a scope that {flag:--cuda-graph-modules} and {flag:--cg-layers} "
+        "select",
         "nothing would be captured",
-        "type --cuda-graph-modules attn mlp (dense) or --cuda-graph-modules attn moe_router (MoE), "
-        "and drop --cg-layers",
+        "{type:--cuda-graph-modules attn mlp} (dense) or "
+        "{flag:--cuda-graph-modules attn moe_router} (MoE), and {drop:--cg-layers}",
     ),
-    Rule("cg-layers", _layer_selection, "--cg-layers {found}", "{reason}", "{remedy}"),
+    Rule("cg-layers", _layer_selection, "{found}", "{reason}", "{remedy}"),
     Rule(
         "full-recompute-of-parts",
         _captures_parts,
-        "--recompute-granularity full with graphs of a part of a layer",
+        "{flag:--recompute-granularity full} with graphs of a part of a layer",
         "the recompute of the whole layer would be around this graph, and recompute around a graph "
         "saves no memory",
-        "capture whole layers: drop --cuda-graph-modules, or type --cuda-graph-modules attn mlp "
-        "(dense) or --cuda-graph-modules attn moe (experts, with --cg-grouped-gemm or drop and "
-        "pad); or "
-        f"{_SELECTIVE}",
+        "capture whole layers: {drop:--cuda-graph-modules}, or "
+        "{type:--cuda-graph-modules attn mlp} (dense) or {flag:--cuda-graph-modules attn moe} "
+        f"(experts, with {{flag:--cg-grouped-gemm}} or drop and pad); or {_SELECTIVE}",
     ),
     Rule(
         "full-recompute",
         _against_full_recompute,
-        "--recompute-granularity full with {what}",
+        "{flag:--recompute-granularity full} with {what}",
         "{why}",
         f"{{instead}}, or {_SELECTIVE}",
     ),
@@ -142,49 +140,50 @@ RULES = (
             and c.run.sequence_parallel
             and c.run.hidden_dropout != 0.0
         ),
-        "--recompute-modules core_attn with captured attention, --sequence-parallel and dropout",
+        "{flag:--recompute-modules core_attn} with captured attention, {flag:--sequence-parallel} "
+        "and dropout",
         "attention advances the random state that dropout reads too. Where it is recomputed, an "
         "eager pass does that twice and a graph, in which Megatron recomputes nothing, once",
-        "type --hidden-dropout 0, or drop --recompute-granularity",
+        "{type:--hidden-dropout 0}, or {drop:--recompute-granularity}",
     ),
     Rule(
         "recompute-of-mhc",
         lambda c: c.run.recomputes("mhc"),
-        "--recompute-modules mhc",
+        "{flag:--recompute-modules mhc}",
         "layers then share checkpoints, which are recomputed together behind the last of them. A "
         "replay adds none, and the pass that it is compared with adds some that nothing recomputes",
-        "drop mhc from --recompute-modules",
+        "drop mhc from {flag:--recompute-modules}",
     ),
     Rule(
         "activation-offloading",
         lambda c: c.run.fine_grained_activation_offloading,
-        "--fine-grained-activation-offloading",
+        "{flag:--fine-grained-activation-offloading}",
         "the backward graph of a layer reloads activations of the layer before it, so one layer "
         "that runs eagerly beside replays would make gradients wrong, without an error",
-        "drop --fine-grained-activation-offloading",
+        "{drop:--fine-grained-activation-offloading}",
     ),
     Rule(
         "routing-replay",
         lambda c: c.run.moe_enable_routing_replay and _captures_router(c),
-        "--moe-enable-routing-replay with a captured MoE router",
+        "{flag:--moe-enable-routing-replay} with a captured MoE router",
         "Python code of the router records or repeats its choices, and a replay does not run it",
-        "drop --moe-enable-routing-replay, or type --cuda-graph-modules attn",
+        "{drop:--moe-enable-routing-replay}, or {type:--cuda-graph-modules attn}",
     ),
     Rule(
         "sinkhorn-router",
         lambda c: "sinkhorn" in c.run.moe_router_load_balancing_type and _captures_router(c),
-        "--moe-router-load-balancing-type sinkhorn with a captured MoE router",
+        "{flag:--moe-router-load-balancing-type sinkhorn} with a captured MoE router",
         "its iteration ends when a value on the GPU is small enough, so the CPU waits for it in "
         "each round, which a capture does not allow",
-        "type --moe-router-load-balancing-type aux_loss, or type --cuda-graph-modules attn",
+        "{type:--moe-router-load-balancing-type aux_loss}, or {type:--cuda-graph-modules attn}",
     ),
     Rule(
         "largest-attention-logits",
         lambda c: c.run.captures("attn") and (c.run.qk_clip or c.run.log_max_attention_logit),
-        "--qk-clip or --log-max-attention-logit with captured attention",
+        "{flag:--qk-clip} or {flag:--log-max-attention-logit} with captured attention",
         "Python code of the attention hands the largest logits of a step over to the optimizer "
         "and the log, and a replay does not run it: nothing would be clipped or logged",
-        "drop --qk-clip and --log-max-attention-logit, or type --cuda-graph-modules with scopes "
+        "{drop:--qk-clip --log-max-attention-logit}, or {type:--cuda-graph-modules} with scopes "
         "other than attn",
     ),
     Rule(
@@ -194,7 +193,7 @@ RULES = (
         "a pack's boundaries reach the layer in a PackedSeqParams, and Megatron's graphs take only "
         "tensors (cu_seqlens differs from step to step in length and values, max_seqlen is a "
         "number)",
-        "leave attn and mamba out of --cuda-graph-modules: name scopes behind attention, such as "
-        "mlp or moe_router",
+        "leave attn and mamba out of {flag:--cuda-graph-modules}: name scopes behind attention, "
+        "such as mlp or moe_router",
     ),
 )

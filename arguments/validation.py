@@ -27,7 +27,7 @@ def _flags_without_effect(given: Configuration) -> list[Facts]:
 
 def _without_their_extension(given: Configuration) -> list[Facts]:
     return [
-        {"folder": folder, "flag": flag_of(field), "value": value}
+        {"folder": folder, "setting": flag_of(field), "value": value}
         for folder, field, value in extensions.asked_of(given.environment.without, given.graph)
     ]
 
@@ -36,18 +36,19 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "extension-missing",
         _without_their_extension,
-        "{flag} {value}",
+        "{flag:{setting} {value}}",
         "it needs the extension megatron_cg/{folder}, which is not installed",
-        "install the whole package again with pip, or drop {flag}",
+        "install the whole package again with pip, or {drop:{setting}}",
         without_graphs=True,
     ),
     Rule(
         "flags-without-graphs",
         _flags_without_effect,
-        "{flags} with --cuda-graph-impl {run.cuda_graph_impl} {fsdp} --use-megatron-fsdp",
+        "{flag:{flags}} with {flag:--cuda-graph-impl {run.cuda_graph_impl}} {fsdp} "
+        "{flag:--use-megatron-fsdp}",
         "the flag only affects layerwise graphs under Megatron-FSDP, which this run does not "
         "request, so it would have no effect",
-        "add --use-megatron-fsdp --cuda-graph-impl transformer_engine, or drop the flag",
+        "{add:--use-megatron-fsdp --cuda-graph-impl transformer_engine}, or drop the flag",
         without_graphs=True,
     ),
     *rules_fsdp.RULES,

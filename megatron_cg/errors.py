@@ -1,11 +1,66 @@
 """Typed errors. They say what was found, why it is wrong, and what to type or do instead."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+LEAVE_OUT = "Leave this module out of {flag:--cuda-graph-modules}"
+LEAVE_LAYER_OUT = "leave the layer out of {flag:--cg-layers}"
+WITHOUT_GRAPHS = "To train without graphs: {flag:--cuda-graph-impl none}."
+WITHOUT_FAST_PATH = "type {flag:--cg-no-fsdp-fast-path}."
+"""Remedies of several errors; see :class:`Voice`."""
 STEP_DIFFERS = "trained with graphs and then eagerly, has other numbers"
 """In the error and in the log line of a verified step, by which ``align`` finds them."""
+
+
+class Voice:
+    """Names settings in messages as the caller gives them; this one as flags.
+
+    A message is a format string, in which ``{flag:--cg-layers}`` is a setting, with a value or
+    without, and ``{add:--bf16}``, ``{type:--fp8-recipe delayed}`` and ``{drop:--cg-layers}`` are
+    what to do with one, or with several in a row.
+    """
+
+    def say(self, message: str, /, **values: object) -> str:
+        verbs = {verb: _Verb(self, verb) for verb in ("add", "type", "drop")}
+        return message.format(flag=_Verb(self, ""), **verbs, **values)
+
+    def settings(self, verb: str, flags: str) -> str:
+        """``flags`` are as typed; ``verb`` is empty if they are only named."""
+        return f"{verb} {flags}".lstrip()
+
+
+@dataclass(frozen=True)
+class _Verb:
+    voice: Voice
+    verb: str
+
+    def __format__(self, flags: str) -> str:
+        return self.voice.settings(self.verb, flags)
+
+
+_voices = [Voice()]
+
+
+def current_voice() -> Voice:
+    """The voice for the caller that is served now."""
+    return _voices[-1]
+
+
+def say(message: str, /, **values: object) -> str:
+    """Format a message that names settings; see :class:`Voice`."""
+    return current_voice().say(message, **values)
+
+
+@contextmanager
+def speaking(one: Voice) -> Iterator[None]:
+    """Messages that are made in the block name settings in this voice."""
+    _voices.append(one)
+    try:
+        yield
+    finally:
+        _voices.remove(one)
 
 
 class MegatronCGError(RuntimeError):
@@ -112,8 +167,7 @@ class HostSyncError(CaptureError):
     def __init__(self, where: str) -> None:
         super().__init__(
             f"{where} waits for the device and reads its memory on the host; a CUDA graph holds no "
-            "host code. Leave this module out of --cuda-graph-modules, or keep the value in a "
-            "tensor."
+            f"host code. {say(LEAVE_OUT)}, or keep the value in a tensor."
         )
 
 

@@ -70,9 +70,8 @@ def rules() -> str:
 
 
 def _rule(rule: Rule, said: Mapping[str, str]) -> str:
-    """By its own texts; where they depend on the run, by the messages of tests."""
-    cases = said if "{" in rule.found + rule.remedy else {rule.found: rule.remedy}
-    shown = [f"{_in_code(found)}.<br>Instead: {_in_code(cases[found])}." for found in cases]
+    """By the messages of tests."""
+    shown = [f"{_in_code(found)}.<br>Instead: {_in_code(said[found])}." for found in said]
     if len(shown) == 1:
         return f"- **{rule.name}**: {shown[0]}"
     return "\n".join([f"- **{rule.name}**:", *(f"    - {case}" for case in shown)])

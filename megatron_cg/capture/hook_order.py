@@ -27,7 +27,7 @@ from functools import partial
 
 from torch import nn
 
-from megatron_cg.errors import CaptureError, UpstreamChangedError
+from megatron_cg.errors import WITHOUT_GRAPHS, CaptureError, UpstreamChangedError, say
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, CaptureTimeHooks
 from megatron_cg.upstream.symbols import changed
 
@@ -106,8 +106,7 @@ class HookOrder:
             raise OutOfStepError(
                 f"one of the {key} of callable {layer} ({type(self._callables[layer]).__name__}) "
                 f"raised {self._raised}. So this rank may have left out collectives that the other "
-                "ranks wait for, and training cannot go on. To train without graphs: "
-                "--cuda-graph-impl none"
+                "ranks wait for, and training cannot go on. " + say(WITHOUT_GRAPHS)
             ) from cause
 
     def _called(self, layer: int, key: str, module: nn.Module) -> None:

@@ -47,7 +47,7 @@ from torch import nn
 
 from megatron_cg.backends.base import device_generator, generators_of
 from megatron_cg.capture.transaction import frozen_kept
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, say
 from megatron_cg.extensions import CodeObserver, observe_code
 from megatron_cg.replay.borders import local
 from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
@@ -69,6 +69,7 @@ RELIES_ON = (
         attributes=("pg_map",),
     ),
 )
+_NOT_FUSED = "{add:--no-gradient-accumulation-fusion}"
 _MARK = "grad_added_to_main_grad"
 _NEEDS = SimpleNamespace(get=attrgetter("requires_grad"))
 """Whether a parameter, as a key, needs a gradient: a row like others."""
@@ -266,7 +267,7 @@ class Observer:
             raise CaptureError(
                 f"{self._unit.name} writes the gradient of {marked[0][0]} into main_grad by itself "
                 f"(gradient-accumulation fusion; {len(marked)} such weights), so a replay would "
-                "return a placeholder instead. Add --no-gradient-accumulation-fusion, or build the "
+                f"return a placeholder instead. To mend this, {say(_NOT_FUSED)}, or build the "
                 "layer with fuse_wgrad_accumulation=False."
             )
 

@@ -39,6 +39,7 @@ from megatron_cg.errors import (
     MegatronCGError,
     NotRestoredError,
     PhaseError,
+    say,
 )
 from megatron_cg.events import CaptureBegan, CaptureEnded, GraphsDeleted, emit, in_range
 from megatron_cg.extensions import FastPath, install_fast_path
@@ -55,6 +56,7 @@ _SESSIONS: list[ReferenceType[Session]] = []
 """Sessions with graphs. A session lives as long as its model, which holds it: the layers replay
 even if nobody else does. So a model that is dropped takes its graphs along."""
 _HOLDS = "_megatron_cg_session"
+_GO_ON = "{flag:--cg-on-failure eager}"
 _captures = count(1)
 """For the log alone: ranks may not capture the same models."""
 
@@ -302,8 +304,8 @@ def close_all_sessions() -> None:
 class GraphController:
     """Captures and deletes one model's graphs; all ranks do so together.
 
-    ``eager_on_failure`` says whether training continues eagerly after a failed capture, ``option``
-    is what a user types for that, and ``clean_up`` is called then.
+    ``eager_on_failure`` says whether training continues eagerly after a failed capture;
+    ``clean_up`` is called then.
     """
 
     def __init__(
@@ -312,12 +314,11 @@ class GraphController:
         capture: Callable[[], Session],
         *,
         eager_on_failure: bool = False,
-        option: str = "",
         clean_up: Callable[[], None] | None = None,
     ) -> None:
         self._agreement = agreement
         self._capture = capture
-        self._eager_on_failure, self._option, self._clean_up = eager_on_failure, option, clean_up
+        self._eager_on_failure, self._clean_up = eager_on_failure, clean_up
         self._earlier = Counters()
         self.session: Session | None = None
         """The current graphs; None before capture and after deletion."""
@@ -389,8 +390,7 @@ class GraphController:
     def _fail(self, error: Exception) -> None:
         failure = error
         if not isinstance(error, MegatronCGError):
-            has_advice = self._option and not self._eager_on_failure
-            advice = f" To train without graphs: {self._option}." if has_advice else ""
+            advice = "" if self._eager_on_failure else f" To train without graphs: {say(_GO_ON)}."
             failure = CaptureError(f"capture failed with {type(error).__name__}: {error}.{advice}")
         # The traceback's frames hold incomplete graphs, and training needs their memory.
         clear_frames(error)
@@ -402,7 +402,7 @@ class GraphController:
             raise failure from (error if failure is not error else error.__cause__)
         self._agreement.report_failure()
         as_before = "Model, hooks, gradients, RNG and FP8 state are as before."
-        logger.error("%s %s Training goes on eagerly (%s).", failure, as_before, self._option)
+        logger.error("%s %s Training goes on eagerly (%s).", failure, as_before, say(_GO_ON))
         self.gave_up = True
         if self._clean_up is not None:
             self._clean_up()

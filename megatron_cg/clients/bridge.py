@@ -19,12 +19,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_cg.arguments.megatron import run_of_configs
+from megatron_cg.arguments.megatron import PACKING, run_of_configs
 from megatron_cg.arguments.schema import BACKENDS, Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.validation import notices, violations
-from megatron_cg.arguments.words import PACKING, in_python_terms, sentences
-from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation
-from megatron_cg.upstream.patch import Undo, replace_function, run_instead
+from megatron_cg.errors import ConfigurationError, Violation, speaking
+from megatron_cg.integrations.call_arguments import CallVoice
+from megatron_cg.upstream.patch import Undo, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 _CONFIG = "megatron.bridge.training.config"
@@ -86,9 +86,10 @@ def _configs(cfg: Any) -> list[tuple[str, Any]]:
 
 
 def errors_name_fields(cfg: Any) -> Undo:
-    """Errors of this package name fields of ``cfg`` and arguments of ``enable()``, and no flags."""
-    say, of_error = sentences(configs=_configs(cfg)), RuntimeError.__str__
-    return replace_function(MegatronCGError, "__str__", lambda error: say(of_error(error)))
+    """Errors that come from now on name fields of ``cfg`` and arguments of ``enable()``."""
+    with ExitStack() as stack:
+        stack.enter_context(speaking(CallVoice(configs=_configs(cfg))))
+        return stack.pop_all().close
 
 
 def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
@@ -114,9 +115,11 @@ def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
     others["te_rng_tracker"] = bool(cfg.rng.te_rng_tracker or model.use_te_rng_tracker)
     run = run_of_configs(cfg.optimizer, cfg.ddp, cfg.model, model, **others)
     environment = Environment.read(BACKENDS[given.cg_backend])
-    broken = violations(run, given, environment) + (_WITHOUT_TRACKER,) * (not run.te_rng_tracker)
+    with speaking(CallVoice(configs=_configs(cfg))):
+        broken = violations(run, given, environment)
+    broken += (_WITHOUT_TRACKER,) * (not run.te_rng_tracker)
     if broken:
-        raise ConfigurationError(in_python_terms(broken, configs=_configs(cfg)))
+        raise ConfigurationError(broken)
     for line in notices(run, environment) if first else ():
         _warn_once("megatron_cg: %s", line)
     return run

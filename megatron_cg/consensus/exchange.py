@@ -37,7 +37,7 @@ from megatron_cg.consensus.decision import (
     ranks_text,
 )
 from megatron_cg.consensus.process_exit import exit_without_waiting
-from megatron_cg.errors import CaptureError, NotRestoredError, PhaseError
+from megatron_cg.errors import WITHOUT_GRAPHS, CaptureError, NotRestoredError, PhaseError, say
 from megatron_cg.events import in_range
 from megatron_cg.upstream.patch import replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
@@ -58,7 +58,6 @@ TIMEOUT = timedelta(minutes=10)
 FALLING_BACK = timedelta(seconds=60)
 """How long a rank waits for the others to fall back to eager after a mismatch. They find the same
 mismatch at the same call."""
-WITHOUT = "To train without graphs: --cuda-graph-impl none."
 _SOON = timedelta(seconds=1)
 _LONGEST = 10.0
 _NOT_THE_CALLER = (
@@ -154,12 +153,12 @@ class Agreement:
         timeout: timedelta = TIMEOUT,
         *,
         group: dist.ProcessGroup | None = None,
-        remedy: str = WITHOUT,
+        remedy: str = "",
         alone: str = "",
     ) -> None:
         self._group: dist.ProcessGroup | None = None
         self._ranks = [0]
-        self._timeout, self._remedy = timeout, remedy
+        self._timeout, self._remedy = timeout, remedy or say(WITHOUT_GRAPHS)
         if dist.is_initialized():
             self._ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
             self._where = _Whereabouts(self._ranks)

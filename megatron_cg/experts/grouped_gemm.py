@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm
 
-from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.errors import ConfigurationError, Violation, say
 
 _ALIGNMENT = 16
 """Bytes, of each row and address that ``grouped_mm`` reads or writes."""
@@ -79,7 +79,7 @@ def refuse_other(settings: Any, weight: torch.Tensor) -> None:
 
     ``settings`` are its ``non_tensor_args``, ``weight`` is the first one, ``[out, in]``.
     """
-    remedy = "use --cg-grouped-gemm te (FP8: or cublas), or enable() without grouped_gemm"
+    remedy = say("{type:--cg-grouped-gemm te} (FP8: or cublas)")
     broken = [
         Violation("grouped-gemm", found, why, remedy) for found, why in _others(settings, weight)
     ]

@@ -38,7 +38,7 @@ from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_mod
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
 
-from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.errors import ConfigurationError, Violation, say
 from megatron_cg.experts.grouped_gemm import GroupedGemm, on_device
 from megatron_cg.experts.row_bound import RowBound, clipped
 from megatron_cg.experts.rules import ROW_MULTIPLES
@@ -94,7 +94,6 @@ _PADS = Symbol(
     "whether experts leave the padding of their rows to others",
     parameters=("config",),
 )
-_FLAG = "--cg-grouped-gemm"
 RELIES_ON = (*DISPATCHING, _GEMM, _LAYER_OF_TE, _SUPPORTED, _DISPATCHER, _PADS)
 KernelName = Literal["cublas", "torch"]
 """The values of ``--cg-grouped-gemm`` that are one kernel for all experts."""
@@ -322,12 +321,13 @@ def _refuse_other(recipe: Any, dtype: torch.dtype) -> None:
         kind = "" if recipe is None else f" and {type(recipe).__name__}"
         lacks = f"Transformer Engine has no such kernel for {dtype}{kind}"
     if lacks:
-        remedy = f"use {_FLAG} torch (BF16) or te, or enable() without grouped_gemm"
+        remedy = say("{type:--cg-grouped-gemm torch} (BF16) or {flag:--cg-grouped-gemm te}")
         raise _refusal("cublas", lacks, remedy)
 
 
 def _refusal(gemm: str, why: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError([Violation("grouped-gemm", f"{_FLAG} {gemm}", why, remedy)])
+    found = say("{flag:--cg-grouped-gemm {gemm}}", gemm=gemm)
+    return ConfigurationError([Violation("grouped-gemm", found, why, remedy)])
 
 
 def _unpadded_in_captures(skips: Callable[[Any], bool]) -> Callable[[Any], bool]:

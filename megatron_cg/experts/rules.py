@@ -12,11 +12,12 @@ from megatron_cg.arguments.rule import (
     rows_below_average,
 )
 from megatron_cg.arguments.schema import RunArguments
+from megatron_cg.errors import say
 from megatron_cg.upstream.te import UPGRADE
 
 DROP_AND_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _GEMM = "--cg-grouped-gemm"
-_ROUTER = "type --cuda-graph-modules attn moe_router"
+_ROUTER = "{type:--cuda-graph-modules attn moe_router}"
 ROW_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
 """By ``--fp8-recipe``: each expert's rows are a multiple of it in a graph. Others are refused."""
 _CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
@@ -34,45 +35,47 @@ def _against_one_kernel(given: Configuration) -> list[Facts]:
     if gemm == "te":
         return []
     by_kernel = _against_torchs(given.run) if gemm == "torch" else _against_cublass(given)
-    last = f", or drop {' '.join([_GEMM, *_of_exchange(given)])}"
+    last = f", or {{drop:{' '.join([_GEMM, *_of_exchange(given)])}}}"
     if given.captures_dropless_experts:
         last += f" and {_ROUTER}"
     return [
-        {"what": what, "why": why, "instead": instead + last}
+        {"what": say(what, run=given.run), "why": why, "instead": say(instead + last)}
         for broken, what, why, instead in chain(_against_any(given.run), by_kernel)
         if broken
     ]
 
 
 def _against_any(run: RunArguments) -> _Found:
-    kernel, fuser = "one kernel for all experts", "--use-transformer-engine-op-fuser"
+    kernel, fuser = "one kernel for all experts", "--use-transformer-engine-op-fuser}"
     grouped = run.is_moe and run.moe_grouped_gemm
-    why, remedy = f"{kernel} computes those alone", "add --moe-grouped-gemm in a MoE model"
+    why, remedy = f"{kernel} computes those alone", "{add:--moe-grouped-gemm} in a MoE model"
     yield not grouped, "in a model without grouped experts", why, remedy
-    yield not run.bf16, "without --bf16", f"{kernel} has weights in BF16", "add --bf16"
-    yield run.add_bias_linear, "with biases", f"{kernel} adds none", "add --disable-bias-linear"
+    yield not run.bf16, "without {flag:--bf16}", f"{kernel} has weights in BF16", "{add:--bf16}"
+    yield run.add_bias_linear, "with biases", f"{kernel} adds none", "{add:--disable-bias-linear}"
     why = "the fuser computes experts itself"
-    yield run.use_transformer_engine_op_fuser, f"with {fuser}", why, f"drop {fuser}"
+    yield run.use_transformer_engine_op_fuser, "with {flag:" + fuser, why, "{drop:" + fuser
 
 
 def _against_torchs(run: RunArguments) -> _Found:
-    why, remedy = "torch's kernel computes in BF16", f"type {_kernel_for(run)}"
-    yield run.fp8 is not None, "with FP8", why, f"{remedy}, or drop --fp8-format"
-    yield run.fp4 is not None, "with FP4", why, "drop --fp4-format"
+    why, remedy = "torch's kernel computes in BF16", "{type:" + _kernel_for(run)
+    yield run.fp8 is not None, "with FP8", why, f"{remedy}}}, or {{drop:--fp8-format}}"
+    yield run.fp4 is not None, "with FP4", why, "{drop:--fp4-format}"
 
 
 def _against_cublass(given: Configuration) -> _Found:
     run = given.run
     lacks = given.environment.lacks_device_counts
     upgradable = not lacks or lacks.startswith("cuBLASLt")  # The GPU is one that torch's takes too.
-    torch = f", or type {_GEMM} torch" if upgradable and not run.has_low_precision else ""
+    torch = (
+        ", or {type:--cg-grouped-gemm torch}" if upgradable and not run.has_low_precision else ""
+    )
     why = "cuBLASLt's kernel computes in BF16 and FP8"
-    yield run.fp4 is not None, "with FP4", why, "drop --fp4-format"
+    yield run.fp4 is not None, "with FP4", why, "{drop:--fp4-format}"
     yield (
         run.fp8 is not None and run.fp8_recipe not in ROW_MULTIPLES,
-        f"with --fp8-recipe {run.fp8_recipe}",
+        "with {flag:--fp8-recipe {run.fp8_recipe}}",
         f"Transformer Engine has this kernel for {' and '.join(ROW_MULTIPLES)} on Hopper GPUs",
-        "type --fp8-recipe tensorwise",
+        "{type:--fp8-recipe tensorwise}",
     )
     cutlass = given.environment.variables.get(_CUTLASS) == "1"
     why = "the variable asks for CUTLASS's kernels"
@@ -82,7 +85,7 @@ def _against_cublass(given: Configuration) -> _Found:
         experts > _MOST_EXPERTS,
         f"with {experts} experts of a rank",
         f"Transformer Engine's kernel takes {_MOST_EXPERTS} at most",
-        f"raise --expert-model-parallel-size{torch}",
+        "raise {flag:--expert-model-parallel-size}" + torch,
     )
     upgrade = f"{UPGRADE} (torch pins an older one, and pip warns)"
     remedy = upgrade if lacks.startswith("cuBLASLt is 13.") else "megatron-cg doctor"
@@ -99,7 +102,7 @@ def _without_fixed_shapes(given: Configuration) -> list[Facts]:
     run = given.run
     if not given.captures_experts or run.drops_and_pads or given.counts_on_device:
         return []
-    return [{"kernel": f"add {_kernel_for(run)}, or " if run.fp4 is None else ""}]
+    return [{"kernel": say(f"{{add:{_kernel_for(run)}}}, or ") if run.fp4 is None else ""}]
 
 
 def _drops_unpadded(given: Configuration) -> bool:
@@ -130,7 +133,7 @@ def _pads_rows(given: Configuration) -> list[Facts]:
         "--use-transformer-engine-op-fuser": run.use_transformer_engine_op_fuser,
     }
     applies = given.captures_experts and run.moe_grouped_gemm
-    return [{"flag": flag} for flag, is_set in flags.items() if applies and is_set]
+    return [{"setting": flag} for flag, is_set in flags.items() if applies and is_set]
 
 
 def _exchanges_nothing(given: Configuration) -> list[Facts]:
@@ -153,7 +156,7 @@ RULES = (
     _rule(
         "grouped-gemm",
         _against_one_kernel,
-        "--cg-grouped-gemm {graph.cg_grouped_gemm} {what}",
+        "{flag:--cg-grouped-gemm {graph.cg_grouped_gemm}} {what}",
         "{why}",
         "{instead}",
     ),
@@ -163,69 +166,69 @@ RULES = (
             c.run.overlap_dispatch_backward_with_experts_wgrad
             and (c.graph.cg_grouped_gemm == "torch" or (c.run.wants_graphs and c.captures_experts))
         ),
-        "--overlap-dispatch-backward-with-experts-wgrad with experts in a graph, or with "
-        "--cg-grouped-gemm torch",
+        "{flag:--overlap-dispatch-backward-with-experts-wgrad} with experts in a graph, or with "
+        "{flag:--cg-grouped-gemm torch}",
         "Python code that reduces delayed weight gradients does not run in a replay, and torch's "
         "grouped GEMM computes them at once",
-        "drop --overlap-dispatch-backward-with-experts-wgrad",
+        "{drop:--overlap-dispatch-backward-with-experts-wgrad}",
     ),
     # A graph can hold experts if it has fixed shapes: by drop and pad, or by counts on the GPU.
     Rule(
         WITHOUT_FIXED_SHAPES,
         _without_fixed_shapes,
-        "MoE layers in graphs with their experts (--cuda-graph-modules moe, or none), without drop "
-        "and pad",
+        "MoE layers in graphs with their experts ({flag:--cuda-graph-modules moe}, or none), "
+        "without drop and pad",
         "how many tokens each expert gets then differs from step to step, and Transformer "
         "Engine's grouped GEMM reads it on the CPU, which a capture does not allow",
-        f"{{kernel}}add {DROP_AND_PAD}, or {_ROUTER}; or, without --cuda-graph-modules, name the "
-        "dense layers, as with --cg-layers layer:0",
+        f"{{kernel}}{{add:{DROP_AND_PAD}}}, or {_ROUTER}; or, without "
+        "{flag:--cuda-graph-modules}, name the dense layers, as with {flag:--cg-layers layer:0}",
     ),
     Rule(
         "experts-capacity",
         _drops_unpadded,
-        "--moe-expert-capacity-factor {run.moe_expert_capacity_factor:g} without padding, and "
-        "experts in a graph",
+        "{flag:--moe-expert-capacity-factor {run.moe_expert_capacity_factor:g}} without padding, "
+        "and experts in a graph",
         "Megatron captures experts that drop tokens only if each of them gets the same number",
-        "drop --moe-expert-capacity-factor, or add --moe-pad-expert-input-to-capacity",
+        "{drop:--moe-expert-capacity-factor}, or {add:--moe-pad-expert-input-to-capacity}",
     ),
     Rule(
         "experts-grouped-tensor",
         _pads_rows,
-        "a grouped GEMM of padded rows ({flag}) and experts in a graph",
+        "a grouped GEMM of padded rows ({flag:{setting}}) and experts in a graph",
         "Megatron pads the rows of each expert by counts on the CPU, and copies the counts to the "
         "GPU, which a capture does not allow",
-        f"drop {{flag}}, or {_ROUTER}",
+        "{drop:{setting}}, or " + _ROUTER,
     ),
     Rule(
         "experts-dispatcher",
         _reads_counts,
-        "--moe-token-dispatcher-type {run.moe_token_dispatcher_type} in MoE layers that are "
+        "{flag:--moe-token-dispatcher-type {run.moe_token_dispatcher_type}} in MoE layers that are "
         "captured with their experts",
         "this dispatcher copies the number of each expert's tokens to the CPU and waits for it, "
         "which a capture does not allow",
-        f"type --moe-token-dispatcher-type alltoall, or {_ROUTER}",
+        "{type:--moe-token-dispatcher-type alltoall}, or " + _ROUTER,
     ),
     Rule(
         "experts-tensor-parallel",
         lambda c: c.captures_dropless_experts and c.run.expert_tensor_parallel_size > 1,
         "dropless experts in a graph that are split over several tensor-parallel ranks",
         "the ranks of an expert then exchange rows by numbers that Megatron reads on the CPU",
-        f"add --expert-tensor-parallel-size 1, or {_ROUTER}",
+        "{add:--expert-tensor-parallel-size 1}, or " + _ROUTER,
     ),
     Rule(
         "experts-router",
         _unknown_balancing,
-        "dropless experts in a graph with --moe-router-load-balancing-type {others}",
+        "dropless experts in a graph with {flag:--moe-router-load-balancing-type {others}}",
         "megatron-core 0.19.2 takes whole MoE layers in graphs only as drop and pad, and that only "
         f"with {', '.join(_BALANCING)}",
-        f"type --moe-router-load-balancing-type aux_loss, or {_ROUTER}",
+        "{type:--moe-router-load-balancing-type aux_loss}, or " + _ROUTER,
     ),
     rows_below_average,
     Rule(
         "no-exchange",
         _exchanges_nothing,
-        "{name} {value} in a run whose graphs hold no dropless experts of several ranks",
+        "{flag:{name} {value}} in a run whose graphs hold no dropless experts of several ranks",
         "it is about the rows that such graphs exchange between expert-parallel ranks",
-        "drop {name}, or let graphs hold such experts: docs/experts.md",
+        "{drop:{name}}, or let graphs hold such experts: docs/experts.md",
     ),
 )

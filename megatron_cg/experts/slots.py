@@ -53,17 +53,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, say
 from megatron_cg.upstream.symbols import Symbol, changed
 
 _CANNOT = "the {} expert-parallel ranks cannot map each other's GPU memory: {}. {}"
 _INSTEAD = (
-    "--cg-moe-exchange peer is for expert-parallel ranks of one host whose GPUs access each "
-    "other's memory: type --cg-moe-exchange nccl"
+    "{flag:--cg-moe-exchange peer} is for expert-parallel ranks of one host whose GPUs access each "
+    "other's memory: {type:--cg-moe-exchange nccl}"
 )
 _SEE_ALL = (
     "Torch takes GPUs with one number for one GPU: let each rank see all GPUs of the host "
-    "(CUDA_VISIBLE_DEVICES), or type --cg-moe-exchange nccl"
+    "(CUDA_VISIBLE_DEVICES), or {type:--cg-moe-exchange nccl}"
+)
+_FEWER = (
+    "{flag:--cg-moe-rows 1.25} makes them fewer; without such memory: {flag:--cg-moe-exchange nccl}"
 )
 LIMIT = timedelta(minutes=10)
 """How long an exchange outside of graphs waits for a rank, as long as NCCL's default."""
@@ -315,7 +318,7 @@ class PeerMemory:
         except RuntimeError as error:
             reason = _first_line(error)
             remedy = _SEE_ALL if "overlapping devices" in reason else _INSTEAD
-            raise CaptureError(_CANNOT.format(ranks, reason.rstrip("."), remedy)) from error
+            raise CaptureError(_CANNOT.format(ranks, reason.rstrip("."), say(remedy))) from error
         addresses = list(handle.buffer_ptrs)
         if addresses[handle.rank] != rows.data_ptr():
             raise changed("torch", _RENDEZVOUS.path, "where each rank's tensor begins")
@@ -345,11 +348,10 @@ def _require_on_all(group: dist.ProcessGroup, problem: str | None, size: int) ->
     hosts = sorted({host for host, _ in told})
     if len(hosts) > 1:
         where = f"they run on {', '.join(hosts)}"
-        raise CaptureError(_CANNOT.format(len(told), where, _INSTEAD))
+        raise CaptureError(_CANNOT.format(len(told), where, say(_INSTEAD)))
     for rank, (_, failure) in enumerate(told):
         if failure is not None:
             raise CaptureError(
                 f"expert-parallel rank {rank} of {len(told)} cannot allocate {size / 2**20:,.1f} "
-                f"MiB for rows that other GPUs write: {failure}. --cg-moe-rows 1.25 makes them "
-                "fewer; without such memory: --cg-moe-exchange nccl"
+                f"MiB for rows that other GPUs write: {failure}. {say(_FEWER)}"
             )

@@ -71,7 +71,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.errors import FastPathError
+from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.events import in_range
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of
@@ -97,7 +97,7 @@ WAITING_BYTES = 64 << 20
 _TWICE = (
     "A weight got gradients twice in one backward pass, as with two uses under reentrant "
     "activation recompute. The FSDP fast path cannot process these as Megatron-FSDP does. "
-    "To mend this, type --cg-no-fsdp-fast-path."
+    "To mend this, " + WITHOUT_FAST_PATH
 )
 REPLACES = fsdp_function(
     f"MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
@@ -369,7 +369,7 @@ class GradientBucketing:
             else:
                 own = self._of_parameter[id(weight)]
                 if weight not in expected and len(self._ready(own)) == own.size:
-                    raise FastPathError(_TWICE)
+                    raise FastPathError(say(_TWICE))
                 self._take(weight, own)
 
     def refuse_what_is_left(self) -> None:
@@ -406,7 +406,7 @@ class GradientBucketing:
                 "A weight of a graph or a grouped GEMM got a gradient from another use after its "
                 "gradient was put into its bucket, so the sum would be incomplete. Either the "
                 "weight got another AccumulateGrad node, or it is used again under reentrant "
-                "activation recompute. To mend this, type --cg-no-fsdp-fast-path."
+                "activation recompute. To mend this, " + say(WITHOUT_FAST_PATH)
             )
         return True
 
@@ -474,7 +474,7 @@ class GradientBucketing:
         waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
         gradients = [p.grad for p in waiting if p.grad is not None]
         if len(set(map(id, waiting))) < len(waiting):
-            raise FastPathError(_TWICE)
+            raise FastPathError(say(_TWICE))
         wait_for(bucket.stream, gradients)
         self._copy(bucket, waiting, gradients)
         for parameter in waiting:

@@ -53,7 +53,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatron_cg.errors import FastPathError
+from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
 from megatron_cg.replay.unit import ReplayFunction
@@ -316,14 +316,14 @@ class DetachedParams:
             raise FastPathError(
                 "A backward pass that names its inputs, as torch.autograd.grad does, reached a "
                 "graph or a grouped GEMM. The FSDP fast path has detached its weights from "
-                "autograd, and does not know whether the pass names them. To mend this, type "
-                "--cg-no-fsdp-fast-path."
+                "autograd, and does not know whether the pass names them. To mend this, "
+                + say(WITHOUT_FAST_PATH)
             )
         if not self.may_be_detached():
             raise FastPathError(
                 "A weight of a graph or a grouped GEMM got a hook, or another AccumulateGrad node, "
-                "after the forward pass that uses it began. Register the hook before, or type "
-                "--cg-no-fsdp-fast-path."
+                "after the forward pass that uses it began. Register the hook before, or "
+                + say(WITHOUT_FAST_PATH)
             )
         total = [
             _cast(gradients[place], weight)

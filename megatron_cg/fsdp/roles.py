@@ -23,7 +23,13 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.errors import HookError, UnknownFsdpHookError
+from megatron_cg.errors import (
+    LEAVE_LAYER_OUT,
+    WITHOUT_GRAPHS,
+    HookError,
+    UnknownFsdpHookError,
+    say,
+)
 from megatron_cg.hooks import HookKind, HookRecord, describe, innermost, is_idle, module_hooks
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.symbols import Symbol, installed_version
@@ -166,8 +172,8 @@ def _unknown(record: HookRecord, distribution: str, why: str) -> UnknownFsdpHook
     return UnknownFsdpHookError(
         f"{distribution} {version} put the hook {describe(record.fn)} into {record.kind.value}, "
         f"and {why}. Running it in the wrong phase gives wrong gradients without an error, so "
-        "capture stops here. Install a version that megatron-cg doctor knows, or run with "
-        "--cuda-graph-impl none."
+        "capture stops here. Install a version that megatron-cg doctor knows. "
+        + say(WITHOUT_GRAPHS)
     )
 
 
@@ -252,7 +258,7 @@ def check_hook_of_unit(unit: nn.Module, record: HookRecord, name: str) -> None:
             f"{name}: {describe(record.fn)} was registered with register_backward_hook, which "
             "uses the autograd node of the module's last operation. After capture that is the "
             "graph's node, so the hook would get other gradients. Register it with "
-            "register_full_backward_hook, or leave the layer out of --cg-layers."
+            f"register_full_backward_hook, or {say(LEAVE_LAYER_OUT)}."
         )
 
 
@@ -262,5 +268,5 @@ def never_called(name: str, module: nn.Module, record: HookRecord) -> HookError:
         f"{name}: {describe(record.fn)} is a {record.kind.value} hook on a {type(module).__name__} "
         "inside the part that becomes a CUDA graph. A replay runs no Python of that module, so the "
         "hook would no longer run after capture. Put it on the layer itself, where it runs around "
-        "every replay, remove it, or leave the layer out of --cg-layers."
+        f"every replay, remove it, or {say(LEAVE_LAYER_OUT)}."
     )

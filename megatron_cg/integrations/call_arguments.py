@@ -10,12 +10,18 @@ import torch.distributed as dist
 
 from megatron_cg import extensions
 from megatron_cg.arguments.layers import read_tokens
+from megatron_cg.arguments.megatron import PACKING
 from megatron_cg.arguments.rule import Configuration, rows_below_average
-from megatron_cg.arguments.schema import GraphArguments, argument_of, flag_of, shared_by_ranks
-from megatron_cg.arguments.words import ENABLE, in_python_terms
+from megatron_cg.arguments.schema import (
+    GraphArguments,
+    RunArguments,
+    argument_of,
+    flag_of,
+    shared_by_ranks,
+)
 from megatron_cg.backends.base import Backend
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import ArgumentError, Violation
+from megatron_cg.errors import ArgumentError, Violation, Voice, speaking
 
 OnFailure = Literal["error", "eager"]
 OnMismatch = Literal["eager", "error"]
@@ -23,7 +29,72 @@ GroupedGemm = Literal["te", "cublas", "torch"]
 Exchange = Literal["nccl", "peer"]
 BackendName = Literal["transformer_engine", "te", "native", "tape"]
 
+ENABLE, UNITS = "megatron_cg.enable", "graph_units"
+_OF_UNITS = ("cg_layers", "cuda_graph_modules")
+_OF_ENABLE = ("grouped_gemm", "moe_rows", "moe_exchange")
+"""Settings that models are built with: of our functions, this one alone has them."""
+_RENAMED = PACKING | {
+    **{"fp8_format": "fp8", "fp4_format": "fp4", "use_nccl_ub": "nccl_ub"},
+    "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "disable_bias_linear": "add_bias_linear",
+}
+"""Fields with another name than their flags."""
+_DEFAULTS = {one.name: one.default for one in (*fields(RunArguments), *fields(GraphArguments))}
 _FIELDS = {argument_of(field.name): field for field in fields(GraphArguments)}
+
+
+class CallVoice(Voice):
+    """Names settings for callers from Python: arguments of ``call``, and fields of configs.
+
+    ``call`` is our function that has the settings. ``configs`` are what the caller calls a config,
+    and the config or None. Where two have a field, the last counts.
+    """
+
+    def __init__(self, call: str = ENABLE, configs: Iterable[tuple[str, Any]] = ()) -> None:
+        named = [(name, getattr(config, "__dict__", {})) for name, config in configs]
+        self._call = call
+        self._places = {key: f"{name}.{key}" for name, there in named for key in there}
+        if any(there.get("cuda_graph_scope") is not None for _, there in named):
+            # Megatron refuses both together.
+            self._places["cuda_graph_modules"] = self._places["cuda_graph_scope"]
+
+    def settings(self, verb: str, flags: str) -> str:
+        before, parts = "", list[str]()
+        for flag in flags.removeprefix("--").split(" --"):
+            text = self._setting(verb, *flag.split(" "))
+            does = "" if not verb else "call " if text.endswith(")") else "set "
+            parts.append(text if does == before else does + text)
+            before = does
+        return " and ".join(parts)
+
+    def _setting(self, verb: str, flag: str, *words: str) -> str:
+        name = flag.replace("-", "_")
+        if self._call == UNITS and name in _OF_UNITS:
+            return "units"
+        if self._call != ENABLE and name == "cuda_graph_impl":
+            return f"no {self._call}"
+        key = _RENAMED.get(name, name)
+        value = _value(name, _DEFAULTS.get(key), verb, words)
+        if name.startswith("cg_"):
+            argument = argument_of(name)
+            call = ENABLE if argument in _OF_ENABLE else self._call
+            return f"{call}({argument}={value or '...'})"
+        return self._places.get(key, key) + (f"={value}" if value else "")
+
+
+def _value(name: str, default: Any, verb: str, words: Sequence[str]) -> str:
+    """A setting's value in Python; empty if it is only named."""
+    if name.startswith(("no_", "disable_")) or argument_of(name) == "fast_path":
+        return "False"
+    if verb == "drop":
+        return "[]" if default == () else repr(default)
+    if isinstance(default, bool):
+        return "True" if verb else ""
+    if isinstance(default, tuple) and words:
+        return repr(list(words))
+    return "".join(
+        word if word.lstrip("-").replace(".", "").isdigit() else repr(word) for word in words
+    )
 
 
 def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +103,8 @@ def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> list[Violation]:
-    return list(_check_each(given, call)) or list(_missing_extensions(given))
+    with speaking(CallVoice(call)):
+        return list(_check_each(given, call)) or list(_missing_extensions(given))
 
 
 def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
@@ -54,12 +126,12 @@ def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
             found = f"{name}={value!r}"
             yield Violation("argument", found, "it is a directory", f'{name}="runs/1"')
         elif name == "layers":
-            yield from in_python_terms(read_tokens(map(str, several(value)))[1], call)
+            yield from read_tokens(map(str, several(value)))[1]
         elif name == "moe_rows" and type(value) not in (int, float):
             yield Violation("argument", f"moe_rows={value!r}", "it is a number", "moe_rows=1.25")
         elif name == "moe_rows":
             given_rows = Configuration(graph=GraphArguments(cg_moe_rows=value))
-            yield from in_python_terms(rows_below_average(given_rows), call)
+            yield from rows_below_average(given_rows)
 
 
 def _missing_extensions(given: Mapping[str, Any]) -> Iterator[Violation]:

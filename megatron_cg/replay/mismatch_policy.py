@@ -22,12 +22,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
 from megatron_cg.consensus.process_exit import arm_fast_exit
-from megatron_cg.errors import ReplayMismatchError, ranged
+from megatron_cg.errors import (
+    LEAVE_LAYER_OUT,
+    WITHOUT_GRAPHS,
+    ReplayMismatchError,
+    Voice,
+    current_voice,
+    ranged,
+)
 from megatron_cg.replay.guard import Mismatch, Switches
 from megatron_cg.replay.verify import different
 
@@ -88,6 +95,7 @@ class Counters(Mapping[str, int]):
 
 logger = logging.getLogger(__name__)
 _TURN, _ROUND = 10, 300
+_AS_ASKED = "({flag:--cg-on-mismatch error})"
 _NOT_BY_CAPTURE = ("order", "recompute", "recorded", "verification")
 """Mismatches that another capture would meet too."""
 
@@ -101,8 +109,8 @@ class ReplayPolicy:
     """Steps between two verifications of all graphs; 0 means never, None one unit in turn."""
     verify_steps: int = 0
     """Steps from one that is trained twice and compared to the next; 0 means never."""
-    say: Callable[[str], str] = str
-    """Errors name flags; says the same with the settings of the caller."""
+    voice: Voice = field(default_factory=current_voice)
+    """In which errors name settings, also those of a replay outside of a step."""
     again: str = ""
     """What a report adds if another capture could help."""
 
@@ -250,7 +258,7 @@ class MismatchPolicy:
         """
         self.counters.steps_differed += 1
         if self._policy.on_mismatch == "error":
-            raise self._error(f"{text} (--cg-on-mismatch error)")
+            raise self._error(text, _AS_ASKED)
         logger.warning("megatron_cg: %s This step has eager numbers; so will all others.", text)
         self.conditions.repeats = True
 
@@ -263,7 +271,7 @@ class MismatchPolicy:
         text = self._report(mismatch, layer)
         if self._policy.on_mismatch == "error":
             arm_fast_exit()
-            raise self._error(f"{text} (--cg-on-mismatch error)")
+            raise self._error(text, _AS_ASKED)
         if collectives:
             self.fall_back_together(f"{layer}/eager", text)
 
@@ -286,12 +294,12 @@ class MismatchPolicy:
         except RuntimeError as error:
             raise self._error(
                 f"{text} The graph holds collectives, which no rank may run eagerly while others "
-                f"replay them, and not all ranks found the same ({error}). Leave the layer "
-                "out of --cg-layers. To train without graphs: --cuda-graph-impl none."
+                f"replay them, and not all ranks found the same ({error}).",
+                f"Or {LEAVE_LAYER_OUT}. {WITHOUT_GRAPHS}",
             ) from error
 
-    def _error(self, text: str) -> ReplayMismatchError:
-        return ReplayMismatchError(self._policy.say(text))
+    def _error(self, text: str, remedy: str = "") -> ReplayMismatchError:
+        return ReplayMismatchError(f"{text} {self._policy.voice.say(remedy)}".rstrip())
 
     def _report(self, mismatch: Mismatch, layer: str) -> str:
         self.counters.mismatched += 1

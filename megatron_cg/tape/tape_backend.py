@@ -49,7 +49,7 @@ from megatron_cg.backends.driver.capture import (
     capture_modules,
     parts,
 )
-from megatron_cg.errors import CaptureError, HostSyncError, MegatronCGError
+from megatron_cg.errors import CaptureError, HostSyncError, MegatronCGError, say
 from megatron_cg.memory.storage import StorageReference, is_dense, without_owners
 from megatron_cg.replay.borders import ranks_of_meshes
 from megatron_cg.restore import Restores, write_back
@@ -59,6 +59,7 @@ from megatron_cg.upstream.patch import set_attribute
 POISON = 0xFF
 _empty = torch.empty
 """torch's own: what replaces it under the CPU fakes takes as long as a kernel here."""
+_IN_PLACE = "{type:--fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail}"
 
 
 class FreedStorageError(MegatronCGError):
@@ -151,8 +152,7 @@ class Pool:
         raise FreedStorageError(
             f"the memory of {outside.nbytes} bytes that {outside.first_use} used when it was "
             "recorded was freed since; a CUDA graph would read or write whatever lies at the old "
-            "address. Keep the buffer in place: with Megatron-FSDP type --fsdp-double-buffer "
-            "--fsdp-db-use-persist-buf-on-alloc-fail."
+            f"address. Keep the buffer in place: with Megatron-FSDP {say(_IN_PLACE)}."
         )
 
     def poison(self, keys: Iterable[int]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_cg.errors import say
 from megatron_cg.events import (
     CaptureBegan,
     CaptureEnded,
@@ -34,6 +35,7 @@ from megatron_cg.upstream.symbols import Symbol
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
+_ROWS = "{flag:--cg-moe-rows {enough:g}}"
 
 
 def _summary(capture: Mapping[str, Any]) -> str:
@@ -74,7 +76,7 @@ def _hear(event: Event) -> None:
             step = "a step" if event.step is None else f"step {event.step}"
             logger.warning(
                 f"megatron_cg: {step} repeated: a rank had {event.rows:,} rows for another in a "
-                f"MoE layer, bound {event.bound:,}. With --cg-moe-rows {event.enough:g} or more "
+                f"MoE layer, bound {event.bound:,}. With {say(_ROWS, enough=event.enough)} or more "
                 "it would have fitted."
             )
     elif isinstance(event, StepVerified):

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import InternalTorchDynamoError
 
-from megatron_cg.arguments.words import UNITS, errors_name_arguments, sentences
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement
-from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation
+from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation, speaking
 from megatron_cg.integrations.call_arguments import (
+    UNITS,
     BackendName,
+    CallVoice,
     OnFailure,
     OnMismatch,
     at_least,
@@ -46,6 +47,7 @@ from megatron_cg.upstream.patch import combine_undos
 
 logger = logging.getLogger(__name__)
 
+_VOICE = CallVoice(UNITS)
 _NO_UNITS = Violation(
     "argument",
     "units names nothing",
@@ -133,7 +135,7 @@ class GraphedUnits:
         CaptureError: the native backend, and there is no GPU.
     """
 
-    @errors_name_arguments(UNITS)
+    @speaking(_VOICE)
     def __init__(
         self,
         model: nn.Module,
@@ -160,9 +162,7 @@ class GraphedUnits:
         refuse(broken)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
         again = "" if recapture else _AGAIN
-        self._policy = ReplayPolicy(
-            on_mismatch, verify_interval, verify_steps, sentences(UNITS), again
-        )
+        self._policy = ReplayPolicy(on_mismatch, verify_interval, verify_steps, again=again)
         self._model, self._wanted, self._recapture = model, wanted, recapture
         self._separates, self._join = separate_inputs, combine_undos(())
         self._refuted = dict[str, Mismatch]()
@@ -186,7 +186,6 @@ class GraphedUnits:
                 self._agreement,
                 self._capture,
                 eager_on_failure=on_failure == "eager",
-                option="on_failure='eager'",
             )
             undo.callback(self._controller.close)
             undo.callback(self._controller.release)
@@ -259,7 +258,7 @@ class GraphedUnits:
             AgreementError: ranks no longer do the same; this one has to end.
             ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.MismatchPolicy`.
         """
-        with errors_name_arguments(UNITS), ExitStack() as stack:
+        with speaking(_VOICE), ExitStack() as stack:
             if self._controller.awaits_capture and self._all_have_seen_enough():
                 self._controller.capture()
             if self._controller.gave_up:
@@ -328,7 +327,7 @@ class GraphedUnits:
             self._undo.close()
         self.close()
 
-    @errors_name_arguments(UNITS)
+    @speaking(_VOICE)
     def _capture(self) -> Session:
         if self._unfit is not None:
             raise self._unfit

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_cg.backends.base import CaptureRequest
-from megatron_cg.errors import CaptureError, HookError, MegatronCGError
+from megatron_cg.errors import LEAVE_OUT, CaptureError, HookError, MegatronCGError, say
 from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.borders import laid_out, local, same_placements, spec_of
 from megatron_cg.replay.unit import ReplayFunction
@@ -465,8 +465,8 @@ def _check_options(backend: str, options: Mapping[str, Any]) -> None:
         asked = options.get(name)
         if any(asked) if isinstance(asked, tuple) else asked:
             raise CaptureError(
-                f"{name} is set: the backend {backend} has no FP8. Leave --fp8-format out, or "
-                "capture by Transformer Engine (--cg-backend te)."
+                f"{name} is set: the backend {backend} has no FP8. To mend this, "
+                + say("{drop:--fp8-format}, or type {flag:--cg-backend te}.")
             )
 
 
@@ -501,8 +501,7 @@ def _check_outputs(label: str, outputs: Sequence[Any]) -> None:
         if isinstance(output, torch.Tensor):
             kind = f"tensor that is not dense ({output.layout})"
         raise CaptureError(
-            f"{label} returned a {kind}; a graph returns only dense tensors. Leave this module out "
-            "of --cuda-graph-modules."
+            f"{label} returned a {kind}; a graph returns only dense tensors. {say(LEAVE_OUT)}."
         )
 
 
@@ -524,6 +523,6 @@ def _check_gradients(item: Recorded, gradients: Sequence[torch.Tensor | None]) -
         if gradient is not None and not is_dense(gradient):
             raise CaptureError(
                 f"{item.label}: the gradient of {names.get(id(tensor), 'an input')} is sparse, and "
-                "a graph returns only dense tensors. Make the module with sparse=False, or leave "
-                "it out of --cuda-graph-modules."
+                "a graph returns only dense tensors. Make the module with sparse=False. Or: "
+                + say(LEAVE_OUT)
             )

@@ -56,7 +56,7 @@ from megatron_cg.backends.driver.capture import (
     Tensors,
     capture_modules,
 )
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, say
 from megatron_cg.memory.storage import without_owners
 from megatron_cg.replay.guard import is_quantized
 from megatron_cg.upstream.te import fp8_recipe, told_of_capture
@@ -121,7 +121,7 @@ def refuse(request: CaptureRequest, device: torch.device) -> None:
         raise CaptureError(
             f"The native backend cannot capture, {len(reasons)} "
             f"reason{'s' * (len(reasons) != 1)}:\n{listed}\n"
-            "Transformer Engine's backend captures FP8: --cg-backend te."
+            f"Transformer Engine's backend captures FP8: {say('{flag:--cg-backend te}')}."
         )
 
 
@@ -136,7 +136,7 @@ def _of_module(root: nn.Module, device: torch.device) -> Iterator[str]:
                 yield (
                     f"{label} has {option}=True, so its weight gradient is written into main_grad "
                     "and a replay would lose it: build the model with "
-                    f"{option}=False (--no-gradient-accumulation-fusion)"
+                    f"{option}=False ({say('{flag:--no-gradient-accumulation-fusion}')})"
                 )
         delays = getattr(module, "need_backward_dw", None)
         if callable(delays) and delays():

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.arguments.schema import recomputes_layers
-from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.errors import ConfigurationError, Violation, say
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.upstream.megatron import LayerConfig, is_capturing, not_capturing, relax_rules
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
@@ -60,13 +60,12 @@ _MTP = Symbol(
     fingerprints=("d9391af079bd5b25",),
 )
 RELIES_ON = (_CHECKPOINTS, _MTP)
-_LOST = Violation(
-    "full-recompute-lost-gradients",
-    "--recompute-granularity full, and a layer whose input needs no gradient",
+_LOST = (
+    "{flag:--recompute-granularity full}, and a layer whose input needs no gradient",
     "Megatron's checkpoint gives no gradients to the weights of such a layer, without graphs too, "
     "and a graph gives them theirs",
-    "train the embedding, call requires_grad_() on its output in a forward hook, or type "
-    "--recompute-granularity selective",
+    "train the embedding, call requires_grad_() on its output in a forward hook, or "
+    "{type:--recompute-granularity selective}",
 )
 _CALLERS = (TransformerBlock, MultiTokenPredictionLayer)
 """They ask their config whether to put checkpoints around the layers that they call."""
@@ -119,7 +118,7 @@ def recompute_in_layers(
         # Behind the first layer no input lacks a gradient that its own has.
         begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
         if any(map(inputs.never_differentiated, begins)):
-            raise ConfigurationError([_LOST])
+            raise ConfigurationError([Violation("full-recompute-lost-gradients", *map(say, _LOST))])
     return combine_undos(undo for caller in callers for undo in _moved(caller))
 
 

@@ -25,16 +25,21 @@ from megatron_cg.arguments.megatron import run_of
 from megatron_cg.arguments.rule import WITHOUT_FIXED_SHAPES
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
-from megatron_cg.arguments.words import ENABLE, in_python_terms
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.te.te_backend import request_of
 from megatron_cg.capture.session import GraphController, Phase, Session
-from megatron_cg.consensus.exchange import WITHOUT, Agreement
-from megatron_cg.errors import ConfigurationError, HookError, Violation
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import ConfigurationError, HookError, Violation, say, speaking
 from megatron_cg.extensions import PeerMemory, experts_of
 from megatron_cg.fsdp.find_sharding import of_megatron
 from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
-from megatron_cg.integrations.call_arguments import by_argument, require_same, several
+from megatron_cg.integrations.call_arguments import (
+    ENABLE,
+    CallVoice,
+    by_argument,
+    require_same,
+    several,
+)
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
@@ -81,8 +86,7 @@ class FsdpHelper:
     """Captures one model's layers, and replaces methods of Megatron's helper until it is closed.
 
     All ranks create it together. ``made`` makes Megatron's helper. ``source`` announces the steps;
-    None if the caller runs :attr:`steps` itself. ``agreement`` is of :func:`meet`. ``say`` is as in
-    ReplayPolicy.
+    None if the caller runs :attr:`steps` itself. ``agreement`` is of :func:`meet`.
     """
 
     def __init__(
@@ -92,10 +96,8 @@ class FsdpHelper:
         given: GraphArguments | None = None,
         source: Source | None = None,
         agreement: Agreement | None = None,
-        *,
-        say: Callable[[str], str] = str,
     ) -> None:
-        self.given, self._backend, self._say = given or GraphArguments(), backend, say
+        self.given, self._backend = given or GraphArguments(), backend
         self._agreement = agreement or Agreement()
         with ExitStack() as undo:
             undo.callback(self._agreement.close)
@@ -115,7 +117,6 @@ class FsdpHelper:
                 self._agreement,
                 self._capture,
                 eager_on_failure=eager_on_failure,
-                option="--cg-on-failure eager",
                 clean_up=self._after_failure,
             )
             self.steps = Steps(self.controller, self._inputs)
@@ -197,7 +198,7 @@ class FsdpHelper:
             self._agreement,
             run_remaining_hooks=given.cg_on_failure == "eager",
             policy=ReplayPolicy(
-                given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps, self._say
+                given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps
             ),
             static_inputs=self._inputs,
             fast_path=not given.cg_no_fsdp_fast_path,
@@ -254,8 +255,7 @@ def meet(call: str, backend: str, settings: GraphArguments, given: Mapping[str, 
     sizes["cuda_graph_warmup_steps"] = getattr(given["config"], "cuda_graph_warmup_steps", None)
     scopes = getattr(given["config"], "cuda_graph_modules", None)
     sizes["cuda_graph_modules"] = scopes and [getattr(one, "name", one) for one in several(scopes)]
-    without = 'To train without graphs: cuda_graph_impl="none" in the config of the model.'
-    agreement = Agreement(remedy=without if call else WITHOUT, alone=_ALONE)
+    agreement = Agreement(alone=_ALONE)
     with ExitStack() as failed:
         failed.callback(agreement.close)
         require_same(agreement, call, by_name | sizes)
@@ -265,13 +265,10 @@ def meet(call: str, backend: str, settings: GraphArguments, given: Mapping[str, 
 
 def _require_layers(found: Sequence[Any]) -> None:
     if not found:
-        what, remedy = (
-            "a model without a decoder",
-            "type --cuda-graph-impl none, or use a loop",
-        )
         why = "graphs hold layers of the decoder of a GPT or hybrid model, and others, such as BERT"
-        violation = Violation("no-decoder", what, f"{why}, have none", f"{remedy} with graph_units")
-        raise ConfigurationError([violation])
+        remedy = say("{type:--cuda-graph-impl none}, or use a loop with graph_units")
+        what = "a model without a decoder"
+        raise ConfigurationError([Violation("no-decoder", what, f"{why}, have none", remedy)])
 
 
 def _require_units(sharding: Any, layers: Sequence[Any]) -> None:
@@ -320,13 +317,14 @@ def check_model(
     elif given.cg_grouped_gemm != "te":
         cause = f"; the model was built before {ENABLE}(), or with another dispatcher than alltoall"
         given = replace(given, cg_grouped_gemm="te")
+    with speaking(CallVoice(call, [(type(config).__name__, config) for config in configs])):
+        found = violations(run, given, environment)
     broken = [
         replace(one, reason=one.reason + cause) if one.rule == WITHOUT_FIXED_SHAPES else one
-        for one in violations(run, given, environment)
+        for one in found
     ]
     if broken:
-        named = [(type(config).__name__, config) for config in configs]
-        raise ConfigurationError(in_python_terms(broken, call, named))
+        raise ConfigurationError(broken)
 
 
 def _with_decoder(model: Any) -> Any:

@@ -12,10 +12,11 @@ from typing import Any, Self
 
 from torch import nn
 
-from megatron_cg.arguments.words import errors_name_arguments, sentences
 from megatron_cg.backends.base import Backend
+from megatron_cg.errors import speaking
 from megatron_cg.integrations.call_arguments import (
     BackendName,
+    CallVoice,
     OnFailure,
     OnMismatch,
     at_least,
@@ -32,6 +33,7 @@ from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.mismatch_policy import Counters
 
 _CALL = "GraphedLayers"
+_VOICE = CallVoice(_CALL)
 
 
 class GraphedLayers:
@@ -60,7 +62,7 @@ class GraphedLayers:
         HookError: ``model`` is not under Megatron-FSDP.
     """
 
-    @errors_name_arguments(_CALL)
+    @speaking(_VOICE)
     def __init__(
         self,
         model: nn.Module,
@@ -98,8 +100,7 @@ class GraphedLayers:
             self._steps = 0
             if given.cg_verify_steps:
                 undo.callback(repeat_steps())
-            say = sentences(_CALL)
-            self._helper = FsdpHelper(made, captures, given, agreement=agreement, say=say)
+            self._helper = FsdpHelper(made, captures, given, agreement=agreement)
             undo.callback(self._helper.close)
             undo.callback(graphs_close_in_time())
             self._undo = undo.pop_all()
@@ -118,7 +119,7 @@ class GraphedLayers:
         Raises:
             CaptureError, AgreementError, ReplayMismatchError: as in a run of Megatron.
         """
-        with errors_name_arguments(_CALL), ExitStack() as stack:
+        with speaking(_VOICE), ExitStack() as stack:
             if self._steps == self._warmup_steps and self._helper.controller.awaits_capture:
                 self._helper.capture()
             stack.enter_context(self._helper.steps.one(self._steps))

@@ -31,11 +31,12 @@ from typing import TYPE_CHECKING, Any
 from megatron_cg import extensions
 from megatron_cg.arguments import megatron as flags
 from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
-from megatron_cg.arguments.words import ENABLE, errors_name_arguments
 from megatron_cg.capture.session import close_all_sessions
-from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.errors import ConfigurationError, Violation, speaking
 from megatron_cg.integrations.call_arguments import (
+    ENABLE,
     BackendName,
+    CallVoice,
     Exchange,
     GroupedGemm,
     OnFailure,
@@ -297,7 +298,9 @@ class _Enabled:
             if root is None or type(helper) is not kind:
                 old(helper, *args, **kwargs)
             else:
-                self._help(helper, partial(old, helper, *args, **kwargs), given, source)
+                own_loop = source is by_optimizer  # or Megatron-Bridge's
+                with speaking(CallVoice()) if own_loop else nullcontext():
+                    self._help(helper, partial(old, helper, *args, **kwargs), given, source)
 
         self.undo.callback(self._close_helpers)
         self.undo.callback(set_attribute(kind, "__init__", init))
@@ -315,7 +318,7 @@ class _Enabled:
 
         model, settings = given["model"][0], self.settings
         backend = backend_of(settings.cg_backend)
-        in_own_loop = source is by_optimizer  # or Megatron-Bridge's
+        in_own_loop = source is by_optimizer
         agreement = meet(ENABLE if in_own_loop else "", backend.name, settings, given)
 
         def made() -> Any:
@@ -331,8 +334,7 @@ class _Enabled:
                 check_model(model, optimizers[-1], settings, backend.name)
             for earlier in [ours for ours in self.helpers if ours.fsdp is root_of(model)]:
                 earlier.close()
-            with errors_name_arguments(ENABLE) if in_own_loop else nullcontext():
-                ours = FsdpHelper(made, backend, settings, source, agreement)
+            ours = FsdpHelper(made, backend, settings, source, agreement)
             failed.pop_all()
         self.helpers.append(ours)
         ours.undo.callback(self.helpers.remove, ours)

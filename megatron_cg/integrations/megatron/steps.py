@@ -37,7 +37,7 @@ from torch import nn
 
 from megatron_cg.capture.observer import StaticInputs
 from megatron_cg.capture.session import GraphController, Session
-from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.errors import ConfigurationError, Violation, say
 from megatron_cg.extensions import RowBound, experts_of
 from megatron_cg.fsdp.find_sharding import root_of
 from megatron_cg.integrations.repeated_step import Batches, train_step
@@ -160,8 +160,9 @@ _REFUSED = {
 
 def _refused(rule: str, flag: str) -> ConfigurationError:
     found, reason, remedy = _REFUSED[rule]
-    remedy = f"{remedy} leave {flag} out"
-    return ConfigurationError([Violation(rule, f"{flag}, and {found}", reason, remedy)])
+    setting = say(f"{{flag:{flag}}}")
+    remedy = f"{remedy} leave {setting} out"
+    return ConfigurationError([Violation(rule, f"{setting}, and {found}", reason, remedy)])
 
 
 _repeaters: WeakKeyDictionary[nn.Module, _Repeater] = WeakKeyDictionary()

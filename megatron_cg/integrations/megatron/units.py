@@ -35,6 +35,7 @@ from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated
+from megatron_cg.errors import say
 from megatron_cg.integrations.step_state import step_state_kept
 from megatron_cg.replay.guard import NOT_INPUTS, Entry, Mismatch, described
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
@@ -141,13 +142,16 @@ def leave_out(layer: Any, module: nn.Module | None) -> str:
     index = layer.layer_number - 1
     scopes = [scope.name for scope in layer.config.cuda_graph_modules]
     if not scopes:
-        alone = f", or leave the layer out: --cg-layers layer takes ranges without {index}"
-        instead = "Name the scopes that do not hold it with --cuda-graph-modules"
+        alone = ", or leave the layer out: {flag:--cg-layers layer} takes ranges without {index}"
+        instead = "Name the scopes that do not hold it with {flag:--cuda-graph-modules}"
     else:
         held = "" if module is None else f" that holds the {type(module).__name__}"
-        instead = f"Leave the scope{held} out of --cuda-graph-modules {' '.join(scopes)}"
-        alone = f"; or, for this layer alone, give that scope ranges without {index} in --cg-layers"
-    return f"{instead}{'' if is_mtp(layer) else alone}."
+        instead = f"Leave the scope{held} out of {{flag:--cuda-graph-modules {' '.join(scopes)}}}"
+        alone = (
+            "; or, for this layer alone, give that scope ranges without {index} in "
+            "{flag:--cg-layers}"
+        )
+    return say(f"{instead}{'' if is_mtp(layer) else alone}.", index=index)
 
 
 _LAYER = "megatron.core.transformer.module:GraphableMegatronModule"
@@ -278,7 +282,7 @@ def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | Non
                 "not given",
                 described(value),
                 "A graph takes only tensors, so the pass runs eagerly. If each step has packed "
-                "sequences, leave attn out of --cuda-graph-modules.",
+                f"sequences, {say('leave attn out of {flag:--cuda-graph-modules}')}.",
             )
     return None
 

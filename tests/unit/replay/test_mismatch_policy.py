@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron_cg.arguments.words import UNITS, sentences
-from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.errors import ReplayMismatchError, Voice
+from megatron_cg.integrations.call_arguments import UNITS, CallVoice
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import EagerPasses, replay_instead
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
@@ -75,14 +75,14 @@ def test_what_was_deferred_is_issued_before_each_eager_pass_and_after_an_error(
 
 @pytest.mark.parametrize("collectives", [False, True])
 @pytest.mark.parametrize(
-    ("say", "asked_for", "instead"),
+    ("voice", "asked_for", "instead"),
     [
-        (str, "(--cg-on-mismatch error)", "train without graphs: --cuda-graph-impl none."),
-        (sentences(UNITS), "(graph_units(on_mismatch='error'))", "without graphs: no graph_units."),
+        (Voice(), "(--cg-on-mismatch error)", "train without graphs: --cuda-graph-impl none."),
+        (CallVoice(UNITS), "(graph_units(on_mismatch='error'))", "without graphs: no graph_units."),
     ],
 )
 def test_a_mismatch_ends_the_run_if_asked_for_or_if_ranks_cannot_agree(
-    say: Any, asked_for: str, instead: str, collectives: bool
+    voice: Voice, asked_for: str, instead: str, collectives: bool
 ) -> None:
     asked: list[str] = []
 
@@ -91,7 +91,7 @@ def test_a_mismatch_ends_the_run_if_asked_for_or_if_ranks_cannot_agree(
         raise RuntimeError("rank 1 is elsewhere")
 
     for on_mismatch in ("eager", "error"):
-        policy = MismatchPolicy(ReplayPolicy(on_mismatch, say=say), Counters(), disagree)
+        policy = MismatchPolicy(ReplayPolicy(on_mismatch, voice=voice), Counters(), disagree)
         ends = collectives or on_mismatch == "error"
         try:
             policy.mismatched(MISMATCHES[0], "unit", collectives=collectives)

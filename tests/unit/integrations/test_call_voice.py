@@ -1,0 +1,126 @@
+"""What a caller from Python reads: real fields of Megatron's configs, and real arguments."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_cg
+from megatron_cg.arguments.megatron import PACKING
+from megatron_cg.arguments.schema import GraphArguments, argument_of
+from megatron_cg.arguments.validation import violations
+from megatron_cg.clients.bridge import errors_name_fields
+from megatron_cg.errors import HostSyncError, say, speaking
+from megatron_cg.integrations.call_arguments import UNITS, CallVoice
+from megatron_cg.upstream.patch import undone_after
+from tests.unit.arguments.rule_cases import ALL, LATER, Case
+
+CONFIGS: dict[str, Any] = {
+    "cfg.optimizer": OptimizerConfig(),
+    "cfg.ddp": DistributedDataParallelConfig(),
+    "cfg.model": TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1),
+    "cfg.dataset": SimpleNamespace(**dict.fromkeys(PACKING.values())),
+    "cfg.comm_overlap": None,
+    "cfg.mixed_precision": SimpleNamespace(bf16=True, fp16=False, fp8=None, fp4=None),
+}
+vars(CONFIGS["cfg.model"]).update(dict.fromkeys(LATER, False))
+FIELD = re.compile(r"\{(flag|add|type|drop):((?:[^{}]|\{[^{}]*\})*)\}")
+
+
+def test_enable_takes_each_flag_under_its_name() -> None:
+    ours = {argument_of(field.name) for field in fields(GraphArguments)}
+    assert inspect.signature(megatron_cg.enable).parameters.keys() == {*ours, "full_recompute"}
+
+
+@pytest.mark.parametrize("case", [c for c in ALL if c.rule != "flags-without-graphs"], ids=str)
+def test_every_message_names_what_there_is(case: Case) -> None:
+    of_flags = violations(*case.configured())
+    with speaking(CallVoice(configs=CONFIGS.items())):
+        of_fields = violations(*case.configured())
+    for plain, one in zip(of_flags, of_fields, strict=True):
+        text = str(one).replace("pip install --", "")
+        places = re.findall(r"(cfg\.\w+)\.(\w+)", text)
+        calls = re.findall(r"megatron_cg\.enable\((\w+)=", text)
+        assert not re.search(r"--[a-z]|\b(add|type|drop) (cfg|megatron_cg)", text)
+        assert all(hasattr(CONFIGS[config], field) for config, field in places)
+        assert set(calls) <= inspect.signature(megatron_cg.enable).parameters.keys()
+        # Megatron has an optimizer's flags and fields of experts under the same names.
+        flags = re.findall(r"--[a-z]", str(plain).replace("pip install --", ""))
+        assert len(flags) == len(places) + len(calls)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("{add:--fsdp-double-buffer} (x)", "set cfg.ddp.fsdp_double_buffer=True (x)"),
+        ("{drop:--qk-clip --cg-layers}", "set cfg.model.qk_clip=False and call f(layers=[])"),
+        ("{add:--disable-bias-linear}", "set cfg.model.add_bias_linear=False"),
+        ("{type:--cuda-graph-modules attn}", "set cfg.model.cuda_graph_modules=['attn']"),
+        ("{flag:--moe-input-jitter-eps -0.5}", "cfg.model.moe_input_jitter_eps=-0.5"),
+        ("{type:--bf16 --fp8-format e4m3}", "set cfg.mixed_precision.bf16=True and "
+         "cfg.mixed_precision.fp8='e4m3'"),
+        ("{flag:--cg-moe-rows -1}", "megatron_cg.enable(moe_rows=-1)"),
+        ("{flag:--cg-layers attn:0,x}", "f(layers=['attn:0,x'])"),
+        ("{drop:--cg-moe-rows}", "call megatron_cg.enable(moe_rows=None)"),
+        ("{flag:--cg-no-fsdp-fast-path}", "f(fast_path=False)"),
+        ("{flag:--cuda-graph-impl none}", "no f"),
+    ],
+)  # fmt: skip
+def test_settings_become_fields_and_arguments(message: str, said: str) -> None:
+    assert CallVoice("f", CONFIGS.items()).say(message) == said
+
+
+def test_scopes_are_the_field_that_is_set() -> None:
+    voice = CallVoice(
+        configs=[("cfg", SimpleNamespace(cuda_graph_modules=None, cuda_graph_scope=""))]
+    )
+    assert voice.say("{type:--cuda-graph-modules attn}") == "set cfg.cuda_graph_scope=['attn']"
+
+
+PACKAGE = Path(megatron_cg.__file__).parent
+OF_COMMANDS = ("tools", "experts", "integrations/megatron", "arguments", "__main__.py", "examples")
+"""What no loop of one's own reaches without megatron-core's configs; rules have cases."""
+
+
+def texts() -> Iterator[str]:
+    """Every string of code that names a flag, but docstrings."""
+    for path in PACKAGE.rglob("*.py"):
+        if str(path.relative_to(PACKAGE)).startswith(OF_COMMANDS):
+            continue
+        tree = ast.parse(path.read_text())
+        plain = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and id(node) not in plain and re.search("--[a-z]", text):
+                yield text
+
+
+@pytest.mark.parametrize("call", [UNITS, "GraphedLayers"])
+def test_errors_name_flags_as_fields_alone(call: str) -> None:
+    taken, every = inspect.signature(getattr(megatron_cg, call)).parameters, list(texts())
+    assert len(every) > 10
+    for text in every:
+        said = FIELD.sub(lambda one: CallVoice(call).settings(*one.groups()), text)
+        assert not re.search(r"(?<!align )(?<!doctor )(?<!install )--[a-z]|\bor units", said), said
+        assert set(re.findall(rf"{call}\((\w+)=", said)) <= taken.keys(), said
+
+
+def test_errors_speak_to_the_caller_that_is_served() -> None:
+    message = "{flag:--cg-no-fsdp-fast-path}: {flag:--cuda-graph-impl none}"
+    with speaking(CallVoice(UNITS)):
+        assert say(message) == "graph_units(fast_path=False): no graph_units"
+        assert "Leave this module out of units, or" in str(HostSyncError("x"))
+    configs = {name.removeprefix("cfg."): config for name, config in CONFIGS.items()}
+    with undone_after(errors_name_fields(SimpleNamespace(**configs))):
+        assert "enable(fast_path=False): cfg.model.cuda_graph_impl='none'" in say(message)
+        assert "out of cfg.model.cuda_graph_modules" in str(HostSyncError("x"))
+    assert say(message) == "--cg-no-fsdp-fast-path: --cuda-graph-impl none"
