@@ -102,7 +102,7 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
             namespace, "fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer"
         ),
         "moe_router_load_balancing_type": tuple(
-            _scope_names(_get(namespace, "moe_router_load_balancing_type"))
+            scope_names(_get(namespace, "moe_router_load_balancing_type"))
         ),
         "expert_tensor_parallel_size": _get(namespace, "expert_tensor_parallel_size")
         or _get(namespace, "tensor_model_parallel_size"),
@@ -176,7 +176,7 @@ def _graph_settings(namespace: argparse.Namespace) -> dict[str, Any]:
     elif _optional(namespace, "enable_cuda_graph"):
         implementation = "local"
     given = _optional(namespace, "cuda_graph_scope_deprecated")
-    modules = _scope_names(_get(namespace, "cuda_graph_modules") if given is None else given)
+    modules = scope_names(_get(namespace, "cuda_graph_modules") if given is None else given)
     if "full_iteration" in modules and implementation in ("none", "local"):
         implementation = "full_iteration"
     return {
@@ -185,7 +185,7 @@ def _graph_settings(namespace: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _scope_names(modules: Any) -> list[str]:
+def scope_names(modules: Any) -> list[str]:
     """Scope names from both the input and the output of ``normalize_cuda_graph_modules``."""
     if modules is None:
         return []

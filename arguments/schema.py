@@ -6,12 +6,13 @@ that the rules read. ``Environment`` holds the installed versions and environmen
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from megatron_cg import version
+from megatron_cg.errors import Violation
 from megatron_cg.extensions import not_installed
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.upstream.te import NOT_LOADED, lacks_device_counts
@@ -44,10 +45,53 @@ VARIABLES = (
 )
 """The environment variables that the rules read."""
 
+OnFailure = Literal["error", "eager"]
+OnMismatch = Literal["eager", "error"]
+GroupedGemm = Literal["te", "cublas", "torch"]
+Exchange = Literal["nccl", "peer"]
 
-def _flag(default: Any, text: str, **argparse_options: Any) -> Any:
-    """A field with its help text, and further argparse options of its flag."""
-    return field(default=default, metadata={"help": text, "argparse": argparse_options})
+
+@dataclass(frozen=True)
+class Takes:
+    """What an argument of the Python API may be: a test, what that says, and an example."""
+
+    accepts: Callable[[Any], bool]
+    reason: str
+    example: str
+
+    def check(self, name: str, value: object) -> Iterator[Violation]:
+        if not self.accepts(value):
+            found, remedy = f"{name}={value!r}", f"{name}={self.example}"
+            yield Violation("argument", found, f"it is {self.reason}", remedy)
+
+
+def one_of(*known: str) -> Takes:
+    return Takes(known.__contains__, f"one of {', '.join(map(repr, known))}", repr(known[0]))
+
+
+def at_least(least: int) -> Takes:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    return Takes(accepts, f"a whole number from {least} on", str(least))
+
+
+TRUE_OR_FALSE = Takes(lambda value: isinstance(value, bool), "True or False", "True")
+_NUMBER = Takes(lambda value: type(value) in (int, float), "a number", "1.25")
+_FOLDER = Takes(lambda value: isinstance(value, str | os.PathLike), "a directory", '"runs/1"')
+_ANYTHING = Takes(lambda _value: True, "", "")
+
+
+def _flag(default: Any, takes: Any, text: str, **argparse_options: Any) -> Any:
+    """A field: its help text, further argparse options of its flag, and what Python may give.
+
+    ``takes`` may be a Literal.
+    """
+    if not isinstance(takes, Takes):
+        argparse_options["choices"] = get_args(takes)
+        takes = one_of(*get_args(takes))
+    metadata = {"help": text, "argparse": argparse_options, "takes": takes}
+    return field(default=default, metadata=metadata)
 
 
 def flag_of(name: str) -> str:
@@ -68,6 +112,7 @@ class GraphArguments:
 
     cg_layers: tuple[str, ...] = _flag(
         (),
+        _ANYTHING,
         "Capture a scope on some layers only: SCOPE:RANGES, where RANGES are layer indices from "
         "0 of the decoder, such as attn:0-23 moe_router:4- mlp:0-3,8. SCOPE is a name from "
         "--cuda-graph-modules, or 'layer' where that is empty. A scope that is not named here is "
@@ -77,24 +122,26 @@ class GraphArguments:
     )
     cg_backend: Literal["te", "native", "transformer_engine", "tape"] = _flag(
         "te",
+        one_of(*BACKENDS),
         "What captures graphs: Transformer Engine (default), or this package with torch alone, "
         "without FP8.",
         choices=("te", "native"),
     )
     cg_on_failure: Literal["error", "eager"] = _flag(
         "error",
+        OnFailure,
         "What to do when capture fails: stop with the error (default), or log it and go on "
         "training without graphs.",
-        choices=("error", "eager"),
     )
     cg_on_mismatch: Literal["eager", "error"] = _flag(
         "eager",
+        OnMismatch,
         "What to do when a graph must not be replayed, because an input, a buffer or a module is "
         "not as it was at capture: run that part eagerly (default), or stop with the error.",
-        choices=("eager", "error"),
     )
     cg_verify_interval: int = _flag(
         0,
+        at_least(0),
         "In every STEPS-th step, run each graphed part eagerly beside its replay on the same "
         "inputs, forward and backward, and compare outputs and gradients bit for bit. A difference "
         "counts as a mismatch. 0 turns this off.",
@@ -103,6 +150,7 @@ class GraphArguments:
     )
     cg_verify_steps: int = _flag(
         0,
+        at_least(0),
         "Train every STEPS-th step twice on the same batches, with graphs and then eagerly, and "
         "compare all numbers that it leaves for the optimizer: losses, gradients, buffers, metrics "
         "and random states. Training continues with the eager numbers. A difference on any rank "
@@ -112,20 +160,22 @@ class GraphArguments:
     )
     cg_no_fsdp_fast_path: bool = _flag(
         False,
+        TRUE_OR_FALSE,
         "Leave Megatron-FSDP's bookkeeping as it is. By default, while graphs replay, it runs once "
         "per bucket of parameters instead of once per parameter; numbers are the same.",
         action="store_true",
     )
     cg_grouped_gemm: Literal["te", "cublas", "torch"] = _flag(
         "te",
+        GroupedGemm,
         "What computes the experts in all passes: te, Transformer Engine's GEMM for each expert "
         "(default), or one kernel for all: torch's (BF16) or cuBLASLt's (cublas; BF16 and FP8, "
         "cuBLASLt 13.8.1 or newer; in eager passes of blockwise FP8 te). With one kernel, "
         "--cuda-graph-modules moe captures whole MoE layers without drop and pad.",
-        choices=("te", "cublas", "torch"),
     )
     cg_moe_rows: float | None = _flag(
         None,
+        _NUMBER,
         "Graphs with dropless experts have room for FACTOR times the rows that a rank receives on "
         "average. By default they have room for the most that a rank can receive. A step in which "
         "a rank receives more is repeated eagerly, so no token is dropped. FACTOR is at least 1.0; "
@@ -135,14 +185,15 @@ class GraphArguments:
     )
     cg_moe_exchange: Literal["nccl", "peer"] = _flag(
         "nccl",
+        Exchange,
         "How graphs with dropless experts exchange tokens between expert-parallel ranks. nccl "
         "(default): an all-to-all with room for any routing, so it also sends padding. peer: each "
         "rank writes its tokens to the memory of the other GPUs, without padding; all "
         "expert-parallel ranks must be on one host.",
-        choices=("nccl", "peer"),
     )
     cg_record: str | None = _flag(
         None,
+        _FOLDER,
         "Write each step's loss and gradient norm, and at the end the digest of every parameter "
         "shard, as JSON into this folder; 'megatron-cg report DIR --against DIR' compares two such "
         "folders.",
@@ -150,6 +201,7 @@ class GraphArguments:
     )
     cg_report: str | None = _flag(
         None,
+        _FOLDER,
         "Write how the run goes as JSON into this folder: losses, norms and times of steps, "
         "captures, memory, counters, mismatches. 'megatron-cg report' makes a page of it.",
         metavar="DIR",

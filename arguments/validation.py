@@ -32,15 +32,17 @@ def _without_their_extension(given: Configuration) -> list[Facts]:
     ]
 
 
+extension_missing = Rule(
+    "extension-missing",
+    _without_their_extension,
+    "{flag:{setting} {value}}",
+    "it needs the extension megatron_cg/{folder}, which is not installed",
+    "install the whole package again with pip, or {drop:{setting}}",
+    without_graphs=True,
+)
+
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "extension-missing",
-        _without_their_extension,
-        "{flag:{setting} {value}}",
-        "it needs the extension megatron_cg/{folder}, which is not installed",
-        "install the whole package again with pip, or {drop:{setting}}",
-        without_graphs=True,
-    ),
+    extension_missing,
     Rule(
         "flags-without-graphs",
         _flags_without_effect,

@@ -3,8 +3,8 @@
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from os import PathLike, fspath
-from typing import Any, Literal, get_args
+from os import fspath
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -13,20 +13,19 @@ from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.megatron import PACKING
 from megatron_cg.arguments.rule import Configuration, rows_below_average
 from megatron_cg.arguments.schema import (
+    Environment,
     GraphArguments,
     RunArguments,
+    Takes,
     argument_of,
     flag_of,
     shared_by_ranks,
 )
+from megatron_cg.arguments.validation import extension_missing
 from megatron_cg.backends.base import Backend
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArgumentError, Violation, Voice, speaking
 
-OnFailure = Literal["error", "eager"]
-OnMismatch = Literal["eager", "error"]
-GroupedGemm = Literal["te", "cublas", "torch"]
-Exchange = Literal["nccl", "peer"]
 BackendName = Literal["transformer_engine", "te", "native", "tape"]
 
 ENABLE, UNITS = "megatron_cg.enable", "graph_units"
@@ -107,43 +106,36 @@ def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> list[Violati
         return list(_check_each(given, call)) or list(_missing_extensions(given))
 
 
+_BACKEND = Takes(
+    lambda value: callable(getattr(value, "capture", None)),
+    "a name, or has the method capture (megatron_cg.backends.base)",
+    '"transformer_engine", or leave it out',
+)
+PROCESS_GROUP = Takes(
+    lambda value: (
+        value is None or (isinstance(value, dist.ProcessGroup) and dist.get_rank(value) >= 0)
+    ),
+    "a process group of torch.distributed with this rank in it; None: all ranks",
+    "mesh.get_group(), on the ranks of that group only",
+)
+
+
 def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
     for name, value in given.items():
-        choices = _FIELDS[name].metadata["argparse"].get("choices")
-        if name == "backend" and (call == ENABLE or isinstance(value, str)):
-            yield from one_of(name, value, get_args(BackendName))
-        elif choices and name != "backend":
-            yield from one_of(name, value, choices)
-        elif choices and not callable(getattr(value, "capture", None)):
-            reason = "it is a name, or has the method capture (megatron_cg.backends.base)"
-            remedy = 'backend="transformer_engine", or leave it out'
-            yield Violation("argument", f"backend={value!r}", reason, remedy)
-        elif name in ("verify_interval", "verify_steps"):
-            yield from at_least(name, value, 0)
-        elif name == "fast_path":
-            yield from true_or_false(name, value)
-        elif name in ("record", "report") and not isinstance(value, str | PathLike):
-            found = f"{name}={value!r}"
-            yield Violation("argument", found, "it is a directory", f'{name}="runs/1"')
-        elif name == "layers":
+        by_object = name == "backend" and call != ENABLE and not isinstance(value, str)
+        takes: Takes = _BACKEND if by_object else _FIELDS[name].metadata["takes"]
+        yield from takes.check(name, value)
+        if name == "layers":
             yield from read_tokens(map(str, several(value)))[1]
-        elif name == "moe_rows" and type(value) not in (int, float):
-            yield Violation("argument", f"moe_rows={value!r}", "it is a number", "moe_rows=1.25")
-        elif name == "moe_rows":
+        elif name == "moe_rows" and takes.accepts(value):
             given_rows = Configuration(graph=GraphArguments(cg_moe_rows=value))
             yield from rows_below_average(given_rows)
 
 
 def _missing_extensions(given: Mapping[str, Any]) -> Iterator[Violation]:
-    settings, absent = with_settings(GraphArguments(), given), extensions.not_installed()
-    for folder, field, value in extensions.asked_of(absent, settings):
-        name = argument_of(field)
-        yield Violation(
-            "extension-missing",
-            f"{name}={value!r}",
-            f"it needs the extension megatron_cg/{folder}, which is not installed",
-            f"install the whole package again with pip, or leave {name} out",
-        )
+    absent = Environment(without=extensions.not_installed())
+    settings = with_settings(GraphArguments(), given)
+    return extension_missing(Configuration(graph=settings, environment=absent))
 
 
 def with_settings(before: GraphArguments, given: Mapping[str, Any]) -> GraphArguments:
@@ -156,34 +148,6 @@ def with_settings(before: GraphArguments, given: Mapping[str, Any]) -> GraphArgu
 def refuse(broken: Sequence[Violation]) -> None:
     if broken:
         raise ArgumentError(broken)
-
-
-def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Violation]:
-    if value not in known:
-        words = ", ".join(map(repr, known))
-        yield Violation(
-            "argument", f"{name}={value!r}", f"it is one of {words}", f"{name}={known[0]!r}"
-        )
-
-
-def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        reason = f"it is a whole number from {least} on"
-        yield Violation("argument", f"{name}={value!r}", reason, f"{name}={least}")
-
-
-def true_or_false(name: str, value: object) -> Iterator[Violation]:
-    if not isinstance(value, bool):
-        yield Violation("argument", f"{name}={value!r}", "it is True or False", f"{name}=True")
-
-
-def member_of(group: object) -> Iterator[Violation]:
-    """Check an argument that is a process group of this rank, or None."""
-    known = isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
-    if group is not None and not known:
-        reason = "it is a process group of torch.distributed with this rank in it; None: all ranks"
-        remedy = "group=mesh.get_group(), on the ranks of that group only"
-        yield Violation("argument", f"group={group!r}", reason, remedy)
 
 
 def several(value: Any) -> tuple[Any, ...]:

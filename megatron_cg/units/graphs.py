@@ -12,25 +12,22 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import InternalTorchDynamoError
 
+from megatron_cg.arguments.schema import TRUE_OR_FALSE, OnFailure, OnMismatch, at_least
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement
 from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation, speaking
 from megatron_cg.integrations.call_arguments import (
+    PROCESS_GROUP,
     UNITS,
     BackendName,
     CallVoice,
-    OnFailure,
-    OnMismatch,
-    at_least,
     backend_of,
     check_settings,
-    member_of,
     refuse,
     require_same,
     settings_in,
     several,
-    true_or_false,
 )
 from megatron_cg.integrations.repeated_step import gradients_saved, train_step
 from megatron_cg.integrations.teardown import graphs_close_in_time
@@ -154,11 +151,11 @@ class GraphedUnits:
     ) -> None:
         given, wanted = settings_in(locals()), several(units)
         broken = [] if wanted else [_NO_UNITS]
-        broken += at_least("warmup_steps", warmup_steps, 1)
-        broken += at_least("recapture", recapture, 0)
-        broken += true_or_false("separate_inputs", separate_inputs)
+        broken += at_least(1).check("warmup_steps", warmup_steps)
+        broken += at_least(0).check("recapture", recapture)
+        broken += TRUE_OR_FALSE.check("separate_inputs", separate_inputs)
         broken += check_settings(given, UNITS)
-        broken += member_of(group)
+        broken += PROCESS_GROUP.check("group", group)
         refuse(broken)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
         again = "" if recapture else _AGAIN

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.megatron import run_of
+from megatron_cg.arguments.megatron import run_of, scope_names
 from megatron_cg.arguments.rule import WITHOUT_FIXED_SHAPES
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
@@ -38,7 +38,6 @@ from megatron_cg.integrations.call_arguments import (
     CallVoice,
     by_argument,
     require_same,
-    several,
 )
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
@@ -253,8 +252,7 @@ def meet(call: str, backend: str, settings: GraphArguments, given: Mapping[str, 
     by_name = by_name | {"backend" if call else "cg_backend": backend}
     sizes = {name: given.get(name) for name in ("seq_length", "micro_batch_size")}
     sizes["cuda_graph_warmup_steps"] = getattr(given["config"], "cuda_graph_warmup_steps", None)
-    scopes = getattr(given["config"], "cuda_graph_modules", None)
-    sizes["cuda_graph_modules"] = scopes and [getattr(one, "name", one) for one in several(scopes)]
+    sizes["cuda_graph_modules"] = scope_names(getattr(given["config"], "cuda_graph_modules", None))
     agreement = Agreement(alone=_ALONE)
     with ExitStack() as failed:
         failed.callback(agreement.close)

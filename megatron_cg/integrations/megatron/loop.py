@@ -12,14 +12,12 @@ from typing import Any, Self
 
 from torch import nn
 
+from megatron_cg.arguments.schema import OnFailure, OnMismatch, at_least
 from megatron_cg.backends.base import Backend
 from megatron_cg.errors import speaking
 from megatron_cg.integrations.call_arguments import (
     BackendName,
     CallVoice,
-    OnFailure,
-    OnMismatch,
-    at_least,
     backend_of,
     check_settings,
     refuse,
@@ -81,8 +79,8 @@ class GraphedLayers:
         settings = settings_in(locals())
         refuse(
             [
-                *at_least("seq_length", seq_length, 1),
-                *at_least("micro_batch_size", micro_batch_size, 1),
+                *at_least(1).check("seq_length", seq_length),
+                *at_least(1).check("micro_batch_size", micro_batch_size),
                 *check_settings(settings, _CALL),
             ]
         )

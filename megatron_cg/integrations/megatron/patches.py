@@ -30,17 +30,20 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_cg import extensions
 from megatron_cg.arguments import megatron as flags
-from megatron_cg.arguments.schema import GraphArguments, recomputes_layers
+from megatron_cg.arguments.schema import (
+    Exchange,
+    GraphArguments,
+    GroupedGemm,
+    OnFailure,
+    OnMismatch,
+    recomputes_layers,
+)
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation, speaking
 from megatron_cg.integrations.call_arguments import (
     ENABLE,
     BackendName,
     CallVoice,
-    Exchange,
-    GroupedGemm,
-    OnFailure,
-    OnMismatch,
     backend_of,
     check_settings,
     refuse,
