@@ -23,7 +23,7 @@ from rich.table import Table
 
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.tape.launch import run_processes
-from megatron_cg.telemetry.capture_report import counts_text
+from megatron_cg.telemetry import counts_text
 from megatron_cg.tools.cli.main import positive
 
 REPEATS = 50

@@ -44,7 +44,7 @@ from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unus
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
 from megatron_cg.integrations.megatron.units import LayerScopes, shared_experts_idle, units_of
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.telemetry.capture_report import follow_captures
+from megatron_cg.telemetry import follow_captures
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed
 

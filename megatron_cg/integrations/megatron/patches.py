@@ -51,8 +51,7 @@ from megatron_cg.integrations.call_arguments import (
     with_settings,
 )
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
-from megatron_cg.telemetry.capture_report import follow_log
-from megatron_cg.telemetry.sinks import is_recorded
+from megatron_cg.telemetry import follow_log, is_recorded
 from megatron_cg.upstream.patch import (
     Undo,
     combine_undos,

@@ -139,7 +139,7 @@ def _on_tape(
 
 
 def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
-    from megatron_cg.telemetry.capture_report import counts_text  # It imports torch.
+    from megatron_cg.telemetry import counts_text  # It imports torch.
 
     comparison, different = outcome.comparison, outcome.comparison.different_shards
     plain = partial(console.print, markup=False, highlight=False, soft_wrap=True)

@@ -27,7 +27,7 @@ from megatron_cg.tape import launch
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.train import Trainer
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
-from megatron_cg.telemetry.sinks import recording
+from megatron_cg.telemetry import recording
 from megatron_cg.tools.record.record import Recorder, Setup
 from megatron_cg.upstream.patch import undone_after
 

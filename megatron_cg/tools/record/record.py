@@ -39,7 +39,7 @@ from torch import nn
 from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
 from megatron_cg.fsdp.roles import fsdp_class
-from megatron_cg.telemetry.sinks import Sink, recording
+from megatron_cg.telemetry import Sink, recording
 from megatron_cg.tools.record.read_record import FORMAT
 from megatron_cg.upstream.patch import run_instead
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version

@@ -9,7 +9,7 @@ import torch
 
 from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.hooks import HookKind, module_hooks
-from megatron_cg.telemetry.sinks import note
+from megatron_cg.telemetry import note
 from tests.functional.tampering.places import (
     ForcedError,
     before_capture,

@@ -12,7 +12,7 @@ import torch
 
 from megatron_cg.capture import session
 from megatron_cg.events import Event, GraphsDeleted, subscribers
-from megatron_cg.telemetry.sinks import note
+from megatron_cg.telemetry import note
 from tests.functional.tampering.places import (
     ForcedError,
     before_capture,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_cg.fastpath.host_reads import install_host_reads
 from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.telemetry.capture_report import follow_log
+from megatron_cg.telemetry import follow_log
 
 done: list[str] = []
 

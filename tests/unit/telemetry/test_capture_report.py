@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from megatron_cg import telemetry as reporting
 from megatron_cg.errors import CaptureError
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.telemetry import capture_report as reporting
-from megatron_cg.telemetry.sinks import recording
+from megatron_cg.telemetry import recording
 from megatron_cg.tools.record.read_record import captured_after, read_run
 from megatron_cg.tools.record.record import Recorder
 from tests.unit.trainers import trainer_of

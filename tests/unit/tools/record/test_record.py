@@ -16,7 +16,7 @@ import torch
 
 import megatron_cg
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.telemetry.sinks import note, recording
+from megatron_cg.telemetry import note, recording
 from megatron_cg.tools.record import record
 from megatron_cg.tools.record.read_record import RecordError, read_run
 from megatron_cg.tools.record.record import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
-from megatron_cg.telemetry.sinks import recording
+from megatron_cg.telemetry import recording
 from megatron_cg.tools.align.compare import graph_counts
 from megatron_cg.tools.record.record import Recorder
 from megatron_cg.tools.report import report_page

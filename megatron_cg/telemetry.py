@@ -1,0 +1,226 @@
+"""What a run says: lines of rank 0's log, counters in Megatron's log and writers, its records.
+
+Nothing here waits for the GPU or queries it. Times are host times. Memory is what torch's allocator
+has on record.
+
+Megatron looks up ``training_log`` as a global of its module after each step; its parameter
+``iteration`` counts steps from 1. Megatron prints with ``print_rank_last``, on the rank that also
+has the writers of ``megatron.training.global_vars`` for TensorBoard and Weights & Biases; they are
+None on other ranks and when they are disabled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_cg import events
+from megatron_cg.errors import say
+from megatron_cg.replay.mismatch_policy import Counters
+from megatron_cg.upstream.patch import Undo, run_instead
+from megatron_cg.upstream.symbols import Symbol
+
+logger = logging.getLogger(__name__)
+
+_MIB = 2**20
+Memory = dict[str, int]
+
+
+class Sink(logging.Handler, ABC):
+    """The record of one rank. As a handler of logging it gets warnings and errors too."""
+
+    @abstractmethod
+    def note(self, key: str, value: Any) -> None: ...
+    @abstractmethod
+    def add_capture(self, capture: Mapping[str, Any]) -> None: ...
+
+
+_sinks: list[Sink] = []
+
+
+def is_recorded() -> bool:
+    """Whether the run of this process is recorded."""
+    return bool(_sinks)
+
+
+def note(key: str, value: Any) -> None:
+    """Store ``value``, anything JSON can hold, under ``key`` in this rank's record.
+
+    Does nothing when nothing is recorded. A note made after training is written too.
+    """
+    for sink in _sinks:
+        sink.note(key, value)
+
+
+@contextmanager
+def recording(sink: Sink) -> Iterator[None]:
+    """Send notes, captures and warnings of this package to ``sink`` inside the block."""
+    package = logging.getLogger("megatron_cg")
+    package.addHandler(sink)
+    _sinks.append(sink)
+    try:
+        yield
+    finally:
+        _sinks.remove(sink)
+        package.removeHandler(sink)
+
+
+def memory() -> Memory | None:
+    """Bytes of this process on the current GPU, or None if it uses none.
+
+    Tensors and graphs hold ``allocated_bytes``; ``reserved_bytes`` also includes the allocator's
+    cache. Read from torch's allocator, without a query to the GPU.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    stats = torch.cuda.memory_stats()
+    return {
+        f"{kind}_bytes": stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved")
+    }
+
+
+_under_way: list[tuple[events.CaptureBegan, Memory | None, float]] = []
+"""The capture that has begun, the memory before it and when that was."""
+_said_what_is_compared: list[str] = []
+
+
+def follow_captures() -> None:
+    """Report the captures and deletions of this process from now on; a second call does nothing."""
+    if _hear not in events.subscribers:
+        events.subscribers.append(_hear)
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints: rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _print(text: str) -> None:
+    if is_first_rank():
+        print(f"megatron_cg: {text}", flush=True)
+
+
+def _hear(event: events.Event) -> None:
+    match event:
+        case events.CaptureBegan():
+            _under_way[:] = [(event, memory(), time.perf_counter())]
+        case events.CaptureEnded():
+            if _under_way:
+                _report(*_under_way.pop(), event)
+        case events.GraphsDeleted(counters, total):
+            note("graphs", total.as_dict())
+            _print(f"graphs of rank 0: {counts_text(counters.as_dict())}.")
+        case events.StepRepeated(step, rows, bound, enough):
+            if is_first_rank():
+                logger.warning(
+                    f"megatron_cg: {_named(step)} repeated: a rank had {rows:,} rows for another "
+                    f"in a MoE layer, bound {bound:,}. With "
+                    f"{say('{flag:--cg-moe-rows {enough:g}}', enough=enough)} or more it would "
+                    "have fitted."
+                )
+        case events.StepVerified(step, compared):
+            if not _said_what_is_compared:
+                _said_what_is_compared.append(compared)
+                _print(
+                    f"{_named(step)} verified: trained with graphs and then eagerly, and compared "
+                    f"bit for bit: {compared}. Said once."
+                )
+
+
+def _named(step: int | None) -> str:
+    return "a step" if step is None else f"step {step}"
+
+
+def _report(
+    began: events.CaptureBegan, before: Memory | None, since: float, ended: events.CaptureEnded
+) -> None:
+    counters, error, path = ended.counters, ended.error, ended.fast_path
+    seconds, after = time.perf_counter() - since, memory()
+    layers, graphs = (0, 0) if counters is None else (len(began.units), counters.captured)
+    entry = {
+        "seconds": seconds,
+        "memory": {"before": before, "after": after},
+        "layers": layers,
+        "graphs": graphs,
+        "fast_path": None if path is None else {"on": path.parts, "off": path.left_out},
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+    }
+    for sink in _sinks:
+        sink.add_capture(entry)
+    if error is None and began.units:
+        used = "no GPU memory, since no GPU is used"
+        if before is not None and after is not None:
+            allocated, reserved = ((after[name] - before[name]) / _MIB for name in after)
+            used = f"{allocated:+.0f} MiB of GPU memory allocated, {reserved:+.0f} MiB reserved"
+        _print(f"graphs captured: {graphs}, of {layers} layers, in {seconds:.1f} s; {used}")
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """The counts, by the names of :class:`Counters`, as one line of text."""
+    passes = ("captured", "replayed", "eager", "mismatched", "verified")
+    text = ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)
+    text = f"{text} with gradients, {counts.get('outputs_only', 0)} in outputs only"
+    if unstable := counts.get("gradients_unstable"):
+        text += f" ({unstable} unstable results left out)"
+    steps = counts.get("steps_verified")
+    return f"{text}, {steps} steps verified" if steps else text
+
+
+_TRAINING = "megatron.training.training"
+_VARIABLES = "megatron.training.global_vars"
+_LOG = Symbol(f"{_TRAINING}:training_log", "what logs after each step", parameters=("iteration",))
+_PRINT = Symbol(f"{_TRAINING}:print_rank_last", "what prints a line of the log")
+_ARGS = Symbol(f"{_VARIABLES}:get_args", "the run's arguments")
+_TENSORBOARD = Symbol(f"{_VARIABLES}:get_tensorboard_writer", "a writer or None")
+_WANDB = Symbol(f"{_VARIABLES}:get_wandb_writer", "a writer or None")
+RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
+
+_SHOWN = tuple(name for name in Counters() if name not in ("backwards", "steps_differed"))
+
+
+def follow_log(counted: Callable[[], Sequence[Counters]]) -> Undo:
+    """Show counters of this rank in Megatron's log and writers, summed over models.
+
+    Writers get what was counted since the run began, and a line what is new since the last one.
+    ``counted`` returns the counters of each model, at each step. Returns the undo. Raises
+    UpstreamChangedError when a function of Megatron is not as relied on.
+    """
+    signature = inspect.signature(_LOG.find())
+    get_args, print_line = _ARGS.find(), _PRINT.find()
+    get_tensorboard, get_wandb = _TENSORBOARD.find(), _WANDB.find()
+    last = Counters()
+
+    def log(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = training_log(*args, **kwargs)
+        if counters := counted():
+            show(counters, int(signature.bind(*args, **kwargs).arguments["iteration"]))
+        return result
+
+    def show(counters: Sequence[Counters], iteration: int) -> None:
+        nonlocal last
+        args, tensorboard, wandb = get_args(), get_tensorboard(), get_wandb()
+        is_written = (tensorboard or wandb) and iteration % args.tensorboard_log_interval == 0
+        is_printed = iteration % args.log_interval == 0
+        if not (is_written or is_printed):
+            return
+        now = sum(counters, Counters())
+        if is_written:
+            values = {f"megatron_cg/{name}": now[name] for name in _SHOWN}
+            for name, value in values.items() if tensorboard else ():
+                tensorboard.add_scalar(name, value, iteration)
+            if wandb:
+                wandb.log(values, iteration)
+        if is_printed and now.captured:
+            new = (f"{name.replace('_', ' ')}: {now[name] - last[name]}" for name in _SHOWN)
+            print_line(f" megatron_cg | {' | '.join(new)} |")
+            last = now
+
+    return run_instead(_LOG, log)

@@ -1,1 +1,0 @@
-"""What a run reports: a line after capture, counters, and its record."""
