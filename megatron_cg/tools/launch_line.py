@@ -19,7 +19,8 @@ GPUS_PER_NODE = 8
 _SCRIPT = re.compile(r"(?<![^\s'\"])(['\"]?)([^\s'\"=;]+\.py)\1(?=[\s'\"]|$)")
 _VALUE = r"=('[^']*'|\"[^\"]*\"|[^\s;&]*)"
 _VARIABLE = re.compile(rf"(?<![^\s;&'\"])([A-Za-z_]\w*){_VALUE}")
-_COMMAND_END = re.compile(r"[;&|\n]|\d?>")
+_ARGUMENTS = re.compile(r"(?:'[^']*'|\"[^\"]*\"|(?!\d?>)[^;&|\n])*")
+"""Up to the end of the command, which may be in no quotes."""
 _LAUNCHER = re.compile(r"(?<!\S)(-m ?|--module[ =])megatron_cg\s+")
 _PYTHON = re.compile(
     r"(?:^|[/\s])(python[\d.]*|torchrun|torch\.distributed\.(?:run|launch)|ft_launcher|deepspeed|"
@@ -62,6 +63,10 @@ class Flag:
     name: str
     values: tuple[str, ...] = ()
 
+    @property
+    def words(self) -> list[str]:
+        return [self.name, *self.values] if self.name else [*self.values]
+
     def __str__(self) -> str:
         return " ".join([self.name, *map(quoted, self.values)]).strip()
 
@@ -78,8 +83,7 @@ class LaunchLine:
 
     @property
     def words(self) -> list[str]:
-        words = [word for flag in self.flags for word in (flag.name, *flag.values)]
-        return words[1:] if words[:1] == [""] else words
+        return [word for flag in self.flags for word in flag.words]
 
     @property
     def command(self) -> list[str]:
@@ -199,19 +203,13 @@ def _from_text(text: str) -> LaunchLine:
     if script is None:
         _check_known(text)
         raise LaunchLineError(_NO_SCRIPT)
-    quote, rest = "", text[script.end() :]
-    end = len(rest)
-    for at, letter in enumerate(rest):
-        if letter in "'\"" and quote in ("", letter):
-            quote = "" if quote else letter
-        elif not quote and _COMMAND_END.match(rest, at):
-            end = at
-            break
+    arguments = _ARGUMENTS.match(text, script.end())
+    assert arguments is not None  # It may be empty.
     try:
-        flags = read_flags(shlex.split(rest[:end]))
+        flags = read_flags(shlex.split(arguments[0]))
     except ValueError as error:
         raise LaunchLineError(f"the line cannot be read: {error}") from error
-    line = LaunchLine(text[: script.start()], script[2], flags, rest[end:].strip())
+    line = LaunchLine(text[: script.start()], script[2], flags, text[arguments.end() :].strip())
     named = [re.match(r"--[\w.-]+|\+*[\w.]+=", word) for word in line.words]
     names = [name[0] for name in named if name]
     if Path(line.script).name not in MEGATRONS:

@@ -15,6 +15,7 @@ from megatron_cg.arguments.schema import VERIFY_STEPS, GraphArguments, flag_of
 from megatron_cg.arguments.validation import ANY_RUN
 from megatron_cg.errors import STEP_DIFFERS, MegatronCGError
 from megatron_cg.tools.align.compare import FAILED, Comparison, Outcome, compare
+from megatron_cg.tools.launch_line import read_flags
 from megatron_cg.tools.record.read_record import RecordError, read_run
 from megatron_cg.upstream.symbols import Symbol
 
@@ -151,11 +152,8 @@ def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """
     both: list[str] = []
     of_graphs: list[str] = []
-    chosen = both
-    for word in words:
-        if word.startswith("--"):
-            chosen = of_graphs if word.partition("=")[0] in ABOUT_GRAPHS else both
-        chosen.append(word)
+    for flag in read_flags(words):
+        (of_graphs if flag.name in ABOUT_GRAPHS else both).extend(flag.words)
     return tuple(both), tuple(of_graphs)
 
 

@@ -84,12 +84,12 @@ def test_the_runs_on_gpus_differ_in_the_flags_about_graphs_alone(asked: Answer, 
         "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router "
         "--cuda-graph-warmup-steps 2 --cg-verify-steps 3 --fsdp-double-buffer "
         "--fsdp-db-use-persist-buf-on-alloc-fail --cg-backend native --cg-layers moe:0-1 attn:2 "
-        "--cg-no-fsdp-fast-path --cg-on-mismatch=error"
+        "--cg-no-fsdp-fast-path --cg-on-mismatch error"
     )
     without = [*graphs[:start], "--cuda-graph-impl", "none", *graphs[end:]]
     assert eager == [word.replace("/graphs", "/eager") for word in without]
     # What the user gave comes last, so that it wins.
-    given = "--cg-grouped-gemm torch --seed 7 --lr=1 --x -1 --save a/eager --preset -- --cg-record"
+    given = "--cg-grouped-gemm torch --seed 7 --lr 1 --x -1 --save a/eager --preset -- --cg-record"
     assert given in " ".join(eager) and eager.index("--seed") < start and eager[-1][0] == "/"
     for words in asked.lines.values():
         assert "--nproc-per-node 4" in words and "--train-iters 14" in words
