@@ -134,7 +134,7 @@ def _wrong_calls(name: str, call: ObservedCall, observer: Observer) -> Iterator[
             "pass plain tensors, of a sparse one its indices and values, or take the unit out of "
             "units",
         )
-    noted: Any = (*call.layouts.values(), *call.gradients.values())
+    noted = [one for each in call.gradients.values() for one in (each.layout, each) if one]
     for varies in filter(None, (one.varies for one in noted)):
         yield Violation(
             "unit-layouts",

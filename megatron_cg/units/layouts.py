@@ -82,6 +82,8 @@ class GradStrides:
         self._last: tuple[torch.Size, Strides] | None = None
         self.varies: Mismatch | None = None
         """What gradients came, if those of one shape were not alike."""
+        self.layout: Layout | None = None
+        """Of the result and its gradient, if it is a DTensor."""
         self.inside: GradStrides | None = None
         """The same with uses inside of the unit, if it has any. Their strides count for a result
         that no gradient comes for: a graph adds zeros, and that sum shall have them."""

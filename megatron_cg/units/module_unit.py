@@ -1,24 +1,115 @@
-"""A plain module as a unit: a replay runs instead of its whole forward."""
+"""A plain module as a unit: a replay runs instead of its whole forward.
+
+A graph returns tensors and nothing else. A unit may return them in tuples, lists, dicts, and named
+tuples, and in dataclasses, beside None, numbers and strings, which are constants. And it may set
+tensors as attributes of its modules, as MoE layers hand over their auxiliary loss: these become
+outputs of the graph too, and each replay sets them again.
+
+Note [The same tensor]
+    A unit may return its own argument, or one tensor twice, or set what it returns as an attribute.
+    Each replay then gives one tensor too: the caller's own, for an argument without a gradient. The
+    gradient of an argument is summed in the graph, with those of the unit's other uses.
+"""
+
+from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from megatron_cg.replay.borders import spec_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
+from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.units.call import in_parts
-from megatron_cg.units.layouts import Gradients
-from megatron_cg.units.observe import ObservedCall, not_recomputed
-from megatron_cg.units.results import Results, attributes_of
+from megatron_cg.units.layouts import Gradients, Layout, awaited, is_awaited
+from megatron_cg.units.observe import (
+    ObservedCall,
+    Place,
+    attributes_of,
+    not_recomputed,
+    results_of,
+)
 from megatron_cg.units.sums import Autocast
 from megatron_cg.upstream.patch import combine_undos, replace_function
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Stands for an output of the graph, by number, or for a tensor that the caller gave."""
+
+    key: int | str
+
+
+@dataclass(frozen=True)
+class Results:
+    """The form of what one pass returned and set."""
+
+    leaves: Sequence[Any]
+    """The leaves of what it returned, with marks for tensors."""
+    spec: TreeSpec
+    """The containers around them; all types that torch's pytrees know."""
+    attributes: Mapping[Place, Any]
+    """The marks of the tensors that it set."""
+    layouts: Mapping[int, Layout]
+    """Of outputs of the graph that are DTensors, by number."""
+
+    def rebuild(self, outputs: Sequence[Any], arguments: Mapping[str, torch.Tensor]) -> Any:
+        """Set the attributes, and return what the pass returns, with these tensors."""
+        tensors: dict[Any, Any] = {**arguments, **dict(enumerate(outputs))}
+        for number, layout in self.layouts.items():
+            tensors[number] = layout.from_local(tensors[number])
+        for (module, name), mark in self.attributes.items():
+            made = tensors[mark.key]
+            # A copy: the attribute, and what a loop collects from it, outlive the pass.
+            vars(module)[name] = made.clone() if mark.key in self._only_set else made
+        filled = [tensors[leaf.key] if isinstance(leaf, _Tensor) else leaf for leaf in self.leaves]
+        return tree_unflatten(filled, self.spec)
+
+    @cached_property
+    def _only_set(self) -> set[Any]:
+        """The outputs of the graph that are set and not returned."""
+        returned = {leaf.key for leaf in self.leaves if isinstance(leaf, _Tensor)}
+        return {one.key for one in self.attributes.values() if isinstance(one.key, int)} - returned
+
+    def run_eagerly(self, run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Give an eager pass to ``run``, which gets what it returns and sets as one result."""
+
+        def whole() -> tuple[Any, list[Any]]:
+            value = in_parts(function(*args, **kwargs))
+            return value, [vars(module).get(name) for module, name in self.attributes]
+
+        value, attributes = run(whole)
+        for (module, name), tensor in zip(self.attributes, attributes, strict=True):
+            if name in vars(module):
+                vars(module)[name] = tensor
+        leaves, spec = tree_flatten(value, is_plain)
+        return tree_unflatten(leaves, spec)
+
+    def problem(self, before: Results | None) -> str | None:
+        """Why no graph can return this form, after the pass ``before``; None if one can."""
+        for leaf in (*self.leaves, *self.attributes.values()):
+            if not isinstance(leaf, _Tensor) and not is_plain(leaf):
+                return f"returns, or sets as an attribute, a {type(leaf).__name__}"
+        if before is None or (
+            (self.spec, self.attributes, self.layouts)
+            == (before.spec, before.attributes, before.layouts)
+            and all(map(_same, self.leaves, before.leaves))
+        ):
+            return None
+        return "returns, or sets as attributes, something else in each pass"
+
+
+def _same(leaf: Any, other: Any) -> bool:
+    return leaf == other if isinstance(leaf, _Tensor) else same_value(leaf, other)
 
 
 class ModuleUnit(Unit):
@@ -61,7 +152,7 @@ class ModuleUnit(Unit):
             yield
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """One pass, as its graph returns it: see ``results.py``."""
+        """One pass, as its graph returns it."""
         given = self._form.join(args, kwargs)
         leaves, spec = tree_flatten(in_parts(given))
         before = attributes_of(self.graphed)
@@ -81,19 +172,10 @@ class ModuleUnit(Unit):
             )
         after = attributes_of(self.graphed)
         attributes = {p: tensor for p, tensor in after.items() if before.get(p) is not tensor}
-        arguments = self._form.by_name(args, kwargs)
-        if self._without_gradient is None:
-            self._without_gradient = {n for n, t in arguments.items() if not t.requires_grad}
-        results, tensors = Results.of(
-            value,
-            attributes,
-            arguments,
-            without_gradient=arguments.keys() & self._without_gradient,
-            seen=self._seen.layouts,
-            laid_out=self._laid_out,
+        results, tensors = self._results_of(
+            in_parts(value), attributes, self._form.by_name(args, kwargs)
         )
-        problem = results.problem(self._results)
-        if problem is not None:
+        if (problem := results.problem(self._results)) is not None:
             raise self.refused(
                 problem,
                 "Return tensors, None, numbers and strings, also in tuples, dicts or dataclasses.",
@@ -101,13 +183,46 @@ class ModuleUnit(Unit):
         self._results = results
         return tuple(tensors)
 
+    def _results_of(
+        self,
+        value: Any,
+        attributes: Mapping[Place, torch.Tensor],
+        arguments: Mapping[str, torch.Tensor],
+    ) -> tuple[Results, list[torch.Tensor]]:
+        """The form of a pass that returned ``value``, and the tensors that its graph returns.
+
+        ``attributes`` are the tensors that it set, ``arguments`` those that it was given.
+        """
+        if self._without_gradient is None:
+            self._without_gradient = {n for n, t in arguments.items() if not t.requires_grad}
+        tensors: list[torch.Tensor] = []
+        layouts: dict[int, Layout] = {}
+        keys = {id(tensor): key for key, tensor in results_of(value, attributes)}
+        marks = {id(arguments[n]): _Tensor(n) for n in arguments.keys() & self._without_gradient}
+
+        def marked(leaf: Any) -> Any:
+            is_distributed = spec_of(leaf) is not None
+            is_tensor = type(leaf) in (torch.Tensor, nn.Parameter) or is_awaited(leaf)
+            if not is_tensor and not is_distributed:
+                return leaf
+            if id(leaf) not in marks:
+                number, key = len(tensors), keys.get(id(leaf))
+                marks[id(leaf)], made = _Tensor(number), awaited(leaf)
+                seen = self._seen.gradients.get(key)
+                if is_distributed:
+                    layouts[number] = Layout.of_result(leaf, number, seen.layout if seen else None)
+                    made = layouts[number].to_local(leaf)
+                tensors.append(self._gradients.result(number, made, seen))
+            return marks[id(leaf)]
+
+        leaves, spec = tree_flatten(value, is_plain)
+        form = [marked(leaf) for leaf in leaves]
+        return Results(form, spec, {p: marked(t) for p, t in attributes.items()}, layouts), tensors
+
     def _counts(self) -> list[tuple[int, int]]:
         """Which gradients its weights have, and how often these were written."""
         grads = (weight.grad for weight in self.layer.parameters())
         return [(id(grad), grad._version) for grad in grads if grad is not None]
-
-    def _laid_out(self, number: int, output: torch.Tensor, key: Any) -> torch.Tensor:
-        return self._gradients.result(number, output, self._seen.gradients.get(key))
 
     def to_graph(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

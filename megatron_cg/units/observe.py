@@ -18,7 +18,7 @@ Note [Gradients from outside]
     another result on the same memory must see a write, so then it is one, and the unit is refused.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,17 +31,17 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_cg.capture.observer import StaticInputs, version_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import apart, local, spec_of
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.plain import is_plain
 from megatron_cg.units.call import CallSpec, in_parts
+from megatron_cg.units.code_observer import key_of
 from megatron_cg.units.find_sharding import Unsharded
 from megatron_cg.units.layouts import GradStrides, Layout
-from megatron_cg.units.operations import key_of
-from megatron_cg.units.results import attributes_of, results_of, tensors_of
 from megatron_cg.units.sums import Autocast, Note, Sums, autocast_now
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import add_observer
@@ -52,6 +52,9 @@ _HOOKS = Symbol(
     "the saved-tensor hooks that apply now, or None",
 )
 RELIES_ON = (_HOOKS,)
+
+Place = tuple[nn.Module, str]
+"""An attribute of a module."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,8 @@ class ObservedCall:
     """Around its forward pass."""
     recompute: str | None
     """Where a call of the step was made, if activation checkpointing may have made it."""
-    layouts: dict[Any, Layout]
-    """Of the DTensors that it returned and set, with the gradients that they got."""
     gradients: dict[Any, GradStrides]
-    """The strides of the gradients of all that it returned and set."""
+    """How the gradients came of all that it returned and set."""
 
     def samples(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Memory for the inputs of its graph."""
@@ -191,7 +192,6 @@ class Observer:
             {key: _maker(tensor) for key, tensor in given.items()},
             autocast_now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
-            before.layouts if before else {},
             before.gradients if before else {},
         )
         self.sums.begun(name, form.by_name(tensors, by_name))
@@ -199,7 +199,7 @@ class Observer:
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
         if not module.training or not torch.is_grad_enabled():
             return outputs
-        leaves, spec = tree_flatten(in_parts(outputs))
+        leaves, spec = tree_flatten(in_parts(outputs), is_plain)
         returned = tensors_of(leaves)
         own = attributes_of(module.modules()).items()
         held = {place: tensor for place, tensor in own if self._held.get(place) is not tensor}
@@ -222,8 +222,8 @@ class Observer:
                 vars(key[0])[key[1]] = made
             if not made.requires_grad or made.is_leaf:
                 continue
-            seen, label = self._now[name], f"result {key if isinstance(key, int) else key[1]}"
-            noted = seen.gradients.setdefault(key, GradStrides(label))
+            label = f"result {key if isinstance(key, int) else key[1]}"
+            noted = self._now[name].gradients.setdefault(key, GradStrides(label))
             notes.append((made, noted.note))
             if made is not tensor and not tensor.is_leaf:
                 noted.inside = noted.inside or GradStrides(label)
@@ -231,13 +231,35 @@ class Observer:
                 edge, note = get_gradient_edge(tensor), noted.inside.note
                 edge.node.register_prehook(lambda all_, n=edge.output_nr, note=note: note(all_[n]))
             if spec_of(made) is not None:
-                layout = seen.layouts.setdefault(key, Layout(made, label))
-                layout.refuse = lambda _varies: None  # At capture.
-                notes.append((made, layout.note))
+                noted.layout = noted.layout or Layout(made, label)
+                noted.layout.refuse = lambda _varies: None  # At capture.
+                notes.append((made, noted.layout.note))
         self.sums.returned(name, notes, views.values())
         self._views += [(name, t, version_of(t)) for _, t in results if key_of(t) in shared]
         made_of = [views.get(id(leaf), leaf) for leaf in leaves]
         return tree_unflatten(made_of, spec) if views else outputs
+
+
+def results_of(
+    value: Any, attributes: Mapping[Place, torch.Tensor]
+) -> list[tuple[Any, torch.Tensor]]:
+    """The tensors that a pass returns, by number, and that it sets, by place."""
+    return [*enumerate(tensors_of(value)), *attributes.items()]
+
+
+def attributes_of(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
+    """The tensors that modules have as attributes."""
+    return {
+        (module, name): value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a pass's result, at any depth."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _may_be_viewed(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from megatron_cg.capture.observer import Observer, StaticInputs
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Addresses, Watched
 from megatron_cg.replay.unit import Unit
-from megatron_cg.units.operations import holder_of, seeds_refused
+from megatron_cg.units.code_observer import holder_of, seeds_refused
 
 
 class Quantized:

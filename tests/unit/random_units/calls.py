@@ -152,8 +152,8 @@ RESULTS = {
         lambda run, u, out: first(out[0], run.see("returned", out[1:])),
     ),
     "None and numbers": result(
-        lambda u, x, y: [None, y, 1, 2.5, "text", True, len(y), u.scale],
-        lambda run, u, out: first(out[1], run.see("constants", [out[0], *out[2:]])),
+        lambda u, x, y: [None, y, 1, 2.5, "text", True, y.shape, u.scale],
+        lambda run, u, out: first(out[1], run.see("constants", str([out[0], *out[2:]]))),
     ),
     "weight returned": result(
         lambda u, x, y: (y, u.a.weight), loss=lambda out: out[1].square().mean()

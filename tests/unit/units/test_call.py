@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megatron_cg.errors import CaptureError
 from megatron_cg.units.call import CallSpec
-from megatron_cg.units.results import Results
+from tests.unit.units.plain import Unit, refused, units
 
 X, Y, MASK = torch.ones(1), torch.ones(2), torch.ones(3)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -145,15 +146,12 @@ def test_what_no_graph_can_take_is_named(made: Call, named: list[str]) -> None:
     assert [text.split(" is ")[0] for text in problems] == named
 
 
-def test_a_shape_is_returned_whole_and_an_attribute_that_no_graph_can_set_is_named() -> None:
-    attributes: Any = {(torch.nn.Identity(), "loss"): KIND}
-    results, _ = Results.of(
-        (X, X.shape),
-        attributes,
-        {},
-        without_gradient=(),
-        seen={},
-        laid_out=lambda _number, output, _key: output,
-    )
-    assert results.leaves[1] == X.shape
-    assert results.problem(None) == "returns, or sets as an attribute, a Kind"
+class Sets(Unit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.loss = y.detach().as_subclass(Kind)
+        return y
+
+
+def test_an_attribute_that_no_graph_can_set_is_named() -> None:
+    refused(CaptureError, "returns, or sets as an attribute, a Kind", lambda: units(Sets))
