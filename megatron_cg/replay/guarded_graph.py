@@ -60,9 +60,10 @@ from megatron_cg.consensus import exchange as agreement
 from megatron_cg.consensus.process_exit import arm_fast_exit
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.events import in_range, named_range
-from megatron_cg.replay.borders import local, own_gradient
+from megatron_cg.replay.borders import local, own_gradient, pass_on
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
+from megatron_cg.replay.plain import is_plain
 from megatron_cg.replay.unit import ReplayFunction, Unit
 from megatron_cg.replay.verify import RestoreContext, verify
 from megatron_cg.upstream.patch import replace_function, undone_after
@@ -331,7 +332,7 @@ class _Tie(torch.autograd.Function):
 
 def as_one_node(outputs: Any) -> Any:
     """``outputs``, whose gradients all arrive before any goes on; see the last note above."""
-    flat, spec = tree_flatten(outputs)
+    flat, spec = tree_flatten(outputs, is_plain)
     tensors = {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad}
     if len(tensors) < 2:
         return outputs
@@ -502,4 +503,7 @@ def are_returned(inputs: Sequence[range], outputs: Sequence[Any]) -> bool:
 
 
 def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    """A copy, behind a node of this package, so that ``units/sums.py`` knows whose result it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return pass_on(value, torch.clone, lambda gradient: gradient)

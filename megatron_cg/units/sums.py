@@ -35,6 +35,7 @@ from weakref import finalize, ref
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_cg.replay.borders import PassedOn
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import Undo, replace_function
@@ -50,8 +51,6 @@ Autocast = dict[str, Any]
 """The arguments of a ``torch.autocast``."""
 _DEVICES = ("cpu", "cuda")
 _INPUTS = 3  # Where a backward pass gets the tensors whose gradients it returns.
-_PASSES_ON = {"_CopiedBackward", "_LaidOutBackward"}
-"""Nodes of this package between a replay and its input."""
 _CAUSE = "Autograd sums the gradients of all uses one by one, and a graph its own first. "
 _READ = (
     "a result that it also uses itself, whose gradient is read or hooked outside",
@@ -250,7 +249,10 @@ class Later:
             return False
         places = (node._sequence_nr() - self._last for node in replays)
         key = (number - self._last, *places, *_shape(_edges(roots), replays))
-        for node, _ in _edges(inputs):
+        for given, _ in _edges(inputs):
+            node = given
+            while _is_own(node):
+                node = node.next_functions[0][0]
             unit = replays.get(node, "")
             if unit in self._seen and self._seen[unit].uses_results:
                 self._refuse(_READ, unit)
@@ -268,7 +270,7 @@ class Later:
             inputs, first, last = dict[str, _Edge](), node._sequence_nr(), node._sequence_nr() + 1
             for name, following in zip(self._inputs[unit], node.next_functions, strict=False):
                 edge = following
-                while edge[0] is not None and edge[0].name() in _PASSES_ON:
+                while _is_own(edge[0]):
                     first = min(first, edge[0]._sequence_nr())
                     edge = edge[0].next_functions[0]
                 inputs[name] = edge
@@ -378,6 +380,11 @@ def _unhooked(edge: _Edge, users: Mapping[_Edge, Sequence[Any]], inside: set[Any
 
 def _is_hooked(node: Any) -> bool:
     return getattr(node, "_forward_cls", None) is _HOOKED.cached
+
+
+def _is_own(node: Any) -> bool:
+    """Whether it is a node of this package between a replay and what its caller has."""
+    return issubclass(getattr(node, "_forward_cls", object), PassedOn)
 
 
 def _is_cast(node: Any) -> bool:

@@ -1,11 +1,13 @@
 """What happens between the steps of random units, and what the model does between its units."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.unit.random_units.calls import HOOKS
 from tests.unit.random_units.features import WORLD, W, counted, hook_node, linear, set_
@@ -123,6 +125,35 @@ AFTER: dict[str, dict[str, Callable[..., Any]]] = {
     **dict.fromkeys(HOOKS, _NO_HOOKS),
 }
 """What may happen in programs that have the feature."""
+
+
+def _with_sine(unit: Any, *given: Any) -> Any:
+    out = unit(*given)
+    return out.sin() if isinstance(out, torch.Tensor) else out
+
+
+def _under_hooks(unit: Any, *given: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return unit(*given)
+
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "a checkpoint": partial(checkpoint, _with_sine, use_reentrant=False),
+    "a reentrant checkpoint": partial(checkpoint, _with_sine, use_reentrant=True),
+    "hooks on saved tensors": _under_hooks,
+}
+"""What may be around a call of the first unit."""
+RARE: dict[str, Callable[..., Any]] = {
+    "embed tied": lambda run, u: set_(run.net.embed, "weight", u.a.weight),
+    "hidden used earlier": _way(earlier=True),
+    "graph kept": _way(retain="once"),
+    "penalty": _way(penalty=True),
+    "result's gradient taken": _way(by_result=True),
+    "result hooked": _way(read=lambda y: y.register_hook(lambda _: None)),
+    "result's gradient retained": _way(read=torch.Tensor.retain_grad),
+    **{how: _way(around=how) for how in AROUND},
+}
+"""What happens in no program that is drawn."""
 BETWEEN: dict[str, Callable[..., Any]] = {
     "nothing": lambda run, x, out: out,
     "skip": lambda run, x, out: out + x,

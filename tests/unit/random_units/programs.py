@@ -6,10 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.unit.random_units.calls import FEATURES, HARD
-from tests.unit.random_units.events import AFTER, BETWEEN, EVENTS
+from tests.unit.random_units.events import AFTER, AROUND, BETWEEN, EVENTS, RARE
 from tests.unit.random_units.features import COMPUTE, STATE, Feature, W
 
 STEPS, ROWS = 7, 5
@@ -17,7 +16,7 @@ STEPS, ROWS = 7, 5
 SHARED = ("", "", "", "units", "head")
 FROZEN = ("", "", "", "embed", "units.0.", ".bias", "units.0.a.weight", "head")
 EASY = [name for name in FEATURES if name not in HARD]
-HAPPENS = EVENTS | {name: event for events in AFTER.values() for name, event in events.items()}
+HAPPENS = EVENTS | RARE | {name: one for each in AFTER.values() for name, one in each.items()}
 """All events by name."""
 
 
@@ -45,8 +44,8 @@ class Program:
     """Microbatches of a step."""
     embed: bool = True
     input_grad: bool = False
-    around: bool = False
-    """Whether activation checkpointing is around the first unit."""
+    around: str = ""
+    """What is around each call of the first unit."""
     warmup: int = 2
     verify_interval: int = 0
     verify_steps: int = 0
@@ -101,7 +100,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice((1, 1, 1, 1, 1, 2)),
         chance.random() < 0.85,
         chance.random() < 0.15,
-        chance.random() < 0.02,
+        "a checkpoint" if chance.random() < 0.02 else "",
         chance.choice((2, 2, 3)),
         chance.choice((0, 0, 0, 1, 2)),
         chance.choice((0, 0, 0, 1, 2)),
@@ -127,27 +126,64 @@ def alone() -> Iterator[Program]:
         yield Program(1, (("plain",), ("plain",)), order=(0, 1), autocast=autocast, shared="units")
     for option in ("fsdp", "ddp"):
         yield Program(1, sharding=option, micro=2)
-    # Autocast casts a leaf once in a step, also for a unit that falls back to an eager pass.
-    yield Program(1, (("weight as argument",),), ((5, "autocast for a step", 0),))
-    two, tied = (("plain",), ("plain",)), ((3, "head tied", 1),)
-    yield Program(1, two, tied, order=(0, 1), autocast="step", micro=2)
-    # The tensors of a module with a backward hook are not those that its caller uses.
-    hooked = ((0, "backward hook added", 0), (2, "hooks removed", 0))
-    yield Program(1, events=(*hooked, (5, "hidden used later", 0)))
-    yield Program(1, (("weight as argument",),), hooked, autocast="forward")
-    # A write into a view changes the history of what it is a view of.
-    yield Program(1, (("unused result",), ("returned view written",)), order=(0, 1))
-    yield Program(1, between="skip")
     yield Program(1, embed=False, input_grad=True)
-    yield Program(1, (("reentrant checkpoint",),), ((5, "detached inputs", 0),))
+    yield from ENDS
+
+
+def _one(feature: str = "plain", *happens: str, at: int = 5, **options: Any) -> Program:
+    return Program(1, ((feature,),), tuple((at, event, 0) for event in happens), **options)
+
+
+_TWO = (("plain",), ("plain",))
+_HOOKED = ((0, "backward hook added", 0), (2, "hooks removed", 0))
+_SHARED = "unit-shared-gradients"
+_LATER = "gradients from outside was something else at capture and is "
+ENDS = {
+    # Autocast casts a leaf once in a step, also for a unit that falls back to an eager pass.
+    _one("weight as argument", "autocast for a step"): "equal",
+    Program(1, _TWO, ((3, "head tied", 1),), order=(0, 1), autocast="step", micro=2): (
+        f"{_LATER}a weight"
+    ),
+    # The tensors of a module with a backward hook are not those that its caller uses.
+    Program(1, events=(*_HOOKED, (5, "hidden used later", 0))): f"{_LATER}x, used",
+    Program(1, (("weight as argument",),), _HOOKED, autocast="forward"): f"{_LATER}a weight",
+    # A write into a view changes the history of what it is a view of.
+    Program(1, (("unused result",), ("returned view written",)), order=(0, 1)): "unit-view-written",
+    _one("reentrant checkpoint", "detached inputs"): "equal",
     # FSDP2 keeps what autograd.grad has left on an unsharded weight for the next step.
-    left = (1, "gradients returned", 0)
-    yield Program(88, events=(left,), sharding="fsdp", verify_steps=1)
+    Program(88, events=((1, "gradients returned", 0),), sharding="fsdp", verify_steps=1): "equal",
     # FSDP2 has freed an argument that never changes when its unit is captured.
-    yield Program(
+    Program(
         77, (("weight as argument",), ("plain",)), order=(0, 1), frozen="head", sharding="fsdp"
-    )
-    yield Program(1, around=True)
+    ): "equal",
+    # Autograd adds the gradients of an input's two uses inside and one outside in another order.
+    _one(between="skip"): _SHARED,
+    _one("plain", "hidden used later"): f"{_LATER}x, used",
+    _one("plain", "hidden used earlier"): "equal",
+    _one("weight twice", "head tied"): f"{_LATER}a parameter",
+    _one("weight twice", "embed tied"): "equal",
+    # Views of arguments sum the uses inside, in the eager run too.
+    _one(between="skip", separate=True): "equal",
+    _one("inputs in containers", between="skip", separate=True, verify_interval=1): "equal",
+    _one("plain", "fewer rows", between="skip", separate=True): "equal",
+    _one(between="skip", separate=True, verify_steps=1): "equal",
+    _one("weight twice", shared="head", separate=True): _SHARED,
+    # The gradient of a result that its unit uses comes from outside alone.
+    _one("tuple", "result hooked", at=1): _SHARED,
+    _one("tuple", "result's gradient retained", at=1): _SHARED,
+    _one("tuple", "result's gradient taken", at=1): _SHARED,
+    _one("tuple", "result's gradient taken"): f"{_LATER}a result",
+    # A graph has one backward pass, and no second derivative.
+    _one("plain", "two backward passes", at=1): "unit-backward-again",
+    _one("plain", "two backward passes"): "or a second time",
+    _one("plain", "penalty", at=1): "unit-backward-again",
+    _one("plain", "penalty"): "runs with create_graph=True",
+    _one("plain", "graph kept"): "equal",
+    # A replay saves no tensors that a checkpoint could pair with those of its second pass.
+    **{_one(around=how): "unit-recomputed" for how in AROUND},
+    **{_one("plain", how): "equal" for how in AROUND},
+}
+"""Programs that were once trained otherwise, and how they end: equal, or what refuses them."""
 
 
 class Unit(nn.Module):
@@ -223,10 +259,15 @@ class Net(nn.Module):
         for number in self.program.order:
             unit: Any = self.units[number]
             x = x.detach() if run.way.detached else x
+            if run.way.earlier:
+                run.add(x.sin().mean())
             given = [one.give(run, x) for one in unit.features]
             out = self._call(unit, x, given, run, number == 0)
             for one in reversed(unit.features):
                 out = one.unwrap(run, unit, out)
+            run.made = out
+            if run.way.read is not None:
+                run.way.read(out)
             x, before = BETWEEN[self.program.between](run, x, out), x
             if run.way.reused:
                 run.add(before.sin().mean())
@@ -234,8 +275,8 @@ class Net(nn.Module):
 
     def _call(self, unit: Any, x: Any, given: list[Any], run: Any, first: bool) -> Any:
         style = run.way.style
-        if first and self.program.around:
-            return checkpoint(unit, x, *given, use_reentrant=False)
+        if first and run.way.around:
+            return AROUND[run.way.around](unit, x, *given)
         if style in ("positions", "forward"):
             return (unit.forward if style == "forward" else unit)(x, *given)
         named = {

@@ -79,5 +79,7 @@ def test_what_no_graph_can_do_is_refused_in_words(feature: str, alone: dict[str,
     assert found.kind == "refused" and REFUSED[feature] in found.reason
 
 
-def test_a_checkpoint_around_a_unit_is_refused(alone: dict[str, Outcome]) -> None:
-    assert alone[str(Program(1, around=True))] == Outcome("refused", "unit-recomputed")
+@pytest.mark.parametrize("program", programs.ENDS, ids=str)
+def test_a_program_ends_as_it_should(program: Program, alone: dict[str, Outcome]) -> None:
+    found, expected = alone[str(program)], programs.ENDS[program]
+    assert found.kind == "equal" if expected == "equal" else expected in found.reason

@@ -30,6 +30,10 @@ WAYS = (
     "hooked",
     "by_hidden",
     "reused",
+    "earlier",
+    "read",
+    "by_result",
+    "penalty",
     "anomaly",
     "autocast",
     "retain",
@@ -51,6 +55,8 @@ class Run:
         self.kept: list[Any] = []
         self.hidden: Any = None
         """What the first unit gets."""
+        self.made: Any = None
+        """What the last unit returns."""
         self.s, self.terms, self.into = 0, list[Any](), dict[str, Any]()
         self.way = self._new_way()
         self.net = Net(program)
@@ -184,8 +190,13 @@ class Run:
         if self.way.by_hidden and self.hidden.requires_grad:
             self.keep(torch.autograd.grad(loss, self.hidden, allow_unused=True))
             return
-        loss.backward(retain_graph=self.way.retain)
-        if self.way.retain:
+        if self.way.by_result:
+            torch.autograd.grad(loss, self.made, retain_graph=True)
+        if self.way.penalty:
+            (gradient,) = torch.autograd.grad(loss, self.hidden, create_graph=True)
+            loss = loss + gradient.square().sum()
+        loss.backward(retain_graph=bool(self.way.retain))
+        if self.way.retain is True:
             loss.backward()
 
     def _forward(self) -> tuple[Any, Any]:
@@ -221,6 +232,7 @@ class Run:
     def _new_way(self) -> Any:
         way = SimpleNamespace(**dict.fromkeys(WAYS), rows=ROWS, to_none=True)
         way.style, way.micro, way.training = self.program.style, self.program.micro, True
+        way.around = self.program.around
         return way
 
 

@@ -19,9 +19,7 @@ from tests.unit.units.plain import (
     Training,
     Unit,
     assert_as_eager,
-    backward,
     in_turn,
-    refused,
     same,
     units,
 )
@@ -130,40 +128,3 @@ def test_weights_may_be_shared_without_shared_casts(twice: bool, place: str) -> 
     calls = (STEPS - WARMUP) * 2
     counts = {"eager": calls // 2 if twice else 0, "replayed": calls // 2 if twice else calls}
     assert_as_eager(counts, partial(sharing, twice), under(place, cache=False))
-
-
-class Given(Unit):
-    """Gets a weight."""
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return nn.functional.linear(super().forward(x), weight)
-
-
-def given(hooked: bool) -> nn.ModuleList:
-    """A backward hook makes views of a unit's arguments, and of views autocast keeps no casts."""
-    made = nn.ModuleList([Given(), Unit()])
-    if hooked:
-        made.hook = made[0].register_full_backward_hook(lambda *_: None)  # type: ignore[assignment]
-    return made
-
-
-def with_a_weight(run: Any, x: torch.Tensor) -> torch.Tensor:
-    is_last = run.step == STEPS - 1
-    if is_last and "hook" in vars(run.model):
-        run.model.hook.remove()
-    with autocast():
-        unit, head = run.model
-        y = unit(x, head.linear.weight)
-        if is_last or "hook" in vars(run.model):
-            y = head(y)
-    return backward(y.float().square().mean())
-
-
-def test_without_the_hook_that_kept_casts_apart_a_unit_runs_eagerly() -> None:
-    counts = {"replayed": STEPS - WARMUP - 1, "eager": 1, "mismatched": 1}
-    assert_as_eager(counts, partial(given, hooked=True), with_a_weight, units="0")
-
-
-def test_a_cast_that_is_shared_only_after_the_capture_is_an_error() -> None:
-    make = partial(given, hooked=False)
-    refused(ReplayMismatchError, "autocast has cast once", make, with_a_weight, units="0")
