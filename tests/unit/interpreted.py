@@ -1,19 +1,30 @@
-"""Code in a Python process of its own, whose imports are its own."""
+"""Python in a process of its own, whose imports are its own."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 
-def python(code: str, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: object, folder: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What ``python WORDS`` prints in ``folder``, and how it ends."""
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)],
+        [sys.executable, *map(str, words)],
+        cwd=folder,
         env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
+
+
+def python(code: str, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run("-c", code, *words, folder=None, **environment)
 
 
 def last_line_of(code: str) -> str:

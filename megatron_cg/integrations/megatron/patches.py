@@ -18,6 +18,7 @@ Note [How long a helper votes]
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import sys
@@ -27,6 +28,8 @@ from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
 from megatron_cg import extensions
 from megatron_cg.arguments import megatron as flags
@@ -40,6 +43,7 @@ from megatron_cg.arguments.schema import (
 )
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation, speaking
+from megatron_cg.fsdp.find_sharding import root_of
 from megatron_cg.integrations.call_arguments import (
     ENABLE,
     BackendName,
@@ -50,6 +54,8 @@ from megatron_cg.integrations.call_arguments import (
     settings_in,
     with_settings,
 )
+from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+from megatron_cg.integrations.megatron.steps import by_optimizer, by_train_step, repeat_steps
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.telemetry import follow_log, is_recorded
 from megatron_cg.upstream.patch import (
@@ -77,7 +83,16 @@ _INIT = Symbol(
 )
 _COMPILE = Symbol("megatron.core.datasets.utils:compile_helpers", "what runs make for datasets")
 _COMPILE_OF_BRIDGE = Symbol("megatron.bridge.training.initialize:compile_helpers", "the same")
-RELIES_ON = (_PARSER, _RULES, _HELPER_OF_TRAIN, _INIT, _COMPILE, _COMPILE_OF_BRIDGE)
+_V2: Any = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV2", None)
+_RULES_OF_V2 = Symbol(
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallelV2._validate_config",
+    "v2's rules of a model",
+    parameters=("config", "ddp_config"),
+)
+RELIES_ON = (
+    *(_PARSER, _RULES, _HELPER_OF_TRAIN, _INIT, _COMPILE, _COMPILE_OF_BRIDGE),
+    *(() if _V2 is None else (_RULES_OF_V2,)),
+)
 _RECOMPUTES = Violation(
     "full-recompute-without-fsdp",
     "recompute_granularity full, and graphs of a model that is not under Megatron-FSDP",
@@ -190,9 +205,6 @@ def settings_now() -> GraphArguments:
 
 def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     """Let models that are built from now on compute as these settings say; returns the undo."""
-    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-    from megatron_cg.integrations.megatron.steps import repeat_steps
-    from megatron_cg.integrations.megatron.under_v2 import allow_graphs_under_v2
 
     def changes() -> Iterator[Undo]:
         yield allow_graphs_under_v2()
@@ -206,6 +218,28 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
             yield allow_full_recompute()
 
     return combine_undos(changes())
+
+
+def allow_graphs_under_v2() -> Undo:
+    """Let Megatron-FSDP v2 wrap models that ask for graphs of layers; returns the undo.
+
+    Inside of a graph of Megatron's own, v2's hooks would gather weights into memory that moves, so
+    it refuses such models. Here they run around the graphs, in memory that stays
+    (``fsdp/megatron_fsdp_v2.py``). Its other rules apply. Before 0.20 megatron-core has no v2.
+
+    Raises UpstreamChangedError if v2 has no such rules.
+    """
+    if _V2 is None:
+        return lambda: None
+    rules = _RULES_OF_V2.find()
+
+    def check(config: Any, ddp_config: Any, *rest: Any, **named: Any) -> None:
+        if config.cuda_graph_impl == "transformer_engine":
+            config, ddp_config = copy.copy(config), copy.copy(ddp_config)
+            config.cuda_graph_impl, ddp_config.megatron_fsdp_cuda_graph_mode = "none", False
+        rules(config, ddp_config, *rest, **named)
+
+    return set_attribute(_V2, "_validate_config", staticmethod(check))
 
 
 class _Enabled:
@@ -269,8 +303,6 @@ class _Enabled:
 
     def _follow_train(self, settings: GraphArguments) -> None:
         """Let helpers have these settings, and those of ``train`` follow its steps."""
-        from megatron_cg.integrations.megatron.steps import by_train_step
-
         of_train = partial(_HELPER_OF_TRAIN.find(), source=by_train_step)
         self.undo.callback(set_attribute(*_HELPER_OF_TRAIN.place(), of_train))
         self.undo.callback(follow_log(counters))
@@ -282,9 +314,6 @@ class _Enabled:
         Creating one raises ConfigurationError or HookError as ``helper.check_model`` does. Raises
         UpstreamChangedError when Megatron's helper is missing or takes other arguments.
         """
-        from megatron_cg.fsdp.find_sharding import root_of
-        from megatron_cg.integrations.megatron.steps import by_optimizer
-
         old = _INIT.find()
         kind, _ = _INIT.place()
         signature = inspect.signature(old)
@@ -314,9 +343,7 @@ class _Enabled:
         self, helper: Any, init: Callable[[], None], given: Mapping[str, Any], source: Any
     ) -> None:
         """Initialise Megatron's ``helper`` and replace its methods."""
-        from megatron_cg.fsdp.find_sharding import root_of
         from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet
-        from megatron_cg.integrations.megatron.steps import by_optimizer
 
         model, settings = given["model"][0], self.settings
         backend = backend_of(settings.cg_backend)

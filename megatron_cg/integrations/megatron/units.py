@@ -137,23 +137,6 @@ def name_of(layer: Any) -> str:
     return f"{'MTP ' * is_mtp(layer)}layer {layer.layer_number - 1}"
 
 
-def leave_out(layer: Any, module: nn.Module | None) -> str:
-    """What to type so that no graph of ``layer`` contains ``module``, which is below it or None."""
-    index = layer.layer_number - 1
-    scopes = [scope.name for scope in layer.config.cuda_graph_modules]
-    if not scopes:
-        alone = ", or leave the layer out: {flag:--cg-layers layer} takes ranges without {index}"
-        instead = "Name the scopes that do not hold it with {flag:--cuda-graph-modules}"
-    else:
-        held = "" if module is None else f" that holds the {type(module).__name__}"
-        instead = f"Leave the scope{held} out of {{flag:--cuda-graph-modules {' '.join(scopes)}}}"
-        alone = (
-            "; or, for this layer alone, give that scope ranges without {index} in "
-            "{flag:--cg-layers}"
-        )
-    return say(f"{instead}{'' if is_mtp(layer) else alone}.", index=index)
-
-
 _LAYER = "megatron.core.transformer.module:GraphableMegatronModule"
 _METRICS = "megatron.core.transformer.moe.moe_logging"
 _TRACKER = "_MOE_METRICS_TRACKER"
@@ -214,7 +197,22 @@ class MegatronUnit(Unit):
         self.draws_as_eager = not kind or (kind == "selective" and "core_attn" not in parts)
 
     def leave_out(self, module: nn.Module | None) -> str:
-        return leave_out(self.layer, module)
+        layer: Any = self.layer
+        index = layer.layer_number - 1
+        scopes = " ".join(scope.name for scope in layer.config.cuda_graph_modules)
+        if not scopes:
+            alone = (
+                ", or leave the layer out: {flag:--cg-layers layer} takes ranges without {index}"
+            )
+            instead = "Name the scopes that do not hold it with {flag:--cuda-graph-modules}"
+        else:
+            held = "" if module is None else f" that holds the {type(module).__name__}"
+            instead = f"Leave the scope{held} out of {{flag:--cuda-graph-modules {scopes}}}"
+            alone = (
+                "; or, for this layer alone, give that scope ranges without {index} in "
+                "{flag:--cg-layers}"
+            )
+        return say(f"{instead}{'' if is_mtp(layer) else alone}.", index=index)
 
     def kept(self) -> AbstractContextManager[None]:
         return step_state_kept()

@@ -1,13 +1,12 @@
 """The example for loops without megatron-core, run where other packages cannot be imported."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.unit.interpreted import ROOT, run
+
 BLOCKER = """
 import sys
 
@@ -45,28 +44,18 @@ AS_A_USER = "fsdp2"
 """This one is started by its own command, which starts the processes as for users."""
 
 
-def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "sitecustomize.py").write_text(BLOCKER)
-    path = os.pathsep.join([str(folder), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the example printed with each sharding, or how it failed."""
     folder = tmp_path_factory.mktemp("blocked")
-    ended = python(folder, "-c", FORKED, EXAMPLE, *FLAGS.split(), ",".join(TOGETHER))
+    (folder / "sitecustomize.py").write_text(BLOCKER)
+    blocked = partial(run, PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]))
+    ended = blocked("-c", FORKED, EXAMPLE, *FLAGS.split(), ",".join(TOGETHER))
     found = dict.fromkeys(TOGETHER, ended.stderr)
     for part in ended.stdout.split("\nwith ")[1:]:
         name, _, text = part.partition("\n")
         found[name] = text + (ended.stderr if ended.returncode else "")
-    ended = python(folder, EXAMPLE, *FLAGS.split(), AS_A_USER)
+    ended = blocked(EXAMPLE, *FLAGS.split(), AS_A_USER)
     found[AS_A_USER] = ended.stdout if ended.returncode == 0 else ended.stderr
     return found
 

@@ -4,13 +4,13 @@
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.unit.interpreted import ROOT, run
+
 EXAMPLE = str(ROOT / "examples" / "transformers_trainer.py")
 CASES = {
     "": "FSDPLlamaForCausalLM",
@@ -67,13 +67,8 @@ def printed() -> dict[str, str]:
     folders = [str(ROOT), str(Path(sys.prefix, "transformers")), os.environ.get("PYTHONPATH", "")]
     words = ["--standalone", "--nproc-per-node", "2", "--local-ranks-filter", "0"]
     words += ["--no-python", sys.executable]
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, "-c", RUNS, EXAMPLE, *CASES],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["-m", "torch.distributed.run", *words, "-c", RUNS, EXAMPLE, *CASES]
+    ended = run(*words, PYTHONPATH=os.pathsep.join(folders))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return dict(part.split("\n", 1) for part in ended.stdout.split("== ")[1:])
 

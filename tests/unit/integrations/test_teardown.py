@@ -1,8 +1,5 @@
 """Graphs go before the process groups and the interpreter, and never hide why a run ended."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,10 @@ from megatron_cg.integrations import teardown
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
+from tests.unit.interpreted import ROOT, python
 from tests.unit.trainers import layers_of, new_trainer
 
 pytestmark = pytest.mark.fault
-ROOT = Path(__file__).parents[3]
 
 
 class Forced(Exception):
@@ -208,15 +205,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
     scripts = {end: folder / f"{number}.py" for number, end in enumerate(ENDS)}
     for end, script in scripts.items():
         script.write_text(SCRIPT.format(end=end, broken=ENDS[end]))
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    env["TORCHDYNAMO_DISABLE"] = "1"  # A third of the time that Megatron's import takes.
-    words = [sys.executable, "-c", IN_FORKS, *map(str, scripts.values())]
-    done = subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=300)
+    environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # A third of the time that Megatron's import takes.
+    done = python(IN_FORKS, *scripts.values(), **environment)
     assert done.returncode == 0, done.stderr
 
     def read(script: Path, name: str) -> str:

@@ -1,15 +1,15 @@
 """The core without one of its extensions: the folder is deleted from a copy of the package."""
 
-import os
 import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import megatron_cg
 from megatron_cg.extensions import EXTENSIONS
+from tests.unit.interpreted import run
 
 TRAINS = """
 from megatron_cg.consensus.exchange import Agreement
@@ -76,6 +76,12 @@ USES = {
 """What needs the extension besides settings."""
 
 
+def printed(*words: str, fails: bool = False, **where: Any) -> str:
+    ended = run(*words, **where)
+    assert bool(ended.returncode) is fails, ended.stdout + ended.stderr
+    return ended.stderr if fails else ended.stdout
+
+
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_the_core_works_without(name: str, tmp_path: Path) -> None:
     """Its commands start, its settings are refused by name, and graphs equal eager training."""
@@ -88,26 +94,17 @@ def test_the_core_works_without(name: str, tmp_path: Path) -> None:
         "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"
     )
     (tmp_path / "made.py").write_text("def region(): ...\n")
-    env = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-
-    def run(*words: str, fails: bool = False) -> str:
-        command = [sys.executable, *words]
-        ended = subprocess.run(
-            command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert bool(ended.returncode) is fails, ended.stdout + ended.stderr
-        return ended.stderr if fails else ended.stdout
-
-    assert "SCRIPT" in run("-m", "megatron_cg", "--help")
+    started = partial(printed, folder=tmp_path, PYTHONPATH=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert "SCRIPT" in started("-m", "megatron_cg", "--help")
     if name != "tools":
-        run(*CLI, "align", "--help")
-        assert "--cuda-graph-impl transformer_engine" in run(*CLI, "plan", "--", *LINE.split())
+        started(*CLI, "align", "--help")
+        assert "--cuda-graph-impl transformer_engine" in started(*CLI, "plan", "--", *LINE.split())
     if name in USES:
-        said = run(*USES[name], fails=True)
+        said = started(*USES[name], fails=True)
         assert f"the extension megatron_cg/{name}, which is not installed" in said
         assert "ModuleNotFoundError" not in said
     script = SETTINGS.replace("SETTINGS", repr(EXAMPLES.get(name, []))).replace("NAME", name)
     if name != "tape":
         experts, scopes = (4, ("attn", "moe_router")) if name == "experts" else (0, ("attn",))
         script += TRAINS.replace("EXPERTS", repr(experts)).replace("SCOPES", repr(scopes))
-    run("-c", script)
+    started("-c", script)

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.megatron import patches
 from tests.unit.integrations.megatron.test_recompute_in_layers import config
+from tests.unit.interpreted import ROOT, run
 
 
 @pytest.fixture(autouse=True)
@@ -129,11 +129,8 @@ def test_the_launcher_gives_a_script_the_path_that_python_gives(
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text("import sys; print(sys.path[:5])")
     (tmp_path / "link.py").symlink_to("scripts/train.py")
-    env = {**os.environ, "PYTHONPATH": str(Path(megatron_cg.__file__).parents[1])}
     plain, ours = (
-        subprocess.check_output(
-            [sys.executable, *options, *words, "link.py"], cwd=tmp_path, env=env, text=True
-        )
+        run(*options, *words, "link.py", folder=tmp_path, PYTHONPATH=str(ROOT)).stdout
         for words in ((), ("-m", "megatron_cg"))
     )
     assert plain == ours and (f"{tmp_path}/scripts'" in plain) is not bool(options)

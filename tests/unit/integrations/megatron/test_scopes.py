@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_cg.integrations.megatron.units import give_scopes, leave_out, units_of
+from megatron_cg.integrations.megatron.units import give_scopes, units_of
 from megatron_cg.upstream.megatron import LayerConfig
 
 
@@ -43,11 +43,12 @@ def test_every_unit_has_a_name_of_its_own_and_advice_that_fits(one_rank: None) -
     group = replace(GROUPS["mtp"], config=config)
     model: Any = make_model(group, make_config(group, Run("fp32", ("attn",))))
     decoder, predicts = model.decoder.layers, [layer.mtp_model_layer for layer in model.mtp.layers]
-    names = [unit.name for unit in units_of([*decoder, *predicts])]
+    units = units_of([*decoder, *predicts])
+    names = [unit.name for unit in units]
     expected = [f"layer {number}" for number in range(len(decoder))]
     assert names == [*expected, "MTP layer 0", "MTP layer 1"]
-    assert "for this layer alone" in leave_out(decoder[0], None)
-    assert leave_out(predicts[0], None) == "Leave the scope out of --cuda-graph-modules attn."
+    assert "for this layer alone" in units[0].leave_out(None)
+    assert units[-1].leave_out(None) == "Leave the scope out of --cuda-graph-modules attn."
     # A layer spec may give two layers one number.
     decoder[1].layer_number = decoder[0].layer_number
     assert len({unit.name for unit in units_of(decoder)}) == len(decoder)
