@@ -55,6 +55,13 @@ _MAKER = (
 _FUNCTION = Symbol(f"{_MAKER}.<locals>.Graphed", "what replays a graph")
 _CALLED = Symbol(f"{_MAKER}.<locals>.functionalized", "what applies it")
 RELIES_ON = (_MAKE, _AUTOCAST, _SET_AUTOCAST, _FP8_STATE, _MODULE, _FUNCTION, _CALLED)
+_NAMES = {
+    "sample_kwargs": "kwargs",
+    "num_warmup_iters": "warmups",
+    "retain_graph_in_backward": "retain_graph",
+    "_reuse_graph_input_output_buffers": "share_buffers",
+}
+"""Of TE's arguments: the field of a request."""
 _OWN_ARGUMENTS = 3
 """TE's own: whether FP8 weights are cast, a stream, and an event."""
 
@@ -142,14 +149,11 @@ class TransformerEngineBackend(Backend):
 def options_of(request: CaptureRequest) -> dict[str, Any]:
     """TE's arguments. Given any order, TE returns graphs; without one it replaces forwards."""
     return {
-        "sample_kwargs": request.kwargs,
+        **{theirs: getattr(request, ours) for theirs, ours in _NAMES.items()},
         "capture_time_hooks": request.hooks,
-        "num_warmup_iters": request.warmups,
         "allow_unused_input": True,
-        "retain_graph_in_backward": request.retain_graph,
         "_order": [1, -1],
         "_num_layers_per_chunk": [len(request.callables)],
-        "_reuse_graph_input_output_buffers": request.share_buffers,
         **request.options,
     }
 
@@ -158,12 +162,8 @@ def request_of(
     callables: Sequence[nn.Module],
     sample_args: Sequence[tuple[Any, ...]],
     *,
-    sample_kwargs: Sequence[dict[str, Any]] = (),
-    num_warmup_iters: int = 3,
-    retain_graph_in_backward: bool = False,
     _order: Sequence[int] = (1, -1),
     _num_layers_per_chunk: Sequence[int] | None = None,
-    _reuse_graph_input_output_buffers: bool = False,
     **options: Any,
 ) -> CaptureRequest:
     """What a call of TE's ``make_graphed_callables`` with these arguments asks for.
@@ -175,15 +175,8 @@ def request_of(
             f"the order of passes is {_order}: each callable has one sample and one graph. Leave "
             "pipeline parallelism out"
         )
-    return CaptureRequest(
-        tuple(callables),
-        [*sample_args],
-        [*sample_kwargs],
-        warmups=num_warmup_iters,
-        retain_graph=retain_graph_in_backward,
-        share_buffers=_reuse_graph_input_output_buffers,
-        options=options,
-    )
+    own = {ours: options.pop(theirs) for theirs, ours in _NAMES.items() if theirs in options}
+    return CaptureRequest(tuple(callables), [*sample_args], options=options, **own)
 
 
 @contextmanager

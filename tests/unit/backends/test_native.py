@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.backends.driver.capture import GraphResetError, _lies_in
+from tests.unit.backends.blocks import small
 from tests.unit.backends.cuda_double import (
     DEFAULT,
     REFUSED,
@@ -84,24 +85,27 @@ def test_the_warmup_is_over_before_the_hooks_of_the_capture(cuda: CudaDouble) ->
     assert running == [True] * WARMUPS + [False]
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("number", [2, WARMUPS + 1])
+@pytest.mark.parametrize("fails_too", [None, (torch.cuda, "synchronize"), (Graph, "reset")])
 def test_a_warmup_that_fails_is_over_before_it_is_undone(
-    cuda: CudaDouble, waits: bool, monkeypatch: pytest.MonkeyPatch
+    cuda: CudaDouble, fails_too: Any, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A device that has failed too does not hide the first error."""
+
     def fail() -> None:
-        if not waits:  # The device has failed too.
-            monkeypatch.setattr(torch.cuda, "synchronize", device_failed)
+        if fails_too is not None:
+            monkeypatch.setattr(fails_too[0], fails_too[1], device_failed)
         raise LookupError("the first error")
 
-    def device_failed() -> None:
+    def device_failed(*_graph: Any) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    backend, layers = OnCpu(), (nn.Linear(4, 4), Calling(fail, 2))
-    samples = [(torch.ones(2, 4, requires_grad=True),) for _ in layers]
+    backend, layers = OnCpu(), (nn.Linear(4, 4), Calling(fail, number))
     with backend.preserved(layers):
         with pytest.raises(LookupError, match="the first error"):
-            backend.capture(CaptureRequest(layers, samples))
-        assert bool(cuda.running) is not waits
+            small(backend, *layers)
+        never_waits = fails_too == (torch.cuda, "synchronize") and number == 2
+        assert bool(cuda.running) is never_waits
 
 
 @pytest.mark.parametrize("stage", ["warmup", "forward", "backward", "in the second module"])
@@ -140,20 +144,6 @@ def test_a_capture_that_fails_leaves_no_stream_pool_or_graph(
     # The next capture works.
     (graph,) = capture(nn.Linear(4, 4))
     assert graph(torch.ones(2, 4)).isfinite().all()
-
-
-def test_a_device_that_failed_does_not_hide_its_first_error(
-    cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        def reset(_graph: Graph) -> None:
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-        monkeypatch.setattr(Graph, "reset", reset)
-        raise LookupError("the first error")
-
-    with pytest.raises(LookupError, match="the first error"):
-        capture(Calling(fail, WARMUPS + 1))
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -2,45 +2,28 @@
 
 TE's compiled extension takes minutes to build and is not needed for this: the functions that
 state the contract are pure Python, so they are taken out of ``graph.py`` by their syntax tree and
-run as they are. So are those around TE's replay function, which is found, replaced, and its
-gradients borrowed. Their graphs compute on static tensors when they are replayed, as CUDA's do.
+run as they are. So are TE's capture and replays, on the double of ``torch.cuda``: the function that
+replays is found, replaced, and its gradients borrowed.
 """
 
 import ast
-import re
+import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.backends.te.te_backend import replay_function
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fsdp.roles import unit_hooks
 from megatron_cg.replay.unit import Unit
-from tests.unit.te_sources import source_of_te
-
-CONTRACT = ("_canonicalize_capture_time_hooks", "_run_capture_time_hooks")
-
-
-@pytest.fixture(scope="module")
-def graph_source() -> ast.Module:
-    return ast.parse(source_of_te("graph.py").read_text())
-
-
-@pytest.fixture(scope="module")
-def contract(graph_source: ast.Module) -> dict[str, Any]:
-    wanted: list[ast.stmt] = []
-    for node in graph_source.body:
-        names = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
-        if getattr(node, "name", None) in CONTRACT or "_CAPTURE_TIME_HOOK_NAMES" in names:
-            wanted.append(node)
-    scope: dict[str, Any] = {"torch": __import__("torch")}
-    exec("from typing import Dict, List, Optional", scope)
-    exec(compile(ast.Module(wanted, []), "graph.py", "exec"), scope)
-    return scope
+from megatron_cg.upstream.patch import cells_of
+from tests.unit.backends.cuda_double import DEFAULT, CudaDouble
+from tests.unit.te_sources import functions_of_te, loops_of_te, source_of_te
 
 
 def hooks_of_both_layers(model: Any) -> tuple[list[Any], list[Any]]:
@@ -52,8 +35,11 @@ def hooks_of_both_layers(model: Any) -> tuple[list[Any], list[Any]]:
     return layers, [unit_hooks(unit).capture_time for unit in units]
 
 
-def test_te_runs_our_hooks_in_every_phase(contract: dict[str, Any], dense_model: Any) -> None:
+def test_te_runs_our_hooks_in_every_phase(
+    dense_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers, hooks = hooks_of_both_layers(dense_model)
+    contract = functions_of_te(monkeypatch)
     assert contract["_canonicalize_capture_time_hooks"](len(layers), hooks) == hooks
     states = []
     for phase in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
@@ -62,13 +48,12 @@ def test_te_runs_our_hooks_in_every_phase(contract: dict[str, Any], dense_model:
     assert states == ["FORWARD", "IDLE", "PRE_BACKWARD", "IDLE"]
 
 
-def test_te_captures_a_backward_pass_that_a_reentrant_checkpoint_can_be_in(
-    graph_source: ast.Module,
-) -> None:
+def test_te_captures_a_backward_pass_that_a_reentrant_checkpoint_can_be_in() -> None:
     """torch refuses it in a pass that names its inputs; see ``full_recompute.py``."""
+    source = ast.parse(source_of_te("graph.py").read_text())
     calls = [
         node
-        for node in ast.walk(graph_source)
+        for node in ast.walk(source)
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.autograd.")
     ]
     passes = [call for call in calls if ast.unparse(call.func) == "torch.autograd.backward"]
@@ -78,10 +63,7 @@ def test_te_captures_a_backward_pass_that_a_reentrant_checkpoint_can_be_in(
     assert not any(ast.unparse(call.func) == "torch.autograd.grad" for call in calls)
 
 
-STREAM, WIDTH = "the current stream", 3
-OUTER = ("_GraphedCallableHelpers",)
-INNER = ("_returned_param_grad_clone_slots", "make_graphed_autograd_function")
-FORWARD = "make_graphed_forward"
+WIDTH = 3
 
 
 class Product(nn.Module):
@@ -97,74 +79,31 @@ class Product(nn.Module):
         return total * self.one * self.two
 
 
-def te_code(tree: ast.Module, renamed: str = "") -> dict[str, Any]:
-    """TE's functions by name; where a variable is renamed, as another version might have it."""
-    found: dict[str, Any] = {getattr(node, "name", ""): node for node in ast.walk(tree)}
-    text = "\n".join(ast.unparse(found[name]) for name in (*OUTER, *INNER, FORWARD))
-    if renamed:
-        text = re.sub(rf"\b{renamed}\b", f"{renamed}_of_next_year", text)
-    fp8 = SimpleNamespace(is_fp8_enabled=bool, is_first_fp8_module=bool)
-    cuda = SimpleNamespace(current_stream=lambda: STREAM)
-    scope: dict[str, Any] = {
-        "torch": SimpleNamespace(autograd=torch.autograd, Tensor=torch.Tensor, cuda=cuda),
-        "FP8GlobalStateManager": fp8,
-        "_tree_flatten": tree_flatten,
-        "_tree_unflatten": tree_unflatten,
-        "cache_quantized_params": False,
-        "clone_param_grads_on_return": True,
-    }
-    exec("from typing import Callable, NamedTuple", scope)
-    exec(compile(text, "graph.py", "exec"), scope)
-    return scope
+@pytest.fixture
+def te(cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    return loops_of_te(monkeypatch)
 
 
-class Captured:
-    """A product of ``arguments`` inputs and, by keyword, one more; captured by TE's own code.
+def captured(
+    te: Callable[..., Any], arguments: int = 2, delayed: tuple[bool, bool] = (False, False)
+) -> tuple[Any, Product]:
+    """The graph of a product of ``arguments`` inputs and, by keyword, one more; its module.
 
     ``delayed`` says of each weight whether its gradient is computed later than in the backward.
     """
+    module, samples = Product(), [zeros() for _ in range(arguments)]
+    for weight, later in zip(module.parameters(), delayed, strict=True):
+        weight.skip_backward_post_hook = later  # type: ignore[attr-defined]
+    (graph,) = te(CaptureRequest((module,), [tuple(samples)], [{"more": zeros()}]))
+    return graph, module
 
-    def __init__(
-        self, code: dict[str, Any], arguments: int = 2, delayed: tuple[bool, bool] = (False, False)
-    ) -> None:
-        self.module = Product()
-        self.weights = tuple(self.module.parameters())
-        for weight, later in zip(self.weights, delayed, strict=True):
-            weight.skip_backward_post_hook = later  # type: ignore[attr-defined]
-        self.inputs = [torch.zeros(WIDTH) for _ in range(arguments + 1)]
-        self.output, self.gradient = torch.zeros(WIDTH), torch.zeros(WIDTH)
-        self.back = tuple(torch.zeros(WIDTH) for _ in (*self.inputs, *self.weights))
-        self.graphed, self.helpers = code["make_graphed_autograd_function"](
-            SimpleNamespace(replay=self.forward),
-            SimpleNamespace(replay=self.backward),
-            self.weights,
-            ["more"],
-            len(self.inputs),
-            tree_flatten(torch.zeros(()))[1],
-            (*self.inputs, *self.weights),
-            (self.output,),
-            (self.gradient,),
-            self.back,
-            code["_returned_param_grad_clone_slots"](self.back, self.weights),
-        )
-        own = self.module.forward
-        helpers = self.helpers
-        self.function = code[FORWARD](self.module, True, self.graphed, own, set(), helpers)
 
-    def forward(self) -> None:
-        one, two = self.weights
-        self.output.copy_(sum(self.inputs, torch.zeros(WIDTH)) * one * two)
+def zeros() -> torch.Tensor:
+    return torch.zeros(WIDTH, requires_grad=True)
 
-    def backward(self) -> None:
-        *of_inputs, of_one, of_two = self.back
-        (one, two), total = self.weights, sum(self.inputs, torch.zeros(WIDTH))
-        for gradient in of_inputs:
-            gradient.copy_(self.gradient * one * two)
-        of_one.copy_(self.gradient * total * two)
-        of_two.copy_(self.gradient * total * one)
 
-    def arguments(self) -> list[torch.Tensor]:
-        return [torch.full((WIDTH,), 1.0 + place) for place in range(len(self.inputs) - 1)]
+def inputs_of(arguments: int = 2) -> list[torch.Tensor]:
+    return [torch.full((WIDTH,), 1.0 + place) for place in range(arguments)]
 
 
 class Noting:
@@ -178,75 +117,66 @@ class Noting:
         return self.function.apply(*args)
 
 
-@pytest.fixture(scope="module")
-def code(graph_source: ast.Module) -> dict[str, Any]:
-    return te_code(graph_source)
-
-
 @pytest.mark.parametrize("arguments", [0, 1, 3])
-def test_the_weights_come_last_and_others_before_them(code: dict[str, Any], arguments: int) -> None:
-    captured = Captured(code, arguments)
-    graph = captured.function
+def test_the_weights_come_last_and_others_before_them(
+    te: Callable[..., Any], arguments: int
+) -> None:
+    graph, module = captured(te, arguments)
     replay = replay_function(graph)
     noting = Noting(replay.function)
-    inputs, more = captured.arguments(), torch.full((WIDTH,), 0.5)
-    expected = Product()(*inputs, more=more)
+    inputs, more = inputs_of(arguments), torch.full((WIDTH,), 0.5)
     replay.replace(noting)
-    assert torch.equal(graph(*inputs, more=more), expected)
+    assert torch.equal(graph(*inputs, more=more), Product()(*inputs, more=more))
     ((*own, inside_one, inside_two),) = noting.calls
-    assert (inside_one, inside_two) == captured.weights and len(own) == replay.first_weight
-    assert own[:3] == [None, STREAM, None]
-    assert all(map(torch.equal, own[3:], [*inputs, more])) and len(own) == 3 + arguments + 1
+    assert (inside_one, inside_two) == (module.one, module.two)
+    assert len(own) == replay.first_weight == 3 + arguments + 1
+    assert own[:3] == [None, DEFAULT, None] and all(map(torch.equal, own[3:], [*inputs, more]))
 
 
-def test_what_replaces_it_is_called_until_the_undo(code: dict[str, Any]) -> None:
-    captured, other = Captured(code), Captured(code)
-    graph = captured.function
+def test_what_replaces_it_is_called_until_the_undo(te: Callable[..., Any]) -> None:
+    (graph, module), (other, _) = captured(te), captured(te)
     replay = replay_function(graph)
     noting = Noting(replay.function)
     undo = replay.replace(noting)
-    inputs, more = captured.arguments(), torch.ones(WIDTH)
+    inputs, more = inputs_of(), torch.ones(WIDTH)
     graph(*inputs, more=more)
     # Each sample has a function of its own.
-    other.function(*inputs, more=more)
+    other(*inputs, more=more)
     assert len(noting.calls) == 1
     undo()
     graph(*inputs, more=more).sum().backward()
     assert len(noting.calls) == 1 and replay_function(graph).function is replay.function
     eager = Product()
     eager(*inputs, more=more).sum().backward()
-    for weight, expected in zip(captured.weights, eager.parameters(), strict=True):
+    for weight, expected in zip(module.parameters(), eager.parameters(), strict=True):
         assert weight.grad is not None and expected.grad is not None
         assert torch.equal(weight.grad, expected.grad)
 
 
-def backward_of(captured: Captured, function: Any) -> list[Any]:
-    context = SimpleNamespace()
+def lie_there(function: Any, module: Product) -> list[bool]:
+    """Which gradients of a replay lie in static memory; the values are right wherever they do."""
+    context, inputs = SimpleNamespace(), [*inputs_of(), torch.ones(WIDTH)]
     with torch.no_grad():
-        inputs = [*captured.arguments(), torch.ones(WIDTH)]
-        function.forward(context, None, STREAM, None, *inputs, *captured.weights)
-        return list(function.backward(context, torch.ones(WIDTH)))
-
-
-def lie_there(captured: Captured, found: list[Any]) -> list[bool]:
-    """Which gradients lie in static memory; the values are right wherever they do."""
-    assert found[:3] == [None, None, None]
-    assert all(map(torch.equal, found[3:], captured.back))
-    pairs = zip(found[3:], captured.back, strict=True)
-    return [one.data_ptr() == static.data_ptr() for one, static in pairs]
+        function.forward(context, None, DEFAULT, None, *inputs, module.one, module.two)
+        found = list(function.backward(context, torch.ones(WIDTH)))
+    static = cells_of(inspect.unwrap(function.backward))["static_grad_inputs"].cell_contents
+    total, product = sum(inputs, torch.zeros(WIDTH)), (module.one * module.two).detach()
+    expected = [*[product] * 3, total * module.two, total * module.one]
+    assert found[:3] == [None, None, None] and all(map(torch.equal, found[3:], expected))
+    return [one.data_ptr() == own.data_ptr() for one, own in zip(found[3:], static, strict=True)]
 
 
 @pytest.mark.parametrize("delayed", [(False, False), (True, False)], ids=["all", "one delayed"])
 def test_gradients_are_borrowed_until_the_undo(
-    code: dict[str, Any], delayed: tuple[bool, bool]
+    te: Callable[..., Any], delayed: tuple[bool, bool]
 ) -> None:
-    captured, inputs = Captured(code, delayed=delayed), [True] * 3
-    replay = replay_function(captured.function)
+    graph, module = captured(te, delayed=delayed)
+    replay = replay_function(graph)
     assert replay.needs == (True,)
     for _ in range(2):
-        assert lie_there(captured, backward_of(captured, replay.function)) == [*inputs, *delayed]
+        assert lie_there(replay.function, module) == [True] * 3 + [*delayed]
         end_borrowing = replay.borrow()
-        assert lie_there(captured, backward_of(captured, replay.function)) == [*inputs, True, True]
+        assert lie_there(replay.function, module) == [True] * 5
         end_borrowing()
 
 
@@ -258,12 +188,12 @@ def test_gradients_are_borrowed_until_the_undo(
     ],
 )
 def test_a_variable_that_is_gone_is_named_with_package_and_version(
-    graph_source: ast.Module, name: str, monkeypatch: pytest.MonkeyPatch
+    cuda: CudaDouble, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_cg.upstream.symbols.installed_version", lambda _: "2.99")
-    captured = Captured(te_code(graph_source, renamed=name))
+    graph, _ = captured(loops_of_te(monkeypatch, renamed=name))
     with pytest.raises(UpstreamChangedError) as found:
-        replay_function(captured.function)
+        replay_function(graph)
     said = str(found.value)
     assert f"variable {name} " in said and "transformer-engine 2.99" in said
     assert "transformer_engine.pytorch.graph" in said

@@ -13,6 +13,7 @@ from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, CaptureTimeHooks
 from megatron_cg.tape.tape_backend import TapeBackend
+from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.te_sources import loops_of_te
 
 Call = tuple[int, str, str]
@@ -59,13 +60,14 @@ def bare_calls(capture: Callable[[CaptureRequest], Any], warmups: int) -> list[C
 def test_each_call_comes_when_it_is_expected(
     of_te: bool, warmups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture = loops_of_te(monkeypatch) if of_te else TapeBackend().capture
-    bare = bare_calls(capture, warmups)
     calls: list[Call] = []
-    request = linear(3, recording_hooks(3, calls), warmups)
-    order = HookOrder(request.callables, request.hooks, warmups)
-    assert not order.finished
-    capture(replace(request, hooks=order.wrapped))
+    with cuda_double():
+        capture = loops_of_te(monkeypatch) if of_te else TapeBackend().capture
+        bare = bare_calls(capture, warmups)
+        request = linear(3, recording_hooks(3, calls), warmups)
+        order = HookOrder(request.callables, request.hooks, warmups)
+        assert not order.finished
+        capture(replace(request, hooks=order.wrapped))
     order.check_finished()
     assert order.finished and calls == bare
 

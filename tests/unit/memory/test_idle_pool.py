@@ -15,35 +15,27 @@ from megatron_cg.memory.storage import SMALL, IdlePool
 POOL, CAPTURE_STREAM = (0, 7), 0x51
 MIB = (1 << 20) // 4
 """Elements of float32."""
-Place = tuple[int, int]
-"""A segment's number and an offset in it."""
 
 
 class Allocator:
-    """torch's: the smallest free block, split, and merged again when its tensor is gone."""
+    """torch's: the smallest free block, split; pieces are merged again when all are gone."""
 
     def __init__(self, *free: int) -> None:
-        self.segments = [{0: (size, False)} for size in sorted(free)]
-        """Of each, its blocks by their offsets: the size, and whether it is in use."""
+        self.segments, self.blocks = [*free], [*free]
+        """Sizes, and those of the free blocks."""
         self.reserved, self.inside = 1 << 30, False
         self.calls: list[str] = []
         self.shows: list[int] | None = None
         """What its snapshot shows, if not what is free."""
         self.out_of_memory = False
-        self.borrowed: dict[int, tuple[StorageWeakRef, Place]] = {}
+        self.borrowed: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def free(self) -> list[tuple[int, Place]]:
-        for key, (storage, (number, offset)) in list(self.borrowed.items()):
+    def free(self) -> list[int]:
+        for key, (storage, size) in list(self.borrowed.items()):
             if storage.expired():
                 del self.borrowed[key]
-                self.segments[number][offset] = (self.segments[number][offset][0], False)
-                self.segments[number] = merged(self.segments[number])
-        return sorted(
-            (size, (number, offset))
-            for number, blocks in enumerate(self.segments)
-            for offset, (size, used) in blocks.items()
-            if not used
-        )
+                self.blocks = [*self.blocks, size] if self.borrowed else [*self.segments]
+        return sorted(self.blocks)
 
     def snapshot(self) -> list[dict[str, Any]]:
         def segment(pool: tuple[int, int], stream: int, free: list[int]) -> dict[str, Any]:
@@ -57,33 +49,30 @@ class Allocator:
                 "blocks": blocks,
             }
 
-        shown = [size for size, _ in self.free()] if self.shows is None else self.shows
+        shown = self.free() if self.shows is None else self.shows
         return [segment((0, 0), 1, [1 << 40]), segment(POOL, CAPTURE_STREAM, shown)]
 
-    def place(self, nbytes: int) -> Place:
+    def take(self, nbytes: int) -> int:
+        """The size of the block for this many bytes, which is in use now."""
         nbytes = -(-nbytes // 512) * 512
-        found = next((at for size, at in self.free() if size >= nbytes), None)
-        if found is None and self.out_of_memory:
+        size = next((size for size in self.free() if size >= nbytes), None)
+        if size is None and self.out_of_memory:
             raise torch.OutOfMemoryError("no more")
-        if found is None:
-            # What a pool has grown by stays in it.
+        if size is None:
             self.reserved += nbytes
-            found = (len(self.segments), 0)
-            self.segments.append({0: (nbytes, False)})
-        number, offset = found
-        size, _ = self.segments[number][offset]
+            self.segments.append(nbytes)
+            return nbytes
+        self.blocks.remove(size)
         if size - nbytes > SMALL:
-            self.segments[number][offset + nbytes] = (size - nbytes, False)
-            size = nbytes
-        self.segments[number][offset] = (size, True)
-        return found
+            self.blocks.append(size - nbytes)
+            return nbytes
+        return size
 
     def new(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype)
         if self.inside:
-            place = self.place(made.numel() * made.itemsize)
-            storage = made.untyped_storage()
-            self.borrowed[storage._cdata] = StorageWeakRef(storage), place
+            size, storage = self.take(made.nbytes), made.untyped_storage()
+            self.borrowed[storage._cdata] = StorageWeakRef(storage), size
         return made
 
     @contextmanager
@@ -118,18 +107,6 @@ class Allocator:
         yield pool
         assert streams <= {CAPTURE_STREAM}
         assert self.calls == ["begin", "end", "release"] * (len(self.calls) // 3)
-
-
-def merged(blocks: dict[int, tuple[int, bool]]) -> dict[int, tuple[int, bool]]:
-    found: dict[int, tuple[int, bool]] = {}
-    last = 0
-    for offset, (size, used) in sorted(blocks.items()):
-        if found and not used and not found[last][1]:
-            found[last] = (found[last][0] + size, False)
-        else:
-            last = offset
-            found[last] = (size, used)
-    return found
 
 
 def like(*shapes: int | tuple[int, ...]) -> list[torch.Tensor]:

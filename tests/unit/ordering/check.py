@@ -24,7 +24,6 @@ from typing import NamedTuple
 from tests.unit.ordering.trace import (
     Allocate,
     Await,
-    AwaitStream,
     Entry,
     HostAwaits,
     Keep,
@@ -211,13 +210,11 @@ class _Check:
                 self._events[event] = self._over(stream)
             case Await(stream, event):
                 self._clocks.join(stream, self._events.get(event, {}))
-            case AwaitStream(stream, other):
-                self._clocks.join(stream, self._over(other))
-            case HostAwaits(event, stream) if event is not None:
+            case HostAwaits(event) if event is not None:
                 self._clocks.join(HOST, self._events.get(event, {}))
-            case HostAwaits(_, stream):
-                for awaited in self._streams if stream is None else {stream}:
-                    self._clocks.join(HOST, self._over(awaited))
+            case HostAwaits():
+                for stream in self._streams:
+                    self._clocks.join(HOST, self._over(stream))
             case Allocate():
                 self._allocate(entry)
             case Release(storage):

@@ -17,7 +17,7 @@ from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import set_cell, wrap_method
 from tests.unit.fastpath.test_fast_path import BorrowingTape
 from tests.unit.ordering.check import Race, races
-from tests.unit.ordering.operations import modelled_device
+from tests.unit.ordering.device import modelled_device
 from tests.unit.ordering.trace import Site, Trace, ordered_at
 from tests.unit.trainers import evaluate, trainer_of
 

@@ -19,9 +19,8 @@ import megatron_cg
 _PACKAGE = Path(megatron_cg.__file__).parent
 _NOT_CALLERS = (
     str(Path(torch.__file__).parent),
-    *(str(Path(__file__).with_name(name)) for name in ("trace.py", "streams.py", "operations.py")),
-    str(_PACKAGE / "tools" / "cpu" / "fakes.py"),
-    str(_PACKAGE / "backends" / "tape"),
+    *(str(Path(__file__).with_name(name)) for name in ("trace.py", "device.py")),
+    *(str(_PACKAGE / "tape" / name) for name in ("fakes.py", "tape_backend.py")),
     "<",
 )
 ORDERING = frozenset(
@@ -111,20 +110,10 @@ class Await:
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitStream:
-    """What is put on ``stream`` from now on waits for all that was put on ``other``."""
-
-    stream: int
-    other: int
-    site: Site | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class HostAwaits:
-    """The host waits for an event, for a stream, or, where neither is given, for the device."""
+    """The host waits for an event, or, where none is given, for the device."""
 
     event: int | None = None
-    stream: int | None = None
     site: Site | None = None
 
 
@@ -154,12 +143,12 @@ class Keep:
     site: Site | None = None
 
 
-Entry = Launch | Record | Await | AwaitStream | HostAwaits | Allocate | Release | Keep
+Entry = Launch | Record | Await | HostAwaits | Allocate | Release | Keep
 
 
 def ordered_at(entry: Entry) -> Site | None:
     """The place of an entry that only orders others; None for other entries."""
-    if isinstance(entry, Record | Await | AwaitStream | HostAwaits | Keep):
+    if isinstance(entry, Record | Await | HostAwaits | Keep):
         return entry.site
     return None
 
