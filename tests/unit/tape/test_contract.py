@@ -38,7 +38,6 @@ class Reading(nn.Module):
         (lambda t: t.nonzero(), r"aten\.nonzero"),
         (lambda t: t[t > 0], r"aten\.\w+"),
         (lambda t: t.masked_select(t > 0), r"aten\.\w+"),
-        (lambda t: t.unique(), r"aten\._unique2"),
         (lambda t: t.tolist(), r"Tensor\.tolist"),
         (lambda t: torch.rand(2).tolist(), r"Tensor\.tolist"),
         (lambda t: torch.zeros(4).add_(t[0]).tolist(), r"Tensor\.tolist"),

@@ -1,13 +1,12 @@
 """What may be typed after ``megatron-cg plan --`` and ``bench --``."""
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_cg.tools.launch_line import Flag, LaunchLine, LaunchLineError, gpus_of, read_line
+from tests.unit.interpreted import python
 
 SPEC = "([0]*1+[1]*2)"
 FLAGS = f"--lr 1 --moe-layer-freq '{SPEC}' --bf16"
@@ -162,6 +161,5 @@ NONE = ("plan -- python -m verl.trainer.main_ppo a=1", "plan -- torchrun b.py", 
 
 @pytest.mark.parametrize("line", NONE)
 def test_what_cannot_be_done_is_told_without_torch(line: str) -> None:
-    words = [sys.executable, "-c", COMMAND, *line.split()]
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    done = python(COMMAND, *line.split())
     assert done.returncode == 2 and done.stderr.startswith("megatron-cg "), done.stderr

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,17 +305,18 @@ def test_the_setup_is_read_from_megatrons_arguments(
     from megatron.training.arguments import add_megatron_arguments
 
     (tmp_path / "text.bin").write_bytes(b"some")
-    args = SimpleNamespace(hidden_size=64, seed=7, data_path=["0.5", str(tmp_path / "text")])
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    words = f"--hidden-size 64 --seed 7 --data-path 0.5 {tmp_path}/text".split()
+    args = parser.parse_args(words)
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", args)
     setup = of_megatron()
     assert setup["model"]["hidden_size"] == 64 and setup["training"]["seed"] == 7
-    assert setup["parallel"]["context_parallel_size"] is None
+    assert setup["parallel"]["context_parallel_size"] == 1
     assert setup["data"]["data_path"] == ["0.5", "text.bin of 4 bytes"]
     assert dataset(str(tmp_path / "absent")) == str(tmp_path / "absent")
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", None)
     assert of_megatron() == {}
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    known = {action.dest for action in parser._actions} | {"padded_vocab_size"}
+    known = {*vars(args), "padded_vocab_size"}
     assert not set(" ".join(record._NAMES.values()).split()) - known
 
 
