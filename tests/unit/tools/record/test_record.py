@@ -323,42 +323,36 @@ def test_the_setup_is_read_from_megatrons_arguments(
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 
 
-def digests_change(strategy: str, *, own: bool) -> bool:
-    """Whether digests are others after this rank's own or all other weights have changed."""
+def digests_change() -> dict[str, list[bool]]:
+    """By strategy, whether digests are others after this rank's weights, or all others, changed."""
     from megatron.core import parallel_state
 
     from megatron_cg.tape.cpu_model import build
     from megatron_cg.tape.training_plan import CpuModelConfig
 
-    options = {"data_parallel_sharding_strategy": strategy}
-    model: Any = build(CpuModelConfig(layers=1, hidden_size=16, fsdp_options=options))
-    try:
-        before = parameter_digests(model)
-        for group in model.module.param_and_grad_buffer.parameter_groups:
-            weights = group.model_weight_buffer
-            if weights is None:
-                continue
-            index = weights.shard_bucket_index
-            mine = weights.data[index.local_data_index :][: index.size]
-            kept = mine.clone()
-            (mine if own else weights.data).add_(1)
-            if not own:
-                mine.copy_(kept)
-        return parameter_digests(model) != before
-    finally:
+    found: dict[str, list[bool]] = {strategy: [] for strategy in STRATEGIES}
+    for strategy, changed in found.items():
+        options = {"data_parallel_sharding_strategy": strategy}
+        model: Any = build(CpuModelConfig(layers=1, hidden_size=16, fsdp_options=options))
+        groups = model.module.param_and_grad_buffer.parameter_groups
+        for own in (True, False):
+            before = parameter_digests(model)
+            for weights in [group.model_weight_buffer for group in groups]:
+                if weights is not None:
+                    index = weights.shard_bucket_index
+                    mine = weights.data[index.local_data_index :][: index.size]
+                    kept = mine.clone()
+                    (mine if own else weights.data).add_(1)
+                    if not own:
+                        mine.copy_(kept)
+            changed.append(parameter_digests(model) != before)
         parallel_state.destroy_model_parallel()
-
-
-def changes() -> dict[str, list[bool]]:
-    return {
-        strategy: [digests_change(strategy, own=own) for own in (True, False)]
-        for strategy in STRATEGIES
-    }
+    return found
 
 
 def test_copies_of_other_ranks_weights_are_left_out() -> None:
     """Their state at the end of a run is random where only the optimizer's are sharded."""
-    for rank in on_ranks(changes):
+    for rank in on_ranks(digests_change):
         assert rank == {strategy: [True, False] for strategy in STRATEGIES}
 
 
