@@ -59,33 +59,6 @@ def test_a_bad_token_is_named_with_the_grammar_and_a_right_example(token: str) -
     assert violation.remedy == "for example type --cg-layers attn:0-23 moe_router:4- mlp:0-3,8"
 
 
-def test_all_bad_tokens_at_once() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        LayerSelection.parse(["attn", "mlp:3-1,x", "bad:0"])
-    assert [violation.found for violation in caught.value.violations] == [
-        *("--cg-layers attn", "--cg-layers mlp:3-1,x", "--cg-layers bad:0")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("token", "scopes", "reason", "remedy"),
-    [
-        ("mlp:0-3", ("attn", "moe_router"), "captures --cuda-graph-modules attn moe_router", ""),
-        ("attn:0-3", (), "captures whole layers, which 'layer' names", "name one of layer"),
-        ("layer:0-3", ("attn",), "captures --cuda-graph-modules attn", "name one of attn"),
-        ("attn:0-4", ("attn",), "the last index is 3 and there is no layer 4", "attn:0-"),
-        ("attn:9", ("attn",), "the last index is 3 and there is no layer 9", "attn:3-"),
-        ("attn:4-", ("attn",), "the last index is 3 and there is no layer 4", "attn:3-"),
-    ],
-)
-def test_a_selection_that_does_not_fit_the_run(
-    token: str, scopes: tuple[str, ...], reason: str, remedy: str
-) -> None:
-    (violation,) = LayerSelection.parse([token]).violations(scopes, 4)
-    assert (violation.rule, violation.found) == ("cg-layers", f"--cg-layers {token}")
-    assert reason in violation.reason and remedy in violation.remedy
-
-
 def test_preprocess_is_captured_only_with_the_router() -> None:
     routed = ("attn", "moe_router", "moe_preprocess")
     selection = LayerSelection.parse(["moe_router:0-1", "moe_preprocess:1-2"])
@@ -95,8 +68,3 @@ def test_preprocess_is_captured_only_with_the_router() -> None:
         (),
         (),
     ]
-
-
-def test_everything_that_does_not_fit_at_once() -> None:
-    selection = LayerSelection.parse(["mlp:0", "attn:7", "moe_router:0"])
-    assert len(list(selection.violations(("attn", "moe_router"), 4))) == 2

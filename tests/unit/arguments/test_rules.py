@@ -48,8 +48,8 @@ def test_a_good_run_keeps_every_rule() -> None:
 
 
 def messages() -> str:
-    said = ((case, *(v for v in broken_by(case) if v.rule == case.rule)) for case in ALL)
-    return "".join(f"{case}\n    {found}\n" for case, found in said)
+    said = ((case, [v for v in broken_by(case) if v.rule == case.rule]) for case in ALL)
+    return "".join(f"{case}\n" + "".join(f"    {one}\n" for one in found) for case, found in said)
 
 
 def test_what_the_rules_say() -> None:
