@@ -29,7 +29,8 @@ class MegatronTrainer(Trainer):
         self.optimizer = SimpleNamespace(zero_grad=self._optimizer.zero_grad, step=self._update)
         self.steps = 0
         self.norm = 0.0
-        self.forward_passes = self.trained = 0
+        self.forward_passes = self.trained = self.read = 0
+        self._batches = self._counted(self._batches)
         self.before: Callable[[int, int], None] = lambda step, microbatch: None
         """Runs before each forward pass of training."""
 
@@ -87,11 +88,11 @@ class MegatronTrainer(Trainer):
 
         return model(tokens, positions, mask, labels=labels), loss_of
 
-    @property
-    def read(self) -> int:
-        """How many batches were read, in the unit of ``Batches``."""
-        batches: Any = self._batches
-        return int(batches.iterable._next)
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Count in ``read`` how many batches were read from the data, those read again left out."""
+        for batch in batches:
+            self.read += 1
+            yield batch
 
     def evaluate(self) -> float:
         self.model.eval()
