@@ -29,7 +29,6 @@ from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__
 
 INCOMPLETE = 3  # the exit code when a run failed
-_SETTINGS = ("settle_steps", "steps", "log_interval")
 _TAIL = 20  # lines of a failed run's log
 SCHEMA = {"name": "megatron_cg.bench", "version": 4}
 """Versions 1 to 3 were those of another measurement."""
@@ -68,15 +67,13 @@ class Configuration(NamedTuple):
     title: str
     fsdp: bool = True
     graphs: bool = True
-    launched: bool = True
-    """Whether it needs this package's launcher."""
 
 
 GRAPHS, _SAME_GEMM = "graphs", "eager-gemm"
 _DEFAULT = ("eager", "ddp", GRAPHS)
 CONFIGURATIONS = {
-    "eager": Configuration("Megatron-FSDP, eager", graphs=False, launched=False),
-    "ddp": Configuration("DDP, Megatron's graphs", fsdp=False, launched=False),
+    "eager": Configuration("Megatron-FSDP, eager", graphs=False),
+    "ddp": Configuration("DDP, Megatron's graphs", fsdp=False),
     GRAPHS: Configuration("Megatron-FSDP, graphs"),
     _SAME_GEMM: Configuration("Megatron-FSDP, eager, the graphs' GEMM", graphs=False),
 }
@@ -146,7 +143,7 @@ def edited(line: LaunchLine, name: str, *, steps: int, every: int = 1) -> Launch
         made = made.followed_by("--use-distributed-optimizer")
     elif _is_under_v2(line):
         made = made.kept(lambda flag: flag not in align.FLAGS_OF_V1)
-    if configuration.launched:
+    if name in (GRAPHS, _SAME_GEMM):
         made = made.with_launcher()
     made = made.followed_by(*_graph_flags(line, name))
     made = made.followed_by("--eval-iters", "0", "--exit-interval", str(steps))
@@ -236,7 +233,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             raise MegatronCGError(
                 f"{text} lines anywhere, and megatron-cg plan computes the memory."
             )
-        settings = {name: getattr(args, name) for name in _SETTINGS}
+        settings = {n: getattr(args, n) for n in ("settle_steps", "steps", "log_interval")}
         results: dict[str, Any] = {"schema": SCHEMA, "machine": here, "settings": settings}
         results["runs"] = []
         _write(args.out, results)  # It may not be writable, and the runs take long.

@@ -371,18 +371,16 @@ def stages(backend: str) -> dict[str, Callable[[], Any]]:
 
 def unmet(distribution: str) -> list[str]:
     """What an installed distribution requires, and is not here in a version that it takes."""
+    found: list[str] = []
     with suppress(metadata.PackageNotFoundError):
-        every = map(Requirement, metadata.requires(distribution) or ())
-        return [f"{one.name}{one.specifier}" for one in every if not _is_met(one)]
-    return []
-
-
-def _is_met(needed: Requirement) -> bool:
-    if needed.name in PACKAGES or (needed.marker and not needed.marker.evaluate({"extra": ""})):
-        return True
-    with suppress(metadata.PackageNotFoundError):
-        return needed.specifier.contains(metadata.version(needed.name), prereleases=True)
-    return False
+        for one in map(Requirement, metadata.requires(distribution) or ()):
+            if one.name in PACKAGES or (one.marker and not one.marker.evaluate({"extra": ""})):
+                continue
+            with suppress(metadata.PackageNotFoundError):
+                if one.specifier.contains(metadata.version(one.name), prereleases=True):
+                    continue
+            found.append(f"{one.name}{one.specifier}")
+    return found
 
 
 def look_at_torch() -> dict[str, Any]:
