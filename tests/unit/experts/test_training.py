@@ -1,27 +1,30 @@
 """Whole dropless MoE layers in graphs train bit for bit as Megatron's own way does eagerly."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import HookError
+from megatron_cg.errors import HookError, ReplayMismatchError
+from megatron_cg.experts import grouped_gemm
+from megatron_cg.experts.install import experts_of, use_device_counts
 from megatron_cg.fastpath import scaled_copies
 from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.patch import set_attribute, undone_after
 from tests.functional.loops import HAS_V2
 from tests.unit.counted import expect
 from tests.unit.grouped_linear import grouped_experts, in_place_of_te
-from tests.unit.ranks import on_ranks
-from tests.unit.trainers import trainer_of
+from tests.unit.ranks import ended, on_ranks, soon_over
+from tests.unit.trainers import half_a_batch, trainer_of
 
 STEPS, WARMUP, LAYERS, MICROBATCHES = 3, 1, 2, 2
 EXPERTS = ("attn", "moe")
@@ -50,6 +53,11 @@ OVERLAPPED: dict[str, Any] = {
 }
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 V2 = {"megatron_fsdp_version": 2}
+TWO_GROUPS = {"num_distributed_optimizer_instances": 2}
+"""Weights are sharded over two ranks, twice (HSDP)."""
+OUTER_SHARDS = {**TWO_GROUPS, "outer_dp_sharding_strategy": "optim"}
+"""And the optimizer's state is sharded over all four (HFSDP)."""
+DENSE: dict[str, Any] = {"experts": 0, "grouped": False, "ways": ("dense",)}
 ONE_CHOICE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 AVERAGED = {"calculate_per_token_loss": False}
 MODELS = {
@@ -65,19 +73,28 @@ MODELS = {
     **({"under v2": Model(2, fsdp=V2, ways=("graphs", "layer", "peer"))} if HAS_V2 else {}),
 }
 """``tools.random_models`` draws other routers, losses and ways of sharding."""
-CASES = [(name, way) for name, model in MODELS.items() for way in model.ways]
+LAYOUTS = {
+    "EP 2 x FSDP 2": Model(2, ways=("fast", "router")),
+    "EP 4": Model(4, experts=8),
+    "TP 2 x FSDP 2": Model(tensor_parallel=2, **DENSE),
+    "HSDP 2 x 2": Model(fsdp=TWO_GROUPS, **DENSE),
+    "HFSDP 2 x 2": Model(fsdp=OUTER_SHARDS, ways=("fast", "router")),
+}
+MODELS_OF = {2: MODELS, 4: LAYOUTS}
+"""By the number of ranks."""
+CASES = [
+    (ranks, name, way)
+    for ranks, models in MODELS_OF.items()
+    for name, model in models.items()
+    for way in model.ways
+]
 SCOPES = {"eager": EXPERTS, "graphs": EXPERTS, "fast": EXPERTS, "layer": ()} | {"peer": EXPERTS}
 SCOPES |= {"router": ROUTER, "alone": ALONE, "dense": ("attn", "mlp")}
 FAST = ("fast", "dense", "peer")
 
 
 def fit(model: Model, way: str) -> dict[str, Any]:
-    from contextlib import ExitStack
-
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
-    from megatron_cg.experts import grouped_gemm
-    from megatron_cg.experts.install import experts_of, use_device_counts
 
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()
@@ -127,16 +144,15 @@ def fit(model: Model, way: str) -> dict[str, Any]:
 def train_all(models: Mapping[str, Model]) -> dict[str, Any]:
     # What Megatron's router compiles takes longer than the steps; test_verify.py compiles it.
     torch.compiler.set_stance("force_eager")
-    found = {
+    return {
         name: {way: fit(model, way) for way in ("megatron", *model.ways)}
         for name, model in models.items()
     }
-    return found
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return on_ranks(partial(train_all, MODELS))
+@cache
+def results(ranks: int) -> list[dict[str, Any]]:
+    return on_ranks(partial(train_all, MODELS_OF[ranks]), ranks)
 
 
 def check(found: dict[str, Any], model: Model, way: str) -> None:
@@ -156,10 +172,33 @@ def check(found: dict[str, Any], model: Model, way: str) -> None:
     assert one["scaled"] == (2 * replayed if fast and model.options is AVERAGED else 0)
 
 
-@pytest.mark.parametrize(("model", "way"), CASES)
-def test_layers_train_as_megatrons(results: list[dict[str, Any]], model: str, way: str) -> None:
-    for found in results:
-        check(found[model], MODELS[model], way)
+@pytest.mark.parametrize(("ranks", "model", "way"), CASES)
+def test_layers_train_as_megatrons(ranks: int, model: str, way: str) -> None:
+    for found in results(ranks):
+        check(found[model], MODELS_OF[ranks][model], way)
+
+
+def short_alone() -> None:
+    """Rank 0 waits for rank 1 inside its graph, until rank 1 has ended."""
+    shape = CpuModelConfig(
+        layers=2, experts=4, grouped=grouped_experts, expert_parallel=2, graph_modules=EXPERTS
+    )
+    with (
+        in_place_of_te(),
+        undone_after(use_device_counts()),
+        trainer_of(shape, graphs=True) as trainer,
+        soon_over(),
+    ):
+        trainer.step()
+        trainer.capture(TapeBackend(), Agreement())
+        trainer.step()
+        with half_a_batch(trainer, dist.get_rank() == 1):
+            trainer.step()
+
+
+def test_a_rank_that_alone_has_fewer_tokens_than_its_graphs_ends_with_the_reason() -> None:
+    ends = ended(short_alone, ReplayMismatchError)
+    assert [*ends] == [1] and "The graph holds collectives" in ends[1] and "shape" in ends[1]
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids=" ".join)
