@@ -15,6 +15,8 @@ pytestmark = pytest.mark.fault
 Align = Callable[..., Outcome]
 Log = Callable[..., str]
 LAYERS, STEP, WARMUP, STEPS, MICROBATCHES = 3, 7, 3, 12, 2
+TRAINED = STEPS - WARMUP
+"""Steps with graphs."""
 
 
 def faulty(name: str, fault: str, base: str = "dense", *flags: str) -> Case:
@@ -26,10 +28,8 @@ def test_a_fault_on_one_rank_is_seen_and_training_stays_bit_equal(
     fault: str, align: Align, log: Log
 ) -> None:
     case = faulty(fault, fault)
-    outcome = align(case)
-    assert_trained_alike(outcome, STEPS)
-    assert outcome.graphed is not None
-    whole, broken = (outcome.graphed[index]["graphs"] for index in sorted(outcome.graphed))
+    graphed = assert_trained_alike(align(case), STEPS)
+    whole, broken = (graphed[index]["graphs"] for index in sorted(graphed))
     assert whole["mismatched"] == 0 and broken["mismatched"] > 0
     assert broken["eager"] == broken["mismatched"]
     assert f"({fault})" in log(case) and "no replay of layer 0" in log(case)
@@ -59,7 +59,7 @@ def test_experts_and_ranks_without_tokens_or_with_all_of_them(
 ) -> None:
     case = replace(LIFE[name], name=f"route-{routing}-{name}", scenario=f"route@{routing}")
     for rank in assert_trained_alike(align(case), STEPS).values():
-        assert rank["graphs"]["replayed"] == LAYERS * MICROBATCHES * (STEPS - WARMUP)
+        assert rank["graphs"]["replayed"] == LAYERS * MICROBATCHES * TRAINED
 
 
 @pytest.mark.kills
@@ -108,8 +108,8 @@ def test_a_backward_pass_after_another_replay_of_its_graph_is_an_error(
 def test_a_wrong_bit_is_found_and_the_part_run_eagerly(align: Align) -> None:
     case = replace(LIFE["dense"], name="bit", graph_flags=("--cg-verify-interval", "1"))
     for rank in assert_trained_alike(align(case, mutation="wrong-bit@1"), STEPS).values():
-        assert rank["graphs"]["mismatched"] == MICROBATCHES * (STEPS - WARMUP)
-        assert rank["graphs"]["replayed"] == (LAYERS - 1) * MICROBATCHES * (STEPS - WARMUP)
+        assert rank["graphs"]["mismatched"] == MICROBATCHES * TRAINED
+        assert rank["graphs"]["replayed"] == (LAYERS - 1) * MICROBATCHES * TRAINED
 
 
 @pytest.mark.parametrize(("which", "fast"), [("input", True), ("weight", False)])
@@ -118,11 +118,8 @@ def test_a_wrong_gradient_is_found_and_the_part_run_eagerly(
 ) -> None:
     flags = ("--cg-verify-interval", "1", *(() if fast else ("--cg-no-fsdp-fast-path",)))
     case = replace(LIFE["dense"], name=f"gradient-{which}-{fast}", graph_flags=flags)
-    outcome = align(case, mutation=f"wrong-gradient@{which}@1")
-    assert_trained_alike(outcome, STEPS)
-    assert outcome.graphed is not None
-    passes = MICROBATCHES * (STEPS - WARMUP)
-    for rank in outcome.graphed.values():
+    outcome, passes = align(case, mutation=f"wrong-gradient@{which}@1"), MICROBATCHES * TRAINED
+    for rank in assert_trained_alike(outcome, STEPS).values():
         assert rank["graphs"]["mismatched"] == rank["graphs"]["eager"] == passes
         assert rank["graphs"]["replayed"] == (LAYERS - 1) * passes
         # The graph that the first verification refutes is neither replayed nor verified again.

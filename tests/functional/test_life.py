@@ -82,10 +82,7 @@ def test_process_groups_are_destroyed_while_graphs_with_nccl_in_them_live(
     align: Align, log: Log
 ) -> None:
     case = LIFE["destroy"]
-    outcome = align(case)
-    assert_trained_alike(outcome, steps=6)
-    assert outcome.graphed is not None
-    for rank, record in outcome.graphed.items():
+    for rank, record in assert_trained_alike(align(case), steps=6).items():
         assert record["groups destroyed"] is True
         assert f"rank {rank}: 1 sessions open before destroying the groups" in log(case)
         assert f"rank {rank}: 0 sessions open after destroying the groups" in log(case)
@@ -122,9 +119,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(align: Align, log: Log) -> None
 
 def test_garbage_that_is_collected_in_a_capture_does_not_show(align: Align) -> None:
     outcome = align(replace(LIFE["moe"], name="collect"), mutation="collect")
-    assert_identical(outcome, 12)
-    assert outcome.graphed is not None
-    assert all(rank["collected"] > 0 for rank in outcome.graphed.values())
+    assert all(rank["collected"] > 0 for rank in assert_identical(outcome, 12).values())
 
 
 @pytest.mark.kills
@@ -144,13 +139,11 @@ def test_ten_thousand_steps_are_bit_equal(align: Align) -> None:
     case, layers, again = LIFE["long"], 2, (2_000, 4_500, 7_500)
     mutation = "again@" + ",".join(map(str, again))
     outcome = align(case, mutation=mutation, timeout=1_800.0)
-    assert_identical(outcome, case.steps)
-    values = outcome.comparison.values
+    graphed, values = assert_identical(outcome, case.steps), outcome.comparison.values
     evaluated = {value.step for value in values if value.name.startswith("evaluation ")}
     assert evaluated == set(range(1000, case.steps + 1, 1000))
-    assert outcome.graphed is not None
     starts = (4, *again, case.steps + 1)
     replayed = [layers * (end - start) for start, end in pairwise(starts)]
-    for rank in outcome.graphed.values():
+    for rank in graphed.values():
         assert [counts["replayed"] for counts in rank["sessions"]] == replayed
         assert all(counts["captured"] == layers for counts in rank["sessions"])
