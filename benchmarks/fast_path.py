@@ -58,6 +58,8 @@ def leave_out(left: str) -> Undo:
 
 def install_without(session: Any, left: str) -> None:
     """Install a session's fast path again, between two steps."""
+    if (fsdp := session.sharding.megatron_fsdp) is not None:
+        fsdp.zero_grad_buffer()  # The optimizer's gradients borrow memory of the graphs.
     session.fast_path.close()
     undo = leave_out(left)
     try:
