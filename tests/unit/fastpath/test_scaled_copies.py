@@ -1,7 +1,7 @@
 """Gradients that are scaled while they are copied: which ones, and the bits of the kernel."""
 
 import json
-from types import SimpleNamespace
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -92,25 +92,23 @@ def test_what_is_apart_or_of_another_dtype_is_left_to_megatron_fsdp(
         ({"dtype": torch.float32}, None),
         ({"dtype": torch.float32, "gradient_reduce_div_fusion": False}, 0.5),
         ({"dtype": torch.float64, "gradient_reduce_div_fusion": False}, None),
-        ({"comm": torch.float32}, None),
-        ({"comm": torch.float32, "sharded": True}, 0.5),
-        ({"group": [0, 1]}, None),
-        ({"factor": None}, None),
+        ({"grad_comm_dtype": torch.float32}, None),
+        ({"grad_comm_dtype": torch.float32, "is_data_distributed": True}, 0.5),
+        ({"bucket_to_bucket_group": defaultdict(lambda: [0, 1])}, None),
+        ({"gradient_scaling_factor": None}, None),
     ],
     ids=str,
 )
 def test_a_bucket_is_scaled_here_only_if_megatron_fsdp_would_multiply_it(
-    change: dict[str, Any], factor: float | None
+    change: dict[str, Any], factor: float | None, dense_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = SimpleNamespace(
-        average_in_collective=change.get("average_in_collective", False),
-        gradient_reduce_div_fusion=change.get("gradient_reduce_div_fusion", True),
-    )
-    buffer = SimpleNamespace(
-        ddp_config=config,
-        is_data_distributed=change.get("sharded", False),
-        gradient_scaling_factor=change.get("factor", 0.5),
-    )
-    policy = SimpleNamespace(grad_comm_dtype=change.get("comm"))
-    store = SimpleNamespace(mp_policy=policy, bucket_to_bucket_group={0: change.get("group", [0])})
-    assert factor_of(store, 0, buffer, change.get("dtype", torch.bfloat16)) == factor
+    store = dense_model.module.param_and_grad_buffer
+    groups = enumerate(store.parameter_groups)
+    number, buffer = next((n, g.main_grad_buffer) for n, g in groups if g.main_grad_buffer)
+    given = {"gradient_scaling_factor": 0.5, "gradient_reduce_div_fusion": True, **change}
+    dtype = given.pop("dtype", torch.bfloat16)
+    for name, value in given.items():
+        owners = (buffer, buffer.ddp_config, store, store.mp_policy)
+        owner = next(owner for owner in owners if hasattr(owner, name))
+        monkeypatch.setitem(vars(owner), name, value)
+    assert factor_of(store, number, buffer, dtype) == factor
