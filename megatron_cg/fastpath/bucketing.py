@@ -147,28 +147,6 @@ def stays(buffer: Any) -> bool:
     return pooled or not buffer.is_data_distributed
 
 
-class BucketViews:
-    """Views of one bucket, in the parameters' shapes.
-
-    They are cached as long as the bucket is the same memory. The check compares storages and not
-    addresses: a view keeps its storage alive, so no new storage can be mistaken for it.
-    """
-
-    def __init__(self, buffer: Any) -> None:
-        self._buffer = buffer
-        self._place: tuple[int, int] | None = None
-        self._views: dict[int, torch.Tensor] = {}
-
-    def of(self, bucket: Any, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        place = (bucket.data.untyped_storage()._cdata, bucket.data.storage_offset())
-        if place != self._place:
-            self._place = place
-            cut, items = self._buffer.get_item_from_bucket, self._buffer.param_idx
-            views = {id(p): cut(bucket, items[p]).view(p.shape) for p in self._buffer.params}
-            self._views = views
-        return [self._views[id(parameter)] for parameter in parameters]
-
-
 class FreedBuffers:
     """Finds the reduction that a copy must wait for; see Note [A buffer that is still read]."""
 
@@ -224,7 +202,6 @@ class Bucket:
     number: int
     gradients: Any
     """Megatron-FSDP's buffer of gradients."""
-    views: BucketViews
     size: int
     """Number of parameters that need a gradient."""
     waiting: list[nn.Parameter] = field(default_factory=list)
@@ -237,6 +214,22 @@ class Bucket:
     """The stream on which the waiting gradients were computed."""
     copied_on: int | None = None
     """The stream of the last copy in this backward pass; all other copies come before it."""
+    _place: tuple[int, int] | None = None
+    _views: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def views(self, memory: Any, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Views of ``memory``, as Megatron-FSDP fetches the bucket, in the parameters' shapes.
+
+        They are cached as long as it is the same memory. Storages tell, and not addresses: a view
+        keeps its storage alive, so no new storage can be mistaken for it.
+        """
+        place = (memory.data.untyped_storage()._cdata, memory.data.storage_offset())
+        if place != self._place:
+            self._place = place
+            buffer = self.gradients
+            cut, items = buffer.get_item_from_bucket, buffer.param_idx
+            self._views = {id(p): cut(memory, items[p]).view(p.shape) for p in buffer.params}
+        return [self._views[id(parameter)] for parameter in parameters]
 
     def complete_with(self, more: int) -> bool:
         return self.handed_over + len(self.waiting) + more == self.size
@@ -460,7 +453,7 @@ class GradientBucketing:
         others = ("_is_shared", "skip_backward_post_hook")
         if any(getattr(parameter, name, False) for parameter in group.params for name in others):
             return
-        bucket = Bucket(number, buffer, BucketViews(buffer), len(group.params))
+        bucket = Bucket(number, buffer, len(group.params))
         self._buckets.append(bucket)
         for parameter in group.params:
             self._of_parameter[id(parameter)] = bucket
@@ -514,7 +507,7 @@ class GradientBucketing:
         sums = not buffer.is_data_distributed
         if not sums:
             dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
-        pieces = bucket.views.of(buffer.fetch_bucket(dtype=dtype), weights)
+        pieces = bucket.views(buffer.fetch_bucket(dtype=dtype), weights)
         self.copies += 1
         if whole and self.scales and not bucket.handed_over:
             store = self._fsdp.param_and_grad_buffer

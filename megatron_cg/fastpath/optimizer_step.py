@@ -158,8 +158,11 @@ def install_main_gradients(fsdp: Any, scratch: IdlePool | None) -> Callable[[], 
     )
 
 
-Kind = tuple[torch.device, torch.dtype, torch.dtype] | None
-"""Device of gradients, and the dtypes they are cast from and to; None: they are read in place."""
+Cast = tuple[torch.device, torch.dtype, torch.dtype]
+"""Device of gradients, and the dtypes they are cast from and to."""
+Row = tuple[Any, Any, torch.Tensor]
+"""A parameter, the DTensor that Megatron-FSDP made, and its piece of the bucket's buffer. The
+DTensor's local tensor is None after ``zero_grad``."""
 
 
 class _GradientTable:
@@ -169,25 +172,49 @@ class _GradientTable:
         self._store, self._original, self._scratch = store, store.update_main_grads, scratch
         self._read_from: list[tuple[Any, torch.Tensor]] = []
         """Each bucket's buffer of gradients, and the tensor that it was when it was read."""
-        self._kinds: dict[Kind, _GradientsOfKind] = {}
+        self._rows: dict[Cast | None, list[Row]] = {}
+        """None: those that are read in place."""
+        self._empty: list[Any] = []
+        """Parameters of which this rank's shard is empty."""
         self.borrowed = False
         """Whether copies may be in memory that the next replay writes to."""
 
     @in_range("main gradients")
     def __call__(self) -> None:
         moved = any(buffer.data is not data for buffer, data in self._read_from)
-        if (moved or not self._kinds) and not self._read():
+        if (moved or not self._read_from) and not self._read():
             self._original()
             return
         attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
-        for gradients in self._kinds.values():
-            gradients.attach(attribute, self._scratch)
+        for cast, rows in self._rows.items():
+            pieces = [piece for _, _, piece in rows]
+            if cast is not None:
+                for _, gradient, _ in rows:
+                    # Release this step's earlier copies, if gradients are scaled once reduced.
+                    gradient._local_tensor = None
+                pieces = self._copies(cast, pieces)
+            for (parameter, gradient, _), piece in zip(rows, pieces, strict=True):
+                gradient._local_tensor = piece
+                setattr(parameter, attribute, gradient)
+        for parameter in self._empty:
+            setattr(parameter, attribute, None)
         self.borrowed = self._scratch is not None and self._scratch.borrowed_bytes > 0
+
+    def _copies(self, cast: Cast, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._scratch is None:
+            copies = [torch.empty_like(piece, dtype=cast[-1]) for piece in pieces]
+        else:
+            copies = self._scratch.empty(cast, pieces, cast[-1])
+        torch._foreach_copy_(copies, pieces)
+        return copies
 
     def relocate(self) -> None:
         self.borrowed = False
-        for gradients in self._kinds.values():
-            gradients.relocate()
+        copied = (rows for cast, rows in self._rows.items() if cast is not None)
+        for _, gradient, _ in chain.from_iterable(copied):
+            copy = gradient._local_tensor
+            if copy is not None:
+                gradient._local_tensor = copy.clone()
         held = self._scratch.still_held() if self._scratch is not None else 0
         if held and self._scratch is not None:
             self._scratch.stop_borrowing()
@@ -204,7 +231,8 @@ class _GradientTable:
         store = self._store
         sharded = store.bucketing_policy.data_parallel_sharding_strategy != "no_shard"
         buffers: dict[int, Any] = {}
-        kinds: dict[Kind, _GradientsOfKind] = {}
+        rows: dict[Cast | None, list[Row]] = {}
+        empty = []
         for name, parameter in store.optimizer_named_parameters:
             original = parameter.orig_param
             number = store.param_to_param_group[original]
@@ -215,62 +243,18 @@ class _GradientTable:
             if gradient is None:
                 return False
             buffers[number], data = buffer, buffer.data
+            piece = buffer.get_item(buffer.param_idx[original], only_shard=sharded)
+            if not piece.numel():
+                empty.append(parameter)
+                continue
             has_main_weights = group.main_weight_buffer is not None and not store.use_decoupled_grad
             casts = has_main_weights and parameter.dtype != data.dtype
-            kind = (data.device, data.dtype, parameter.dtype) if casts else None
-            piece = buffer.get_item(buffer.param_idx[original], only_shard=sharded)
+            cast = (data.device, data.dtype, parameter.dtype) if casts else None
             piece = piece.view(-1, *original.shape[1:])
-            kinds.setdefault(kind, _GradientsOfKind(kind)).add(parameter, gradient, piece)
-        self._kinds = kinds
+            rows.setdefault(cast, []).append((parameter, gradient, piece))
+        self._rows, self._empty = rows, empty
         self._read_from = [(buffer, buffer.data) for buffer in buffers.values()]
         return True
-
-
-class _GradientsOfKind:
-    """Gradients that are all read in place, or all cast in the same way."""
-
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
-        self._rows: list[tuple[Any, Any, torch.Tensor]] = []
-        """Parameters, DTensors that Megatron-FSDP made, and their pieces of the bucket's buffer.
-        The DTensors' local tensors are None after ``zero_grad``."""
-        self._empty: list[Any] = []
-        """Parameters of which this rank's shard is empty."""
-
-    def add(self, parameter: Any, gradient: Any, piece: torch.Tensor) -> None:
-        if piece.numel():
-            self._rows.append((parameter, gradient, piece))
-        else:
-            self._empty.append(parameter)
-
-    def attach(self, attribute: str, scratch: IdlePool | None) -> None:
-        pieces = [piece for _, _, piece in self._rows]
-        if self._kind is not None and pieces:
-            pieces = self._copies(pieces, self._kind[-1], scratch)
-        for (parameter, gradient, _), piece in zip(self._rows, pieces, strict=True):
-            gradient._local_tensor = piece
-            setattr(parameter, attribute, gradient)
-        for parameter in self._empty:
-            setattr(parameter, attribute, None)
-
-    def _copies(
-        self, pieces: list[torch.Tensor], dtype: torch.dtype, scratch: IdlePool | None
-    ) -> list[torch.Tensor]:
-        for _, gradient, _ in self._rows:
-            # Release earlier copies of this step, if gradients are scaled after the reduction.
-            gradient._local_tensor = None
-        if scratch is None:
-            copies = [torch.empty_like(piece, dtype=dtype) for piece in pieces]
-        else:
-            copies = scratch.empty(self._kind, pieces, dtype)
-        torch._foreach_copy_(copies, pieces)
-        return copies
-
-    def relocate(self) -> None:
-        for _, gradient, _ in self._rows if self._kind is not None else ():
-            copy = gradient._local_tensor
-            if copy is not None:
-                gradient._local_tensor = copy.clone()
 
 
 def install_main_weights(fsdp: Any) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.bucketing import BucketViews, GradientBucketing
+from megatron_cg.fastpath.bucketing import Bucket, GradientBucketing
 
 SIZE = 2
 Gradients = list[torch.Tensor | None]
@@ -312,12 +312,10 @@ def test_a_part_that_comes_too_late_is_an_error() -> None:
 
 def test_views_follow_their_bucket_to_other_memory() -> None:
     parameters = [nn.Parameter(torch.zeros(SIZE)) for _ in range(4)]
-    buffer: Any = Buffer(parameters, True)
-    views, memory = BucketViews(buffer), torch.arange(16.0)
+    views, memory = Bucket(0, Buffer(parameters, True), 4).views, torch.arange(16.0)
     # Another storage, and another place in it.
     for data in (torch.arange(8.0) + 20, memory[:8], memory[8:]):
-        bucket = SimpleNamespace(data=data)
-        first, second = (views.of(bucket, parameters) for _ in range(2))
+        first, second = (views(SimpleNamespace(data=data), parameters) for _ in range(2))
         assert all(a is b for a, b in zip(first, second, strict=True))
         assert torch.equal(torch.cat(first), data)
 
