@@ -55,7 +55,7 @@ _WAYS = {
     "hidden used later": _way(reused=True),
     "anomaly mode": _way(anomaly=True),
     "zeroed": _way(to_none=False),
-    "autocast for a step": _way(autocast=True),
+    "autocast for a step": _way(autocast="step"),
     "two backward passes": _way(retain=True),
     "gradients returned": _way(by_grad=True),
     "detached inputs": _way(detached=True),
@@ -144,6 +144,9 @@ AROUND: dict[str, Callable[..., Any]] = {
 }
 """What may be around a call of the first unit."""
 RARE: dict[str, Callable[..., Any]] = {
+    "autocast in forward": _way(autocast="forward"),
+    "autocast in backward": _way(autocast="backward"),
+    "casts not kept": _way(autocast="forward uncached"),
     "embed tied": lambda run, u: set_(run.net.embed, "weight", u.a.weight),
     "hidden used earlier": _way(earlier=True),
     "graph kept": _way(retain="once"),

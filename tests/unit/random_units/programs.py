@@ -35,7 +35,7 @@ class Program:
     frozen: str = ""
     style: str = "positions"
     autocast: str = ""
-    """Around the forward pass, or around the whole step."""
+    """Around the ``forward`` pass, ``backward`` or the whole ``step``; ``uncached`` or not."""
     sharding: str = ""
     optimizer: str = "SGD"
     residual: bool = True
@@ -139,6 +139,18 @@ _HOOKED = ((0, "backward hook added", 0), (2, "hooks removed", 0))
 _SHARED = "unit-shared-gradients"
 _LATER = "gradients from outside was something else at capture and is "
 ENDS = {
+    # A pass is captured under the autocast around it in eager training.
+    **{
+        _one("island off", autocast=place, verify_interval=interval): "equal"
+        for place in ("forward", "backward", "step")
+        for interval in (0, 1)
+    },
+    _one("island off", "autocast in forward"): "equal",
+    _one("island off", "autocast in backward"): "cpu in the backward pass was off",
+    _one("plain", "casts not kept", autocast="forward"): "equal",
+    # Without the cache, weights are shared and casts of them are not.
+    Program(1, order=(0, 0), autocast="forward uncached"): "equal",
+    Program(1, _TWO, order=(0, 1), shared="units", autocast="forward uncached"): "equal",
     # Autocast casts a leaf once in a step, also for a unit that falls back to an eager pass.
     _one("weight as argument", "autocast for a step"): "equal",
     Program(1, _TWO, ((3, "head tied", 1),), order=(0, 1), autocast="step", micro=2): (

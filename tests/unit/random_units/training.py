@@ -35,7 +35,6 @@ WAYS = (
     "by_result",
     "penalty",
     "anomaly",
-    "autocast",
     "retain",
     "by_grad",
     "detached",
@@ -173,11 +172,12 @@ class Run:
         way = self.way
         if way.abandoned:
             self._forward()
-        with _autocast(self.program.autocast == "step" or way.autocast):
+        with self._autocast("step"):
             for _ in range(way.micro):
                 with torch.autograd.detect_anomaly() if way.anomaly else nullcontext():
                     y, loss = self._forward()
-                    self._backward(loss)
+                    with self._autocast("backward"):
+                        self._backward(loss)
                 self.kept = [*self.kept[-1:], y] if way.kept else self.kept
 
     def _backward(self, loss: Any) -> None:
@@ -202,12 +202,18 @@ class Run:
     def _forward(self) -> tuple[Any, Any]:
         x = self.rand(self.way.rows, W).sub(0.5).requires_grad_(self.program.input_grad)
         self.terms = []
-        with _autocast(self.program.autocast == "forward"):
+        with self._autocast("forward"):
             y = self.model(x, self)
             self.see("output", y)
         loss = y.float().square().mean() + sum(term.float() for term in self.terms)
         self.see("loss", loss)
         return y, loss
+
+    def _autocast(self, place: str) -> Any:
+        where, _, how = self.way.autocast.partition(" ")
+        if where != place:
+            return nullcontext()
+        return torch.autocast(DEVICE, torch.bfloat16, cache_enabled=how != "uncached")
 
     def _look(self) -> None:
         """Note everything that lasts."""
@@ -232,12 +238,8 @@ class Run:
     def _new_way(self) -> Any:
         way = SimpleNamespace(**dict.fromkeys(WAYS), rows=ROWS, to_none=True)
         way.style, way.micro, way.training = self.program.style, self.program.micro, True
-        way.around = self.program.around
+        way.around, way.autocast = self.program.around, self.program.autocast
         return way
-
-
-def _autocast(is_on: bool | None) -> Any:
-    return torch.autocast(DEVICE, torch.bfloat16) if is_on else nullcontext()
 
 
 def bits(value: Any) -> Any:

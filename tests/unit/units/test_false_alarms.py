@@ -1,4 +1,4 @@
-"""What is right is neither refused nor refuted: shared results, layouts, skipped units."""
+"""What is right is not refused: shared results, layouts, skipped units, several autocasts."""
 
 import re
 from collections.abc import Callable
@@ -104,6 +104,26 @@ def test_replays_are_not_refused(name: str) -> None:
     kind, microbatch, replayed, eager = CASES[name]
     counts = {"replayed": replayed, "eager": eager, "mismatched": 0}
     assert_as_eager(counts, partial(units, kind), microbatch)
+
+
+class UnderItsOwn(Unit):
+    """Enters autocast outside of the unit below it."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.dtype, self.inner = dtype, Unit()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
+            out: torch.Tensor = self.inner(x)
+        return out.float()
+
+
+def test_units_may_run_under_different_autocast() -> None:
+    def make() -> nn.ModuleList:
+        return nn.ModuleList([UnderItsOwn(None), UnderItsOwn(torch.bfloat16)])
+
+    assert_as_eager({"replayed": REPLAYED, "mismatched": 0}, make, units="*.inner")
 
 
 def test_an_engine_that_swaps_data_in_hooks_is_refused_by_unit() -> None:
