@@ -150,10 +150,9 @@ def command_line() -> int:
     """The command ``megatron-cg``, if it is installed."""
     try:
         with needed_by("megatron-cg"):
-            code: int = import_module(f"{_PACKAGE}.tools.cli.main").main()
+            return import_module(f"{_PACKAGE}.tools.cli.main").main()
     except ExtensionMissingError as error:
         sys.exit(str(error))
-    return code
 
 
 def _load(module: str) -> Any:
@@ -171,16 +170,14 @@ def expert_rules() -> Sequence[Rule]:
 def experts_of(model: nn.Module) -> ModelExperts | None:
     """What the dropless experts of ``model`` were built with; None if it has none."""
     found = _load("experts.install")
-    made: ModelExperts | None = None if found is None else found.experts_of(model)
-    return made
+    return None if found is None else found.experts_of(model)
 
 
 def use_device_counts(gemm: str, *, rows: float | None, by_peers: bool) -> Undo:
     """Let models built from now on have dropless experts; see ``experts/install.py``."""
     install = import_module(f"{_PACKAGE}.experts.install")
     bound = None if rows is None else install.RowBound(rows)
-    undo: Undo = install.use_device_counts(bound, by_peers=by_peers, gemm=gemm)
-    return undo
+    return install.use_device_counts(bound, by_peers=by_peers, gemm=gemm)
 
 
 def install_fast_path(
@@ -192,10 +189,7 @@ def install_fast_path(
 ) -> FastPath | None:
     """Install what is applicable to ``sharding``; None if nothing is, or it is not installed."""
     found = _load("fastpath.install_parts")
-    if found is None:
-        return None
-    path: FastPath | None = found.install_for(sharding, backend, optimizers, graphed, graphs)
-    return path
+    return found and found.install_for(sharding, backend, optimizers, graphed, graphs)
 
 
 def observe_code(
@@ -209,8 +203,7 @@ def observe_code(
             "cannot be observed, since the extension megatron_cg/units is not installed",
             "Install the whole package again with pip, or leave the unit out of the graphs.",
         )
-    observer: CodeObserver = found.CodeObserver(unit, samples, addresses)
-    return observer
+    return found.CodeObserver(unit, samples, addresses)
 
 
 def bridge() -> Any:
@@ -220,12 +213,10 @@ def bridge() -> Any:
 
 def tape_backend() -> Backend:
     """The backend without a GPU. Raises ModuleNotFoundError if it is not installed."""
-    made: Backend = import_module(f"{_PACKAGE}.tape.tape_backend").TapeBackend()
-    return made
+    return import_module(f"{_PACKAGE}.tape.tape_backend").TapeBackend()
 
 
 def install_recorder(folder: str, loop: str, *, digests: bool) -> Undo:
     """Record the run of this process, in ``loop`` ``"megatron"`` or ``"bridge"``."""
     record = import_module(f"{_PACKAGE}.tools.record.record")
-    undo: Undo = record.install_recorder(folder, loop, digests=digests)
-    return undo
+    return record.install_recorder(folder, loop, digests=digests)
