@@ -178,6 +178,8 @@ class CaptureRequest:
     """Whether backward passes keep what they share with others."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Others of TE's ``make_graphed_callables``, such as those of FP8."""
+    names: Sequence[str] = ()
+    """Of the modules, for messages."""
 
     def __post_init__(self) -> None:
         self.kwargs = [dict(named) for named in self.kwargs] or [{} for _ in self.args]
@@ -187,6 +189,10 @@ class CaptureRequest:
                 f"{len(self.args)} samples for {len(self.callables)} callables: each callable has "
                 "one sample and one graph. Leave pipeline parallelism out"
             )
+
+    def label(self, index: int) -> str:
+        name = self.names[index] if self.names else f"callable {index}"
+        return f"{name} ({type(self.callables[index]).__name__})"
 
 
 class Backend:

@@ -133,7 +133,7 @@ class GuardedCapture:
         order = HookOrder(
             layers, capture_time, request.warmups, begun=self._pass_begun, ended=self._pass_ended
         )
-        request.hooks = order.wrapped
+        request.hooks, request.names = order.wrapped, [unit.name for unit in self._units]
         borrowed = self._borrow(request.kwargs)
         watched = self._sharding.watched_memory
         self._observers = tuple(
@@ -149,7 +149,6 @@ class GuardedCapture:
         try:
             graphs = self._capture(order, request)
         except Exception as error:
-            self._name_units_in(error)
             refused = self._refusal(error, order)
             if run_remaining_hooks:
                 # The frames hold incomplete graphs, and the hooks may need their memory.
@@ -214,16 +213,6 @@ class GuardedCapture:
 
     def _pass_ended(self, index: int, forward: bool, _warmup: bool) -> None:
         self._observers[index].ended(forward=forward)
-
-    def _name_units_in(self, error: Exception) -> None:
-        """A backend knows no names of units, but only their numbers."""
-        if not isinstance(error, CaptureError):
-            return
-        text = str(error)
-        for index, unit in enumerate(self._units):
-            kind = f"({type(unit.layer).__name__})"
-            text = text.replace(f"callable {index} {kind}", f"{unit.name} {kind}")
-        error.args = (text,)
 
     def _refusal(self, error: Exception, order: HookOrder) -> CaptureError | None:
         """What CUDA refused, by module and line; None for any other error.

@@ -281,7 +281,7 @@ def capture_modules(
         HostSyncError: a callable reads a tensor on the host, and the recorder sees it.
     """
     _check_options(backend, request.options)
-    _check_modules(request.callables)
+    _check_modules(request)
     run = _Capture(request)
     recorder = make_recorder()
     try:
@@ -300,7 +300,7 @@ class _Capture:
         self._request = request
         self._grad_outputs: dict[Any, Any] = {}
         self.recorded = [
-            _surface(module, index, request.args[index], request.kwargs[index])
+            _surface(module, request.label(index), request.args[index], request.kwargs[index])
             for index, module in enumerate(request.callables)
         ]
         for kind in {t.device.type for item in self.recorded for t in item.inputs}:
@@ -439,11 +439,10 @@ def parts(item: Recorded) -> tuple[Any, Any]:
 
 
 def _surface(
-    module: nn.Module, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: nn.Module, label: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Recorded:
     """Return the static input surface of one sample, with nothing recorded yet."""
     flat, _ = tree_flatten((args, list(kwargs.values())))
-    label = f"callable {index} ({type(module).__name__})"
     for value in flat:
         if not isinstance(value, torch.Tensor):
             raise CaptureError(
@@ -470,10 +469,10 @@ def _check_options(backend: str, options: Mapping[str, Any]) -> None:
             )
 
 
-def _check_modules(callables: Sequence[nn.Module]) -> None:
+def _check_modules(request: CaptureRequest) -> None:
     """Raise for a module in evaluation (CaptureError), or with a trainable buffer (HookError)."""
-    for index, module in enumerate(callables):
-        label = f"callable {index} ({type(module).__name__})"
+    for index, module in enumerate(request.callables):
+        label = request.label(index)
         if not module.training:
             raise CaptureError(f"{label} is in evaluation: call .train() before capture")
         if any(buffer.requires_grad for buffer in module.buffers()):

@@ -111,8 +111,7 @@ def refuse(request: CaptureRequest, device: torch.device) -> None:
     if fp8_recipe() is not None:
         reasons.append("FP8 is on (TE's autocast): leave the autocast before the capture")
     for index, module in enumerate(request.callables):
-        label = f"callable {index} ({type(module).__name__})"
-        reasons += [f"{label}: {reason}" for reason in _of_module(module, device)]
+        reasons += [f"{request.label(index)}: {reason}" for reason in _of_module(module, device)]
     for tensor in tree_leaves([request.args, request.kwargs]):
         if isinstance(tensor, torch.Tensor) and tensor.device != device:
             reasons.append(f"a sample is on {tensor.device}: move it to {device}")
