@@ -190,7 +190,6 @@ class Agreement:
                 ranks are out of step.
             PhaseError: a CUDA graph is being captured.
         """
-        _require_no_capture()
         words = f"the vote on {name_of(kind)} {serial}" + (f" ({name})" if name else "")
         rows = self._exchange(encode(kind, serial, vote), timeout or self._timeout, words)
         try:
@@ -203,13 +202,11 @@ class Agreement:
 
         Objects can be pickled. Raises AgreementError and PhaseError as :meth:`agree`.
         """
-        _require_no_capture()
         group = self._require_sound()
         if group is None:
             return [mine]
         objects = [None] * group.size()
-        _gloo_backend(group).set_timeout(self._timeout)
-        with self._naming_lost_ranks(self._timeout, self._last):
+        with self._naming_lost_ranks(group, self._timeout, self._last):
             dist.all_gather_object(objects, mine, group=group)
         return objects
 
@@ -378,6 +375,10 @@ class Agreement:
 
     def _require_sound(self) -> dist.ProcessGroup | None:
         """The group of the votes; None if this process is the only rank."""
+        if under_capture():
+            raise PhaseError(
+                "ranks cannot vote while a CUDA graph is captured: vote before or after"
+            )
         if self._broken:
             raise AgreementError(self._broken)
         if self._closed:
@@ -390,10 +391,7 @@ class Agreement:
         if group is None:
             return row.view(1, -1)
         rows = row.new_empty(group.size() * len(row))
-        # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
-        # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
-        _gloo_backend(group).set_timeout(timeout)
-        with self._naming_lost_ranks(timeout, vote):
+        with self._naming_lost_ranks(group, timeout, vote):
             work: Any = dist.all_gather_into_tensor(rows, row, group, async_op=True)
             with suppress(RuntimeError):
                 work.wait(_SOON)
@@ -405,8 +403,13 @@ class Agreement:
         return rows.view(group.size(), -1)
 
     @contextmanager
-    def _naming_lost_ranks(self, timeout: timedelta, vote: str) -> Iterator[None]:
+    def _naming_lost_ranks(
+        self, group: dist.ProcessGroup, timeout: timedelta, vote: str
+    ) -> Iterator[None]:
         """Turn what gloo raises in the block into an AgreementError; no vote can follow."""
+        # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
+        # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
+        _gloo_backend(group).set_timeout(timeout)
         self._exchanges += 1
         begun = time.monotonic()
         try:
@@ -471,8 +474,3 @@ def under_capture() -> bool:
     except RuntimeError:
         # No CUDA, or a CUDA error: a rank with such an error must still be able to vote.
         return False
-
-
-def _require_no_capture() -> None:
-    if under_capture():
-        raise PhaseError("ranks cannot vote while a CUDA graph is captured: vote before or after")

@@ -43,11 +43,6 @@ def with_keyword(name: str, change: Callable[[Any], Any]) -> Fault:
     return fault
 
 
-def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, other strides."""
-    return tensor.transpose(0, 3).contiguous().transpose(0, 3)
-
-
 def hook_beside(trainer: Any) -> None:
     """On a module inside the graph that has hooks of Megatron-FSDP's."""
     inside = layer_of(trainer).modules()
@@ -90,18 +85,6 @@ FAULTS: dict[str, Case] = {
         with_keyword("attention_mask", lambda old: old.repeat(2, 1, 1, 1)),
         "attention_mask was (1, 1, 16, 16) at capture and is (2, 1, 16, 16) now",
     ),
-    "dtype": Case(
-        with_keyword("rotary_pos_emb", lambda old: old.double()),
-        "rotary_pos_emb was torch.float32 at capture and is torch.float64 now",
-    ),
-    "stride": Case(
-        with_keyword("rotary_pos_emb", strided),
-        "rotary_pos_emb was (8, 8, 8, 1) at capture and is (1, 16, 16, 16) now",
-    ),
-    "requires_grad": Case(
-        with_keyword("rotary_pos_emb", lambda old: old.clone().requires_grad_()),
-        "rotary_pos_emb was False at capture and is True now",
-    ),
     "static input": Case(
         with_keyword("rotary_pos_emb", torch.clone),
         "the memory of argument rotary_pos_emb was 0x",
@@ -117,7 +100,7 @@ FAULTS: dict[str, Case] = {
     ),
     "metrics": Case(metrics_replaced, "metrics tracker was the MoEMetricsTracker", ROUTER, 4),
 }
-"""By the clause that has to see it. ``test_depends_on.py`` has more, without Megatron."""
+"""By the clause that has to see it. ``test_inputs.py`` and ``test_depends_on.py`` have more."""
 BESIDE = Case(
     hook_beside,
     "at capture and is with 2 others now",
