@@ -109,7 +109,7 @@ class FastPath:
         """Install a part, unless it is not applicable, or one of the parts in ``needs`` is off."""
         missing = [part for part in needs if part not in self.parts]
         if missing:
-            self.left_out[name] = f"it needs {' and '.join(missing)}"
+            self.left_out[name] = " and ".join(f"the part {part} is off" for part in missing)
         elif unknown := unknown_bodies(replaces, self._fsdp):
             self.left_out[name] = "; ".join(unknown)
             _warn_once(name, self.left_out[name])
