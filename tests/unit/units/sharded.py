@@ -179,6 +179,8 @@ class Case:
     """A context for the passes of a microbatch; it is told whether the microbatch is the last."""
     detached: bool = False
     """Whether no input of a unit needs a gradient."""
+    counts: Callable[[int], dict[str, int]] | None = None
+    """What a rank counts; None if every pass after the capture is a replay."""
 
 
 class Run:
@@ -325,7 +327,7 @@ def trained(case: Case) -> dict[str, Any]:
 
     run.train(graphed=True, then=look)
     assert run.graphs is not None
-    alike = {name: value for name, value in vars(case).items() if name != "options"}
+    alike = {name: one for name, one in vars(case).items() if name not in ("options", "counts")}
     counters = run.graphs.counters.as_dict()
     return {"equal": equal(eager(**alike), run), "counters": counters, "parts": parts}
 

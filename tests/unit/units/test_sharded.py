@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,14 +192,10 @@ WRAPS: dict[str, Callable[[Network], Any]] = {
     "DDP": under_ddp(),
 }
 CASES = {
-    f"{way}, evaluated, units of two shapes{', verified' * verify_interval}": Case(
-        wrap,
-        (16, 24, 16),
-        {"verify_interval": verify_interval, "verify_steps": 2 * verify_interval},
-        evaluate,
+    f"{way}, evaluated, units of two shapes": Case(
+        wrap, (16, 24, 16), {"verify_interval": 1, "verify_steps": 2}, evaluate
     )
     for way, wrap in WRAPS.items()
-    for verify_interval in (0, 1)
 } | {
     "FSDP2, no unit is resharded": Case(under_fsdp2(after_forward={0: False, 1: False, 2: False})),
     "FSDP2, units stay unsharded between microbatches": Case(
@@ -230,8 +227,33 @@ CASES = {
     "DDP, unused parameters": Case(under_ddp(find_unused_parameters=True)),
     "DDP, one reduction a step": Case(under_ddp(), microbatch=without_sync),
     "DDP, a loss is dropped before the capture": Case(under_ddp(), before_step=drop_a_loss),
+    "FSDP2, an exception in a unit": Case(
+        # The pass that was interrupted in its second unit is eager.
+        *(under_fsdp2(), (16,) * 3, {}, interrupt),
+        counts=lambda _: {"replayed": 3 * (STEPS - WARMUP) * MICROBATCHES, "eager": 2},
+    ),
+    "v2, a unit whose buffer is in use": Case(
+        # The third unit would have the first one's.
+        *(under_v2(), (16,) * 3, {}, never_resharded_later),
+        counts=lambda _: {"mismatched": (STEPS - LATER) * MICROBATCHES},
+    ),
 }
-"""Every training pass after the capture is replayed in these."""
+for name, case in {
+    "plain": Case(under_fsdp2()),
+    "units stay unsharded": Case(under_fsdp2(), microbatch=unsharded_in_between),
+    "detached": Case(under_fsdp2(), detached=True),
+}.items():
+    CASES[f"FSDP2, other batches, {name}"] = replace(
+        case,
+        before_step=smaller_batches,
+        counts=lambda _: {"eager": 3 * (STEPS - LATER) * MICROBATCHES},
+    )
+for fast_path in (False, True):
+    # A rank reduces the buckets of its eager passes in the order of replays.
+    CASES[f"v1, rank 1 alone is eager, fast path {fast_path}"] = Case(
+        *(under_v1(with_gates), (16,) * 3, {"fast_path": fast_path}, smaller_on_one_rank),
+        counts=lambda rank: {"eager": rank * 3 * MICROBATCHES},
+    )
 if PLACED is not None:
     CASES["FSDP2, parameters on two meshes"] = Case(on_two_meshes, options={"verify_interval": 2})
 for zero, placed in {"ZeRO-1": ZERO_1, "ZeRO-2": ZERO_2}.items() if IN_CONTEXT else ():
@@ -247,19 +269,6 @@ OF_FOUR = {
     "v2, two replicas of two shards": Case(under_v2(mesh=(2, 2)), microbatch=marked_last),
 }
 """The same on four ranks."""
-EAGER_ALONE = [
-    Case(under_v1(with_gates), (16,) * 3, {"fast_path": fast_path}, smaller_on_one_rank)
-    for fast_path in (False, True)
-]
-"""Rank 1 runs units of several outputs eagerly in a step; in the order of replays its buckets."""
-WITH_OTHER_BATCHES = {
-    "plain": Case(under_fsdp2(), before_step=smaller_batches),
-    "units stay unsharded": Case(
-        under_fsdp2(), before_step=smaller_batches, microbatch=unsharded_in_between
-    ),
-    "detached": Case(under_fsdp2(), before_step=smaller_batches, detached=True),
-}
-"""From a step after the capture on, every pass runs eagerly in these; under FSDP2."""
 
 
 def storages(run: Run, way: str) -> list[list[tuple[int, torch.Tensor]]]:
@@ -342,8 +351,6 @@ def refused() -> list[str]:
 def run_all() -> dict[str, Any]:
     """Every case for two ranks, in turn."""
     found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
-    found["eager"] = {name: trained(case) for name, case in WITH_OTHER_BATCHES.items()}
-    found["eager alone"] = [trained(case) for case in EAGER_ALONE]
     found["memory"] = {
         "FSDP2": memory("FSDP2", (16, 16, 24)),
         "v2": memory("v2", (16, 16, 16, 16, 24)),
@@ -354,8 +361,6 @@ def run_all() -> dict[str, Any]:
         closed_while(Case(under_v2()), gather_first),
     ]
     found["in use"] = [said(detached_later), said(taken_in_backward)]
-    found["interrupted"] = trained(Case(under_fsdp2(), before_step=interrupt))
-    found["moved"] = trained(Case(under_v2(), before_step=never_resharded_later))
     found["refused"] = refused()
     twice = Case(with_weights_used_twice, (WIDTH, WIDTH, WIDTH))
     found["varying"] = said(lambda: Run(twice).train(graphed=True))
@@ -367,12 +372,15 @@ def run_four() -> dict[str, Any]:
     return {name: trained(case) for name, case in OF_FOUR.items()}
 
 
-def assert_replayed(report: dict[str, Any]) -> None:
-    """Whether a case was equal, and every pass after the capture a replay."""
+def assert_as_eager(case: Case, rank: int, report: dict[str, Any]) -> None:
+    """Whether a case had the bits of eager training, and its passes were replays or not."""
     assert report["equal"]
-    counters, passes = report["counters"], (STEPS - WARMUP) * MICROBATCHES
+    counters = report["counters"]
+    if case.counts is not None:
+        assert counters | case.counts(rank) == counters
+        return
     assert counters["captured"] >= 3 and counters["mismatched"] == 0
-    assert counters["replayed"] >= counters["captured"] * passes
+    assert counters["replayed"] >= counters["captured"] * (STEPS - WARMUP) * MICROBATCHES
 
 
 @pytest.fixture(scope="module")
@@ -388,34 +396,20 @@ def report(request: pytest.FixtureRequest, reports: list[dict[str, Any]]) -> dic
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replays_train_the_same_bits(report: dict[str, Any], name: str) -> None:
-    assert_replayed(report[name])
+def test_graphs_train_the_same_bits(reports: list[dict[str, Any]], name: str) -> None:
+    for rank, found in enumerate(reports):
+        assert_as_eager(CASES[name], rank, found[name])
 
 
-@pytest.mark.parametrize("name", WITH_OTHER_BATCHES)
-def test_eager_passes_beside_graphs_train_the_same_bits(report: dict[str, Any], name: str) -> None:
-    case = report["eager"][name]
-    assert case["equal"]
-    assert case["counters"]["eager"] == 3 * (STEPS - LATER) * MICROBATCHES
-
-
-def test_buckets_of_a_rank_that_is_eager_alone_are_reduced_in_the_order_of_replays(
-    reports: list[dict[str, Any]],
-) -> None:
-    for rank, report in enumerate(reports):
-        for case in report["eager alone"]:
-            assert case["equal"] and case["counters"]["eager"] == rank * 3 * MICROBATCHES
-
-
-def test_replays_train_the_same_bits_on_four_ranks() -> None:
-    for found in on_ranks(run_four, 4):
-        for report in found.values():
-            assert_replayed(report)
+def test_graphs_train_the_same_bits_on_four_ranks() -> None:
+    for rank, found in enumerate(on_ranks(run_four, 4)):
+        for name, report in found.items():
+            assert_as_eager(OF_FOUR[name], rank, report)
 
 
 @pytest.mark.parametrize("way", WRAPS)
 def test_a_verified_replay_compares_gradients_too(report: dict[str, Any], way: str) -> None:
-    counters = report[f"{way}, evaluated, units of two shapes, verified"]["counters"]
+    counters = report[f"{way}, evaluated, units of two shapes"]["counters"]
     assert counters["verified"] == counters["replayed"] > counters["outputs_only"] == 0
     assert counters["steps_verified"] > counters["steps_differed"] == 0
 
@@ -451,19 +445,6 @@ def test_units_that_begin_to_need_one_buffer_end_the_run(report: dict[str, Any])
     fsdp2, v2 = report["in use"]
     words = r"FSDP2 gathers layers\.1 while layers\.2 is inside of its backward pass"
     assert re.match(words, fsdp2) and "while another unit holds the buffer" in v2
-
-
-def test_training_goes_on_after_an_exception_in_a_unit(report: dict[str, Any]) -> None:
-    assert report["interrupted"]["equal"]
-    counters = report["interrupted"]["counters"]
-    assert counters["replayed"] == 3 * (STEPS - WARMUP) * MICROBATCHES
-    assert counters["eager"] == 2  # of the pass that was interrupted in its second unit
-
-
-def test_a_unit_whose_buffer_is_in_use_runs_eagerly(report: dict[str, Any]) -> None:
-    """The third unit would have the first one's buffer."""
-    assert report["moved"]["equal"]
-    assert report["moved"]["counters"]["mismatched"] == (STEPS - LATER) * MICROBATCHES
 
 
 def test_units_whose_gradients_are_summed_in_varying_dtypes_are_refused(
