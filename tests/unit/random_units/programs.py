@@ -159,6 +159,10 @@ ENDS = {
     # The tensors of a module with a backward hook are not those that its caller uses.
     Program(1, events=(*_HOOKED, (5, "hidden used later", 0))): f"{_LATER}x, used",
     Program(1, (("weight as argument",),), _HOOKED, autocast="forward"): f"{_LATER}a weight",
+    # The memory of a replay holds what its backward pass reads until that is over.
+    Program(1, _TWO, ((5, "another order", 0),), order=(0, 1)): "equal",
+    Program(1, _TWO, ((5, "a unit twice", 0),), order=(0, 1)): "equal",
+    Program(1, _TWO, ((5, "two forward passes", 0),), order=(0, 1)): "equal",
     # A write into a view changes the history of what it is a view of.
     Program(1, (("unused result",), ("returned view written",)), order=(0, 1)): "unit-view-written",
     _one("reentrant checkpoint", "detached inputs"): "equal",
@@ -268,7 +272,7 @@ class Net(nn.Module):
         run.hidden = x = self.embed(x)
         if run.way.hooked and x.grad_fn is not None:
             x.grad_fn.register_prehook(run.keep)
-        for number in self.program.order:
+        for number in run.way.order:
             unit: Any = self.units[number]
             x = x.detach() if run.way.detached else x
             if run.way.earlier:

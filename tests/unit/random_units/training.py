@@ -176,6 +176,8 @@ class Run:
             for _ in range(way.micro):
                 with torch.autograd.detect_anomaly() if way.anomaly else nullcontext():
                     y, loss = self._forward()
+                    for _ in range(1, way.forwards):
+                        loss = loss + self._forward()[1]
                     with self._autocast("backward"):
                         self._backward(loss)
                 self.kept = [*self.kept[-1:], y] if way.kept else self.kept
@@ -239,6 +241,7 @@ class Run:
         way = SimpleNamespace(**dict.fromkeys(WAYS), rows=ROWS, to_none=True)
         way.style, way.micro, way.training = self.program.style, self.program.micro, True
         way.around, way.autocast = self.program.around, self.program.autocast
+        way.order, way.forwards = self.program.order, 1
         return way
 
 

@@ -131,44 +131,6 @@ def test_a_unit_has_graphs_of_one_session(one_rank: None) -> None:
         expect(first.counters, replayed=2 * 3, eager=0, mismatched=0)
 
 
-def another_order(run: Run) -> None:
-    run.network.order = [1, 0, 2]
-
-
-def a_unit_twice(run: Run) -> None:
-    run.network.order = [0, 1, 1, 2]
-
-
-def another_module(run: Run) -> None:
-    run.network.layers[1].dropout = torch.nn.Dropout(0.5)
-
-
-def test_what_was_not_captured_runs_eagerly_and_bit_equal(runs: Any) -> None:
-    eager, graphed = runs()
-    train_both(eager, graphed, 2)
-    for change in (another_order, a_unit_twice, another_module):
-        for run in (eager, graphed):
-            run.network.order = None
-            change(run)
-        before = graphed.graphs.counters.eager
-        train_both(eager, graphed, 1)
-        assert graphed.graphs.counters.eager == before + 1, change
-    expect(graphed.graphs.counters, mismatched=3)
-
-
-def test_a_second_forward_before_the_first_backward_runs_eagerly(runs: Any) -> None:
-    eager, graphed = runs()
-    train_both(eager, graphed, 1)
-    for run in (eager, graphed):
-        torch.manual_seed(2)
-        with run.graphs.step() if run.graphs else torch.enable_grad():
-            run.optimizer.zero_grad()
-            (run.loss() + run.loss()).backward()
-            run.optimizer.step()
-    assert equal(eager, graphed)
-    expect(graphed.graphs.counters, replayed=3, eager=3, mismatched=3)
-
-
 class Broken(TapeBackend):
     """Fails at the end of its capture."""
 
