@@ -25,11 +25,6 @@ Note [The later unit lies elsewhere]
     own hooks this happens only if units run in another order than at capture. In a backward pass it
     is an error: autograd may have saved views of the unit's weights, and they do not move with it.
 
-Note [Sharded modules in a unit]
-    As under FSDP2 (``fully_shard.py``), hooks of sharded modules inside a graph, such as the
-    experts of a Megatron layer, run around the unit while graphs exist. v2 gathers these modules
-    with the unit in any case: it prefetches them when the unit begins.
-
 Note [Replicated parameters]
     With ZeRO-1 and ZeRO-2, of megatron-core 0.20 alone, a group is gathered once a step, into a
     buffer that is new in each. While graphs exist it is gathered into the same one.
@@ -46,7 +41,6 @@ from megatron_cg.errors import BufferInUseError, ConfigurationError, Violation
 from megatron_cg.fsdp.buffers import Buffer, Place, Storages, lies_in
 from megatron_cg.fsdp.roles import UnitHooks, fsdp_package_of, fsdp_v2
 from megatron_cg.fsdp.sharding import PerModule
-from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import Undo, replace_function
@@ -139,7 +133,7 @@ class MegatronFsdpV2(PerModule):
             _reshard(module)
             yield partial(_reshard, module)
             if module is not layer:
-                yield from _hooks_around(layer, module)
+                yield from self.hooks_around(layer, module, prepend=False)
         place = self._places[layer] % 2
         for number, group in enumerate(self._groups_of(layer)):
             if _is_replicated(group):
@@ -187,26 +181,6 @@ def _require_order(layers: Sequence[Any]) -> None:
 def _groups(layer: Any) -> tuple[Any, ...]:
     found: tuple[Any, ...] = layer._parameter_groups
     return found
-
-
-def _hooks_around(layer: nn.Module, module: nn.Module) -> Iterator[Undo]:
-    """Run v2's hooks of ``module`` around ``layer``; see Note [Sharded modules in a unit]."""
-    snapshot = HookSnapshot(module)
-    records = list(module_hooks(module))
-    snapshot.clear()
-    yield snapshot.restore
-    register: dict[HookKind, Callable[..., Any]] = {
-        HookKind.FORWARD_PRE: layer.register_forward_pre_hook,
-        HookKind.FORWARD: layer.register_forward_hook,
-        HookKind.BACKWARD_PRE: layer.register_full_backward_pre_hook,
-        HookKind.BACKWARD: layer.register_full_backward_hook,
-    }
-    for record in records:
-
-        def around(_layer: nn.Module, *values: Any, fn: Any = record.fn) -> None:
-            fn(module, *values)
-
-        yield register[record.kind](around).remove
 
 
 def _is_replicated(group: Any) -> bool:

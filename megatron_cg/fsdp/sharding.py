@@ -6,6 +6,7 @@ one of a model.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from megatron_cg.errors import Violation
 from megatron_cg.fsdp.buffers import Buffer
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, UnitHooks, check_hook_of_unit, never_called
-from megatron_cg.hooks import HookRecord, is_idle, module_hooks
+from megatron_cg.hooks import HookKind, HookRecord, is_idle, module_hooks
 from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
@@ -167,6 +168,12 @@ class PerModule(Sharding):
         Between two steps a module holds its sharded parameters. A backend reads the list of a
         unit's parameters before the first hook runs, and the guards read it after the last one. So
         modules hold the unsharded ones for the whole capture.
+
+    Note [Sharded modules in a unit]
+        ``fully_shard`` may have been called on modules in a unit too, such as the experts of an MoE
+        block, which may have another mesh. Their hooks would not run in a replay. So while graphs
+        exist, they run around the unit, in eager passes too: all of the unit's weights are gathered
+        before its forward and its backward pass, and reduced after it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -209,6 +216,34 @@ class PerModule(Sharding):
     def hoists_hook(self, hook: Callable[..., Any]) -> bool:
         return self.owns_hook(hook)
 
+    def hooks_around(self, unit: nn.Module, module: nn.Module, *, prepend: bool) -> Iterator[Undo]:
+        """Run hooks around the unit; see Note [Sharded modules in a unit].
+
+        ``prepend`` says that those before a forward pass run before the unit's own.
+        """
+        records = [record for record in module_hooks(module) if self.owns_hook(record.fn)]
+        for record in records:
+            registry = getattr(module, record.kind.value)
+            undo = partial(_put_back, registry, [*registry], record)
+            del registry[record.hook_id]
+            yield undo
+        register: dict[HookKind, Callable[..., Any]] = {
+            HookKind.FORWARD: unit.register_forward_hook,
+            HookKind.BACKWARD_PRE: unit.register_full_backward_pre_hook,
+            HookKind.BACKWARD: unit.register_full_backward_hook,
+        }
+        for record in records:
+
+            def around(_unit: nn.Module, *values: Any, fn: Any = record.fn) -> Any:
+                return fn(module, *values)
+
+            if record.kind is HookKind.FORWARD_PRE:
+                keywords = record.hook_id in module._forward_pre_hooks_with_kwargs
+                register[record.kind] = partial(
+                    unit.register_forward_pre_hook, prepend=prepend, with_kwargs=keywords
+                )
+            yield register[record.kind](around).remove
+
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
         """Reshard a unit and put its unsharded parameters into buffers, each by its key."""
         raise NotImplementedError
@@ -240,3 +275,11 @@ class PerModule(Sharding):
                 stack.callback(self.hold, layer, sharded=True)
                 self.hold(layer, sharded=False)
             yield
+
+
+def _put_back(registry: dict[int, Any], order: Sequence[int], record: HookRecord) -> None:
+    """Add a hook in its place in this order of ids; handles refer to the registry itself."""
+    hooks = {**registry, record.hook_id: record.fn}
+    registry.clear()
+    registry.update({key: hooks.pop(key) for key in order if key in hooks})
+    registry.update(hooks)

@@ -21,13 +21,6 @@ Note [The earlier unit lies elsewhere]
     memory, so this is an error. A forward pass that is not over when that of another unit begins
     has ended by an exception, since no unit is in another.
 
-Note [Sharded modules in a unit]
-    ``fully_shard`` may have been called on modules in a unit too, such as the experts of an MoE
-    block, which have another mesh. Their hooks would not run in a replay. So while graphs exist,
-    they run around the unit, in eager passes too: all of the unit's weights are gathered before its
-    forward and its backward pass, and reduced after it. The casts of a mixed precision policy would
-    then happen in another place, so they are refused.
-
 Note [Gradients of another dtype]
     Torch 2.15 sums the gradients of a weight's uses in ``reduce_dtype`` only in passes that begin
     an accumulation without a reduction. Graphs do as the others; ``sums.py`` refuses more uses.
@@ -72,7 +65,7 @@ class FullyShard(PerModule):
     """See :class:`megatron_cg.fsdp.sharding.PerModule`.
 
     No hook of FSDP2 matters in a capture: it removes all hooks of units, and no other hooks are
-    left in them; see Note [Sharded modules in a unit].
+    left in them; see Note [Sharded modules in a unit] in ``fsdp/sharding.py``.
     """
 
     name = "FSDP2"
@@ -150,7 +143,8 @@ class FullyShard(PerModule):
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
         """See Note [One buffer for many units]."""
         _require_reduced(layer)
-        yield from _hooks_around(layer)
+        for module in sharded_in(layer)[1:]:
+            yield from self.hooks_around(layer, module, prepend=True)
         for number, group in enumerate(groups_of(layer)):
             layout = tuple(
                 (output.numel(), output.dtype, output.device)
@@ -193,7 +187,7 @@ def _own_parameters(module: nn.Module) -> bool:
 
 
 def _unknown_policy(name: str, unit: nn.Module, module: Any) -> Iterator[Violation]:
-    """See Note [Sharded modules in a unit]."""
+    """Its casts would happen in another place; see Note [Sharded modules in a unit]."""
     policy = module._get_fsdp_state()._mp_policy
     path = next(path for path, each in unit.named_modules() if each is module)
     casts = policy.cast_forward_inputs and policy.param_dtype is not None
@@ -268,24 +262,6 @@ def _require_reduced(layer: nn.Module) -> None:
                 "torch.autograd.grad(..., create_graph=True) in a forward pass has made. Call "
                 "fully_shard on a module around the unit alone."
             )
-
-
-def _hooks_around(layer: nn.Module) -> Iterator[Undo]:
-    """Move hooks of FSDP2 to the unit; see Note [Sharded modules in a unit]."""
-    for module in sharded_in(layer)[1:]:
-        state = module._get_fsdp_state()
-        yield partial(_hook, state, module)
-        _hook(state, layer)
-
-
-def _hook(state: Any, module: nn.Module) -> None:
-    """Run the hooks of one ``fully_shard`` call around ``module``, as ``FSDPState.init`` does."""
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    state._pre_forward_hook_handle = module.register_forward_pre_hook(
-        state._pre_forward, prepend=True, with_kwargs=True
-    )
-    state._post_forward_hook_handle = module.register_forward_hook(state._post_forward)
 
 
 class _Place(Place):
