@@ -74,7 +74,7 @@ from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import laid_out, spec_of
 from megatron_cg.replay.guard import Guard, Hooks, Inputs, autocast_of
-from megatron_cg.replay.guarded_graph import EagerPasses, GuardedGraph, InFlight
+from megatron_cg.replay.guarded_graph import GuardedGraph, InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ReplayFunction, Unit
 from megatron_cg.restore import Restores
@@ -246,23 +246,19 @@ class GuardedCapture:
             asks = observer.asks_for_gradients
             args, kwargs = request.args[index], request.kwargs[index]
             inputs = Inputs(args, kwargs, borrowed, unit.inputs, same_gradients=asks)
-            passes = EagerPasses(
-                unit.name,
-                self._mismatches,
-                collectives=observer.collectives,
-                one_node=self._sharding.counts_gradients and sum(replay.needs) > 1,
-            )
             made.append(
                 GuardedGraph(
                     graph,
                     self._guard(index, inputs, args[0].device.type, request.options),
                     unit,
-                    passes,
+                    self._mismatches,
                     replay,
                     index=index,
                     in_flight=in_flight,
                     kept=partial(self._kept, unit, observer, replay),
                     prepare_backward=partial(self._sharding.prepare_backward, unit.layer),
+                    collectives=observer.collectives,
+                    one_node=self._sharding.counts_gradients and sum(replay.needs) > 1,
                 )
             )
         return tuple(made)

@@ -196,7 +196,7 @@ class Session:
 
     def _agree_on_collectives(self, agreement: Agreement) -> None:
         """End the capture's votes: a unit whose graphs hold collectives on one rank does on all."""
-        units = [graph.eager_passes for graph in self._graphs()]
+        units = self._graphs()
         found = agreement.confirm(unit.name for unit in units if unit.collectives)
         for unit in units:
             unit.collectives = unit.name in found

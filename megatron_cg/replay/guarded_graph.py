@@ -232,52 +232,6 @@ Prepared = Callable[[], Any] | Mismatch | None
 None: an eager pass that is a part of a verification."""
 
 
-class EagerPasses:
-    """The eager passes of one unit.
-
-    ``collectives`` says whether the unit's graphs contain collectives, as this rank found at
-    capture and all ranks agree at its end. ``one_node``: gradients must come as from a replay.
-    """
-
-    def __init__(
-        self, name: str, mismatches: MismatchPolicy, *, collectives: bool, one_node: bool = False
-    ) -> None:
-        self.name, self.collectives, self.one_node = name, collectives, one_node
-        self.mismatches = mismatches
-        self._replays = True
-
-    def begin(self, why: Mismatch | str | None) -> None:
-        """Prepare eager passes, until :meth:`replay_follows` if ``why`` is said in words.
-
-        None: the step is repeated, on all ranks. Raises as :meth:`MismatchPolicy.mismatched`, and
-        ReplayMismatchError if the graphs contain collectives and other ranks replay.
-        """
-        self.mismatches.conditions.flush_prefetch()
-        if isinstance(why, Mismatch):
-            self.mismatches.mismatched(why, self.name, collectives=self.collectives)
-        elif why is not None:
-            self._turn(f"eager passes, since {why}", "eager", replays=False)
-        self.mismatches.counters.eager += 1
-
-    @in_range("eager pass")
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a prepared pass, which is a call of ``function``."""
-        outputs = function(*args, **kwargs)
-        return as_one_node(outputs) if self.one_node else outputs
-
-    def replay_follows(self) -> None:
-        """Prepare a replay of the unit. Raises as :meth:`begin`."""
-        self._turn("replays", "replayed", replays=True)
-
-    def _turn(self, words: str, name: str, *, replays: bool) -> None:
-        if self._replays is replays:
-            return
-        if self.collectives:
-            text = f"{self.name} turns to {words}, on this rank."
-            self.mismatches.fall_back_together(f"{self.name}/{name}", text, agreement.TIMEOUT)
-        self._replays = replays
-
-
 def replay_instead(
     layer: Any,
     prepare: Callable[[Sequence[Any], Mapping[str, Any]], Prepared],
@@ -286,33 +240,34 @@ def replay_instead(
     """Replace the forward of ``layer``, whose ``cuda_graphs`` are set; returns the undo.
 
     ``prepare`` takes the arguments of a call in training. ``run_eagerly`` takes
-    :meth:`EagerPasses.run` and what that takes.
+    :meth:`GuardedGraph.run_eagerly` and what that takes.
     """
     eager = layer.forward
-    passes: EagerPasses = layer.cuda_graphs[0].eager_passes
+    graph: GuardedGraph = layer.cuda_graphs[0]
+    conditions = graph.mismatches.conditions
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not layer.training or not torch.is_grad_enabled():
-            passes.begin("it is in evaluation mode, or gradients are off")
+            graph.begin_eagerly("it is in evaluation mode, or gradients are off")
             return eager(*args, **kwargs)
         why: Any = "its graphs were deleted"
         if layer.cuda_graphs:
             prepared = prepare(args, kwargs)
             if prepared is None:
                 return eager(*args, **kwargs)
-            why = None if passes.mismatches.conditions.repeats else prepared
+            why = None if conditions.repeats else prepared
             if callable(why):
-                passes.replay_follows()
+                graph.turn("replays", "replayed", replays=True)
                 try:
                     made = why()
                 except Exception:
-                    passes.mismatches.conditions.flush_prefetch()
+                    conditions.flush_prefetch()
                     raise
                 if not isinstance(made, Mismatch):
                     return made
                 why = made
-        passes.begin(why)
-        return run_eagerly(passes.run, eager, *args, **kwargs)
+        graph.begin_eagerly(why)
+        return run_eagerly(graph.run_eagerly, eager, *args, **kwargs)
 
     return replace_function(layer, "forward", forward)
 
@@ -349,7 +304,9 @@ class GuardedGraph:
     their unit is due. A graph that a verification has refuted is not replayed again.
 
     ``index`` is the unit's, in the order of forward passes. ``prepare_backward`` is that of the
-    sharding. For ``kept`` see :func:`megatron_cg.replay.verify.verify`.
+    sharding. For ``kept`` see :func:`megatron_cg.replay.verify.verify`. ``collectives`` says
+    whether the unit's graphs contain collectives, as this rank found at capture and all ranks agree
+    at its end. ``one_node``: gradients of eager passes must come as from a replay.
     """
 
     def __init__(
@@ -357,20 +314,22 @@ class GuardedGraph:
         graph: Any,
         guard: Guard,
         unit: Unit,
-        eager_passes: EagerPasses,
+        mismatches: MismatchPolicy,
         replay: ReplayFunction,
         *,
         index: int,
         in_flight: InFlight,
         kept: RestoreContext,
         prepare_backward: Callable[[], bool],
+        collectives: bool,
+        one_node: bool = False,
     ) -> None:
-        self.graph, self._guard, self.eager_passes = graph, guard, eager_passes
+        self.graph, self._guard, self.mismatches = graph, guard, mismatches
         self._unit, self._index, self.in_flight, self._kept = unit, index, in_flight, kept
-        self._mismatches = eager_passes.mismatches
-        self._verifications = self._mismatches.verifications
+        self.name, self.collectives, self._one_node = unit.name, collectives, one_node
+        self._verifications = mismatches.verifications
         self._replay, self._prepare_backward = replay, prepare_backward
-        self._replayed = self._gives_copies = False
+        self._replays, self._replayed, self._gives_copies = True, False, False
         self._constant = tuple(n for n, needed in enumerate(replay.needs) if not needed)
         """Which outputs need no gradient."""
 
@@ -382,17 +341,45 @@ class GuardedGraph:
         mismatch = self.forbids(args, kwargs)
         if mismatch is None:
             return self.replay(args, kwargs)
-        self.eager_passes.begin(mismatch)
-        return self.eager_passes.run(self._unit.run, args, kwargs)
+        self.begin_eagerly(mismatch)
+        return self.run_eagerly(self._unit.run, args, kwargs)
+
+    def begin_eagerly(self, why: Mismatch | str | None) -> None:
+        """Prepare eager passes, until the unit turns to replays if ``why`` is said in words.
+
+        None: the step is repeated, on all ranks. Raises as :meth:`MismatchPolicy.mismatched`, and
+        ReplayMismatchError if the graphs contain collectives and other ranks replay.
+        """
+        self.mismatches.conditions.flush_prefetch()
+        if isinstance(why, Mismatch):
+            self.mismatches.mismatched(why, self.name, collectives=self.collectives)
+        elif why is not None:
+            self.turn(f"eager passes, since {why}", "eager", replays=False)
+        self.mismatches.counters.eager += 1
+
+    @in_range("eager pass")
+    def run_eagerly(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a prepared pass, which is a call of ``function``."""
+        outputs = function(*args, **kwargs)
+        return as_one_node(outputs) if self._one_node else outputs
+
+    def turn(self, words: str, name: str, *, replays: bool) -> None:
+        """Turn to replays or to eager passes; see Note [Turns]. Raises ReplayMismatchError."""
+        if self._replays is replays:
+            return
+        if self.collectives:
+            text = f"{self.name} turns to {words}, on this rank."
+            self.mismatches.fall_back_together(f"{self.name}/{name}", text, agreement.TIMEOUT)
+        self._replays = replays
 
     def forbids(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """What forbids a replay with these arguments, also a verification, if one is due."""
         with named_range("guard"):
             mismatch = self._guard.broken(args, kwargs)
-            mismatch = mismatch or self._mismatches.other_switch
+            mismatch = mismatch or self.mismatches.other_switch
             mismatch = mismatch or self._verifications.refuted.get(self._index)
         if mismatch is None and (self._index in self._verifications.due or not self._replayed):
-            self._mismatches.conditions.flush_prefetch()
+            self.mismatches.conditions.flush_prefetch()
             with named_range("verification"):
                 mismatch = self._verify(args, kwargs)
         return mismatch
@@ -400,7 +387,7 @@ class GuardedGraph:
     def replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the graph returns for arguments of which :meth:`forbids` found nothing."""
         is_first, self._replayed = not self._replayed, True
-        self._mismatches.counters.replayed += 1
+        self.mismatches.counters.replayed += 1
         with named_range("replay"):
             outputs = self._replayed_with(args, kwargs)
         if is_first:
@@ -460,7 +447,7 @@ class GuardedGraph:
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
         gradients = self._prepare_backward() and self._guard.addresses.broken(forward=False) is None
-        on_any_rank = partial(self._mismatches.on_any_rank, self._unit.name, timeout=None)
+        on_any_rank = partial(self.mismatches.on_any_rank, self._unit.name, timeout=None)
         # With the backend's own function, not the one that the fast path installs instead.
         with undone_after(self._replay.replace(self._replay.function)):
             found = verify(
@@ -470,11 +457,11 @@ class GuardedGraph:
                 kwargs,
                 self._kept,
                 gradients=gradients,
-                left_out=self._mismatches.counters.count_unstable,
-                on_any_rank=on_any_rank if self.eager_passes.collectives else bool,
+                left_out=self.mismatches.counters.count_unstable,
+                on_any_rank=on_any_rank if self.collectives else bool,
             )
         # A bound of rows may explain it. All ranks ask, whatever they have found.
-        if self.eager_passes.collectives and not self._mismatches.conditions.within_row_bound():
+        if self.collectives and not self.mismatches.conditions.within_row_bound():
             found = None
         return self._verifications.ended(self._index, found, gradients=gradients)
 
@@ -488,8 +475,8 @@ class GuardedGraph:
         """
         mismatch = self._guard.broken_in_backward() or self._unit.broken(gradients)
         if mismatch is not None:
-            self._mismatches.mismatched_in_backward(mismatch, self._unit.name)
-        self._mismatches.counters.backwards += 1
+            self.mismatches.mismatched_in_backward(mismatch, self._unit.name)
+        self.mismatches.counters.backwards += 1
 
 
 def are_returned(inputs: Sequence[range], outputs: Sequence[Any]) -> bool:

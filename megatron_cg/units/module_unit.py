@@ -236,7 +236,7 @@ class ModuleUnit(Unit):
         target: Any = self.layer
         results = self._results
         assert results is not None
-        mismatches = target.cuda_graphs[0].eager_passes.mismatches
+        mismatches = target.cuda_graphs[0].mismatches
         for layout in results.layouts.values():
             layout.refuse = partial(mismatches.mismatched_in_backward, layer=self.name)
 

@@ -10,18 +10,28 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.guarded_graph import EagerPasses
+from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
+from megatron_cg.replay.unit import ReplayFunction, Unit
 from tests.unit.ranks import ended, on_ranks, soon_over
 
 pytest.importorskip("megatron_fsdp")
 UNIT = "layers.1"
 WRONG = Mismatch("verification", "output 0", "one", "other", "Cause.")
+
+
+def graph_of(mismatches: MismatchPolicy, *, collectives: bool = False) -> GuardedGraph:
+    """A graph of a unit, for what it does around passes."""
+    none: Any = None
+    unit, replay = Unit(UNIT, nn.Identity(), ()), ReplayFunction(none, 0, none, none, ())
+    more = {"index": 0, "in_flight": none, "kept": none, "prepare_backward": none}
+    return GuardedGraph(none, none, unit, mismatches, replay, **more, collectives=collectives)
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -129,12 +139,12 @@ def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta 
         return True
 
     mismatches = MismatchPolicy(ReplayPolicy(), Counters(), on_any_rank)
-    passes = EagerPasses(UNIT, mismatches, collectives=True)
+    graph = graph_of(mismatches, collectives=True)
     if turn:
-        passes.begin("it is in evaluation mode")
-        passes.replay_follows()
+        graph.begin_eagerly("it is in evaluation mode")
+        graph.turn("replays", "replayed", replays=True)
     else:
-        passes.begin(WRONG)
+        graph.begin_eagerly(WRONG)
     assert [given[2] for given in asked] == [waits] * (2 if turn else 1)
 
 

@@ -10,8 +10,9 @@ from torch import nn
 from megatron_cg.errors import ReplayMismatchError, Voice
 from megatron_cg.integrations.call_arguments import UNITS, CallVoice
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.guarded_graph import EagerPasses, replay_instead
+from megatron_cg.replay.guarded_graph import replay_instead
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
+from tests.unit.replay.test_eager_passes import graph_of
 
 LOGGER = "megatron_cg.replay.mismatch_policy"
 MISMATCHES = [Mismatch("shape", f"argument {name}", "1", "2", "Cause.") for name in "ab"]
@@ -24,8 +25,7 @@ def described(calls: list[str]) -> tuple[list[str], Counters]:
     layer: Any = nn.Identity()
     mismatches = MismatchPolicy(ReplayPolicy(), Counters())
     mismatches.conditions.flush_prefetch = lambda: happened.append("held")
-    passes = EagerPasses("unit", mismatches, collectives=False)
-    graph: Any = type("Graph", (), {"eager_passes": passes})()
+    graph = graph_of(mismatches)
     layer.cuda_graphs = [graph]
     layer.forward = lambda: happened.append("eager")
     prepared: Any = None
