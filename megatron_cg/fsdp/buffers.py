@@ -56,8 +56,8 @@ class Place:
         """Make the same parameters lie in other memory, with their values if they have some."""
         raise NotImplementedError
 
-    def free(self) -> None:
-        """Free the memory of the parameters as the sharding does, if it is not in use."""
+    def released(self) -> None:
+        """Give the parameters memory of their own again, which is freed if it is not in use."""
         raise NotImplementedError
 
     def functions_replaced(self) -> Iterator[Undo]:
@@ -72,7 +72,7 @@ class Place:
         self.buffer.places += 1
         if not self.aside:
             self.move(self.buffer.storages)
-        yield self._released
+        yield self.released
         yield from self.functions_replaced()
 
     def enter(self) -> None:
@@ -96,12 +96,6 @@ class Place:
     def step_aside(self) -> None:
         self.move(self.allocate())
         self.aside = True
-
-    def _released(self) -> None:
-        """Give the parameters memory of their own again."""
-        if not (self.has_values and self.aside):
-            self.step_aside()
-        self.free()
 
 
 def lies_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -230,7 +230,8 @@ class _Place(Place):
         for index, parameter in enumerate(unsharded_parameters(self.group)):
             parameter.data = weights.get_local_tensor(index)
 
-    def free(self) -> None:
+    def released(self) -> None:
+        self.step_aside()
         self.group._unsharded_model_weight.release_storage()
 
     def functions_replaced(self) -> Iterator[Undo]:

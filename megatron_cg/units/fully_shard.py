@@ -283,7 +283,9 @@ class _Place(Place):
                 for new, old in zip(param.all_gather_outputs, before, strict=True):
                     new.copy_(old)
 
-    def free(self) -> None:
+    def released(self) -> None:
+        if not (self.has_values and self.aside):
+            self.step_aside()
         for param in () if self.has_values else self.group.fsdp_params:
             param.free_unsharded_param()
 
