@@ -28,7 +28,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import _device_constructors
 
-from megatron_cg.tape.gloo import as_nccl, one_worker_a_group
+from megatron_cg.tape.launch import as_nccl, one_worker_a_group
 from megatron_cg.tape.tape_backend import host_waits, is_recording, recorded_action
 from megatron_cg.upstream.patch import set_attribute, undone_after
 

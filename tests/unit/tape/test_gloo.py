@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from megatron_cg.tape import gloo
-from megatron_cg.tape.gloo import one_worker_a_group
-from megatron_cg.tape.launch import run_processes
+from megatron_cg.tape import launch
+from megatron_cg.tape.launch import one_worker_a_group, run_processes
 
 ProcessGroupGloo: Any = c10d.ProcessGroupGloo
 GATHERS, IN_FLIGHT = 200, 4
@@ -47,7 +46,7 @@ def test_groups_have_one_worker_each_and_share_one_device_an_interface(
         pytest.skip("all threads of this run are scheduled in a way of their own")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     before, original = batch_threads(), ProcessGroupGloo.__init__
-    gloo._device.cache_clear()
+    launch._device.cache_clear()
     with one_worker_a_group():
         dist.init_process_group(
             "gloo", init_method=store, rank=0, world_size=1, timeout=timedelta(seconds=77)
@@ -65,12 +64,12 @@ def test_groups_have_one_worker_each_and_share_one_device_an_interface(
 
 def test_a_forked_process_makes_its_own_device() -> None:
     """The thread of its parent's device does not survive the fork."""
-    gloo._device("lo")
+    launch._device("lo")
     child = os.fork()
     if child == 0:
-        os._exit(gloo._device.cache_info().currsize)
+        os._exit(launch._device.cache_info().currsize)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert gloo._device.cache_info().currsize >= 1
+    assert launch._device.cache_info().currsize >= 1
 
 
 def worker_threads() -> int:
