@@ -1,6 +1,7 @@
 """When a step is repeated, and what Megatron's schedule is called with."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,45 +9,27 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
+from megatron_cg.capture.session import Session
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.events import StepRepeated, subscribers
 from megatron_cg.integrations.megatron import steps as repeat
-from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
+from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.upstream.patch import Undo
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-class Bound:
+def bound_of(events: list[Any]) -> Any:
     """Stands for a ``RowBound`` that is exceeded in some steps."""
-
-    bound = 128
-
-    def __init__(self, events: list[Any]) -> None:
-        self.events, self.rows = events, 0
-
-    def begin_step(self) -> None:
-        self.events.append("begin")
-
-    def share(self) -> None:
-        self.events.append("share")
-
-    def exceeded(self) -> int:
-        return self.rows
-
-    def enough(self, rows: int) -> float:
-        return rows / 100
-
-    def holds(self) -> bool:
-        return not self.rows
+    bound = SimpleNamespace(bound=128, rows=0, enough=lambda rows: rows / 100)
+    bound.begin_step, bound.share = partial(events.append, "begin"), partial(events.append, "share")
+    bound.exceeded, bound.holds = lambda: bound.rows, lambda: not bound.rows
+    return bound
 
 
-class Session:
-    def __init__(self) -> None:
-        self.counters = Counters()
-        self.units: tuple[Any, ...] = ()
-        self.sharding = SimpleNamespace(network=torch.nn.Linear(1, 1))
-        self.mismatches = MismatchPolicy(ReplayPolicy(), self.counters)
+def new_session() -> Session:
+    sharding: Any = SimpleNamespace(network=torch.nn.Linear(1, 1))
+    return Session(sharding, (), TapeBackend())
 
 
 class Loop:
@@ -54,7 +37,7 @@ class Loop:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[Any] = []
-        self.bound, self.session = Bound(self.events), Session()
+        self.bound, self.session = bound_of(self.events), new_session()
         self.fsdp = torch.nn.Linear(1, 1)
         chunk: Any = torch.nn.Linear(1, 1)
         chunk.zero_grad_buffer = lambda: self.events.append("zero")
@@ -217,7 +200,7 @@ def test_replays_outside_of_the_schedule_end_before_the_update(loop: Loop) -> No
         loop.optimizer.step()
     assert [one.rule for one in error.value.violations] == ["repeat-outside-schedule"]
     assert loop.events == []
-    loop.controller.session = Session()
+    loop.controller.session = new_session()
     loop.optimizer.step()
     assert loop.events == ["update"]
 
