@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests.functional.tampering import captures, life, replay, routings
+from tests.functional.tampering import captures, life, replay
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 MUTATION, SCENARIO = "MEGATRON_CG_MUTATE", "MEGATRON_CG_SCENARIO"
@@ -33,7 +33,7 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "two-passes": lambda step: life.two_passes_at(int(step)),
     "collect": lambda _: captures.collect_garbage_in_capture(),
     "fault": replay.fault,
-    "route": routings.route,
+    "route": replay.route,
     "earlier-error": lambda _: captures.fail_earlier(),
 }
 

@@ -256,7 +256,9 @@ def test_megatron_is_asked_for_what_is_more_than_a_gather_a_group(
     assert pipeline.ask(1, **options) == [(pipeline.groups[1].params, True)]
 
 
-def test_the_next_unit_is_gathered_once_a_graph_is_launched(model: Any) -> None:
+def test_the_next_unit_is_gathered_once_a_graph_is_launched_or_another_unit_is_asked_for(
+    model: Any,
+) -> None:
     pipeline = Pipeline(model)
     assert pipeline.ask(1) == ["waits for all", 1]
     pipeline.deferred.launched()
@@ -264,9 +266,6 @@ def test_the_next_unit_is_gathered_once_a_graph_is_launched(model: Any) -> None:
     assert pipeline.happened() == ["waits for an earlier event", 2]
     pipeline.deferred.launched()
     assert pipeline.ask(1) == []
-
-
-def test_what_no_graph_was_launched_for_goes_before_what_is_asked_for_next(model: Any) -> None:
     pipeline = Pipeline(model)
     pipeline.ask(1)
     pipeline.free(1)
@@ -279,8 +278,8 @@ def test_a_held_gather_is_issued_once_or_forgotten_with_its_pass(model: Any) -> 
     pipeline.deferred.issue()
     pipeline.deferred.launched()
     assert pipeline.happened() == ["waits for all", 2]
-    pipeline.free(1)
-    pipeline.free(2)
+    for bucket in (1, 2):
+        pipeline.free(bucket)
     pipeline.ask(1)
     pipeline.deferred.drop()  # as the next pass begins
     pipeline.deferred.launched()

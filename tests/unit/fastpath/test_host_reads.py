@@ -67,7 +67,15 @@ class Loop:
 
 
 @pytest.fixture
-def loop(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+def on_gpu(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, fake in (("Stream", Stream), ("Event", Event), ("stream", on_stream)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    done.clear()
+
+
+@pytest.fixture
+def loop(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     from megatron.core.rerun_state_machine import RerunStateMachine
     from megatron.training import training
 
@@ -79,10 +87,6 @@ def loop(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(training, name, lambda number, group=None: f"reduced {number}")
     monkeypatch.setattr(training, "training_log", log)
     monkeypatch.setattr(RerunStateMachine, "_reduce_any", lambda _, value: [not value])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name, fake in (("Stream", Stream), ("Event", Event), ("stream", on_stream)):
-        monkeypatch.setattr(torch.cuda, name, fake)
-    done.clear()
     made = Loop(training)
     yield made
     made.undo()
@@ -130,7 +134,7 @@ def test_losses_are_added_up_without_a_default(loop: Loop, monkeypatch: pytest.M
 
 
 def test_code_around_the_log_still_gets_the_losses(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrapper looks like Megatron's function to a check of its source."""
     from megatron.training import training
@@ -145,8 +149,6 @@ def test_code_around_the_log_still_gets_the_losses(
         got.append(("theirs", dict(loss_dict)))
         log(loss_dict, *others)
 
-    for name, fake in (("Stream", Stream), ("is_available", lambda: True)):
-        monkeypatch.setattr(torch.cuda, name, fake)
     losses = {"lm loss": torch.tensor(2.0)}
     for function, ours_sums in ((theirs, False), (log, True)):
         monkeypatch.setattr(training, "training_log", function)
