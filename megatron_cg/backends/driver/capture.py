@@ -280,8 +280,7 @@ def capture_modules(
         HookError: a buffer needs a gradient.
         HostSyncError: a callable reads a tensor on the host, and the recorder sees it.
     """
-    _check_options(backend, request.options)
-    _check_modules(request)
+    _check(backend, request)
     run = _Capture(request)
     recorder = make_recorder()
     try:
@@ -452,25 +451,24 @@ def _surface(
     return Recorded(module, label, len(flat), tuple(kwargs), (*flat, *parameters), parameters)
 
 
-def _check_options(backend: str, options: Mapping[str, Any]) -> None:
-    """Raise CaptureError for an option that the driver does not read, if it is unknown or FP8's."""
-    unknown = sorted(set(options) - _IDLE_OPTIONS)
+def _check(backend: str, request: CaptureRequest) -> None:
+    """Raise for an option that is unknown or FP8's or a module in evaluation (CaptureError).
+
+    Or for a trainable buffer (HookError).
+    """
+    unknown = sorted(set(request.options) - _IDLE_OPTIONS)
     if unknown:
         raise CaptureError(
             f"the backend {backend} knows no option {', '.join(unknown)} of "
             "make_graphed_callables: leave it out"
         )
     for name in _FP8_OPTIONS:
-        asked = options.get(name)
+        asked = request.options.get(name)
         if any(asked) if isinstance(asked, tuple) else asked:
             raise CaptureError(
                 f"{name} is set: the backend {backend} has no FP8. To mend this, "
                 + say("{drop:--fp8-format}, or type {flag:--cg-backend te}.")
             )
-
-
-def _check_modules(request: CaptureRequest) -> None:
-    """Raise for a module in evaluation (CaptureError), or with a trainable buffer (HookError)."""
     for index, module in enumerate(request.callables):
         label = request.label(index)
         if not module.training:
