@@ -155,6 +155,8 @@ RARE: dict[str, Callable[..., Any]] = {
     "graph kept": _way(retain="once"),
     "penalty": _way(penalty=True),
     "result's gradient taken": _way(by_result=True),
+    "result kept": _way(read=lambda y: set_(WORLD, "kept", [y])),
+    "result dropped": lambda run, u: set_(WORLD, "kept", []),
     "result hooked": _way(read=lambda y: y.register_hook(lambda _: None)),
     "result's gradient retained": _way(read=torch.Tensor.retain_grad),
     **{how: _way(around=how) for how in AROUND},

@@ -136,6 +136,7 @@ def _one(feature: str = "plain", *happens: str, at: int = 5, **options: Any) -> 
 
 _TWO = (("plain",), ("plain",))
 _HOOKED = ((0, "backward hook added", 0), (2, "hooks removed", 0))
+_KEPT = ((3, "result kept", 0), (5, "result dropped", 0))
 _SHARED = "unit-shared-gradients"
 _LATER = "gradients from outside was something else at capture and is "
 ENDS = {
@@ -189,6 +190,9 @@ ENDS = {
     _one("tuple", "result's gradient retained", at=1): _SHARED,
     _one("tuple", "result's gradient taken", at=1): _SHARED,
     _one("tuple", "result's gradient taken"): f"{_LATER}a result",
+    # Until a result is dropped its unit runs eagerly, and then gives copies.
+    _one("plain", "result kept", at=3): "equal",
+    Program(1, (("tuple",),), (*_KEPT, (6, "result's gradient taken", 0))): f"{_LATER}a result",
     # A graph has one backward pass, and no second derivative.
     _one("plain", "two backward passes", at=1): "unit-backward-again",
     _one("plain", "two backward passes"): "or a second time",

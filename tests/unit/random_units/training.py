@@ -202,6 +202,7 @@ class Run:
             loss.backward()
 
     def _forward(self) -> tuple[Any, Any]:
+        self.made = None  # An output that is kept makes its unit give copies.
         x = self.rand(self.way.rows, W).sub(0.5).requires_grad_(self.program.input_grad)
         self.terms = []
         with self._autocast("forward"):

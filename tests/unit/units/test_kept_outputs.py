@@ -48,22 +48,6 @@ def test_an_output_that_is_kept_is_not_overwritten(frozen: bool) -> None:
     assert_as_eager(counts, partial(Network, frozen), cut_off_target, units="layers.*")
 
 
-def test_an_output_that_is_kept_over_several_steps_is_not_overwritten() -> None:
-    targets: dict[Training, torch.Tensor] = {}
-
-    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
-        y = run.model[0](x)
-        loss: torch.Tensor = (y - targets.get(run, 0.0)).square().mean()
-        if run.step == WARMUP:  # The first replay.
-            targets[run] = y.detach()
-        loss.backward()
-        return loss
-
-    later = STEPS - WARMUP - 1
-    counts = {"replayed": 1, "eager": later, "mismatched": later}
-    assert_as_eager(counts, lambda: nn.ModuleList([Unit()]), microbatch)
-
-
 def by_grad(run: Any, hidden: torch.Tensor, loss: torch.Tensor) -> None:
     run.kept = torch.autograd.grad(loss, hidden)
 
