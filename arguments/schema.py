@@ -5,6 +5,7 @@ that the rules read. ``Environment`` holds the installed versions and environmen
 ``megatron.py`` fills the first two.
 """
 
+import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,18 @@ class Takes:
             found, remedy = f"{name}={value!r}", f"{name}={self.example}"
             yield Violation("argument", found, f"it is {self.reason}", remedy)
 
+    def read_as(self, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        """The ``type`` of a flag for argparse, which refuses what Python code may not give."""
+
+        def read(word: str) -> Any:
+            value = kind(word)
+            if not self.accepts(value):
+                raise argparse.ArgumentTypeError(f"{word!r} is not {self.reason}")
+            return value
+
+        read.__name__ = kind.__name__  # argparse says it of a word that cannot be read
+        return read
+
 
 def one_of(*known: str) -> Takes:
     return Takes(known.__contains__, f"one of {', '.join(map(repr, known))}", repr(known[0]))
@@ -90,6 +103,8 @@ def _flag(default: Any, takes: Any, text: str, **argparse_options: Any) -> Any:
     if not isinstance(takes, Takes):
         argparse_options["choices"] = get_args(takes)
         takes = one_of(*get_args(takes))
+    if kind := argparse_options.get("type"):
+        argparse_options["type"] = takes.read_as(kind)
     metadata = {"help": text, "argparse": argparse_options, "takes": takes}
     return field(default=default, metadata=metadata)
 

@@ -45,6 +45,15 @@ def test_our_flags_are_read() -> None:
     )
 
 
+@pytest.mark.parametrize("words", ["--cg-verify-interval -1", "--cg-verify-steps -3"])
+def test_a_flag_refuses_what_its_argument_refuses(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*words.split())
+    assert "is not a whole number from 0 on" in capsys.readouterr().err
+
+
 def test_our_defaults_are_those_of_megatrons_parser() -> None:
     assert (read_run(parse()), read_graph(parse())) == (RunArguments(), GraphArguments())
 
