@@ -97,7 +97,7 @@ def test_what_is_apart_or_of_another_dtype_is_left_to_megatron_fsdp(
         ({"bucket_to_bucket_group": defaultdict(lambda: [0, 1])}, None),
         ({"gradient_scaling_factor": None}, None),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_a_bucket_is_scaled_here_only_if_megatron_fsdp_would_multiply_it(
     change: dict[str, Any], factor: float | None, dense_model: Any, monkeypatch: pytest.MonkeyPatch
