@@ -13,7 +13,8 @@ Note [Gradients from outside]
     A unit may use a tensor that it returns or was given. Its gradient is then the sum over uses
     inside and outside, and a graph gets those from outside alone, in their own strides. So the
     caller gets a view, whose gradient that is. Autograd adds up the same terms in the same order:
-    uses outside come later in the forward pass, so their gradients come first.
+    uses outside come later in the forward pass, so their gradients come first. Who reads or hooks
+    the gradient of the view gets that of the result (``sums.py``), and the unit is refused.
     For autograd it is no view, or a write would change the history of its base. But an argument or
     another result on the same memory must see a write, so then it is one, and the unit is refused.
 """
@@ -234,7 +235,8 @@ class Observer:
                 noted.layout = noted.layout or Layout(made, label)
                 noted.layout.refuse = lambda _varies: None  # At capture.
                 notes.append((made, noted.layout.note))
-        self.sums.returned(name, notes, views.values())
+        pairs = {id(views[id(t)]): (views[id(t)], t) for _, t in results if id(t) in views}
+        self.sums.returned(name, notes, pairs.values())
         self._views += [(name, t, version_of(t)) for _, t in results if key_of(t) in shared]
         made_of = [views.get(id(leaf), leaf) for leaf in leaves]
         return tree_unflatten(made_of, spec) if views else outputs

@@ -108,8 +108,8 @@ class Sums:
     def __init__(self, varies: bool) -> None:
         self._varies = varies
         self._calls: list[_Call] = []
-        self._used: dict[_Edge, tuple[str, Any, Any]] = {}
-        """By edge, of results that a unit uses itself: unit, reference and hooks."""
+        self._used: dict[_Edge, tuple[str, _Shared]] = {}
+        """By the edge of its view: a result that a unit uses itself."""
         self.shared: dict[str, tuple[str, str]] = {}
         """By unit: what is summed across its border, and what to do, in words."""
         self.seen: dict[str, _Call] = {}
@@ -127,7 +127,8 @@ class Sums:
         original = _RUN.find()
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
-            self._look(roots, set(_edges(args[_INPUTS] or ())))
+            inputs = self._look(roots, args[_INPUTS] or (), kwargs.get("accumulate_grad", False))
+            args = (*args[:_INPUTS], inputs, *args[_INPUTS + 1 :])
             around, self._number = self._number, next(self._numbers)
             try:
                 return original(roots, *args, **kwargs)
@@ -160,14 +161,18 @@ class Sums:
         call.uses_results = bool(own)
         return own
 
-    def returned(self, unit: str, notes: Iterable[tuple[torch.Tensor, Note]], used: Any) -> None:
+    def returned(
+        self,
+        unit: str,
+        notes: Iterable[tuple[torch.Tensor, Note]],
+        used: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
         """Note the gradients that come for these results of one call, in each backward pass.
 
-        ``used`` are those that the unit uses itself.
+        ``used`` are the views of those that the unit uses itself, each with the result.
         """
-        for tensor in used:
-            tensor.register_hook(lambda _: None).remove()  # Its hooks may outlive it.
-            self._used[_edge(tensor)] = unit, ref(tensor), tensor._backward_hooks
+        for view, own in used:
+            self._used[_edge(view)] = unit, _Shared(view, own)
         passes: set[int] = set()
         for tensor, note in notes:
             node, number = _edge(tensor)
@@ -183,13 +188,20 @@ class Sums:
         elif len(passes) > 1:
             self.again.setdefault(unit, "twice for one forward pass (retain_graph=True)")
 
-    def _look(self, roots: Any, inputs: set[_Edge]) -> None:
+    def _look(self, roots: Any, inputs: Sequence[Any], accumulates: bool) -> tuple[Any, ...]:
+        """Look at a pass that begins; returns the tensors whose gradients it must compute."""
         if not self._calls:
-            return
-        for edge, (unit, tensor, hooks) in self._used.items():
-            # FSDP2 has hooks on all that its modules return, and reads no gradient there.
-            own = any("torch.distributed" not in str(h) for h in (hooks or {}).values())
-            if edge in inputs or own or getattr(tensor(), "retains_grad", False):
+            return tuple(inputs)
+        asked = list(inputs)
+        for index, given in enumerate(inputs):
+            known = getattr(given, "requires_grad", True) and self._used.get(_edge(given))
+            if known:
+                unit, one = known
+                asked[index] = one.own
+                one.retains = one.retains or accumulates
+                self.shared.setdefault(unit, _READ)
+        for unit, one in self._used.values():
+            if one.observers_moved():
                 self.shared.setdefault(unit, _READ)
         self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
         users = _users(roots)
@@ -201,6 +213,43 @@ class Sums:
         # Passes without a backward pass so far may have a later one, together with others.
         self._calls = [c for c in self._calls if not any(e in users for e in c.outputs)]
         self._used = {edge: one for edge, one in self._used.items() if edge not in users}
+        return tuple(asked)
+
+
+class _Shared:
+    """A result that a unit uses itself, and the view of it that the caller has.
+
+    The gradient of the view is that from outside. Who asks for the caller's gets that of the
+    result, as without the view.
+    """
+
+    def __init__(self, view: torch.Tensor, own: torch.Tensor) -> None:
+        self.own, self._view = own, ref(view)
+        view.register_hook(lambda _: None).remove()
+        self._hooks: Any = view._backward_hooks
+        """They may outlive it."""
+        self.retains = False
+        """Whether the view gets the gradient as its attribute, as non-leaf tensors can."""
+        self._retained: torch.Tensor | None = None
+        self._is_retained = False
+
+    def observers_moved(self) -> bool:
+        """Let what observes the view's gradient observe the result's; whether there is any."""
+        # FSDP2 has hooks on all that its modules return, and reads no gradient there.
+        own = [key for key, h in self._hooks.items() if "torch.distributed" not in str(h)]
+        for key in own:
+            self.own.register_hook(self._hooks.pop(key))
+        self.retains = self.retains or getattr(self._view(), "retains_grad", False)
+        if self.retains and not self._is_retained:
+            self._is_retained = True
+            self.own.register_hook(self._retain)
+        return bool(own) or self.retains
+
+    def _retain(self, gradient: torch.Tensor) -> None:
+        view, before = self._view(), self._retained
+        self._retained = gradient.clone() if before is None else before + gradient
+        if view is not None:
+            view.grad = self._retained
 
 
 class Later:

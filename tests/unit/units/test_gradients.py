@@ -198,3 +198,49 @@ def test_what_only_an_unused_output_needs_gets_no_gradient(uses: str, verify_int
     counts = {"replayed": 2 * REPLAYED, "mismatched": 0}
     options: dict[str, Any] = {"units": "layers.*", "verify_interval": verify_interval}
     assert_as_eager(counts, Pairs, microbatch, 2, **options)
+
+
+class Skip(Unit):
+    """Also returns what it goes on to use itself."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.linear(x))
+        return hidden, hidden + self.linear(hidden)
+
+
+def _doubled(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    hidden.register_hook(lambda gradient: gradient * 2)
+    return backward(loss)
+
+
+def _retained(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    hidden.retain_grad()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert hidden.grad is not None
+    return loss + hidden.grad.sum()
+
+
+def _taken(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    return backward(loss) + gradient.sum()
+
+
+def _accumulated(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    loss.backward(inputs=[hidden, *run.model.parameters()])
+    assert hidden.grad is not None
+    return loss + hidden.grad.sum()
+
+
+@pytest.mark.parametrize("asks", [_doubled, _retained, _taken, _accumulated])
+def test_who_asks_for_the_gradient_of_a_result_that_a_unit_uses_gets_all_of_it(asks: Any) -> None:
+    """In the steps before the capture, which is then refused."""
+
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        hidden, x = run.model[0](x)
+        loss = x.square().mean() + hidden.sin().mean() * 3
+        asked: torch.Tensor = asks(run, hidden, loss)
+        return asked.detach()
+
+    of_training = (lambda: nn.ModuleList([Skip()]), microbatch)
+    assert_as_eager({"captured": 0}, *of_training, on_failure="eager")
