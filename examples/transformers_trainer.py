@@ -21,7 +21,7 @@ import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from megatron_cg import graph_units
+from megatron_cg import GraphedUnits, graph_units
 
 
 class GraphLayers(transformers.TrainerCallback):
@@ -31,11 +31,15 @@ class GraphLayers(transformers.TrainerCallback):
     step of the graphs. Evaluation and checkpoints come between two steps, and run eagerly.
     """
 
+    graphs: GraphedUnits
+
     def __init__(self, units: str = "model.layers.*", **options: Any) -> None:
         self.units, self.options = units, options
 
     def on_train_begin(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
         """The model is sharded by now, and no step has begun."""
+        if "graphs" in vars(self):  # A training that raised has not reached its end.
+            self.graphs.close()
         self.graphs = graph_units(model, self.units, **self.options)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:

@@ -41,7 +41,10 @@ def main() -> None:
         sys.exit(0 if len(sys.argv) > 1 else 2)
     script = sys.argv[1]
     if not os.path.isfile(script):
-        sys.exit(f"megatron_cg: error: there is no file {script}. " + _USAGE)
+        sys.exit(
+            f"megatron_cg: error: there is no file {script}. Commands such as plan and doctor are "
+            f"those of megatron-cg: type megatron-cg {script}. " + _USAGE
+        )
     sys.argv = sys.argv[1:]
     if not sys.flags.safe_path:
         if sys.path[:1] == [os.getcwd()]:  # python -m has put it there.

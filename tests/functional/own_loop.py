@@ -317,9 +317,9 @@ def enabled() -> Iterator[None]:
 @contextmanager
 def tapes() -> Iterator[None]:
     """Megatron's helper of a loop of one's own captures on tapes."""
-    from megatron_cg.integrations import call_arguments
+    from megatron_cg.integrations.megatron import patches
 
-    with replaced(call_arguments, "backend_of", lambda _name: TapeBackend()):
+    with replaced(patches, "backend_of", lambda _name: TapeBackend()):
         yield
 
 

@@ -148,7 +148,7 @@ def versions(system: System) -> Iterator[Finding]:
 def _missing(system: System, name: str) -> str:
     """What installs the requirements that a framework lacks, and leaves torch as it is."""
     lacks = (system.told("unmet") or {}).get(name)
-    words = [f"torch=={system.told('versions')['torch']}", *(lacks or ())]
+    words = [f"torch=={system.told('versions')['torch']}", *dict.fromkeys(lacks or ())]
     return f"pip install {shlex.join(words)}" if lacks else ""
 
 
@@ -228,9 +228,12 @@ def symbols(system: System) -> Iterator[Finding]:
         broken = [row["symbol"] for row in states if row.get("error")]
         unknown = [row["symbol"] for row in states if row.get("unknown")]
         known = INSTALL.get(package, f"python -c 'import {states[0]['module']}'")
-        remedy = _missing(system, package) or known
+        remedy = (lacks := _missing(system, package)) or known
         if broken:
-            found = f"symbols of {package} are missing or changed: {', '.join(broken)}"
+            names = ", ".join(broken)
+            found = f"symbols of {package} are missing or changed: {names}"
+            if lacks:
+                found = f"{package} lacks what it requires, so these are not found: {names}"
             yield error(found, "this package refuses to capture without them", remedy)
         if unknown:
             found = f"functions of {package} have unknown code: {', '.join(unknown)}"

@@ -176,7 +176,8 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
         without = [replace(t.settings, run=run) for t, run in zip(starts, runs, strict=True)]
         eager = min(map(memory_of, without), key=lambda memory: memory.total)
     best = replace(best, reasons=reasons)
-    return Edited(given, known, best, eager, room, _asks(settings, known.count))
+    asks = (*_asks(settings, known.count), *_asks_of_choice(settings, best))
+    return Edited(given, known, best, eager, room, asks)
 
 
 def _on_fewer_layers(
@@ -224,6 +225,21 @@ def _asks(settings: Settings, gpus: int) -> tuple[str, ...]:
         "generates text, as for RL": run.cuda_graph_impl == "local",
     }
     return tuple(text for text, holds in texts.items() if holds)
+
+
+def _asks_of_choice(settings: Settings, best: Tried) -> Iterator[str]:
+    """What the chosen graphs leave out or do, which another line could change."""
+    is_partial = settings.run.is_moe and "moe" not in (best.line.values(_MODULES) or ())
+    if is_partial and settings.args.moe_token_dispatcher_type != "alltoall":
+        yield (
+            "Experts stay eager. Add --moe-token-dispatcher-type alltoall to capture whole MoE "
+            "layers: with many small experts a step was 2 to 3 times as fast as with these graphs"
+        )
+    if _ROWS in best.reasons and best.line.has(_ROWS):
+        yield (
+            f"{_ROWS} makes it fit. Steps in which a rank gets more rows are repeated eagerly: "
+            "most steps of a model whose router has not learned to balance"
+        )
 
 
 def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[str, str]]:

@@ -77,7 +77,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     return {
         "reading hooks": (megatron_fsdp, "unit_hooks", 2),
         "sample inputs": (helper, "in_dtype", 1),
-        "before the first hook": (driver, "_check_modules", 1),
+        "before the first hook": (driver, "_check", 1),
         "warmup forward": (*forward, 2),
         "warmup backward": (*backward, 1),
         "last warmup backward": (*backward, LAYERS * WARMUPS),
