@@ -190,7 +190,7 @@ class Sums:
 
     def _look(self, roots: Any, inputs: Sequence[Any], accumulates: bool) -> tuple[Any, ...]:
         """Look at a pass that begins; returns the tensors whose gradients it must compute."""
-        if not self._calls:
+        if not (self._calls or self._used):
             return tuple(inputs)
         asked = list(inputs)
         for index, given in enumerate(inputs):
@@ -203,7 +203,8 @@ class Sums:
         for unit, one in self._used.values():
             if one.observers_moved():
                 self.shared.setdefault(unit, _READ)
-        self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
+        if self._calls:
+            self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
         users = _users(roots)
         for call in self._calls:
             what = _crossing(call, users, self._varies)
@@ -212,7 +213,9 @@ class Sums:
                 self.shared.setdefault(call.unit, what)
         # Passes without a backward pass so far may have a later one, together with others.
         self._calls = [c for c in self._calls if not any(e in users for e in c.outputs)]
-        self._used = {edge: one for edge, one in self._used.items() if edge not in users}
+        # Who still has a view may ask again, in another pass.
+        kept = ((e, one) for e, one in self._used.items() if e not in users or one[1].is_alive)
+        self._used = dict(kept)
         return tuple(asked)
 
 
@@ -232,6 +235,10 @@ class _Shared:
         """Whether the view gets the gradient as its attribute, as non-leaf tensors can."""
         self._retained: torch.Tensor | None = None
         self._is_retained = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self._view() is not None
 
     def observers_moved(self) -> bool:
         """Let what observes the view's gradient observe the result's; whether there is any."""

@@ -226,13 +226,27 @@ def _taken(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Ten
     return backward(loss) + gradient.sum()
 
 
+def _taken_by_loss(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """The gradients of two losses, as where these are balanced."""
+    (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (second,) = torch.autograd.grad(loss.square(), hidden, retain_graph=True)
+    return backward(loss) + first.sum() + second.sum()
+
+
+def _doubled_later(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    loss.backward(retain_graph=True)
+    return _doubled(run, hidden, loss)
+
+
 def _accumulated(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     loss.backward(inputs=[hidden, *run.model.parameters()])
     assert hidden.grad is not None
     return loss + hidden.grad.sum()
 
 
-@pytest.mark.parametrize("asks", [_doubled, _retained, _taken, _accumulated])
+@pytest.mark.parametrize(
+    "asks", [_doubled, _doubled_later, _retained, _taken, _taken_by_loss, _accumulated]
+)
 def test_who_asks_for_the_gradient_of_a_result_that_a_unit_uses_gets_all_of_it(asks: Any) -> None:
     """In the steps before the capture, which is then refused."""
 
