@@ -19,7 +19,6 @@ from torch import nn
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.roles import CaptureTimeHooks
-from megatron_cg.memory.storage import IdlePool
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.restore import Restores
@@ -200,7 +199,7 @@ class Backend:
 
     name: str
     device_type = "cuda"
-    _pool: tuple[int, int] | None = None
+    pool: tuple[int, int] | None = None
     """The CUDA memory pool of the graphs, once they are captured."""
 
     def capture(self, request: CaptureRequest) -> tuple[Callable[..., Any], ...]:
@@ -218,10 +217,6 @@ class Backend:
     def synchronize(self) -> None:
         """Wait until no graph is replaying: a replaying graph must not be destroyed."""
         torch.cuda.synchronize()
-
-    def scratch(self) -> IdlePool | None:
-        """Memory of the graphs that may be borrowed between two steps; None if there is none."""
-        return IdlePool(self._pool) if self._pool is not None else None
 
     def numerics(self) -> Any:
         return fp8_recipe()

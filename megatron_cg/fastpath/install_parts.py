@@ -37,10 +37,10 @@ from megatron_cg.fastpath.detached_weights import (
     detach_in_grouped_gemms,
 )
 from megatron_cg.fastpath.gather import DeferredPrefetch
+from megatron_cg.fastpath.idle_pool import IdlePool
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_v2, unknown_bodies
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.memory.storage import IdlePool
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -182,7 +182,8 @@ def install_for(
     if sharding.megatron_fsdp is None:
         return None
     replays = [backend.replay_function(graph) for graph in graphs]
-    return install(sharding.megatron_fsdp, backend.scratch(), optimizers, graphed, replays)
+    scratch = IdlePool(backend.pool) if backend.pool is not None else None
+    return install(sharding.megatron_fsdp, scratch, optimizers, graphed, replays)
 
 
 @contextmanager

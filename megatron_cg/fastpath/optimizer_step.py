@@ -16,7 +16,7 @@ Note [From a table]
 Note [Copies in borrowed memory]
     The copies that the optimizer reads live from the end of a step's last backward pass to the
     next ``zero_grad``. No graph runs in that time, so the copies may borrow the graphs' own memory
-    (``memory/storage.py``). Gradients that a script keeps longer are relocated before the next
+    (``fastpath/idle_pool.py``). Gradients that a script keeps longer are relocated before the next
     forward pass. Any other tensor in the same memory (``p.grad.detach()``, a local tensor) is
     overwritten by the next replay. Such tensors are detected before it, too late to save them: a
     warning follows, and no more memory is borrowed.
@@ -54,9 +54,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
 from megatron_cg.events import in_range
+from megatron_cg.fastpath.idle_pool import IdlePool
 from megatron_cg.fastpath.part import NotApplicableError, float8_test
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
-from megatron_cg.memory.storage import IdlePool
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, wrap_method
 from megatron_cg.upstream.symbols import Symbol
 

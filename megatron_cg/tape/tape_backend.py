@@ -49,8 +49,8 @@ from megatron_cg.backends.driver.capture import (
     capture_modules,
     parts,
 )
+from megatron_cg.backends.storage import StorageReference, is_dense, without_owners
 from megatron_cg.errors import CaptureError, HostSyncError, MegatronCGError, say
-from megatron_cg.memory.storage import StorageReference, is_dense, without_owners
 from megatron_cg.replay.borders import ranks_of_meshes
 from megatron_cg.restore import Restores, write_back
 from megatron_cg.upstream.patch import set_attribute

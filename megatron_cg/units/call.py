@@ -55,9 +55,9 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from megatron_cg.backends.storage import is_dense
 from megatron_cg.capture.observer import positional_names
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.memory.storage import is_dense
 from megatron_cg.replay.borders import local, same_memory, spec_of
 from megatron_cg.replay.guard import Mismatch, described
 from megatron_cg.replay.plain import contents, is_plain, same_value

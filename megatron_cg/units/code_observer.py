@@ -36,10 +36,10 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends.calls import has_wrapper, place_of, run_inside, tensors_in, written
+from megatron_cg.backends.storage import StorageReference
 from megatron_cg.capture.observer import generators_read
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
-from megatron_cg.memory.storage import StorageReference
 from megatron_cg.replay.borders import local, ranks_of_meshes
 from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySet, Switches, Watched
 from megatron_cg.replay.plain import KNOWN, attribute, is_known

@@ -56,8 +56,8 @@ from megatron_cg.backends.driver.capture import (
     Tensors,
     capture_modules,
 )
+from megatron_cg.backends.storage import without_owners
 from megatron_cg.errors import CaptureError, say
-from megatron_cg.memory.storage import without_owners
 from megatron_cg.replay.guard import is_quantized
 from megatron_cg.upstream.te import fp8_recipe, told_of_capture
 
@@ -101,7 +101,7 @@ class NativeBackend(Backend):
         # The stream here too, since a failed rank runs other hooks before its state is restored.
         with stream_kept(), told_of_capture():
             graphs = capture_modules(self.name, recorder, request)
-        self._pool = pool
+        self.pool = pool
         return graphs
 
 

@@ -87,7 +87,7 @@ class TransformerEngineBackend(Backend):
             except BaseException:
                 leave_pool(pool)
                 raise
-        self._pool = pool
+        self.pool = pool
         return graphs
 
     def replay_function(self, graph: Any) -> ReplayFunction:

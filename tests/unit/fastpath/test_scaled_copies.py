@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.backends.storage import without_owners
 from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of
-from megatron_cg.memory.storage import without_owners
 from tests.unit.interpreted import last_line_of
 
 SUMS = """

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_cg.memory import storage as idle_pool
-from megatron_cg.memory.storage import SMALL, IdlePool
+from megatron_cg.fastpath import idle_pool
+from megatron_cg.fastpath.idle_pool import SMALL, IdlePool
 
 POOL, CAPTURE_STREAM = (0, 7), 0x51
 MIB = (1 << 20) // 4
