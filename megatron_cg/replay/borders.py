@@ -134,12 +134,6 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values and count of writes behind a node of its own; no view for autograd."""
-    made: torch.Tensor = pass_on(tensor, torch.Tensor.detach, lambda gradient: gradient)
-    return made
-
-
 def local(tensor: Any) -> Any:
     """What this rank has of a DTensor, once it is there; anything else itself."""
     if isinstance(tensor, DTensor):

@@ -7,8 +7,7 @@ outputs of the graph too, and each replay sets them again.
 
 Note [The same tensor]
     A unit may return its own argument, or one tensor twice, or set what it returns as an attribute.
-    Each replay then gives one tensor too: the caller's own, for an argument without a gradient. The
-    gradient of an argument is summed in the graph, with those of the unit's other uses.
+    Each replay then gives one tensor too, of an argument the caller's own.
 """
 
 from __future__ import annotations
@@ -126,8 +125,6 @@ class ModuleUnit(Unit):
         self._gradients = Gradients()
         self._results: Results | None = None
         """The form of the passes of the capture."""
-        self._without_gradient: set[str] | None = None
-        """The arguments that needed no gradient in the capture."""
 
     def in_forward(self) -> AbstractContextManager[None]:
         return torch.autocast(**self._seen.autocast)
@@ -193,12 +190,10 @@ class ModuleUnit(Unit):
 
         ``attributes`` are the tensors that it set, ``arguments`` those that it was given.
         """
-        if self._without_gradient is None:
-            self._without_gradient = {n for n, t in arguments.items() if not t.requires_grad}
         tensors: list[torch.Tensor] = []
         layouts: dict[int, Layout] = {}
         keys = {id(tensor): key for key, tensor in results_of(value, attributes)}
-        marks = {id(arguments[n]): _Tensor(n) for n in arguments.keys() & self._without_gradient}
+        marks = {id(tensor): _Tensor(name) for name, tensor in arguments.items()}
 
         def marked(leaf: Any) -> Any:
             is_distributed = spec_of(leaf) is not None

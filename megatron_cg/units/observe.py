@@ -10,16 +10,15 @@ Note [Checkpointing around a unit]
     error follows. Both passes are told here, and both run eagerly.
 
 Note [Gradients from outside]
-    A unit may use a tensor that it returns or was given. Its gradient is then the sum over uses
-    inside and outside, and a graph gets those from outside alone, in their own strides. So the
-    caller gets a view, whose gradient that is. Autograd adds up the same terms in the same order:
-    uses outside come later in the forward pass, so their gradients come first. Who reads or hooks
-    the gradient of the view gets that of the result (``sums.py``), and the unit is refused.
-    For autograd it is no view, or a write would change the history of its base. But an argument or
-    another result on the same memory must see a write, so then it is one, and the unit is refused.
+    A unit may use a tensor that it returns. Its gradient is then the sum over uses inside and
+    outside, and a graph gets those from outside alone, in their own strides. Autograd adds up the
+    same terms in the same order: uses outside come later in the forward pass, so their gradients
+    come first. Hooks on the nodes of uses outside tell their strides (``sums.py``); the steps
+    before capture are eager training, and nothing stands between a result and its caller.
+    An argument that a unit returns as it is, its replays return as it is.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,21 +28,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from megatron_cg.capture.observer import StaticInputs, version_of
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.replay.borders import apart, local, spec_of
+from megatron_cg.replay.borders import local, spec_of
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.plain import is_plain
 from megatron_cg.units.call import CallSpec, in_parts
 from megatron_cg.units.code_observer import key_of
 from megatron_cg.units.find_sharding import Unsharded
 from megatron_cg.units.layouts import GradStrides, Layout
-from megatron_cg.units.sums import Autocast, Note, Sums, autocast_now
+from megatron_cg.units.sums import Autocast, Noted, Sums, autocast_now
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import add_observer
 from megatron_cg.upstream.symbols import Symbol
@@ -52,7 +49,9 @@ _HOOKS = Symbol(
     "torch._C:_autograd._top_saved_tensors_default_hooks",
     "the saved-tensor hooks that apply now, or None",
 )
-RELIES_ON = (_HOOKS,)
+_TRANSFORMED = Symbol("torch._C:_are_functorch_transforms_active", "whether torch.func is around")
+_LEVELS = Symbol("torch.autograd:forward_ad", "forward-mode AD", attributes=("_current_level",))
+RELIES_ON = (_HOOKS, _TRANSFORMED, _LEVELS)
 
 Place = tuple[nn.Module, str]
 """An attribute of a module."""
@@ -92,8 +91,8 @@ class Observer:
         when returned."""
         self.written: set[str] = set()
         """The units whose callers write into such a result."""
-        self._given: Collection[Any] = ()
-        """The memory of the tensors of the call that runs now."""
+        self._given: Mapping[int, Any] = {}
+        """By id, the memory of the tensors of the call that runs now."""
         self._held: Mapping[Any, torch.Tensor] = {}
         """The attributes before it."""
         self._follows: dict[str, set[str]] = {}
@@ -176,12 +175,12 @@ class Observer:
         self.calls, self._now = {}, {}
 
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if not module.training or not torch.is_grad_enabled():
+        if not module.training or not torch.is_grad_enabled() or is_transformed():
             return
         form = CallSpec.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
         given = {**dict(zip(form.names, tensors, strict=False)), **by_name}
-        self._given = {key_of(tensor) for tensor in given.values()}
+        self._given = {id(tensor): key_of(tensor) for tensor in given.values()}
         self._held = attributes_of(module.modules())
         if before_step := self._memory.get(name):
             now = _memory_of(module)
@@ -198,48 +197,36 @@ class Observer:
         self.sums.begun(name, form.by_name(tensors, by_name))
 
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
-        if not module.training or not torch.is_grad_enabled():
+        if not module.training or not torch.is_grad_enabled() or is_transformed():
             return outputs
-        leaves, spec = tree_flatten(in_parts(outputs), is_plain)
-        returned = tensors_of(leaves)
         own = attributes_of(module.modules()).items()
         held = {place: tensor for place, tensor in own if self._held.get(place) is not tensor}
-        given = self._given
-        self._held, self._given = {}, ()
-        used = self.sums.ended(name, list(filter(_has_node, (*returned, *held.values()))))
-        results = results_of(leaves, held)
-        memory = [key_of(one) for one in {id(t): t for _, t in results}.values()]
-        shared = {key for key in memory if key and (key in given or memory.count(key) > 1)}
-        # See Note [Gradients from outside].
-        views = {
-            id(t): t.view_as(t) if key_of(t) in shared else apart(t)
-            for _, t in results
-            if id(t) in used and _may_be_viewed(t)
-        }
-        notes: list[tuple[torch.Tensor, Note]] = []
+        given, self._held, self._given = self._given, {}, {}
+        results = results_of(in_parts(outputs), held)
+        made = {id(t): t for _, t in results if id(t) not in given}
+        used = self.sums.ended(name, list(filter(_has_node, made.values())))
+        noted: list[Noted] = []
         for key, tensor in results:
-            made = views.get(id(tensor), tensor)
-            if not isinstance(key, int):
-                vars(key[0])[key[1]] = made
-            if not made.requires_grad or made.is_leaf:
-                continue
-            label = f"result {key if isinstance(key, int) else key[1]}"
-            noted = self._now[name].gradients.setdefault(key, GradStrides(label))
-            notes.append((made, noted.note))
-            if made is not tensor and not tensor.is_leaf:
-                noted.inside = noted.inside or GradStrides(label)
-                # A hook on the tensor would look like one of the loop's.
-                edge, note = get_gradient_edge(tensor), noted.inside.note
-                edge.node.register_prehook(lambda all_, n=edge.output_nr, note=note: note(all_[n]))
-            if spec_of(made) is not None:
-                noted.layout = noted.layout or Layout(made, label)
-                noted.layout.refuse = lambda _varies: None  # At capture.
-                notes.append((made, noted.layout.note))
-        pairs = {id(views[id(t)]): (views[id(t)], t) for _, t in results if id(t) in views}
-        self.sums.returned(name, notes, pairs.values())
-        self._views += [(name, t, version_of(t)) for _, t in results if key_of(t) in shared]
-        made_of = [views.get(id(leaf), leaf) for leaf in leaves]
-        return tree_unflatten(made_of, spec) if views else outputs
+            if id(tensor) in made and tensor.requires_grad and not tensor.is_leaf:
+                noted.append(self._noted(name, key, tensor, id(tensor) in used))
+        self.sums.returned(name, noted)
+        memory = [key_of(tensor) for tensor in made.values()]
+        shared = {key for key in memory if key in given.values() or memory.count(key) > 1} - {None}
+        self._views += [(name, t, version_of(t)) for t in made.values() if key_of(t) in shared]
+        return outputs
+
+    def _noted(self, name: str, key: Any, tensor: torch.Tensor, is_used: bool) -> Noted:
+        label = f"result {key if isinstance(key, int) else key[1]}"
+        strides = self._now[name].gradients.setdefault(key, GradStrides(label))
+        notes = [strides.note]
+        if spec_of(tensor) is not None:
+            layout = strides.layout = strides.layout or Layout(tensor, label)
+            layout.refuse = lambda _varies: None  # At capture.
+            notes.append(layout.note)
+        if not is_used:
+            return Noted(tensor, notes)
+        strides.inside = strides.inside or GradStrides(label)
+        return Noted(tensor, [strides.inside.note], from_outside=notes)
 
 
 def results_of(
@@ -262,12 +249,6 @@ def attributes_of(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a pass's result, at any depth."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _may_be_viewed(tensor: torch.Tensor) -> bool:
-    """Whether a view has all that the tensor has."""
-    is_plain = type(tensor) is torch.Tensor and not vars(tensor)
-    return is_plain or spec_of(tensor) is not None
 
 
 def _memory_of(module: nn.Module) -> dict[str, Any]:
@@ -297,8 +278,15 @@ def _has_node(value: torch.Tensor) -> bool:
     return not isinstance(value, DTensor) and value.untyped_storage().nbytes() >= value.nbytes
 
 
+def is_transformed() -> bool:
+    """Whether a call made now gets the tensors of another way of differentiation."""
+    return bool(_TRANSFORMED.cached()) or _LEVELS.cached._current_level >= 0
+
+
 def recompute_around() -> str | None:
     """What shows that a call made now is, or will be, recomputed; None if nothing does."""
+    if is_transformed():
+        return "under torch.func or forward-mode AD"
     if in_backward_pass():
         return "inside a backward pass"
     hooks = _HOOKS.cached(False)  # False: also while a trace is made
@@ -310,6 +298,11 @@ def recompute_around() -> str | None:
 
 def recompute_cause(shown: str) -> tuple[str, str]:
     """Why a replay cannot be where :func:`recompute_around` shows, and what to do instead."""
+    if shown.startswith("under torch.func"):
+        return (
+            "a replay computes the gradients of a backward pass alone",
+            "transform a copy of the unit, or leave the unit out of units",
+        )
     if "hooks" in shown and "checkpoint" not in shown:
         return (
             "a replay saves no tensors for backward, so these hooks would get none of the unit's",
@@ -331,7 +324,7 @@ def not_recomputed() -> Mismatch | None:
     return Mismatch(
         "recompute",
         "the place of its call",
-        "outside of backward passes and of saved-tensor hooks",
+        "outside of backward passes, saved-tensor hooks and torch.func",
         shown,
         f"{reason[0].upper()}{reason[1:]}. {remedy[0].upper()}{remedy[1:]}.",
     )

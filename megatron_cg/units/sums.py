@@ -26,6 +26,7 @@ Note [Separate inputs]
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -35,10 +36,10 @@ from weakref import finalize, ref
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_cg.replay.borders import PassedOn
+from megatron_cg.replay.borders import PassedOn, laid_out, local, same_placements, spec_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.patch import Undo, replace_function
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
 _RUN = Symbol("torch.autograd:_engine_run_backward", "what every backward pass from Python calls")
@@ -102,14 +103,23 @@ class _Call:
         return inside
 
 
+@dataclass(frozen=True)
+class Noted:
+    """A result of a unit, and who notes its gradient."""
+
+    tensor: torch.Tensor
+    notes: Sequence[Note]
+    from_outside: Sequence[Note] = ()
+    """If the unit uses it itself: who notes the gradient from uses outside alone."""
+
+
 class Sums:
     """Looks at backward passes of steps: sums across borders of units and, if some vary, inside."""
 
     def __init__(self, varies: bool) -> None:
         self._varies = varies
         self._calls: list[_Call] = []
-        self._used: dict[_Edge, tuple[str, _Shared]] = {}
-        """By the edge of its view: a result that a unit uses itself."""
+        self._used: dict[_Edge, _UsedInside] = {}
         self.shared: dict[str, tuple[str, str]] = {}
         """By unit: what is summed across its border, and what to do, in words."""
         self.seen: dict[str, _Call] = {}
@@ -127,13 +137,11 @@ class Sums:
         original = _RUN.find()
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
-            inputs = self._look(roots, args[_INPUTS] or (), kwargs.get("accumulate_grad", False))
-            args = (*args[:_INPUTS], inputs, *args[_INPUTS + 1 :])
             around, self._number = self._number, next(self._numbers)
-            try:
+            with ExitStack() as stack:
+                stack.callback(setattr, self, "_number", around)
+                stack.callback(combine_undos(self._look(roots, args[0], args[_INPUTS] or ())))
                 return original(roots, *args, **kwargs)
-            finally:
-                self._number = around
 
         return replace_function(*_RUN.place(), run)
 
@@ -145,10 +153,7 @@ class Sums:
         self._calls.append(call)
 
     def ended(self, unit: str, outputs: Sequence[torch.Tensor]) -> set[int]:
-        """It has returned or set these tensors.
-
-        Returns the ids of those that it also uses itself, or was given.
-        """
+        """It has made and returned or set these tensors; returns the ids of those that it uses."""
         call = next((call for call in reversed(self._calls) if call.unit == unit), None)
         if call is None or call.outputs:
             return set()
@@ -156,53 +161,47 @@ class Sums:
         call.outputs = list(edges.values())
         call.last = _NUMBER.find()()
         used = {edge for node in call.inside(call.outputs) for edge in node.next_functions}
-        used.update(call.inputs.values())
         own = {output for output, edge in edges.items() if edge in used}
         call.uses_results = bool(own)
         return own
 
-    def returned(
-        self,
-        unit: str,
-        notes: Iterable[tuple[torch.Tensor, Note]],
-        used: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        """Note the gradients that come for these results of one call, in each backward pass.
-
-        ``used`` are the views of those that the unit uses itself, each with the result.
-        """
-        for view, own in used:
-            self._used[_edge(view)] = unit, _Shared(view, own)
+    def returned(self, unit: str, results: Iterable[Noted]) -> None:
+        """Note the gradients that come for these results of one call, in each backward pass."""
         passes: set[int] = set()
-        for tensor, note in notes:
-            node, number = _edge(tensor)
-            node.register_prehook(partial(self._ran, unit, passes, number, note))
+        for one in results:
+            edge = _edge(one.tensor)
+            notes = one.notes
+            if one.from_outside:
+                used = self._used[edge] = _UsedInside(unit, one, _NUMBER.find()())
+                notes = [*notes, used.end]
+            edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], notes))
 
     def _ran(
-        self, unit: str, passes: set[int], number: int, note: Note, gradients: Sequence[Any]
+        self,
+        unit: str,
+        passes: set[int],
+        number: int,
+        notes: Iterable[Note],
+        gradients: Sequence[Any],
     ) -> None:
-        note(gradients[number])
+        for note in notes:
+            note(gradients[number])
         passes.add(self._number)
         if torch.is_grad_enabled():
             self.again[unit] = "with create_graph=True"
         elif len(passes) > 1:
             self.again.setdefault(unit, "twice for one forward pass (retain_graph=True)")
 
-    def _look(self, roots: Any, inputs: Sequence[Any], accumulates: bool) -> tuple[Any, ...]:
-        """Look at a pass that begins; returns the tensors whose gradients it must compute."""
+    def _look(
+        self, roots: Sequence[Any], gradients: Sequence[Any], inputs: Sequence[Any]
+    ) -> Iterator[Undo]:
+        """Look at a pass that begins, with these gradients of its roots."""
         if not (self._calls or self._used):
-            return tuple(inputs)
-        asked = list(inputs)
-        for index, given in enumerate(inputs):
-            known = getattr(given, "requires_grad", True) and self._used.get(_edge(given))
-            if known:
-                unit, one = known
-                asked[index] = one.own
-                one.retains = one.retains or accumulates
-                self.shared.setdefault(unit, _READ)
-        for unit, one in self._used.values():
-            if one.observers_moved():
-                self.shared.setdefault(unit, _READ)
+            return
+        asked = {*_edges(inputs)}
+        for edge, one in self._used.items():
+            if edge in asked or one.is_read():
+                self.shared.setdefault(one.unit, _READ)
         if self._calls:
             self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
         users = _users(roots)
@@ -213,50 +212,65 @@ class Sums:
                 self.shared.setdefault(call.unit, what)
         # Passes without a backward pass so far may have a later one, together with others.
         self._calls = [c for c in self._calls if not any(e in users for e in c.outputs)]
-        # Who still has a view may ask again, in another pass.
-        kept = ((e, one) for e, one in self._used.items() if e not in users or one[1].is_alive)
-        self._used = dict(kept)
-        return tuple(asked)
+        for edge, one in self._used.items():
+            for root, gradient in zip(roots, gradients, strict=True):
+                if getattr(root, "requires_grad", True) and _edge(root) == edge:
+                    one.add(gradient)
+            yield from one.observe(users.get(edge, ()))
 
 
-class _Shared:
-    """A result that a unit uses itself, and the view of it that the caller has.
+class _UsedInside:
+    """A result that a unit uses itself: its gradient from uses outside, and whether it is read."""
 
-    The gradient of the view is that from outside. Who asks for the caller's gets that of the
-    result, as without the view.
-    """
+    def __init__(self, unit: str, noted: Noted, last: int) -> None:
+        self.unit, self._notes, self._last = unit, noted.from_outside, last
+        tensor = noted.tensor
+        self._tensor, self._edge = ref(tensor), _edge(tensor)
+        tensor.register_hook(lambda _: None).remove()
+        self._hooks: Mapping[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
+        """Those of its value now; torch gives a tensor that is written to new ones."""
+        self._own = set(self._hooks)
+        self._sum: tuple[torch.Tensor, Any] | None = None
+        """Like the gradient so far, without memory, and its spec."""
 
-    def __init__(self, view: torch.Tensor, own: torch.Tensor) -> None:
-        self.own, self._view = own, ref(view)
-        view.register_hook(lambda _: None).remove()
-        self._hooks: Any = view._backward_hooks
-        """They may outlive it."""
-        self.retains = False
-        """Whether the view gets the gradient as its attribute, as non-leaf tensors can."""
-        self._retained: torch.Tensor | None = None
-        self._is_retained = False
-
-    @property
-    def is_alive(self) -> bool:
-        return self._view() is not None
-
-    def observers_moved(self) -> bool:
-        """Let what observes the view's gradient observe the result's; whether there is any."""
+    def is_read(self) -> bool:
+        """Whether the gradient is read or hooked outside."""
+        tensor = self._tensor()
+        if tensor is not None and tensor.retains_grad and _edge(tensor) == self._edge:
+            return True
         # FSDP2 has hooks on all that its modules return, and reads no gradient there.
-        own = [key for key, h in self._hooks.items() if "torch.distributed" not in str(h)]
-        for key in own:
-            self.own.register_hook(self._hooks.pop(key))
-        self.retains = self.retains or getattr(self._view(), "retains_grad", False)
-        if self.retains and not self._is_retained:
-            self._is_retained = True
-            self.own.register_hook(self._retain)
-        return bool(own) or self.retains
+        hooks = [hook for key, hook in self._hooks.items() if key not in self._own]
+        return any("torch.distributed" not in str(hook) for hook in hooks)
 
-    def _retain(self, gradient: torch.Tensor) -> None:
-        view, before = self._view(), self._retained
-        self._retained = gradient.clone() if before is None else before + gradient
-        if view is not None:
-            view.grad = self._retained
+    def observe(self, users: Iterable[Any]) -> Iterator[Undo]:
+        """Add up what uses outside of the unit pass on, until this is undone."""
+        for node in {node for node in users if node._sequence_nr() >= self._last}:
+            numbers = [i for i, one in enumerate(node.next_functions) if one == self._edge]
+
+            def add(gradients: Sequence[Any], _: Any, numbers: Sequence[int] = numbers) -> None:
+                for number in numbers:
+                    self.add(gradients[number])
+
+            yield node.register_hook(add).remove
+
+    def add(self, gradient: torch.Tensor | None) -> None:
+        """Add a gradient in the order of autograd, as far as its layout goes."""
+        if gradient is None:
+            return
+        own, spec = local(gradient), spec_of(gradient)
+        like = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
+        if self._sum is not None and same_placements(spec, self._sum[1]):
+            like = self._sum[0] + like
+        elif self._sum is not None:  # Autograd converts one of them: it varies.
+            self.end()
+        self._sum = like, spec
+
+    def end(self, _: object = None) -> None:
+        """The sum is complete."""
+        made = None if self._sum is None else laid_out(*self._sum)
+        self._sum = None
+        for note in self._notes:
+            note(made)
 
 
 class Later:
@@ -390,10 +404,11 @@ def _crossing(
         others = [node for node in by if node not in inside]
         count = len(by) - len(others)
         leaf: Any = getattr(edge[0], "variable", None)
-        key, returned = names.get(edge, leaf), edge in call.outputs
+        key, returned = names.get(edge, leaf), edge in call.outputs and edge not in names
         unhooked = _unhooked(edge, users, inside)
         uses = [node for one in unhooked for node in users.get(one, ()) if not _is_hooked(node)]
-        if sum(node in inside for node in uses) + sum(one in call.outputs for one in unhooked) > 1:
+        own = [one for one in call.outputs if one not in names]  # A replay returns its arguments.
+        if sum(node in inside for node in uses) + sum(one in own for one in unhooked) > 1:
             call.several.add(key)
         # An earlier call may have cast it, such as that of another microbatch.
         casts = (n for n in uses if call.cast is not None and _is_cast(n))
@@ -415,7 +430,7 @@ def _crossing(
             return _CAST
         later = sum(node._sequence_nr() >= call.last for node in others)
         is_several = key in call.several if call.replayed else count + returned > 1
-        if what is not None and is_several and later > returned:
+        if what is not None and is_several and later:
             times = "several" if call.replayed else count
             said = f"{what}, used {times} times inside and {later} times later outside"
             return said, _ARGUMENT if edge in names else _WEIGHT
