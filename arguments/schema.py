@@ -218,7 +218,7 @@ class GraphArguments:
         None,
         _FOLDER,
         "Write how the run goes as JSON into this folder: losses, norms and times of steps, "
-        "captures, memory, counters, mismatches. 'megatron-cg report' makes a page of it.",
+        "captures, memory, counters, mismatches. 'megatron-cg report DIR' prints it.",
         metavar="DIR",
     )
 

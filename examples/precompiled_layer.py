@@ -1,10 +1,9 @@
 """Compile a tensor-parallel Megatron layer in one process, and train with it on every rank.
 
-    megatron-cg precompile examples/precompiled_layer.py:build --world-size 2 --out compiled
+    python examples/precompiled_layer.py --save compiled
     torchrun --nproc-per-node 2 examples/precompiled_layer.py --load compiled
 
-Without a GPU, add ``--capability cpu --deterministic`` to the first command, and start the second
-with ``python``: two processes then train over gloo.
+Without a GPU, start the second with ``python``, too: two processes then train over gloo.
 """
 
 from __future__ import annotations
@@ -56,6 +55,17 @@ def build(device: str = "meta") -> Any:
     return Region(layer, (hidden,), {"attention_mask": mask}, megatron_groups(), config)
 
 
+def save_layer(folder: Path) -> None:
+    """Compile for GPUs like this machine's, or for its CPU. No process group may exist yet."""
+    from megatron_cg.compiled.save import save
+
+    on_gpu = torch.cuda.is_available()
+    torch.use_deterministic_algorithms(not on_gpu)  # As the processes on a CPU train.
+    capability = torch.cuda.get_device_capability() if on_gpu else None
+    made = save(build, folder, name="build", world_size=2, capability=capability)
+    print(f"wrote {folder}/build.artifact, traced as ranks {made.traced_ranks} of 2")
+
+
 def train(folder: Path, device: str) -> None:
     """Load the artifact on all ranks, attach it to two layers, and take some steps."""
     from megatron_cg.compiled.load import load
@@ -85,10 +95,15 @@ def train(folder: Path, device: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train in the processes of torchrun on GPUs, or in two of our own without."""
+    """Save, or train in the processes of torchrun on GPUs, or in two of our own without."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--save", type=Path, metavar="DIR")
+    action.add_argument("--load", type=Path, metavar="DIR")
     args = parser.parse_args(arguments)
+    if args.save is not None:
+        save_layer(args.save)
+        return
     if not torch.cuda.is_available():
         from megatron_cg.tape.launch import run_processes
 

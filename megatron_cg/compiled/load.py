@@ -189,7 +189,7 @@ def _decoded(name: str, manifest: Manifest, code: bytes, region: Region) -> Any:
     if different := differences(saved, fingerprint(region, capability) | state):
         kinds = (type(module) for module in region.module.modules())
         own = next((kind.__qualname__ for kind in kinds if kind.__module__ == "__main__"), "")
-        # As with pickle: where the command imports the script, its classes have another name.
+        # As with pickle: where another script saved, the classes of this one have another name.
         remedy = f"Move {own} from the script that runs to a module that it imports, and save again"
         raise ArtifactRefusedError(
             f"{name} was made for something else: {different}. "

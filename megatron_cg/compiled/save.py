@@ -67,7 +67,7 @@ def read(path: Path) -> tuple[Manifest, bytes]:
             data = file.read()
     except OSError as error:
         raise ArtifactRefusedError(
-            f"{path} cannot be read ({error.strerror}): type megatron-cg precompile to make it"
+            f"{path} cannot be read ({error.strerror}): save it there first: docs/compiled.md"
         ) from error
     head, _, code = data.partition(b"\n")
     try:
@@ -189,7 +189,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     if dist.is_initialized():
         raise PrecompileError(
             "this process has a process group: save in a process of its own, before "
-            "init_process_group, or type megatron-cg precompile"
+            "init_process_group"
         )
     changes: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", _current_device),

@@ -54,7 +54,7 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
     notice = _NOTICE if backend == TAPE else ""
     print_report(Console(emoji=False), f"{preset.name} on {backend}", outcome, notice)
     if args.work_dir is not None and outcome.graphed is not None:
-        print(f"a page of it: megatron-cg report {shlex.quote(str(args.work_dir))}")
+        print(f"what it recorded: megatron-cg report {shlex.quote(str(args.work_dir))}")
     return outcome.comparison
 
 

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import io
 import logging
 import os
@@ -54,14 +53,6 @@ def positive(text: str) -> int:
     return whole(text, 1)
 
 
-def capability(text: str) -> tuple[int, int] | None:
-    """``9.0`` as (9, 0); ``cpu`` as None. Raises ValueError otherwise."""
-    if text == "cpu":
-        return None
-    major, minor = text.split(".")
-    return int(major), int(minor)
-
-
 def align(add: Add) -> None:
     """Train twice, eagerly and with CUDA graphs, and compare bit for bit.
 
@@ -84,7 +75,7 @@ def align(add: Add) -> None:
     add("--script", type=Path, help="a Megatron pretraining script (default: the shipped one)")
     backends = ("auto", TRANSFORMER_ENGINE, NATIVE, TAPE)
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
-    text = "keep logs and records here; 'megatron-cg report DIR' makes a page of them"
+    text = "keep logs and records here; 'megatron-cg report DIR' prints them"
     add("--work-dir", type=Path, metavar="DIR", help=text)
     add("--timeout", type=positive, default=1800, help="seconds that a run may take")
     add("--json", action="store_true", help=_JSON)
@@ -142,33 +133,16 @@ def plan(add: Add) -> None:
     add("--json", action="store_true", help=_JSON)
 
 
-def precompile(add: Add) -> None:
-    """Compile a layer once, without a GPU and without weights, for all ranks of a run.
-
-    The function makes the process groups, builds the module on the meta device, and returns a
-    megatron_cg.compiled.region.Region. It is called once for each traced rank. Exit code 0:
-    written; 2: the layer cannot be compiled, with the module and what to do.
-    """
-    add("build", metavar="FILE.py:FUNCTION", help="what builds the layer")
-    add("--out", type=Path, metavar="DIR", required=True, help="where to write the artifact")
-    text = "ranks while tracing: as many as the groups of the region need at least"
-    add("--world-size", type=positive, required=True, help=text)
-    text = "compute capability of the GPUs that will load it, or cpu (default: 9.0)"
-    add("--capability", type=capability, default=(9, 0), help=text)
-    text = "trace for runs under torch.use_deterministic_algorithms(True)"
-    add("--deterministic", action="store_true", help=text)
-
-
 def report(add: Add) -> None:
-    """Make one HTML page of a run, or of two: losses, times, memory, graphs.
+    """Print what a run recorded: outcome, losses, times, memory, graphs, faults.
 
     DIR is what 'megatron-cg align --work-dir' or a run with --cg-report or --cg-record has left.
-    The page loads nothing, from no network and no other file. Exit code 0: written; 2: cannot be
-    done.
+    Exit code 0: printed; 2: cannot be done.
     """
     add("directory", type=Path, metavar="DIR", help="records of a run, or of align's two")
-    add("--against", type=Path, metavar="DIR2", help="another run, the eager one, as the reference")
-    add("--out", type=Path, metavar="FILE", help="the page (default DIR/report.html)")
+    text = "records of an eager run: whether this one has the same bits"
+    add("--against", type=Path, metavar="DIR2", help=text)
+    add("--out", type=Path, metavar="FILE", help="write the text here instead")
 
 
 _MODULES = {
@@ -176,17 +150,13 @@ _MODULES = {
     bench: "bench.bench_command",
     doctor: "doctor.checks",
     plan: "plan.report",
-    precompile: "cli.precompile",
-    report: "report.report_page",
+    report: "report",
 }
 """The module of each command; its function ``invoke`` runs it, and returns the exit code."""
 COMMANDS = {command.__name__: command for command in _MODULES}
 
 
 def invoke(command: str, args: argparse.Namespace, extra: Sequence[str]) -> int:
-    if command == "report" and importlib.util.find_spec("matplotlib") is None:
-        text = "the plots need matplotlib: pip install 'matplotlib>=3.9,<3.12'"
-        raise MegatronCGError(f"{text}, or in a checkout pip install '.[report]'.")
     module = importlib.import_module(f"megatron_cg.tools.{_MODULES[COMMANDS[command]]}")
     return int(module.invoke(args, extra))
 
@@ -226,6 +196,11 @@ def _run(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     # Words after a bare "--" are for Megatron, whatever they look like.
     cut = words.index("--") if "--" in words else len(words)
+    if words[:1] == ["precompile"]:
+        raise MegatronCGError(
+            "there is no command precompile: a script saves compiled layers, by "
+            "megatron_cg.compiled.save.save, as in docs/compiled.md"
+        )
     args, extra = _parsed(words[:cut]), words[cut + 1 :]
     if extra and args.command not in TAKING_FLAGS:
         raise MegatronCGError(f"{args.command} passes nothing on: leave out {' '.join(extra)}")

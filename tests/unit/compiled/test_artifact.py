@@ -88,7 +88,7 @@ def test_what_belongs_to_another_user_is_refused(
 
 def test_a_file_that_is_not_there_is_refused(path: Path) -> None:
     for absent in (path.with_name("other.artifact"), path.parent / "nowhere" / "it.artifact"):
-        with pytest.raises(ArtifactRefusedError, match=r"cannot be read .*megatron-cg precompile"):
+        with pytest.raises(ArtifactRefusedError, match=r"cannot be read .*save it there first"):
             artifact.read(absent)
 
 

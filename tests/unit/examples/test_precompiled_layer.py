@@ -1,4 +1,4 @@
-"""The example of precompiled code: made by the command, trained with on two CPU ranks."""
+"""The example of precompiled code: saved by one process, trained with on two CPU ranks."""
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from examples import precompiled_layer
 from megatron_cg.tape import launch
-from megatron_cg.tools.cli.main import main as command
 
 
 def printed(folder: Path, body: Callable[[], None]) -> None:
@@ -34,11 +33,9 @@ def test_the_compiled_layers_train_as_the_eager_ones_do(
             precompiled_layer.main(["--load", str(artifacts)])
         return (tmp_path / "0").read_text().splitlines()
 
-    words = "precompile --world-size 2 --deterministic --capability cpu".split()
-    words += [f"{precompiled_layer.__file__}:build", "--out", str(tmp_path / "compiled")]
     # In a new process, as users run it: it changes settings of torch.
     with ProcessPoolExecutor(1, get_context("forkserver")) as pool:
-        assert pool.submit(command, words).result() == 0
+        pool.submit(precompiled_layer.main, ["--save", str(tmp_path / "compiled")]).result()
     compiled, eager = trained(tmp_path / "compiled"), trained(tmp_path / "nothing")
     assert [line.partition(", ")[0] for line in compiled] == ["compiled"] * 3
     assert [line.partition(", ")[0] for line in eager] == ["eager"] * 3

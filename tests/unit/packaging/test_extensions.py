@@ -68,7 +68,7 @@ EXAMPLES = {
 }
 CLI = ("-m", "megatron_cg.tools.cli.main")
 USES = {
-    "compiled": (*CLI, "precompile", "made.py:region", "--out", "made", "--world-size", "1"),
+    "compiled": ("-c", "from megatron_cg import compile_together"),
     "tape": (*CLI, "align", "--backend", "tape"),
     "tools": ("-c", "from megatron_cg.extensions import command_line; command_line()"),
     "units": ("-c", "from megatron_cg import graph_units"),
@@ -93,7 +93,6 @@ def test_the_core_works_without(name: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"
     )
-    (tmp_path / "made.py").write_text("def region(): ...\n")
     started = partial(printed, folder=tmp_path, PYTHONPATH=str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert "SCRIPT" in started("-m", "megatron_cg", "--help")
     if name != "tools":

@@ -69,7 +69,7 @@ def test_the_table_shows_numbers_differences_and_shards(
     assert "9, different: 7" in out and "main:w4" in out and "main:w5" not in out
     assert "3 captured" in out and "[the end]" in out
     assert "CPU tape: a recording of ATen operations replaces the CUDA graph" in out
-    assert f"a page of it: megatron-cg report '{folder}'\n" in out
+    assert f"what it recorded: megatron-cg report '{folder}'\n" in out
 
 
 def test_the_runs_on_gpus_differ_in_the_flags_about_graphs_alone(asked: Answer, cli: Cli) -> None:

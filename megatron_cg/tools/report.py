@@ -1,0 +1,164 @@
+"""``megatron-cg report``: what a run recorded, and whether another run has the same bits."""
+
+import shlex
+import statistics
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.files import whole_file
+from megatron_cg.tools.align import compare as align
+from megatron_cg.tools.align.run import EAGER, GRAPHS
+from megatron_cg.tools.bench.bench_command import table
+from megatron_cg.tools.record import read_record
+
+_ROWS = 24
+"""Steps in the table, besides the last and those with an evaluation."""
+_WORK = (
+    "On all ranks {captured:,} graphs were captured. Of their passes {replayed:,} were replays, "
+    "{eager:,} eager instead, {mismatched:,} not allowed by a guard, {verified:,} verified with "
+    "gradients, {outputs_only:,} in outputs only."
+)
+
+
+def invoke(args: Namespace, _extra: object) -> int:
+    try:
+        text = "\n".join(lines(*read_runs(args.directory, args.against))) + "\n"
+    except read_record.UNREADABLE as error:
+        what = f"{args.directory} holds a record with values that no run writes"
+        raise read_record.RecordError(f"{what}: {read_record.of_damage(error)}.") from error
+    if args.out is None:
+        sys.stdout.write(text)
+        return 0
+    with whole_file(args.out) as part:
+        part.write_text(text, encoding="utf-8")
+    print(f"written: {args.out}")
+    return 0
+
+
+def read_runs(directory: Path, against: Path | None = None) -> tuple[align.Run, align.Run | None]:
+    """The run in ``directory``, and the one that it is compared with.
+
+    A folder has ``rank0.jsonl``, a ``record`` with it, or ``eager`` and ``graphs``, as align leaves
+    them; these are compared. Raises RecordError if there is no record.
+    """
+    if against is None and all(_records(directory / name) for name in (EAGER, GRAPHS)):
+        directory, against = directory / GRAPHS, directory / EAGER
+    return _read(directory), None if against is None else _read(against)
+
+
+def _records(directory: Path) -> Path | None:
+    there = (place for place in (directory, directory / "record") if place.is_dir())
+    return next((place for place in there if read_record.record_files(place)), None)
+
+
+def _read(directory: Path) -> align.Run:
+    return read_record.read_run(_records(directory) or directory)
+
+
+def lines(run: align.Run, reference: align.Run | None = None) -> Iterator[str]:
+    first = run[min(run)]
+    yield f"{len(run)} ranks on {first['device']}, {first.get('began') or 'some time'}"
+    yield outcome(run)
+    if reference is not None:
+        yield compared(run, reference)
+    if found := faults(run):
+        yield from ("", "Mismatches and faults:", *found)
+    yield from ("", *_steps(first["steps"]))
+    if median := median_step(first):
+        yield median
+    if peak := max(int(record.get("peak_allocated_bytes", 0)) for record in run.values()):
+        yield f"Highest allocated, of the rank that had most: {peak / 2**20:.0f} MiB."
+    total = Counter(align.graph_counts(run))
+    captures = [capture for capture in first["captures"] if capture["graphs"]]
+    if total["captured"] or captures:
+        yield _WORK.format_map(total)
+    for capture in captures[-1:]:
+        made = f"{capture['graphs']} graphs of {capture['layers']} layers"
+        yield f"Capture after step {capture['after_step']}: {made} in {capture['seconds']:.2f} s."
+    facts = {**first["versions"], **first.get("environment", {})}
+    yield from ("", *(f"{name} {value}" for name, value in facts.items()))
+    yield f"command: {shlex.join(first.get('command') or ()) or 'not recorded'}"
+
+
+def outcome(run: align.Run) -> str:
+    steps = f"{len(run[min(run)]['steps'])} steps are recorded"
+    if any(record["error"] for record in run.values()):
+        return f"The run failed. {steps}."
+    if missing := align.missing_ranks(run):
+        return f"Some ranks are missing. {steps}. The run has {missing}."
+    if not all(record["finished"] for record in run.values()):
+        return f"Not ended. {steps}: the run is still going, or was killed."
+    return f"Trained to its end. {steps}."
+
+
+def compared(run: align.Run, reference: align.Run) -> str:
+    """Whether both have the same bits, by the rules of ``megatron-cg align``."""
+    found = align.compare(reference, run)
+    count = f"{len(found.values)} losses and gradient norms and {found.shards} parameter shards"
+    if found.status == align.IDENTICAL:
+        return f"Identical to the other run, to the last bit: all {count}."
+    unequal = sum(not value.same for value in found.values)
+    if found.status == align.FAILED and not unequal:
+        return f"Not shown to be equal to the other run: {found.reason}."
+    status = "Not comparable with" if found.status == align.NOT_COMPARABLE else "Different from"
+    return f"{status} the other run: {unequal} of {count} differ: {found.reason}."
+
+
+def _steps(steps: list[Any]) -> list[str]:
+    """A table of losses, gradient norm and time of some steps."""
+    if not steps:
+        return ["No step has ended, so there is no loss."]
+    numbers = [align.numbers_of(steps, index) for index in range(len(steps))]
+    names = list(dict.fromkeys(name for found in numbers for name in found))
+    every = -(-len(steps) // _ROWS)
+    rows = [["step", *names, "ms"]]
+    for index, found in enumerate(numbers):
+        is_last, evaluated = index + 1 == len(steps), len(found) > len(numbers[0])
+        if index % every == 0 or is_last or evaluated:
+            cells = [f"{float.fromhex(found[n]):.9g}" if n in found else "-" for n in names]
+            rows.append([f"{index + 1}", *cells, f"{float(steps[index]['milliseconds']):.1f}"])
+    return [table(rows), ""]
+
+
+def counted_steps(record: Mapping[str, Any]) -> range:
+    """The steps, from 1, whose times count: those with graphs, except the first.
+
+    Without graphs the second half, because the first half contains one-time work.
+    """
+    steps, captured = len(record["steps"]), read_record.captured_after(record)
+    return range(steps // 2 + 1 if captured is None else captured + 2, steps + 1)
+
+
+def median_step(record: Mapping[str, Any]) -> str:
+    if not (counted := counted_steps(record)):
+        return ""
+    times = [float(record["steps"][number - 1]["milliseconds"]) for number in counted]
+    text = f"Median step: {statistics.median(times):.1f} ms"
+    text += f" (steps {counted.start} to {counted.stop - 1}, rank {record['rank']})."
+    on_cpu = bool(record["device"] == "cpu")
+    return text + " No GPU was used: times mean nothing for a GPU." * on_cpu
+
+
+def faults(run: align.Run) -> list[str]:
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(run):
+        for text in _faults_of(run[rank]):
+            ranks.setdefault(text, []).append(rank)
+    return [
+        f"- rank{'s' * (len(found) > 1)} {', '.join(map(str, found))}: {text}"
+        for text, found in ranks.items()
+    ]
+
+
+def _faults_of(record: Mapping[str, Any]) -> Iterator[str]:
+    for event in record["events"]:
+        yield f"after step {event['after_step']}, {event['level']}: {event['text']}"
+    for capture in record["captures"]:
+        if capture["error"]:
+            yield f"after step {capture['after_step']}, capture failed: {capture['error']}"
+    if record["error"]:
+        yield f"ended with {record['error']}"

@@ -1,1 +1,0 @@
-"""Converts records of runs to one readable page; see ``docs/start.md``."""
