@@ -190,7 +190,7 @@ def scope_names(modules: Any) -> list[str]:
     if modules is None:
         return []
     if isinstance(modules, str):
-        return [name for name in modules.split(",") if name]
+        return re.findall(r"\w+", modules)
     entries: Iterable[Any] = modules if isinstance(modules, Iterable) else [modules]
     return [getattr(entry, "name", entry) for entry in entries]
 

@@ -5,19 +5,19 @@ of the training. For the rest, scopes are tried in an order: the best first.
 """
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_cg.arguments.layers import available_scopes
+from megatron_cg.arguments.megatron import scope_names
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.memory import Layer, Memory, layers_of, memory_of
 from megatron_cg.tools.plan.settings import Settings, require_model, settings_of
 
 _MODULES, _SCOPE, _GEMM = "--cuda-graph-modules", "--cuda-graph-scope", "--cg-grouped-gemm"
-_EXCHANGE, _ROWS, _LAYERS = "--cg-moe-exchange", "--cg-moe-rows", "--cg-layers"
+_EXCHANGE, _ROWS = "--cg-moe-exchange", "--cg-moe-rows"
 _RECOMPUTE, _MASK = "--recompute-modules", "--no-create-attention-mask-in-dataloader"
 LAUNCHER, _FORMAT = "-m megatron_cg", "--ckpt-format"
 _CONVERT = (
@@ -32,7 +32,6 @@ _CHOSEN = {
     _EXCHANGE: "expert-parallel ranks of one host exchange tokens without padding",
     _ROWS: "room for this many times the average rows, so that it fits; steps with more are "
     "repeated eagerly: a router that has not learned to balance repeats most",
-    _LAYERS: "as many layers as fit",
 }
 """The flags of a choice, and why they are given."""
 _ORDER = ("mamba", "attn", "mlp")
@@ -66,7 +65,7 @@ _FIXES = {
     "fp8-primary-weights-recipe": "drop --fp8-param-gather --keep-fp8-transpose-cache",
     "moe-without-drop-and-pad": f"add {_GEMM} {{kernel}}",
     "experts-tensor-parallel": "add --expert-tensor-parallel-size 1",
-    "cg-layers": f"drop {_LAYERS}",
+    "cg-layers": "drop --cg-layers",
     "full-recompute-of-parts": _SELECTIVE,
     "full-recompute": _SELECTIVE,
 }
@@ -142,7 +141,7 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     editor = _Editor(known.count, room, given)
     for name in (_MODULES, _SCOPE):
         values = given.values(name) or ()
-        if values != (scopes := tuple(re.findall(r"\w+", " ".join(values)))):
+        if values != (scopes := tuple(scope_names(" ".join(values)))):
             editor.change(" ".join(["add", name, *scopes]), "spaces separate its values")
     settings = settings_of(editor.line, known.count, room, megatron=False)
     if settings.run.cuda_graph_impl == "full_iteration":
@@ -156,8 +155,6 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
         starts = [trial for trial in tried if trial.memory is not None]
         if starts and starts[0].fits(room):
             break
-        if (last := tried[-1]).memory is not None and not last.fits(room):
-            tried += _on_fewer_layers(editor, choice, why, last, room)
     best = max(
         (trial for trial in tried if trial.fits(room)),
         key=lambda trial: sum(len(layer.captured) for layer in trial.layers),
@@ -178,23 +175,6 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     best = replace(best, reasons=reasons)
     asks = (*_asks(settings, known.count), *_asks_of_choice(settings, best))
     return Edited(given, known, best, eager, room, asks)
-
-
-def _on_fewer_layers(
-    editor: "_Editor", choice: _Choice, why: str, whole: Tried, room: int
-) -> list[Tried]:
-    """The choice on as many of the first layers as fit; empty if not even one does."""
-
-    def first(count: int) -> tuple[str, ...]:
-        return tuple(f"{scope}:0-{count - 1}" for scope in choice.get(_MODULES) or ("layer",))
-
-    def is_too_large(count: int) -> bool:
-        graph = replace(whole.settings.graph, cg_layers=first(count))
-        return memory_of(replace(whole.settings, graph=graph)).total > room
-
-    many = sum(layer.name.isdecimal() for layer in whole.layers)
-    fitting = bisect_left(range(1, many), True, key=is_too_large)
-    return [editor.attempt({**choice, _LAYERS: first(fitting)}, why)] if fitting else []
 
 
 def gib(size: int) -> str:
@@ -340,7 +320,7 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     """Ways to capture, the best first, and why. What the line says comes first."""
     run, args = settings.run, settings.args
     stated = {name: v for name in _CHOSEN if (v := given.values(name)) is not None}
-    kept = {name: stated[name] for name in (_GEMM, _LAYERS) if name in stated}
+    kept = {_GEMM: stated[_GEMM]} if _GEMM in stated else {}
     if scopes := given.values(_SCOPE):
         stated = {_MODULES: scopes, **stated}
     whole = run.cuda_graph_impl == "transformer_engine" and run.wants_graphs
