@@ -1,4 +1,4 @@
-"""Captures that fail in one of their stages, are made wrong, or meet a machine not at rest."""
+"""Captures that fail in one of their stages, are or meet a machine not at rest."""
 
 import gc
 from collections.abc import Callable
@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fsdp.roles import UnitHooks
-from megatron_cg.hooks import HookKind, module_hooks
 from megatron_cg.telemetry import note
 from tests.functional.tampering.places import (
     ForcedError,
@@ -62,8 +60,7 @@ def on_call(number: int, error: BaseException, *, after: bool = False) -> Callab
 
 
 def fail_at(place: str) -> None:
-    """Raise in one stage of capture: sample inputs, warmup or capture of layer 1, publishing,
-    installing the last part but the optimizer's of the FSDP fast path.
+    """Raise in one stage: warmup or capture of layer 1, publishing, installing the fast path.
 
     ``place`` is the stage, and after another @ the one rank that fails.
     """
@@ -81,9 +78,7 @@ def fail_at(place: str) -> None:
         error = torch.OutOfMemoryError("forced")
     layer, graph, capture = TransformerLayer, torch.cuda.CUDAGraph, "_te_cuda_graph_capture"
     stages: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-        "samples": (helper_class(), "_samples", on_call(1, error)),
         "memory": (layer, capture, on_call(2, error)),
-        "warmup-backward": (torch.autograd, "backward", in_capture_only(on_call(1, error))),
         "capture-forward": (graph, "capture_begin", on_call(2, error)),
         "capture-forward-end": (graph, "capture_end", on_call(2, error, after=True)),
         "capture-backward": (graph, "capture_begin", on_call(LAYERS + 2, error)),
@@ -115,89 +110,6 @@ def copying(copy: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
         return wrapped
 
     return make
-
-
-def host_read(place: str) -> None:
-    """Let the attention of layer 1 read on the host, in its forward or its backward pass."""
-    from megatron.core.transformer.attention import SelfAttention
-
-    def make(old: Any) -> Any:
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output, bias = old(self, *args, **kwargs)
-            if self.layer_number == 2 and place == "backward":
-                output = ReadsInBackward.apply(output)  # type: ignore[no-untyped-call]
-            elif self.layer_number == 2 and torch.cuda.is_current_stream_capturing():
-                print(output.sum().item())
-            return output, bias
-
-        return wrapped
-
-    if place not in ("forward", "backward"):
-        raise ValueError(place)
-    wrap(SelfAttention, "forward", make)
-
-
-class ReadsInBackward(torch.autograd.Function):
-    """Returns its input, and reads the gradient on the host."""
-
-    @staticmethod
-    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            print(gradients[0].sum().item())
-        return gradients[0]
-
-
-def in_capture_only(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def outer(old: Any) -> Any:
-        failing = make(old)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            from megatron.core.transformer.cuda_graphs import is_graph_capturing
-
-            return (failing if is_graph_capturing() else old)(*args, **kwargs)
-
-        return wrapped
-
-    return outer
-
-
-def untransformed(unit: Any) -> UnitHooks:
-    """A unit's hooks as Megatron-FSDP made them, in place of ``MegatronFsdp.unit_hooks``."""
-    keys = {HookKind.FORWARD_PRE: "forward_pre_hooks", HookKind.FORWARD: "forward_hooks"}
-    phases: Any = {key: {} for key in (*keys.values(), "backward_pre_hooks", "backward_hooks")}
-    for record in module_hooks(unit.layer):
-        phases[keys[record.kind]][record.hook_id] = record.fn
-    return UnitHooks(phases)
-
-
-def hooks_without_phase_two() -> None:
-    from megatron_cg.fsdp import megatron_fsdp
-
-    wrap(megatron_fsdp, "unit_hooks", lambda _old: untransformed)
-
-
-def parameter_hooks_left_on() -> None:
-    """Let the parameters' post-accumulate-grad hooks run in warmup and capture."""
-    from megatron_cg.capture import transaction as capture
-
-    wrap(capture, "_quiet_parameters", lambda _old: lambda _parameters: lambda: None)
-
-
-def buffer_moved() -> None:
-    """After capture, let Megatron-FSDP allocate its unsharded buffers anew."""
-
-    def moving(old: Callable[[Any], None]) -> Callable[[Any], None]:
-        def create(self: Any) -> None:
-            old(self)
-            move_unsharded_buffers()
-
-        return create
-
-    wrap(helper_class(), "capture", moving)
 
 
 def move_unsharded_buffers() -> None:

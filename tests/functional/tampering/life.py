@@ -17,10 +17,7 @@ from tests.functional.tampering.places import (
     ForcedError,
     before_capture,
     before_steps,
-    fingerprint,
-    flags,
     rank,
-    wrap,
 )
 
 LAST = 1
@@ -64,32 +61,6 @@ def destroy_groups() -> None:
     torch.distributed.destroy_process_group()
     sessions_open("after destroying the groups")
     note("groups destroyed", True)
-
-
-def delete_after(step: int) -> None:
-    """Delete the graphs after ``step`` training steps, note what is left, and train on eagerly."""
-    made: list[Any] = []
-
-    def remember(helper: Any) -> None:
-        made.append((helper, fingerprint(helper.helper.model[0]), flags()))
-
-    def delete(now: int) -> None:
-        if not made or now != step + 1:
-            return
-        helper, hooks, before = made[0]
-        replayed = helper.session.counters.replayed
-        helper.delete()
-        # Training has drawn numbers since.
-        after = {**flags(), "rng": before["rng"], "tracked": before["tracked"]}
-        now_hooks = fingerprint(helper.helper.model[0])
-        changed = [str(hook) for hook in set(hooks) ^ set(now_hooks)]
-        changed += [name for name in before if before[name] != after[name]]
-        if not changed and hooks != now_hooks:
-            changed.append("order of hooks")
-        note("after_delete", {"changed": changed, "replayed": replayed})
-
-    before_capture(remember)
-    before_steps(delete)
 
 
 def captured_again_before(steps: Iterable[int]) -> None:
@@ -139,26 +110,3 @@ def capture_often(count: int, step: int = 6) -> None:
 def _capture_again(helper: Any) -> None:
     helper.controller.delete()
     helper.controller.capture()
-
-
-def two_passes_at(step: int) -> None:
-    """In that step, run the backward pass of one forward pass after another forward pass."""
-    from megatron.core.models.gpt import GPTModel
-
-    wanted = False
-
-    def choose(now: int) -> None:
-        nonlocal wanted
-        wanted = now == step
-
-    def twice(old: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            first = old(self, *args, **kwargs)
-            if wanted and self.training:
-                old(self, *args, **kwargs)
-            return first
-
-        return forward
-
-    before_steps(choose)
-    wrap(GPTModel, "forward", twice)

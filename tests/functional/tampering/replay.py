@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from tests.functional.tampering.captures import move_unsharded_buffers
 from tests.functional.tampering.places import rank, wrap
@@ -65,15 +64,6 @@ def shorter_sequences(model: nn.Module) -> None:
     vars(gpt)["forward"] = forward
 
 
-def hook_inside(model: nn.Module) -> None:
-    """Doubles what attention adds to the residual stream."""
-
-    def doubled(_module: Any, _args: Any, output: Any) -> Any:
-        return (output[0] * 2, *output[1:])
-
-    first_layer(model).self_attention.register_forward_hook(doubled)
-
-
 def parameter_replaced(model: nn.Module) -> None:
     """For the layer's forward pass: between steps Megatron-FSDP would put its own back."""
     layer = first_layer(model)
@@ -88,29 +78,6 @@ def parameter_replaced(model: nn.Module) -> None:
 
     layer.register_forward_pre_hook(before)
     layer.register_forward_hook(after, prepend=True)
-
-
-def table_copied(model: nn.Module) -> None:
-    """The first layer is handed another tensor with the rotary table's values."""
-
-    def before(_layer: Any, args: Any, kwargs: Any) -> Any:
-        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"].clone()}
-
-    first_layer(model).register_forward_pre_hook(before, with_kwargs=True)
-
-
-def wrong_bit(layer: str) -> None:
-    """From the first replay on, one bit of the first output of that layer's graphs is wrong."""
-    from megatron_cg.replay.guarded_graph import GuardedGraph
-
-    def make(old: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, graph: Any, guard: Any, unit: Any, *args: Any, **kwargs: Any) -> None:
-            wrong = unit.name == f"layer {layer}"
-            old(self, _Flipped(graph) if wrong else graph, guard, unit, *args, **kwargs)
-
-        return init
-
-    wrap(GuardedGraph, "__init__", make)
 
 
 def wrong_gradient(detail: str) -> None:
@@ -152,20 +119,6 @@ def _with_wrong_gradient(function: Any, first_weight: int, which: str) -> Any:
     return Wrong
 
 
-class _Flipped:
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._graph(*args, **kwargs)
-        first = next(value for value in tree_flatten(outputs)[0] if torch.is_tensor(value))
-        first.detach().view(torch.uint8).flatten()[0] ^= 1
-        return outputs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._graph, name)
-
-
 def buffers_moved(_model: nn.Module) -> None:
     move_unsharded_buffers()
 
@@ -176,8 +129,6 @@ def buffers_moved_in_backward(model: nn.Module) -> None:
 
 FAULTS: dict[str, Callable[[nn.Module], None]] = {
     "shape": shorter_sequences,
-    "hooks": hook_inside,
-    "static input": table_copied,
     "parameter": parameter_replaced,
     "address": buffers_moved,
     "address-in-backward": buffers_moved_in_backward,
