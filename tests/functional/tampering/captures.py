@@ -1,4 +1,4 @@
-"""Captures that fail in one of their stages, are or meet a machine not at rest."""
+"""Captures that fail in one of their stages, or meet a machine not at rest."""
 
 import gc
 from collections.abc import Callable

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from megatron_cg.backends.base import (
-    device_generator,
     generators_kept,
     megatron_tracker,
     random_states_kept,
 )
-from tests.unit.backends.cuda_double import cuda_double
 
 
 class InCapture:
@@ -56,12 +54,6 @@ def test_only_a_generator_that_cannot_draw_leaves_its_capture(
             raise LookupError
     assert generator.state == "before" and generator.in_capture is not (fails and stuck)
     assert torch.equal(torch.get_rng_state(), host)
-
-
-def test_the_devices_generator_is_there_with_a_device() -> None:
-    assert device_generator() == []
-    with cuda_double():
-        assert device_generator() == [torch.default_generator]
 
 
 def test_the_tracker_holds_its_states_again_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,26 +55,6 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_step_that_somebody_wrapped_stays_wrapped(
-    when: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    optimizer, events = stepping(), Events()
-    undo = wrap_method(optimizer, "step", **{when: lambda: events.append("ours")})
-    theirs = theirs_over(optimizer, "step", events)
-    optimizer.step()
-    assert sorted(events) == ["ours", "theirs"]
-    events.clear()
-    undo()
-    undo()
-    assert optimizer.step is theirs
-    optimizer.step()
-    assert events == ["theirs"]
-    (warning,) = warned(caplog)
-    assert "SGD.step is left as it is" in warning
-    assert "theirs_over.<locals>.theirs was put there after a function of this" in warning
-
-
 def test_a_schedule_of_torchs_may_wrap_a_step_of_ours(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, events = stepping(), Events()
     undo = wrap_method(optimizer, "step", after=lambda: events.append("ours"))

@@ -11,7 +11,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
 from megatron_cg.capture.session import Session
 from megatron_cg.errors import ConfigurationError
-from megatron_cg.events import StepRepeated, subscribers
 from megatron_cg.integrations.megatron import steps as repeat
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.upstream.patch import Undo
@@ -106,26 +105,6 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
 
 def batches() -> Iterator[dict[str, int]]:
     return iter([{"tokens": number} for number in range(9)])
-
-
-def test_a_step_beyond_it_runs_once_more_eagerly_with_the_same_batches(loop: Loop) -> None:
-    loop.bound.rows = 200
-    heard: list[Any] = []
-    subscribers.append(heard.append)
-    data = batches()
-    result = loop.step(data)
-    subscribers.pop()
-    first = ["begin", "graphs", False, {"tokens": 0}, {"tokens": 1}, "share"]
-    again = ["zero", "optimizer's zero", "eager", True, {"tokens": 0}, {"tokens": 1}, "update"]
-    assert loop.events == [*first, *again]
-    assert [batch["tokens"] for batch in result] == [0, 1] and next(data) == {"tokens": 2}
-    assert heard == [StepRepeated(12, 200, 128, 2.0)]
-    policy = loop.session.mismatches
-    assert (
-        policy.counters.repeated == 1
-        and not policy.conditions.repeats
-        and policy.conditions.within_row_bound()
-    )
 
 
 @pytest.mark.parametrize("kind", ["none", "list", "list of none"])
