@@ -26,9 +26,11 @@ def _flags_without_effect(given: Configuration) -> list[Facts]:
 
 
 def _without_their_extension(given: Configuration) -> list[Facts]:
+    settings = vars(given.run) if given.run.wants_graphs else {}
+    asked = extensions.asked_of(given.environment.without, settings | vars(given.graph))
     return [
         {"folder": folder, "setting": flag_of(field), "value": value}
-        for folder, field, value in extensions.asked_of(given.environment.without, given.graph)
+        for folder, field, value in asked
     ]
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron_cg.arguments.rule import Rule
-    from megatron_cg.arguments.schema import GraphArguments
     from megatron_cg.backends.base import Backend
     from megatron_cg.fsdp.sharding import Sharding
     from megatron_cg.replay.guard import Addresses, Entry, KeySet
@@ -39,14 +38,15 @@ EXTENSIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "cg_moe_exchange": ("peer",),
     },
     "fastpath": {},
+    "fully_shard": {"megatron_fsdp_version": (2,)},
     "units": {},
     "clients": {},
     "compiled": {},
     "tape": {"cg_backend": ("tape",)},
     "tools": {"cg_record": (), "cg_report": ()},
 }
-"""By folder, the settings that need it (fields of GraphArguments), each with the values that do;
-empty: every value but None."""
+"""By folder, the settings that need it (fields of GraphArguments, or of RunArguments for graphs),
+each with the values that do; empty: every value but None."""
 _PACKAGE = __name__.rpartition(".")[0]
 
 
@@ -117,13 +117,13 @@ def is_installed(name: str) -> bool:
     return full in sys.modules or find_spec(full) is not None
 
 
-def asked_of(names: Iterable[str], given: GraphArguments) -> list[tuple[str, str, object]]:
+def asked_of(names: Iterable[str], given: Mapping[str, object]) -> list[tuple[str, str, object]]:
     """(extension, field, value) of each setting that needs one of these extensions."""
     return [
         (name, field, value)
         for name in names
         for field, values in EXTENSIONS[name].items()
-        if (value := getattr(given, field)) is not None and (not values or value in values)
+        if (value := given.get(field)) is not None and (not values or value in values)
     ]
 
 
@@ -204,6 +204,26 @@ def observe_code(
             "Install the whole package again with pip, or leave the unit out of the graphs.",
         )
     return found.CodeObserver(unit, samples, addresses)
+
+
+def sharding_by_v2(model: nn.Module) -> Sharding:
+    """The sharding of a model by Megatron-FSDP v2. Raises ExtensionMissingError."""
+    with needed_by("a model under Megatron-FSDP v2"):
+        module = import_module(f"{_PACKAGE}.fully_shard.megatron_fsdp_v2")
+    return module.MegatronFsdpV2(model)
+
+
+def sharding_by_fsdp2(model: nn.Module) -> Sharding:
+    """The sharding of a model by torch's FSDP2. Raises ExtensionMissingError."""
+    with needed_by("a model under FSDP2"):
+        module = import_module(f"{_PACKAGE}.fully_shard.fsdp2")
+    return module.FullyShard(model)
+
+
+def allow_graphs_under_v2() -> Undo:
+    """Let Megatron-FSDP v2 wrap models that ask for graphs of layers; nothing if not installed."""
+    found = _load("fully_shard.models")
+    return found.allow_graphs() if found is not None else lambda: None
 
 
 def bridge() -> Any:

@@ -5,20 +5,17 @@ one of a model.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.buffers import Buffer
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, UnitHooks, check_hook_of_unit, never_called
-from megatron_cg.hooks import HookKind, HookRecord, is_idle, module_hooks
+from megatron_cg.hooks import HookRecord, is_idle, module_hooks
 from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import Undo, combine_undos
 
 REPLACED = (
     "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
@@ -152,134 +149,3 @@ class Sharding:
 
     def _of_user(self, module: nn.Module) -> Iterator[HookRecord]:
         return (record for record in module_hooks(module) if not self.owns_hook(record.fn))
-
-
-class PerModule(Sharding):
-    """The sharding of a model on whose modules ``fully_shard`` was called, one after another.
-
-    Note [Hooks of fully_shard stay where they are]
-        FSDP2 and Megatron-FSDP v2 hook the call of a module, the autograd graph around it and its
-        parameters, and a replay replaces ``forward`` alone. So in training their hooks gather,
-        prefetch, free and reduce around a replay as around an eager pass. Only the capture calls
-        units without hooks. It computes with synthetic inputs, but with real weights, of this unit
-        or of one that shares its buffer.
-
-    Note [Unsharded parameters for the whole capture]
-        Between two steps a module holds its sharded parameters. A backend reads the list of a
-        unit's parameters before the first hook runs, and the guards read it after the last one. So
-        modules hold the unsharded ones for the whole capture.
-
-    Note [Sharded modules in a unit]
-        ``fully_shard`` may have been called on modules in a unit too, such as the experts of an MoE
-        block, which may have another mesh. Their hooks would not run in a replay. So while graphs
-        exist, they run around the unit, in eager passes too: all of the unit's weights are gathered
-        before its forward and its backward pass, and reduced after it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        sharded = [module for module in model.modules() if self.is_unit(module)]
-        below = set(sharded[0].modules())
-        self.wrapped = self.network = sharded[0] if below.issuperset(sharded) else model
-
-    def refusals(self, units: Mapping[str, nn.Module]) -> Iterable[Violation]:
-        """Units that ``fully_shard`` was not called on, and :meth:`refusals_of` the others."""
-        for name, module in units.items():
-            if self.is_unit(module):
-                yield from self.refusals_of(name, module)
-                continue
-            yield Violation(
-                "no-fsdp-unit",
-                f"unit {name} is a {type(module).__name__} without fully_shard of its own",
-                "its parameters are gathered and freed with those of a module around it, into "
-                "memory that moves",
-                "call fully_shard on it before the module around it, or name the module that "
-                "fully_shard was called on",
-            )
-
-    def refusals_of(self, name: str, module: nn.Module) -> Iterable[Violation]:
-        """Why the memory of a sharded module cannot be kept."""
-        raise NotImplementedError
-
-    def elsewhere(self, name: str, unit: nn.Module, module: nn.Module) -> Iterator[Violation]:
-        """``module``, sharded in a unit, is elsewhere too, where nobody would gather it."""
-        paths = list(self.network.named_modules(remove_duplicate=False))
-        within = tuple(path and f"{path}." for path, each in paths if each is unit)
-        for path, each in paths:
-            if each is module and not path.startswith(within):
-                yield Violation(
-                    "shared-module",
-                    f"fully_shard was called on {path}, which is in unit {name} too",
-                    "hooks of fully_shard inside a unit run around the unit while there are graphs",
-                    f"leave unit {name} out of units, or do not call fully_shard on {path} itself",
-                )
-
-    def hoists_hook(self, hook: Callable[..., Any]) -> bool:
-        return self.owns_hook(hook)
-
-    def hooks_around(self, unit: nn.Module, module: nn.Module, *, prepend: bool) -> Iterator[Undo]:
-        """Run hooks around the unit; see Note [Sharded modules in a unit].
-
-        ``prepend`` says that those before a forward pass run before the unit's own.
-        """
-        records = [record for record in module_hooks(module) if self.owns_hook(record.fn)]
-        for record in records:
-            registry = getattr(module, record.kind.value)
-            undo = partial(_put_back, registry, [*registry], record)
-            del registry[record.hook_id]
-            yield undo
-        register: dict[HookKind, Callable[..., Any]] = {
-            HookKind.FORWARD: unit.register_forward_hook,
-            HookKind.BACKWARD_PRE: unit.register_full_backward_pre_hook,
-            HookKind.BACKWARD: unit.register_full_backward_hook,
-        }
-        for record in records:
-
-            def around(_unit: nn.Module, *values: Any, fn: Any = record.fn) -> Any:
-                return fn(module, *values)
-
-            if record.kind is HookKind.FORWARD_PRE:
-                keywords = record.hook_id in module._forward_pre_hooks_with_kwargs
-                register[record.kind] = partial(
-                    unit.register_forward_pre_hook, prepend=prepend, with_kwargs=keywords
-                )
-            yield register[record.kind](around).remove
-
-    def in_buffers(self, layer: nn.Module, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
-        """Reshard a unit and put its unsharded parameters into buffers, each by its key."""
-        raise NotImplementedError
-
-    def stable_memory(self, layers: Sequence[nn.Module]) -> Undo:
-        """Let units share buffers that are not freed. They must have run at least once."""
-        buffers: dict[Any, Buffer] = {}
-        return combine_undos(undo for layer in layers for undo in self.in_buffers(layer, buffers))
-
-    def fill(self, layer: nn.Module) -> None:
-        """Gather a unit into its buffer, where its weights stay until others need the buffer."""
-        raise NotImplementedError
-
-    def hold(self, layer: nn.Module, *, sharded: bool) -> None:
-        """Set the layer's sharded or its unsharded parameters on its modules."""
-        raise NotImplementedError
-
-    def unit_hooks(self, unit: Unit) -> UnitHooks:
-        """Before each forward pass of the capture, gather the unit's weights."""
-        hooks = super().unit_hooks(unit)
-        hooks.capture_time["forward_pre_hooks"][0] = self.fill
-        return hooks
-
-    @contextmanager
-    def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """See Note [Unsharded parameters for the whole capture]."""
-        with ExitStack() as stack:
-            for layer in layers:
-                stack.callback(self.hold, layer, sharded=True)
-                self.hold(layer, sharded=False)
-            yield
-
-
-def _put_back(registry: dict[int, Any], order: Sequence[int], record: HookRecord) -> None:
-    """Add a hook in its place in this order of ids; handles refer to the registry itself."""
-    hooks = {**registry, record.hook_id: record.fn}
-    registry.clear()
-    registry.update({key: hooks.pop(key) for key in order if key in hooks})
-    registry.update(hooks)

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_cg.integrations.megatron.patches import allow_graphs_under_v2
+from megatron_cg.extensions import allow_graphs_under_v2
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 

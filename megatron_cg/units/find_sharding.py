@@ -11,11 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.errors import HookError
+from megatron_cg.extensions import sharding_by_fsdp2, sharding_by_v2
+from megatron_cg.fsdp.find_sharding import is_sharded
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp, find_megatron_fsdp
-from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2, is_sharded
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import spec_of
-from megatron_cg.units.fully_shard import FullyShard
 from megatron_cg.upstream.patch import instances, nothing_frozen
 
 
@@ -25,15 +25,16 @@ def find_sharding(model: nn.Module) -> Sharding:
     Raises:
         HookError: the model is sharded in more than one way, by torch's FSDP1, or by Megatron's
             DistributedDataParallel.
+        ExtensionMissingError: ``fully_shard`` shards it, without the extension for that.
         UpstreamChangedError: the sharding lacks a member that we rely on.
     """
     fsdp = find_megatron_fsdp(model)
     ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     shardings: list[Sharding] = [] if fsdp is None else [MegatronFsdp(fsdp)]
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        shardings.append(FullyShard(model))
+        shardings.append(sharding_by_fsdp2(model))
     if any(map(is_sharded, model.modules())):
-        shardings.append(MegatronFsdpV2(model))
+        shardings.append(sharding_by_v2(model))
     shardings += map(Unsharded, ddp)
     if len(shardings) > 1:
         names = " and ".join(sharding.name for sharding in shardings)

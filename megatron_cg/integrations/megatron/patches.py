@@ -18,7 +18,6 @@ Note [How long a helper votes]
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import inspect
 import sys
@@ -28,8 +27,6 @@ from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
 from megatron_cg import extensions
 from megatron_cg.arguments import megatron as flags
@@ -83,16 +80,7 @@ _INIT = Symbol(
 )
 _COMPILE = Symbol("megatron.core.datasets.utils:compile_helpers", "what runs make for datasets")
 _COMPILE_OF_BRIDGE = Symbol("megatron.bridge.training.initialize:compile_helpers", "the same")
-_V2: Any = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV2", None)
-_RULES_OF_V2 = Symbol(
-    "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallelV2._validate_config",
-    "v2's rules of a model",
-    parameters=("config", "ddp_config"),
-)
-RELIES_ON = (
-    *(_PARSER, _RULES, _HELPER_OF_TRAIN, _INIT, _COMPILE, _COMPILE_OF_BRIDGE),
-    *(() if _V2 is None else (_RULES_OF_V2,)),
-)
+RELIES_ON = (_PARSER, _RULES, _HELPER_OF_TRAIN, _INIT, _COMPILE, _COMPILE_OF_BRIDGE)
 _RECOMPUTES = Violation(
     "full-recompute-without-fsdp",
     "recompute_granularity full, and graphs of a model that is not under Megatron-FSDP",
@@ -207,7 +195,7 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
     """Let models that are built from now on compute as these settings say; returns the undo."""
 
     def changes() -> Iterator[Undo]:
-        yield allow_graphs_under_v2()
+        yield extensions.allow_graphs_under_v2()
         gemm, factor = given.cg_grouped_gemm, given.cg_moe_rows
         if (gemm != "te" and factor is not None) or given.cg_verify_steps:
             yield repeat_steps()
@@ -218,28 +206,6 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
             yield allow_full_recompute()
 
     return combine_undos(changes())
-
-
-def allow_graphs_under_v2() -> Undo:
-    """Let Megatron-FSDP v2 wrap models that ask for graphs of layers; returns the undo.
-
-    Inside of a graph of Megatron's own, v2's hooks would gather weights into memory that moves, so
-    it refuses such models. Here they run around the graphs, in memory that stays
-    (``fsdp/megatron_fsdp_v2.py``). Its other rules apply. Before 0.20 megatron-core has no v2.
-
-    Raises UpstreamChangedError if v2 has no such rules.
-    """
-    if _V2 is None:
-        return lambda: None
-    rules = _RULES_OF_V2.find()
-
-    def check(config: Any, ddp_config: Any, *rest: Any, **named: Any) -> None:
-        if config.cuda_graph_impl == "transformer_engine":
-            config, ddp_config = copy.copy(config), copy.copy(ddp_config)
-            config.cuda_graph_impl, ddp_config.megatron_fsdp_cuda_graph_mode = "none", False
-        rules(config, ddp_config, *rest, **named)
-
-    return set_attribute(_V2, "_validate_config", staticmethod(check))
 
 
 class _Enabled:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_cg.fastpath import install_parts, install_under_v2
 from megatron_cg.fastpath.install_parts import keep_layouts, keep_views
-from megatron_cg.fsdp.buffers import lies_in
+from megatron_cg.fully_shard.per_module import lies_in
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.upstream.symbols import Symbol
 from tests.unit.units.sharded import Network, under_v2

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
-from megatron_cg.fsdp.megatron_fsdp_v2 import unsharded_parameters
-from megatron_cg.units.fully_shard import FullyShard, own_groups
+from megatron_cg.fully_shard.fsdp2 import FullyShard, own_groups
+from megatron_cg.fully_shard.megatron_fsdp_v2 import unsharded_parameters
 from tests.unit.ranks import on_ranks
 from tests.unit.units.sharded import (
     IN_BF16,

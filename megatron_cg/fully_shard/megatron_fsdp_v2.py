@@ -38,9 +38,9 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import BufferInUseError, ConfigurationError, Violation
-from megatron_cg.fsdp.buffers import Buffer, Place, Storages, lies_in
+from megatron_cg.fsdp.find_sharding import is_sharded
 from megatron_cg.fsdp.roles import UnitHooks, fsdp_package_of, fsdp_v2
-from megatron_cg.fsdp.sharding import PerModule
+from megatron_cg.fully_shard.per_module import Buffer, PerModule, Place, Storages, lies_in
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import Undo, replace_function
@@ -69,14 +69,6 @@ RELIES_ON = (
         *("local_buffer", "get_local_tensor", "reallocate_storage", "release_storage"),
     ),
 )
-
-
-def is_sharded(module: nn.Module) -> bool:
-    kinds: tuple[Any, ...] = type(module).__mro__
-    return any(
-        kind.__name__ == "FsdpModule" and fsdp_package_of(kind.__init__) is not None
-        for kind in kinds
-    )
 
 
 class MegatronFsdpV2(PerModule):

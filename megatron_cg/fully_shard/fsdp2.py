@@ -39,8 +39,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from megatron_cg.errors import BufferInUseError, HookError, Violation
-from megatron_cg.fsdp.buffers import Buffer, Place, Storages, lies_in
-from megatron_cg.fsdp.sharding import PerModule
+from megatron_cg.fully_shard.per_module import Buffer, PerModule, Place, Storages, lies_in
 from megatron_cg.replay.borders import local
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol, changed
@@ -62,7 +61,7 @@ RELIES_ON = (
 
 
 class FullyShard(PerModule):
-    """See :class:`megatron_cg.fsdp.sharding.PerModule`.
+    """See :class:`megatron_cg.fully_shard.per_module.PerModule`.
 
     No hook of FSDP2 matters in a capture: it removes all hooks of units, and no other hooks are
     left in them; see Note [Sharded modules in a unit] in ``fsdp/sharding.py``.
