@@ -57,7 +57,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *rules_fsdp.RULES,
     *rules_scopes.RULES,
-    *extensions.expert_rules(),
+    *extensions.rules(),
     *rules_environment.RULES,
 )
 

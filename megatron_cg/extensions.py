@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_cg.arguments.rule import Rule
     from megatron_cg.backends.base import Backend
     from megatron_cg.fsdp.sharding import Sharding
+    from megatron_cg.integrations.megatron.masks import ObservedInputs
     from megatron_cg.replay.guard import Addresses, Entry, KeySet
     from megatron_cg.replay.unit import Unit
 
@@ -42,6 +43,7 @@ EXTENSIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "units": {},
     "clients": {},
     "compiled": {},
+    "recompute": {"recompute_granularity": ("full",)},
     "tape": {"cg_backend": ("tape",)},
     "tools": {"cg_record": (), "cg_report": ()},
 }
@@ -161,10 +163,11 @@ def _load(module: str) -> Any:
     return import_module(f"{_PACKAGE}.{module}") if is_installed(name) else None
 
 
-def expert_rules() -> Sequence[Rule]:
-    """What runs with experts in graphs must not have. Imports no torch."""
-    found = _load("experts.rules")
-    return found.RULES if found is not None else ()
+def rules() -> Iterator[Rule]:
+    """What runs that use an extension must not have. Imports no torch."""
+    for name in ("recompute", "experts"):
+        if (found := _load(f"{name}.rules")) is not None:
+            yield from found.RULES
 
 
 def experts_of(model: nn.Module) -> ModelExperts | None:
@@ -224,6 +227,19 @@ def allow_graphs_under_v2() -> Undo:
     """Let Megatron-FSDP v2 wrap models that ask for graphs of layers; nothing if not installed."""
     found = _load("fully_shard.models")
     return found.allow_graphs() if found is not None else lambda: None
+
+
+def allow_full_recompute() -> Undo:
+    """Let configs have full recompute and graphs. Raises ExtensionMissingError."""
+    with needed_by("recompute_granularity full with graphs"):
+        layers = import_module(f"{_PACKAGE}.recompute.layers")
+    return layers.allow_full_recompute()
+
+
+def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Undo:
+    """Move checkpoints of full recompute into layers; nothing if not installed."""
+    found = _load("recompute.layers")
+    return found.recompute_in_layers(model, inputs) if found is not None else lambda: None
 
 
 def bridge() -> Any:

@@ -30,7 +30,7 @@ LONGEST = (
     "compiled/test_loaded.py",
     "examples/test_transformers_trainer.py",
     "examples/test_standalone_transformer.py",
-    "integrations/megatron/test_full_recompute.py",
+    "recompute/test_full_recompute.py",
     "fastpath/test_gather.py",
     "compiled/test_traps.py",
     "runs/test_one_rank_failures.py",

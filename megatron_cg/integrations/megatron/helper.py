@@ -30,7 +30,7 @@ from megatron_cg.backends.te.te_backend import request_of
 from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError, Violation, say, speaking
-from megatron_cg.extensions import PeerMemory, experts_of
+from megatron_cg.extensions import PeerMemory, experts_of, recompute_in_layers
 from megatron_cg.fsdp.find_sharding import of_megatron
 from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
 from megatron_cg.integrations.call_arguments import (
@@ -39,7 +39,6 @@ from megatron_cg.integrations.call_arguments import (
     by_argument,
     require_same,
 )
-from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
 from megatron_cg.integrations.megatron.units import LayerScopes, shared_experts_idle, units_of

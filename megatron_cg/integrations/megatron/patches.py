@@ -51,7 +51,6 @@ from megatron_cg.integrations.call_arguments import (
     settings_in,
     with_settings,
 )
-from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 from megatron_cg.integrations.megatron.steps import by_optimizer, by_train_step, repeat_steps
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.telemetry import follow_log, is_recorded
@@ -203,7 +202,7 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
             by_peers = given.cg_moe_exchange == "peer"
             yield extensions.use_device_counts(gemm, rows=factor, by_peers=by_peers)
         if full_recompute:
-            yield allow_full_recompute()
+            yield extensions.allow_full_recompute()
 
     return combine_undos(changes())
 

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 
 from megatron_cg.arguments.schema import VERIFY_STEPS
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+from megatron_cg.extensions import allow_full_recompute
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tape import launch
 from megatron_cg.tape.tape_backend import TapeBackend
@@ -64,8 +64,9 @@ def train(plan: TrainingPlan, directory: Path) -> None:
     recorder = Recorder(directory)
     recorder.begin(setup_of(plan))
     try:
+        full = plan.model.options.get("recompute_granularity") == "full"
         with (
-            undone_after(allow_full_recompute()),
+            undone_after(allow_full_recompute() if full else lambda: None),
             recording(recorder),
             closing(Trainer(plan)) as trainer,
         ):

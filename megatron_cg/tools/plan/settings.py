@@ -220,7 +220,6 @@ def _gpu(
     import torch
     from megatron.core import utils
 
-    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.upstream.patch import set_attribute
 
     before = dict(os.environ)
@@ -238,7 +237,8 @@ def _gpu(
             missing = [name for name, value in vars(module).items() if value is None]
             for name in [name for name in missing if name.startswith("fused_")]:
                 undo.callback(set_attribute(module, name, lambda *_a, **_n: None))
-        undo.callback(allow_full_recompute())
+        if extensions.is_installed("recompute"):
+            undo.callback(extensions.allow_full_recompute())
         if dropless and extensions.is_installed("experts"):
             from megatron_cg.experts.install import allow_dropless_experts
 

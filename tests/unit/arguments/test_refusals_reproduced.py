@@ -14,7 +14,7 @@ from megatron.core.optimizer.qk_clip import clip_qk
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, checkpoint
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
-from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+from megatron_cg.recompute.layers import allow_full_recompute
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tape.cpu_model import build, transformer_layers
 from megatron_cg.tape.tape_backend import FreedStorageError, TapeBackend

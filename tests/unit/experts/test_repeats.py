@@ -23,8 +23,8 @@ from megatron_cg.events import StepRepeated, StepVerified, subscribers
 from megatron_cg.experts import row_bound
 from megatron_cg.experts.install import use_device_counts
 from megatron_cg.experts.row_bound import RowBound
-from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 from megatron_cg.integrations.megatron.steps import repeat_steps
+from megatron_cg.recompute.layers import allow_full_recompute
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan

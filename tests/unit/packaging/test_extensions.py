@@ -70,6 +70,7 @@ CLI = ("-m", "megatron_cg.tools.cli.main")
 USES = {
     "compiled": ("-c", "from megatron_cg import compile_together"),
     "fully_shard": ("-c", "from megatron_cg.extensions import sharding_by_v2 as s; s(None)"),
+    "recompute": ("-c", "import megatron_cg as m; m.enable(full_recompute=True)"),
     "tape": (*CLI, "align", "--backend", "tape"),
     "tools": ("-c", "from megatron_cg.extensions import command_line; command_line()"),
     "units": ("-c", "from megatron_cg import graph_units"),

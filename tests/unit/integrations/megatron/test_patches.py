@@ -16,8 +16,8 @@ from megatron_cg.__main__ import main
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.megatron import patches
-from tests.unit.integrations.megatron.test_recompute_in_layers import config
 from tests.unit.interpreted import ROOT, run
+from tests.unit.recompute.test_recompute_in_layers import config
 
 
 @pytest.fixture(autouse=True)

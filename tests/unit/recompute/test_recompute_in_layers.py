@@ -11,19 +11,19 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
-from megatron_cg.integrations.megatron import full_recompute
-from megatron_cg.integrations.megatron.full_recompute import (
+from megatron_cg.integrations.megatron.masks import ObservedInputs
+from megatron_cg.integrations.megatron.units import MegatronUnit
+from megatron_cg.recompute import layers as full_recompute
+from megatron_cg.recompute.layers import (
     allow_full_recompute,
     recompute_in_layers,
 )
-from megatron_cg.integrations.megatron.masks import ObservedInputs
-from megatron_cg.integrations.megatron.units import MegatronUnit
 from megatron_cg.tape.cpu_model import build, transformer_layers
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.megatron import capturing_flag, is_capturing
 from tests.functional.loops import GROUPS, RECOMPUTE, Run
 from tests.functional.own_loop import make_config, make_model
-from tests.unit.integrations.megatron.test_full_recompute import BLOCK, CHUNKS
+from tests.unit.recompute.test_full_recompute import BLOCK, CHUNKS
 
 
 def config(kind: Any = TransformerConfig, **changes: Any) -> Any:

@@ -10,7 +10,7 @@ Note [Where the checkpoint is]
 
     The checkpoint is torch's. Megatron's own runs nothing twice while a capture is under way
     (``tensor_parallel/random.py``, ``checkpoint``). It keeps no states of random generators, so the
-    rules refuse what draws (``arguments/rules_scopes.py``). It is the reentrant one, which needs
+    rules refuse what draws (``recompute/rules.py``). It is the reentrant one, which needs
     ``torch.autograd.backward`` without ``inputs``, as Transformer Engine calls it in a capture.
 
 Note [Which layers]
@@ -21,7 +21,7 @@ Note [Which layers]
 
     An MTP layer is recomputed by ``uniform`` alone. Megatron also recomputes
     the projection before it, which no graph holds; here that keeps its activations. One that is
-    repeated is refused (``arguments/rules_scopes.py``).
+    repeated is refused (``recompute/rules.py``).
 
 Note [Lost gradients]
     Megatron's checkpoint is an autograd function of a layer's input alone. If the input needs no

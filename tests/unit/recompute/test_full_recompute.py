@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.experts.install import use_device_counts
-from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+from megatron_cg.recompute.layers import allow_full_recompute
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tape.cpu_model import transformer_layers
 from megatron_cg.tape.tape_backend import TapeBackend

@@ -1,0 +1,1 @@
+"""``--recompute-granularity full`` with graphs."""
