@@ -47,15 +47,14 @@ class OnCpu(NativeBackend):
 
     def capture(self, request: CaptureRequest) -> Any:
         with seeing_a_gpu():
-            return super().capture(request)
+            graphs = super().capture(request)
+        self.pool = None  # The double has no allocator that could lend memory.
+        return graphs
 
     @contextmanager
     def preserved(self, callables: Any) -> Iterator[None]:
         with seeing_a_gpu(), super().preserved(callables):
             yield
-
-    def scratch(self) -> None:
-        """None: the double has no allocator that could lend memory."""
 
 
 class CudaDouble:

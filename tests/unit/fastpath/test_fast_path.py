@@ -16,6 +16,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError
 from megatron_cg.fastpath import FastPath, install
 from megatron_cg.fastpath import bucketing as gradients
+from megatron_cg.fastpath import install_parts
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.record import parameter_digests
@@ -163,6 +164,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES))
         if penalty:
             with_penalty(trainer)
+        patch.setattr(install_parts, "IdlePool", lambda _pool: backend)
         taking = gradients.GradientBucketing.take_detached
         patch.setattr(gradients.GradientBucketing, "take_detached", noted(taking, borrowed))
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
@@ -196,9 +198,7 @@ class BorrowingTape(TapeBackend):
         self.given: list[torch.Tensor] = []
         self.poisoned = 0
 
-    def scratch(self) -> Any:
-        return self
-
+    pool = (0, 1)
     borrowed_bytes = 1
 
     def still_held(self) -> int:
