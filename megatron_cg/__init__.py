@@ -15,8 +15,8 @@ from megatron_cg.extensions import needed_by
 from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from megatron_cg.clients.loop import GraphedLayers
     from megatron_cg.compiled.together import compile_together
-    from megatron_cg.integrations.megatron.loop import GraphedLayers
     from megatron_cg.integrations.megatron.patches import counters, disable, enable
     from megatron_cg.units.graphs import GraphedUnits, graph_units
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _LATER = {
-    "GraphedLayers": "megatron_cg.integrations.megatron.loop",
+    "GraphedLayers": "megatron_cg.clients.loop",
     "GraphedUnits": "megatron_cg.units.graphs",
     "compile_together": "megatron_cg.compiled.together",
     "counters": "megatron_cg.integrations.megatron.patches",

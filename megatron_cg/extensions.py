@@ -43,6 +43,7 @@ EXTENSIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "units": {},
     "clients": {},
     "compiled": {},
+    "native": {"cg_backend": ("native",)},
     "recompute": {"recompute_granularity": ("full",)},
     "tape": {"cg_backend": ("tape",)},
     "tools": {"cg_record": (), "cg_report": ()},
@@ -247,9 +248,12 @@ def bridge() -> Any:
     return _load("clients.bridge")
 
 
-def tape_backend() -> Backend:
-    """The backend without a GPU. Raises ModuleNotFoundError if it is not installed."""
-    return import_module(f"{_PACKAGE}.tape.tape_backend").TapeBackend()
+def backend(name: str) -> Backend:
+    """The backend ``"native"`` or ``"tape"``. Raises ExtensionMissingError."""
+    with needed_by(f"the backend {name}"):
+        module = import_module(f"{_PACKAGE}.{name}.{name}_backend")
+    found: Backend = getattr(module, f"{name.title()}Backend")()
+    return found
 
 
 def install_recorder(folder: str, loop: str, *, digests: bool) -> Undo:

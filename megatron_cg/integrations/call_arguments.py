@@ -161,14 +161,11 @@ def backend_of(value: Backend | BackendName | None) -> Backend:
 
     Raises:
         UpstreamChangedError: Transformer Engine is needed, and not there or without a symbol.
+        ExtensionMissingError: the extension of that name is needed, and not installed.
         CaptureError: the native backend, and there is no GPU.
     """
-    if value == "tape":
-        return extensions.tape_backend()
-    if value == "native":
-        from megatron_cg.backends.native.native_backend import NativeBackend
-
-        return NativeBackend()
+    if value in ("native", "tape"):
+        return extensions.backend(value)
     if value is None or isinstance(value, str):
         from megatron_cg.backends.te.te_backend import TransformerEngineBackend
 

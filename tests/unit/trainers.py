@@ -34,7 +34,8 @@ def evaluate(trainer: Any) -> float:
 def helper_of(trainer: Any, backend: Any, *layers: str, on_failure: Any = "error") -> Any:
     """Megatron's capture helper of a trainer, for batches of two sequences."""
     from megatron_cg.arguments.schema import GraphArguments
-    from megatron_cg.integrations.megatron.helper import FsdpHelper, new_helper
+    from megatron_cg.clients.loop import new_helper
+    from megatron_cg.integrations.megatron.helper import FsdpHelper
 
     length = trainer.plan.model.sequence_length
     given = [trainer.model], trainer.model.config, length, 2, [trainer._optimizer]

@@ -7,7 +7,6 @@ announces (``steps.py``).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -329,13 +328,6 @@ def _with_decoder(model: Any) -> Any:
         return get_attr_wrapped_model(model, "decoder", allow_none=False, return_model_obj=True)
     except RuntimeError:
         return None
-
-
-def new_helper(*args: Any, **kwargs: Any) -> Any:
-    """A ``TECudaGraphHelper`` that ``enable()`` leaves alone: it replaces the constructor."""
-    made = TECudaGraphHelper.__new__(TECudaGraphHelper)
-    inspect.unwrap(TECudaGraphHelper.__init__)(made, *args, **kwargs)
-    return made
 
 
 def in_dtype(

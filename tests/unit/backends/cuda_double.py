@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import CaptureRequest
-from megatron_cg.backends.native.native_backend import NativeBackend
+from megatron_cg.native.native_backend import NativeBackend
 from megatron_cg.tape.fakes import FakeStream, cpu_fakes, replaced
 from megatron_cg.tape.tape_backend import Pool, recording, window
 from tests.unit.backends.blocks import small

@@ -69,7 +69,7 @@ def model(one_rank: None) -> Any:
 
 
 def test_a_model_that_cannot_be_graphed_is_refused_for_every_reason(model: Any) -> None:
-    from megatron_cg.integrations.megatron.loop import GraphedLayers
+    from megatron_cg.clients.loop import GraphedLayers
 
     model.config.gradient_accumulation_fusion = True
     sizes: dict[str, Any] = {"seq_length": 16, "micro_batch_size": 2}
@@ -110,7 +110,7 @@ def test_steps_after_closing_are_eager_though_nothing_was_captured(trainer: Any)
 def test_close_undoes_what_the_helper_changed_also_after_a_failed_start(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.integrations.megatron import loop as api
+    from megatron_cg.clients import loop as api
 
     def failing(*_given: Any) -> None:
         raise MemoryError

@@ -14,9 +14,8 @@ from torch import nn
 
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError
-from megatron_cg.fastpath import FastPath, install
+from megatron_cg.fastpath import FastPath, install, install_parts
 from megatron_cg.fastpath import bucketing as gradients
-from megatron_cg.fastpath import install_parts
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.record import parameter_digests

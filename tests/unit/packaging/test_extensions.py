@@ -63,11 +63,13 @@ LINE += "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-3 --
 LINE += "--tokenizer-type NullTokenizer --vocab-size 128 --transformer-impl transformer_engine"
 EXAMPLES = {
     "experts": [{"grouped_gemm": "torch"}, {"moe_rows": 2.0}, {"moe_exchange": "peer"}],
+    "native": [{"backend": "native"}],
     "tape": [{"backend": "tape"}],
     "tools": [{"record": "somewhere"}, {"report": "somewhere"}],
 }
 CLI = ("-m", "megatron_cg.tools.cli.main")
 USES = {
+    "clients": ("-c", "from megatron_cg import GraphedLayers"),
     "compiled": ("-c", "from megatron_cg import compile_together"),
     "fully_shard": ("-c", "from megatron_cg.extensions import sharding_by_v2 as s; s(None)"),
     "recompute": ("-c", "import megatron_cg as m; m.enable(full_recompute=True)"),

@@ -5,11 +5,13 @@ For models of the standalone megatron_fsdp package see :mod:`megatron_cg.units`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
 
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from torch import nn
 
 from megatron_cg.arguments.schema import OnFailure, OnMismatch, at_least
@@ -24,7 +26,7 @@ from megatron_cg.integrations.call_arguments import (
     settings_in,
     with_settings,
 )
-from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet, new_helper
+from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet
 from megatron_cg.integrations.megatron.patches import settings_now
 from megatron_cg.integrations.megatron.steps import repeat_steps
 from megatron_cg.integrations.teardown import graphs_close_in_time
@@ -133,3 +135,10 @@ class GraphedLayers:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+def new_helper(*args: Any, **kwargs: Any) -> Any:
+    """A ``TECudaGraphHelper`` that ``enable()`` leaves alone: it replaces the constructor."""
+    made = TECudaGraphHelper.__new__(TECudaGraphHelper)
+    inspect.unwrap(TECudaGraphHelper.__init__)(made, *args, **kwargs)
+    return made

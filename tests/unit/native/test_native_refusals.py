@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import CaptureRequest, generators_of
-from megatron_cg.backends.native.native_backend import refuse
 from megatron_cg.errors import CaptureError
+from megatron_cg.native.native_backend import refuse
 from tests.unit.backends.cuda_double import Calling, CudaDouble, OnCpu, capture
 from tests.unit.backends.test_te_backend import QuantizationState, fake_te
 
