@@ -6,7 +6,7 @@ one of a model.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -15,12 +15,20 @@ from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, UnitHooks, check_hook_of_u
 from megatron_cg.hooks import HookRecord, is_idle, module_hooks
 from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
-from megatron_cg.replay.unit import Unit
+from megatron_cg.replay.unit import ReplayFunction, Unit
+from megatron_cg.upstream.patch import Undo
 
 REPLACED = (
     "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
     "first and capture again."
 )
+
+
+class OtherLeaves(Protocol):
+    """Other leaves of autograd for parameters; see ``units/other_leaves.py``."""
+
+    def held(self, *, captures: bool = True) -> AbstractContextManager[None]: ...
+    def replays(self, replay: ReplayFunction) -> Undo: ...
 
 
 class Sharding:
@@ -101,13 +109,12 @@ class Sharding:
         """
         return nullcontext()
 
-    def may_renew_accumulators(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether parameters of ``layers`` may get new gradient accumulators for a capture.
+    def other_leaves(self, layers: Sequence[nn.Module]) -> "OtherLeaves | None":
+        """What ``layers`` hold during a capture if their gradient accumulators must stay.
 
-        Otherwise modules hold other leaves meanwhile; see ``capture/guarded_capture.py``. A
-        sharding reduces gradients by hooks of its own, elsewhere.
+        None: they get new ones. A sharding reduces gradients by hooks of its own, elsewhere.
         """
-        return True
+        return None
 
     def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
         """Parameters and buffers of ``graphed`` whose addresses the layer's graph holds.

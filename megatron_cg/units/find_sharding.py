@@ -16,6 +16,7 @@ from megatron_cg.fsdp.find_sharding import is_sharded
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp, find_megatron_fsdp
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import spec_of
+from megatron_cg.units.other_leaves import OtherLeaves
 from megatron_cg.upstream.patch import instances, nothing_frozen
 
 
@@ -75,14 +76,16 @@ class Unsharded(Sharding):
         """As after ``parallelize_module``, and in torchtitan's SimpleFSDP."""
         return any(map(spec_of, module.parameters()))
 
-    def may_renew_accumulators(self, layers: Sequence[nn.Module]) -> bool:
-        """See :class:`Sharding`: not if a wrapper has its hooks on them, in the module tree or not.
+    def other_leaves(self, layers: Sequence[nn.Module]) -> OtherLeaves | None:
+        """See :class:`Sharding`: if a wrapper has its hooks on them, in the module tree or not.
 
         Nothing tells whether an accumulator has hooks. But those of one that only graphs of
         autograd hold, such as that of an old loss, end with these graphs.
         """
         trained = {p: None for module in layers for p in module.parameters() if p.requires_grad}
-        return not self._is_ddp and not any(self._may_have_hooks(p) for p in trained if p.is_leaf)
+        if self._is_ddp or any(self._may_have_hooks(p) for p in trained if p.is_leaf):
+            return OtherLeaves(layers)
+        return None
 
     def _may_have_hooks(self, parameter: nn.Parameter) -> bool:
         mark = object()

@@ -77,6 +77,15 @@ def pytest_configure(config: pytest.Config) -> None:
     multiprocessing.set_forkserver_preload(imported)
 
 
+@pytest.fixture
+def cuda() -> Iterator[Any]:
+    """The double of ``torch.cuda``."""
+    from tests.unit.backends.cuda_double import cuda_double
+
+    with cuda_double() as double:
+        yield double
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left() -> Iterator[None]:
     """A file whose tests leave graphs or changes of other packages fails itself.

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture.guarded_capture import OtherLeaves, forget_accumulators
+from megatron_cg.capture.guarded_capture import forget_accumulators
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.units.other_leaves import OtherLeaves
 
 
 def accumulator(parameter: nn.Parameter) -> Any:

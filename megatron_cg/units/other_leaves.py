@@ -1,0 +1,99 @@
+"""Other leaves of autograd for parameters whose gradient accumulators must stay.
+
+Note [DDP finds parameters by their accumulators]
+    DistributedDataParallel registers its hooks on the accumulators that parameters have when it is
+    created (torch 2.11, ``reducer.cpp``), and keeps these accumulators. They belong to the stream
+    of that moment, and their hooks count gradients. Other wrappers do the same and may not even be
+    in the module tree. So while a module of a model that is not sharded is captured or verified,
+    and somebody holds its accumulators, it holds other leaves of autograd: parameters on the same
+    memory with accumulators of their own. Replays give gradients to the parameters.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.errors import CaptureError
+from megatron_cg.replay.unit import ReplayFunction
+
+
+class OtherLeaves:
+    """Other leaves for all trainable parameters below some modules; see the note above."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        owners = {owner: None for module in modules for owner in module.modules()}
+        self._places = [
+            (owner, name, parameter)
+            for owner in owners
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        self._leaves = {parameter: _leaf(parameter) for _, _, parameter in self._places}
+        self._parameters = {leaf: parameter for parameter, leaf in self._leaves.items()}
+        self._held = False
+
+    @contextmanager
+    def held(self, *, captures: bool = True) -> Iterator[None]:
+        """Modules hold the leaves inside the block.
+
+        Raises CaptureError if it ``captures``, and a pass uses a parameter itself or moves a leaf.
+        """
+        with ExitStack() as undo:
+            for owner, name, parameter in self._places:
+                if owner._parameters.get(name) is not parameter:
+                    continue  # Replaced since, and not the graph's.
+                undo.callback(setattr, owner, name, parameter)
+                setattr(owner, name, self._leaves[parameter])
+                if captures:
+                    refuse = partial(_used_itself, f"{type(owner).__name__}.{name}")
+                    undo.callback(parameter.register_hook(refuse).remove)
+            self._held = True
+            undo.callback(setattr, self, "_held", False)
+            yield
+            for owner, name, parameter in self._places if captures else ():
+                if self._leaves[parameter].data_ptr() != parameter.data_ptr():
+                    raise CaptureError(
+                        f"{type(owner).__name__} moves {name} to other memory in its forward pass, "
+                        "so a graph of it under DistributedDataParallel would not see what the "
+                        "optimizer changes. Leave the unit out of graph_units."
+                    )
+
+    def replays(self, replay: ReplayFunction) -> Callable[[], None]:
+        """Make a graph give its gradients to leaves while they are held, else to parameters.
+
+        Returns the undo.
+        """
+        function, first = replay.function, replay.first_weight
+
+        def apply(*args: Any) -> Any:
+            places = self._leaves if self._held else self._parameters
+            return function.apply(*args[:first], *(places.get(one, one) for one in args[first:]))
+
+        on_these = SimpleNamespace(
+            apply=apply, forward=function.forward, backward=function.backward
+        )
+        return replay.replace(on_these)
+
+
+def _leaf(parameter: nn.Parameter) -> nn.Parameter:
+    made: Any = nn.Parameter(parameter.detach())
+    kind = type(parameter)
+    if type(made) is not kind and issubclass(kind, nn.Parameter):
+        # As Parameter makes itself. A forward pass may ask for the class.
+        made = torch.Tensor._make_subclass(kind, parameter.detach(), True)
+    vars(made).update(vars(parameter))
+    leaf: nn.Parameter = made
+    return leaf
+
+
+def _used_itself(label: str, _gradient: torch.Tensor) -> None:
+    raise CaptureError(
+        f"{label} is used through another reference than the attribute of its module, so its "
+        "gradient cannot be captured under DistributedDataParallel. Use the attribute in forward, "
+        "or leave the unit out of graph_units."
+    )
