@@ -152,8 +152,7 @@ def needed_by(what: str) -> Iterator[None]:
 def command_line() -> int:
     """The command ``megatron-cg``, if it is installed."""
     try:
-        with needed_by("megatron-cg"):
-            return import_module(f"{_PACKAGE}.tools.cli.main").main()
+        return _needed("tools.cli.main", "megatron-cg").main()
     except ExtensionMissingError as error:
         sys.exit(str(error))
 
@@ -162,6 +161,12 @@ def _load(module: str) -> Any:
     """A module of an extension, or None if that is not installed."""
     name = module.partition(".")[0]
     return import_module(f"{_PACKAGE}.{module}") if is_installed(name) else None
+
+
+def _needed(module: str, what: str) -> Any:
+    """A module of an extension that ``what`` needs. Raises ExtensionMissingError."""
+    with needed_by(what):
+        return import_module(f"{_PACKAGE}.{module}")
 
 
 def rules() -> Iterator[Rule]:
@@ -179,7 +184,7 @@ def experts_of(model: nn.Module) -> ModelExperts | None:
 
 def use_device_counts(gemm: str, *, rows: float | None, by_peers: bool) -> Undo:
     """Let models built from now on have dropless experts; see ``experts/install.py``."""
-    install = import_module(f"{_PACKAGE}.experts.install")
+    install = _needed("experts.install", "one kernel for all experts")
     bound = None if rows is None else install.RowBound(rows)
     return install.use_device_counts(bound, by_peers=by_peers, gemm=gemm)
 
@@ -212,16 +217,13 @@ def observe_code(
 
 def sharding_by_v2(model: nn.Module) -> Sharding:
     """The sharding of a model by Megatron-FSDP v2. Raises ExtensionMissingError."""
-    with needed_by("a model under Megatron-FSDP v2"):
-        module = import_module(f"{_PACKAGE}.fully_shard.megatron_fsdp_v2")
-    return module.MegatronFsdpV2(model)
+    what = "a model under Megatron-FSDP v2"
+    return _needed("fully_shard.megatron_fsdp_v2", what).MegatronFsdpV2(model)
 
 
 def sharding_by_fsdp2(model: nn.Module) -> Sharding:
     """The sharding of a model by torch's FSDP2. Raises ExtensionMissingError."""
-    with needed_by("a model under FSDP2"):
-        module = import_module(f"{_PACKAGE}.fully_shard.fsdp2")
-    return module.FullyShard(model)
+    return _needed("fully_shard.fsdp2", "a model under FSDP2").FullyShard(model)
 
 
 def allow_graphs_under_v2() -> Undo:
@@ -232,9 +234,8 @@ def allow_graphs_under_v2() -> Undo:
 
 def allow_full_recompute() -> Undo:
     """Let configs have full recompute and graphs. Raises ExtensionMissingError."""
-    with needed_by("recompute_granularity full with graphs"):
-        layers = import_module(f"{_PACKAGE}.recompute.layers")
-    return layers.allow_full_recompute()
+    what = "recompute_granularity full with graphs"
+    return _needed("recompute.layers", what).allow_full_recompute()
 
 
 def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Undo:
@@ -250,13 +251,11 @@ def bridge() -> Any:
 
 def backend(name: str) -> Backend:
     """The backend ``"native"`` or ``"tape"``. Raises ExtensionMissingError."""
-    with needed_by(f"the backend {name}"):
-        module = import_module(f"{_PACKAGE}.{name}.{name}_backend")
-    found: Backend = getattr(module, f"{name.title()}Backend")()
-    return found
+    module = _needed(f"{name}.{name}_backend", f"the backend {name}")
+    return getattr(module, f"{name.title()}Backend")()
 
 
 def install_recorder(folder: str, loop: str, *, digests: bool) -> Undo:
     """Record the run of this process, in ``loop`` ``"megatron"`` or ``"bridge"``."""
-    record = import_module(f"{_PACKAGE}.tools.record.record")
+    record = _needed("tools.record.record", "a record of the run")
     return record.install_recorder(folder, loop, digests=digests)

@@ -202,6 +202,9 @@ class Backend:
     pool: tuple[int, int] | None = None
     """The CUDA memory pool of the graphs, once they are captured."""
 
+    numerics = staticmethod(fp8_recipe)
+    """What the backend's kernels follow besides torch's modes."""
+
     def capture(self, request: CaptureRequest) -> tuple[Callable[..., Any], ...]:
         """Warm the callables up and capture them. A graph's ``reset()`` releases it."""
         raise NotImplementedError
@@ -217,9 +220,6 @@ class Backend:
     def synchronize(self) -> None:
         """Wait until no graph is replaying: a replaying graph must not be destroyed."""
         torch.cuda.synchronize()
-
-    def numerics(self) -> Any:
-        return fp8_recipe()
 
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
         """What :meth:`numerics` must return when the callable replays; see CaptureRequest."""
