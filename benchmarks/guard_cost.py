@@ -18,12 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.tape.launch import run_processes
 from megatron_cg.telemetry import counts_text
+from megatron_cg.tools.align.run import table
 from megatron_cg.tools.cli.main import positive
 
 REPEATS = 50
@@ -114,12 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = Path(folder) / "costs.json"
         run_processes(partial(_measure_all, path, args.calls), 1)
         costs: dict[str, Costs] = json.loads(path.read_text(encoding="utf-8"))
-    table = Table("clause", title="Rows of a table, ns, least of 50")
-    for name in MODELS:
-        table.add_column(name, justify="right")
+    print("Rows of a table, ns, least of 50")
+    rows = [["clause", *MODELS]]
     for clause in costs[MODELS[0]]:
-        table.add_row(clause, *(f"{costs[name][clause]:,.0f}" for name in MODELS))
-    Console().print(table)
+        rows.append([clause, *(f"{costs[name][clause]:,.0f}" for name in MODELS)])
+    print(table(rows))
     return 0
 
 

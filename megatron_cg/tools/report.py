@@ -11,8 +11,7 @@ from typing import Any
 
 from megatron_cg.files import whole_file
 from megatron_cg.tools.align import compare as align
-from megatron_cg.tools.align.run import EAGER, GRAPHS
-from megatron_cg.tools.bench.bench_command import table
+from megatron_cg.tools.align.run import EAGER, GRAPHS, table
 from megatron_cg.tools.record import read_record
 
 _ROWS = 24

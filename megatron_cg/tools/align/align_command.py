@@ -6,26 +6,21 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 from packaging.version import Version
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
-from megatron_cg.tools.align.compare import EXIT_CODES, IDENTICAL, Comparison, Outcome
+from megatron_cg.tools.align.compare import EXIT_CODES, Comparison, Outcome
 from megatron_cg.tools.align.presets import Preset, load_preset
 from megatron_cg.upstream.symbols import installed_version
 
 _SHOWN_SHARDS = 5
-_DIFFER = "[bold red]differ[/]"
 _NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
 
 
@@ -52,7 +47,7 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
         print(f"preset {preset.name}: {preset.description}", flush=True)
         outcome = run.run_and_compare(runs, args.timeout)
     notice = _NOTICE if backend == TAPE else ""
-    print_report(Console(emoji=False), f"{preset.name} on {backend}", outcome, notice)
+    print_report(f"{preset.name} on {backend}", outcome, notice)
     if args.work_dir is not None and outcome.graphed is not None:
         print(f"what it recorded: megatron-cg report {shlex.quote(str(args.work_dir))}")
     return outcome.comparison
@@ -138,35 +133,25 @@ def _on_tape(
     return runs
 
 
-def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
+def print_report(title: str, outcome: Outcome, notice: str = "") -> None:
     from megatron_cg.telemetry import counts_text  # It imports torch.
 
     comparison, different = outcome.comparison, outcome.comparison.different_shards
-    plain = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if outcome.log_tail:
-        console.print("[bold]From its log[/bold]")
-        plain(outcome.log_tail)
+        print(f"From its log\n{outcome.log_tail}")
     if comparison.values:
-        console.print(_table(title, comparison))
+        print(f"{title}\n{run.table([*_rows(comparison)])}")
     if comparison.shards:
-        console.print(
-            f"parameter shards, all ranks: {comparison.shards}, different: {len(different)}"
-        )
-        for name in different[:_SHOWN_SHARDS]:
-            plain(f"  differs: {name}")
+        print(f"parameter shards, all ranks: {comparison.shards}, different: {len(different)}")
+        print(*(f"  differs: {name}\n" for name in different[:_SHOWN_SHARDS]), sep="", end="")
     if comparison.graphs:
-        console.print(f"graphs, all ranks: {counts_text(comparison.graphs)}", soft_wrap=True)
-    colour = "green" if comparison.status == IDENTICAL else "red"
+        print(f"graphs, all ranks: {counts_text(comparison.graphs)}")
     reason = f": {comparison.reason}" if comparison.reason else ", to the last bit"
-    reason += f" ({notice})" if notice else ""
-    console.print(f"[bold {colour}]{comparison.status.upper()}[/]{escape(reason)}", soft_wrap=True)
+    print(f"{comparison.status.upper()}{reason}{f' ({notice})' if notice else ''}")
 
 
-def _table(title: str, comparison: Comparison) -> Table:
-    table = Table("step", "what", title=escape(title))
-    for column in ("eager", "with graphs", "difference"):
-        table.add_column(column, justify="right")
-    table.add_column("bits")
+def _rows(comparison: Comparison) -> Iterator[list[str]]:
+    yield ["step", "what", "eager", "with graphs", "difference", "bits"]
     for value in comparison.values:
         if value.rank == 0 or not value.same:
             name = value.name if value.rank == 0 else f"{value.name} (rank {value.rank})"
@@ -174,6 +159,5 @@ def _table(title: str, comparison: Comparison) -> Table:
                 "absent" if text is None else f"{float.fromhex(text):.9g}"
                 for text in (value.eager, value.graphed)
             ]
-            result = ("0", "same") if value.same else (f"{value.difference:.3e}", _DIFFER)
-            table.add_row(str(value.step), escape(name), *numbers, *result)
-    return table
+            result = ("0", "same") if value.same else (f"{value.difference:.3e}", "differ")
+            yield [str(value.step), name, *numbers, *result]

@@ -355,3 +355,10 @@ def log_tail(log: str) -> str:
     lines = log.splitlines()
     end = next((n for n, line in enumerate(lines) if _TORCHRUN.match(line)), len(lines))
     return "\n".join(lines[max(0, end - _TAIL) : end])
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)

@@ -376,7 +376,7 @@ def print_results(results: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {found}" for name, found in here["versions"].items() if found)
     print(f"\n{kinds}, driver {here['driver']}; {versions}\n")
     if results["summary"]:
-        print(table(_rows(results)))
+        print(align.table(_rows(results)))
     for run in results["runs"]:
         if run["error"]:
             print(f"\n{run['configuration']} failed in round {run['round']}: {run['error']}")
@@ -400,10 +400,3 @@ def _rows(results: dict[str, Any]) -> list[list[str]]:
         what = f"{name}: {CONFIGURATIONS[name].title}", of_runs[name] or "-"
         rows.append([*what, f"{found['ms']:.1f}", f"{low:.1f} to {high:.1f}", *cells.values()])
     return rows
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)

@@ -157,6 +157,8 @@ COMMANDS = {command.__name__: command for command in _MODULES}
 
 
 def invoke(command: str, args: argparse.Namespace, extra: Sequence[str]) -> int:
+    if command in ("doctor", "plan") and sys.stderr.isatty():
+        print("importing torch and Megatron, which takes some seconds", file=sys.stderr)
     module = importlib.import_module(f"megatron_cg.tools.{_MODULES[COMMANDS[command]]}")
     return int(module.invoke(args, extra))
 
@@ -176,8 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # Here, so that a full disk or a reader that has gone is seen.
     except BaseException as error:
-        # rich raises SystemExit when the reader is gone.
-        if BrokenPipeError in (type(error), type(error.__context__)):
+        if isinstance(error, BrokenPipeError):
             return NO_READER
         if isinstance(error, SystemExit):
             raise

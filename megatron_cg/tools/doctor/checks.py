@@ -33,8 +33,6 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
-from rich.console import Console
-from rich.text import Text
 
 from megatron_cg.arguments import rules_environment, schema
 from megatron_cg.arguments.rule import Configuration
@@ -279,17 +277,15 @@ CHECKS: dict[Callable[[System], Iterable[Finding]], str] = {
 }
 """Each check, and the stage without which there is nothing to check."""
 _OF_GPUS = (driver, libraries, variables)
-_STYLE = {Level.WARNING: "yellow", Level.ERROR: "bold red"}
 
 
 def invoke(args: Namespace, _extra: Sequence[str]) -> int:
-    with Console(stderr=True).status("checking, which takes some seconds"):
-        here = System(run_probe(args.backend, os.environ), args.backend, os.environ)
-        findings = examine(here)
+    here = System(run_probe(args.backend, os.environ), args.backend, os.environ)
+    findings = examine(here)
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
-        print_report(Console(highlight=False), here, findings)
+        print_report(here, findings)
     return 0 if can_run(findings) else 1
 
 
@@ -312,24 +308,22 @@ def can_run(findings: Iterable[Finding]) -> bool:
     return all(finding.level is not Level.ERROR for finding in findings)
 
 
-def print_report(console: Console, system: System, findings: Sequence[Finding]) -> None:
+def print_report(system: System, findings: Sequence[Finding]) -> None:
     """What is wrong and what to type, then the facts, a line for each check."""
     what = "the comparison on the CPU tape" if system.backend == schema.TAPE else "CUDA graphs"
     errors = sum(finding.level is Level.ERROR for finding in findings)
     things = "thing prevents" if errors == 1 else "things prevent"
-    verdict = f"{errors} {things} {what} here" if errors else f"{what} can run here"
-    text = Text(f"{verdict}\n", style="bold red" if errors else "green")
+    print(f"{errors} {things} {what} here" if errors else f"{what} can run here")
     facts: dict[str, list[str]] = {}
     for finding in findings:
         if finding.level is Level.OK:
             facts.setdefault(finding.check, []).append(finding.found)
             continue
-        text.append(f"\n{finding.level}", style=_STYLE[finding.level])
-        text.append(f"  {finding.check}: {finding.found}\n  why:  {finding.why}\n", style="default")
-        text.append(f"  type: {finding.remedy}\n" if finding.remedy else "", style="bold")
+        print(f"\n{finding.level}  {finding.check}: {finding.found}\n  why:  {finding.why}")
+        if finding.remedy:
+            print(f"  type: {finding.remedy}")
     for check, found in facts.items():
-        text.append(f"\n{check:10}", style="cyan").append(" " + ", ".join(found), style="default")
-    console.print(text, soft_wrap=True)
+        print(f"\n{check:10} {', '.join(found)}")
 
 
 _FAMILIES = {"cuDNN": "libcudnn", "NCCL": "libnccl.", "cuBLAS": "libcublas"}

@@ -10,8 +10,6 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from megatron_cg.errors import ranged
 from megatron_cg.tools.launch_line import LaunchLine, read_line
 from megatron_cg.tools.plan.edit import LAUNCHER, Edited, edit, gib
@@ -29,8 +27,7 @@ _FEWER = "Capture fewer layers, as with --cg-layers attn:0-15, or leave scopes o
 
 def invoke(args: Namespace, extra: Sequence[str]) -> int:
     line, room = read_line(extra), int(args.gpu_memory * _USABLE * 2**30)
-    with Console(stderr=True).status("reading Megatron's rules, which takes some seconds"):
-        plan = edit(line, room, args.gpus)
+    plan = edit(line, room, args.gpus)
     sys.stdout.write(f"{json.dumps(facts_of(plan))}\n" if args.json else text_of(plan))
     return 0 if plan.accepted else 1
 

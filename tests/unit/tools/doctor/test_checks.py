@@ -161,7 +161,7 @@ def test_what_a_framework_lacks_is_said_and_installed_beside_the_same_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after ``pip install --no-deps``: a folder of metadata, and nothing of what it requires."""
-    needs = ("numpy>=99", "absent>1", "rich", "torch<2", "gone; extra == 'all'")
+    needs = ("numpy>=99", "absent>1", "einops", "torch<2", "gone; extra == 'all'")
     (folder := tmp_path / "torchtitan-0.3.0.dist-info").mkdir()
     (folder / "METADATA").write_text("\n".join(f"Requires-Dist: {one}" for one in needs))
     monkeypatch.syspath_prepend(tmp_path)
