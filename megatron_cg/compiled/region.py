@@ -49,13 +49,7 @@ Capability = tuple[int, int] | None
 
 _GROUPS = {
     role: Symbol(f"megatron.core.parallel_state:get_{name}_group", f"the group {role}")
-    for role, name in (
-        ("tp", "tensor_model_parallel"),
-        ("cp", "context_parallel"),
-        ("ep", "expert_model_parallel"),
-        ("etp", "expert_tensor_parallel"),
-        ("tp-ep", "expert_tensor_and_model_parallel"),
-    )
+    for role, name in (("tp", "tensor_model_parallel"), ("cp", "context_parallel"))
 }
 
 _PACKAGES = ("megatron-core", "megatron-fsdp")
@@ -229,7 +223,7 @@ class Region:
     """Positional arguments of one call. Shapes, strides and dtypes are fixed by them."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    """The process groups of the module's collectives by role, such as ``tp`` or ``ep``."""
+    """The process groups of the module's collectives by role, such as ``tp``."""
     config: Any = None
     """What the module was built from: a dataclass, such as Megatron's TransformerConfig, or a
     mapping. All its fields are part of the fingerprint."""

@@ -101,8 +101,7 @@ def traceable() -> Iterator[None]:
         values |= {one: _FUNCTIONS[one] for one in _FUNCTIONS if one.unknown_body() is None}
         for symbol, value in values.items():
             owner, name = symbol.place()
-            is_static = isinstance(vars(owner).get(name), staticmethod)
-            undo.callback(set_attribute(owner, name, staticmethod(value) if is_static else value))
+            undo.callback(set_attribute(owner, name, value))
         yield
 
 
@@ -145,16 +144,6 @@ _scatter_first = _mapping(
 )
 
 
-def _all_to_all(ctx: Any, group: Any, rows: torch.Tensor, *options: Any) -> torch.Tensor:
-    """With ``options`` (output split sizes, input split sizes, whether on NCCL's stream)."""
-    ctx.group = group
-    ctx.output_split_sizes, ctx.input_split_sizes, ctx.use_nccl_stream = (*options, False)[:3]
-    if group.size() == 1:
-        return rows
-    sizes = ctx.output_split_sizes, ctx.input_split_sizes
-    return functional.all_to_all_single(rows.contiguous(), *sizes, group)
-
-
 def _fresh_memory(
     _buffer: Any, shape: Any, dtype: torch.dtype, _name: str, _context: Any = None
 ) -> torch.Tensor:
@@ -171,7 +160,6 @@ _FUNCTIONS = {
         (_reduce, f"{_MAPPINGS}:_reduce", "354fa3ca19004b07"),
         (_gather_first, f"{_MAPPINGS}:_gather_along_first_dim", "a4e3ac604c4824f4"),
         (_scatter_first, f"{_MAPPINGS}:_reduce_scatter_along_first_dim", "b16fab690c1237cd"),
-        (_all_to_all, f"{_MAPPINGS}:_AllToAll.forward", "11b09017a57255c0"),
         (_fresh_memory, "megatron.core.utils:GlobalMemoryBuffer.get_tensor", "517236bbbf6756e2"),
         (_no_fork, f"{_RANDOM}:CudaRNGStatesTracker.fork", "b6ca8a68776218dc"),
     )
@@ -268,7 +256,7 @@ def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) ->
             raise PrecompileError(
                 f"{place_of(node)} runs {node.target} on a process group that the region does not "
                 f"name. Its roles are {', '.join(sorted(roles.values())) or 'none'}: add the group "
-                "to Region.groups"
+                "to Region.groups, or leave this module out of the region"
             )
         rename(node, {group: roles[group]})
     graph_module.recompile()

@@ -51,18 +51,6 @@ def config(**options: Any) -> Any:
     return TransformerConfig(**{**fields, **options})
 
 
-def expert_block(device: str = "meta", seed: int = 5) -> Region:
-    """Router, all-to-all, experts, combine, at static capacity."""
-    settings = config(expert_model_parallel_size=2, **MOE, **STATIC)
-    block = local_layer(settings, device).mlp
-    groups = megatron_groups()
-    with torch.no_grad():
-        # Otherwise experts of all ranks are the same, and the router has no gradient.
-        for weight in block.experts.parameters():
-            weight.mul_(1 + groups["ep"].rank() / 4)
-    return Region(block, (hidden_states(settings, device, seed),), {}, groups, settings)
-
-
 def with_groups(settings: Any, device: str) -> None:
     """Make Megatron's groups, and seed the weights, which are the same in each process."""
     from megatron.core import parallel_state
@@ -203,7 +191,6 @@ def of(body: Callable[..., Any], **options: Any) -> Callable[[], Region]:
 REGIONS: dict[str, Callable[..., Region]] = {
     "layer": transformer_layer,
     "mlp": sequence_parallel_mlp,
-    "experts": expert_block,
 }
 """By the name of their artifact."""
 
