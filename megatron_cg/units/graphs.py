@@ -358,7 +358,14 @@ class GraphedUnits:
         pairs = zip(units, samples, strict=True)
         names = {unit.name: [*unit.inputs, *named] for unit, (_, named) in pairs}
         found = session.mismatches.mismatched_in_backward
-        later = Later(self._observer.sums.seen, names, graphs[0].in_flight.nodes, found)
+        watched = {unit.name: unit for unit in units}
+        later = Later(
+            self._observer.sums.seen,
+            names,
+            graphs[0].in_flight.nodes,
+            lambda unit: watched[unit].watched,
+            found,
+        )
         session.on_close(later.observe())
         return session
 

@@ -37,7 +37,7 @@ from megatron_cg.units.observe import (
     not_recomputed,
     results_of,
 )
-from megatron_cg.units.sums import Autocast
+from megatron_cg.units.sums import Autocast, Watched
 from megatron_cg.upstream.patch import combine_undos, replace_function
 
 
@@ -122,6 +122,10 @@ class ModuleUnit(Unit):
         super().__init__(name, module, tuple(module.modules()), inputs=seen.form.names)
         self._eager: Callable[..., Any] = module.forward
         self._form, self._seen, self._backward = seen.form, seen, backward
+        self._used = [key for key, one in seen.gradients.items() if one.inside is not None]
+        """The results that it uses itself, as in :func:`results_of`."""
+        self.watched: list[Watched] = []
+        """Those of the last replay."""
         self._gradients = Gradients()
         self._results: Results | None = None
         """The form of the passes of the capture."""
@@ -214,6 +218,12 @@ class ModuleUnit(Unit):
         form = [marked(leaf) for leaf in leaves]
         return Results(form, spec, {p: marked(t) for p, t in attributes.items()}, layouts), tensors
 
+    def _used_of(self, value: Any) -> list[torch.Tensor]:
+        """The results of a pass that the unit uses itself, if they have a gradient."""
+        places = {p: vars(p[0])[p[1]] for p in self._used if not isinstance(p, int)}
+        made = dict(results_of(in_parts(value), places))
+        return [made[key] for key in self._used if made[key].requires_grad]
+
     def _counts(self) -> list[tuple[int, int]]:
         """Which gradients its weights have, and how often these were written."""
         grads = (weight.grad for weight in self.layer.parameters())
@@ -245,7 +255,9 @@ class ModuleUnit(Unit):
                 if (mismatch := graph.forbids(inputs, by_name)) is not None:
                     return mismatch
                 made = graph.replay(inputs, by_name)
-                return results.rebuild(made, self._form.by_name(inputs, by_name))
+                value = results.rebuild(made, self._form.by_name(inputs, by_name))
+                self.watched = list(map(Watched, self._used_of(value))) if self._used else []
+                return value
 
             return mismatch or not_recomputed() or graph.out_of_order() or replay
 

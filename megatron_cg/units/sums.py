@@ -219,19 +219,15 @@ class Sums:
             yield from one.observe(users.get(edge, ()))
 
 
-class _UsedInside:
-    """A result that a unit uses itself: its gradient from uses outside, and whether it is read."""
+class Watched:
+    """A result that a unit uses itself, whose gradient may be read outside."""
 
-    def __init__(self, unit: str, noted: Noted, last: int) -> None:
-        self.unit, self._notes, self._last = unit, noted.from_outside, last
-        tensor = noted.tensor
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._edge = ref(tensor), _edge(tensor)
         tensor.register_hook(lambda _: None).remove()
         self._hooks: Mapping[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
         """Those of its value now; torch gives a tensor that is written to new ones."""
         self._own = set(self._hooks)
-        self._sum: tuple[torch.Tensor, Any] | None = None
-        """Like the gradient so far, without memory, and its spec."""
 
     def is_read(self) -> bool:
         """Whether the gradient is read or hooked outside."""
@@ -241,6 +237,16 @@ class _UsedInside:
         # FSDP2 has hooks on all that its modules return, and reads no gradient there.
         hooks = [hook for key, hook in self._hooks.items() if key not in self._own]
         return any("torch.distributed" not in str(hook) for hook in hooks)
+
+
+class _UsedInside(Watched):
+    """And its gradient from uses outside, in the steps before capture."""
+
+    def __init__(self, unit: str, noted: Noted, last: int) -> None:
+        super().__init__(noted.tensor)
+        self.unit, self._notes, self._last = unit, noted.from_outside, last
+        self._sum: tuple[torch.Tensor, Any] | None = None
+        """Like the gradient so far, without memory, and its spec."""
 
     def observe(self, users: Iterable[Any]) -> Iterator[Undo]:
         """Add up what uses outside of the unit pass on, until this is undone."""
@@ -278,7 +284,7 @@ class Later:
 
     It looks at all nodes of autograd, so only if there are others between the replays, or behind
     the last ones, and in each fiftieth pass. ``inputs`` are those of each unit's graph, in its
-    order; ``waiting`` returns the nodes of replays by unit.
+    order; ``waiting`` returns the nodes of replays by unit, and ``watched`` what they returned.
     """
 
     def __init__(
@@ -286,9 +292,11 @@ class Later:
         seen: Mapping[str, _Call],
         inputs: Mapping[str, Sequence[str]],
         waiting: Callable[[], Mapping[str, Any]],
+        watched: Callable[[str], Iterable[Watched]],
         found: Callable[[Mismatch, str], None],
     ) -> None:
         self._seen, self._inputs, self._waiting, self._found = seen, inputs, waiting, found
+        self._watched = watched
         self._last = self._passes = 0
         self._fine: set[tuple[Any, ...]] = set()
 
@@ -325,6 +333,9 @@ class Later:
                 node = node.next_functions[0][0]
             unit = replays.get(node, "")
             if unit in self._seen and self._seen[unit].uses_results:
+                self._refuse(_READ, unit)
+        for unit in replays.values():
+            if any(one.is_read() for one in self._watched(unit)):
                 self._refuse(_READ, unit)
         self._passes += 1
         if key not in self._fine or self._passes % 50 == 0:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, ReplayMismatchError
 from tests.unit.ranks import on_ranks
 from tests.unit.units.plain import (
     REPLAYED,
@@ -221,6 +221,11 @@ def _retained(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.
     return loss + hidden.grad.sum()
 
 
+def _retained_once(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    hidden.retain_grad()
+    return backward(loss)
+
+
 def _taken(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
     return backward(loss) + gradient.sum()
@@ -250,6 +255,24 @@ def test_who_asks_for_the_gradient_of_a_result_that_a_unit_uses_gets_all_of_it(a
 
     of_training = (lambda: nn.ModuleList([Skip()]), microbatch)
     assert_as_eager({"captured": 0}, *of_training, on_failure="eager")
+
+
+@pytest.mark.parametrize("asks", [_doubled, _retained_once])
+def test_who_asks_for_it_after_the_capture_is_told(asks: Any) -> None:
+    """Its replay has the gradient from outside alone."""
+
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        hidden, x = run.model[0](x)
+        loss = x.square().mean() + hidden.mean() * 3
+        asked: torch.Tensor = asks(run, hidden, loss) if run.step > WARMUP else backward(loss)
+        return asked.detach()
+
+    refused(
+        ReplayMismatchError,
+        "a result that it also uses itself, whose gradient is read or hooked outside",
+        lambda: nn.ModuleList([Skip()]),
+        microbatch,
+    )
 
 
 class Through(Unit):
