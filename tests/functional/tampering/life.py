@@ -13,12 +13,7 @@ import torch
 from megatron_cg.capture import session
 from megatron_cg.events import Event, GraphsDeleted, subscribers
 from megatron_cg.telemetry import note
-from tests.functional.tampering.places import (
-    ForcedError,
-    before_capture,
-    before_steps,
-    rank,
-)
+from tests.functional.tampering.places import ForcedError, before_capture, before_steps, rank
 
 LAST = 1
 """The rank to which things happen that happen to one only."""

@@ -9,77 +9,18 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron.core.models import backends
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.qk_clip import clip_qk
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, checkpoint
-from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
 from megatron_cg.recompute.layers import allow_full_recompute
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.tape.cpu_model import build, transformer_layers
+from megatron_cg.tape.cpu_model import transformer_layers
 from megatron_cg.tape.tape_backend import FreedStorageError, TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.megatron import capturing_flag, is_capturing
 from tests.functional.loops import RECOMPUTE
 from tests.unit.counted import expect
 from tests.unit.trainers import trainer_of
-
-TOKENS = 16
-
-
-def before_its_step(shape: Any, **options: Any) -> tuple[Any, Any]:
-    """A model under Megatron-FSDP with gradients, and Megatron's optimizer that is to use them."""
-
-    model = build(shape)
-    config = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, **options)
-    optimizer = get_megatron_optimizer(config, [model])
-    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
-    mask = ~torch.tril(torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool))
-    loss = model(tokens, torch.arange(TOKENS)[None], mask, labels=tokens)
-    optimizer.scale_loss(loss.float().sum()).backward()
-    model.module.finish_grad_sync()
-    return model, optimizer
-
-
-@pytest.mark.refuses("implementation")
-def test_local_graphs_refuse_the_hooks_of_megatron_fsdp(dense_model: Any) -> None:
-
-    layer: Any = transformer_layers(dense_model)[0]
-    manager = object.__new__(CudaGraphManager)
-    with pytest.raises(AssertionError, match="user registered pre-forward hooks"):
-        manager.call_ddp_preforward_hook(layer)
-    assert not any(hasattr(weight, "main_grad") for weight in layer.parameters())
-
-
-@pytest.mark.refuses("optimizer-graph")
-def test_the_optimizers_step_begins_a_gather_that_the_next_pass_waits_for(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = before_its_step(CpuModelConfig(layers=1, bf16=False), clip_grad=0.0)
-    own, gathers = model.module.all_gather_and_wait_parameters_ready, list[dict[str, Any]]()
-
-    def gather(**named: Any) -> None:
-        gathers.append(named)
-        own(**named)
-
-    monkeypatch.setattr(model.module, "all_gather_and_wait_parameters_ready", gather)
-    optimizer.step()
-    (named,) = gathers
-    assert named["prefetch"] and not named["wait_bucket_ready"]
-    pipeline = model.module.all_gather_pipeline
-    assert {status.name for status in pipeline.bucket_status.values()} >= {"COMMUNICATING"}
-
-
-@pytest.mark.refuses("fp16")
-def test_unscaling_needs_the_gradients_of_all_parameters(one_rank: None) -> None:
-    options = {"fp16": True, "params_dtype": torch.float16}
-    shape = CpuModelConfig(layers=1, bf16=False, options=options)
-    scales: Any = {"initial_loss_scale": 8.0, "min_loss_scale": 1.0}
-    _, optimizer = before_its_step(shape, fp16=True, **scales)
-    optimizer.get_parameters()[0].grad = None  # as of a parameter that another rank has
-    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'data'"):
-        optimizer.step()
-
 
 KEPT: list[torch.Tensor] = []
 """Largest logits that a test lets nobody free."""
@@ -131,26 +72,6 @@ def test_a_replay_leaves_no_largest_logits(
         assert largest() == 0.0
         if kept:
             expect(session.counters, replayed=2, mismatched=0)
-
-
-def grouped(dtype: torch.dtype, **options: Any) -> torch.Tensor:
-    """torch's grouped GEMM on the meta device, whose checks are those of the GPU's kernel."""
-    rows = torch.empty(32, 16, dtype=dtype, device="meta")
-    weights = torch.empty(2, 16, 16, dtype=dtype, device="meta").transpose(-1, -2)
-    ends = torch.empty(2, dtype=torch.int32, device="meta")
-    found: torch.Tensor = torch._grouped_mm(rows, weights, ends, **options)
-    return found
-
-
-@pytest.mark.refuses("grouped-gemm")
-def test_torchs_grouped_gemm_takes_bfloat16_without_a_bias() -> None:
-    assert grouped(torch.bfloat16).dtype is torch.bfloat16
-    for dtype in (torch.float32, torch.float16, torch.float8_e4m3fn):
-        with pytest.raises(RuntimeError, match="Expected inputs of BF16 type"):
-            grouped(dtype)
-    bias = torch.empty(2, 16, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(RuntimeError, match="Bias tensor provided, but it is not supported yet"):
-        grouped(torch.bfloat16, bias=bias)
 
 
 LAYERS = 2

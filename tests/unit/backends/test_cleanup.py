@@ -1,17 +1,12 @@
-"""What is put right after a capture: generators, and the states of Megatron's RNG tracker."""
+"""What is put right after a capture: generators that it left unable to draw."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_cg.backends.base import (
-    generators_kept,
-    megatron_tracker,
-    random_states_kept,
-)
+from megatron_cg.backends.base import generators_kept
 
 
 class InCapture:
@@ -54,20 +49,3 @@ def test_only_a_generator_that_cannot_draw_leaves_its_capture(
             raise LookupError
     assert generator.state == "before" and generator.in_capture is not (fails and stuck)
     assert torch.equal(torch.get_rng_state(), host)
-
-
-def test_the_tracker_holds_its_states_again_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.tensor_parallel import random
-
-    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", None)
-    assert megatron_tracker() is None
-    with random_states_kept([], "cpu"):
-        pass
-    states = {"one": torch.ones(1)}
-    tracker = SimpleNamespace(states_=states)
-    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
-    before = states["one"]
-    with pytest.raises(LookupError), random_states_kept([], "cpu"):
-        states.update(one=torch.zeros(1), two=torch.zeros(1))
-        raise LookupError
-    assert tracker.states_ is states and list(states) == ["one"] and states["one"] is before

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.storage import without_owners
-from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of
+from megatron_cg.fastpath.scaled_copies import factor_of, runs_of
 from tests.unit.interpreted import last_line_of
 
 SUMS = """
@@ -54,20 +53,6 @@ def pieces(*sizes: int, dtype: torch.dtype = torch.bfloat16, gap: int = 0) -> li
         made.append(storage[begin : begin + size].view(2, -1))
         begin += size + gap
     return made
-
-
-@pytest.mark.parametrize("owned", [True, False], ids=["owned", "of-a-graph"])
-@pytest.mark.parametrize("sums", [True, False], ids=["summed", "sharded"])
-def test_what_lies_side_by_side_is_one_run(sums: bool, owned: bool) -> None:
-    bucket, gradients = pieces(4, 4, 4, 8, 8), [*pieces(4, 4, 4), *pieces(8, 8)]
-    pairs = list(zip(bucket, gradients, strict=True))
-    expected = [(piece + own if sums else own) * 0.5 for piece, own in pairs]
-    if not owned:
-        gradients = list[Any](without_owners(gradients, lambda _: True))
-    runs = runs_of(bucket, gradients)
-    assert runs is not None and [len(pieces) for pieces, _ in runs] == [3, 2]
-    copy_scaled(runs, 0.5, sums=sums)
-    assert all(map(torch.equal, bucket, expected))
 
 
 def test_what_is_apart_or_of_another_dtype_is_left_to_megatron_fsdp(

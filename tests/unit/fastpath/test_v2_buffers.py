@@ -105,31 +105,6 @@ def test_gradients_that_get_a_new_buffer_in_each_step_are_not_kept(groups: Any) 
     undo()
 
 
-def test_a_layout_is_that_of_its_shapes_and_shards(groups: Any) -> None:
-    kind = type(groups[0].main_grad.layout)
-    own, before = kind.build, Same(vars(kind)["build"])
-    undo = keep_layouts(groups[0])
-    drawn = random.Random(0)
-    for _ in range(300):
-        shapes = [
-            [drawn.randint(1, 6) for _ in range(drawn.randint(1, 3))]
-            for _ in range(drawn.randint(1, 5))
-        ]
-        shards = drawn.randint(1, 4)
-        made = kind.build(iter(shapes), dp_size=shards)
-        assert made == own(shapes, shards)
-        assert kind.build([torch.Size(shape) for shape in shapes], dp_size=shards) is made
-    for shape, shards in (((2, 0), 1), ((2, 2), 0), ((), 1)):
-        with pytest.raises(ValueError) as expected:
-            own([shape], shards)
-        with pytest.raises(ValueError) as found:
-            kind.build([shape], shards)
-        assert str(found.value) == str(expected.value)
-    undo()
-    undo()
-    assert Same(vars(kind)["build"]) == before
-
-
 class Group:
     """One that can go: the released v2's own never does, as autograd's hooks hold it."""
 

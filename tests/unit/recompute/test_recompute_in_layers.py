@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron.masks import ObservedInputs
@@ -41,15 +41,6 @@ def allowed() -> Iterator[None]:
     undo = allow_full_recompute()
     yield
     undo()
-
-
-@pytest.mark.parametrize("kind", [TransformerConfig, MLATransformerConfig])
-@pytest.mark.parametrize("recompute", [RECOMPUTE, BLOCK, CHUNKS], ids=str)
-def test_graphs_may_recompute_whole_layers(
-    allowed: None, kind: Any, recompute: dict[str, Any]
-) -> None:
-    made = config(kind, **recompute)
-    assert {name: getattr(made, name) for name in recompute} == recompute
 
 
 REFUSED: dict[str, dict[str, Any]] = {

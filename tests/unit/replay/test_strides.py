@@ -8,13 +8,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
-from tests.unit.units.plain import (
-    REPLAYED,
-    WARMUP,
-    Training,
-    assert_as_eager,
-    backward,
-)
+from tests.unit.units.plain import REPLAYED, WARMUP, Training, assert_as_eager, backward
 
 ROWS, WIDTH = 99, 40
 """Of a batch on which sums in another order have other bits."""

@@ -67,41 +67,31 @@ def ranks() -> list[dict[str, Any]]:
     return on_ranks(play)
 
 
-def test_nothing_moves_by_itself(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["untouched"]["numbers"] == rank["nothing"]["numbers"]
-        assert rank["untouched"]["graphs"]["replayed"] == LAYERS * AFTER
-        assert rank["untouched"]["graphs"]["mismatched"] == 0
+def test_training_has_the_numbers_of_eager_runs(ranks: list[dict[str, Any]]) -> None:
+    """A rank whose buffers moved trains eagerly; a replaced parameter is used at once."""
+    for number, rank in enumerate(ranks):
+        nothing, other = rank["nothing"]["numbers"], rank["other parameter eagerly"]["numbers"]
+        for name, numbers, mismatched in (
+            ("untouched", nothing, 0),
+            ("eager", nothing, number * LAYERS * AFTER),
+            ("other parameter", other, AFTER),
+        ):
+            counts = rank[name]["graphs"]
+            assert rank[name]["numbers"] == numbers and counts["mismatched"] == mismatched, name
+            assert counts["replayed"] == LAYERS * AFTER - mismatched, name
+        assert other != nothing
 
 
-def test_a_rank_whose_buffers_moved_goes_on_eagerly(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["eager"]["numbers"] == rank["nothing"]["numbers"]
-    assert ranks[0]["eager"]["graphs"]["replayed"] == LAYERS * AFTER
-    assert ranks[1]["eager"]["graphs"]["replayed"] == 0
-    assert ranks[1]["eager"]["graphs"]["mismatched"] == LAYERS * AFTER
-
-
-def test_a_replaced_parameter_is_used_at_once(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["other parameter"]["numbers"] == rank["other parameter eagerly"]["numbers"]
-        assert rank["other parameter"]["numbers"] != rank["nothing"]["numbers"]
-        assert rank["other parameter"]["graphs"]["mismatched"] == AFTER
-
-
-def test_with_the_policy_error_the_run_ends_with_unit_and_cause(
-    ranks: list[dict[str, Any]],
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("error", ("layer 0", "The FSDP buffer of unit", "(--cg-on-mismatch error)")),
+        ("backward", ("in the backward pass", "cannot run eagerly")),
+    ],
+)
+def test_a_run_ends_with_unit_and_cause(
+    ranks: list[dict[str, Any]], name: str, words: tuple[str, ...]
 ) -> None:
     for rank in ranks:
-        text = rank["error"]["error"]
-        assert "layer 0" in text and "The FSDP buffer of unit" in text, text
-        assert "(--cg-on-mismatch error)" in text
-        assert len(rank["error"]["numbers"]) == BEFORE
-
-
-def test_a_buffer_that_moves_between_forward_and_backward_ends_the_run(
-    ranks: list[dict[str, Any]],
-) -> None:
-    for rank in ranks:
-        text = rank["backward"]["error"]
-        assert "in the backward pass" in text and "cannot run eagerly" in text, text
+        assert all(word in rank[name]["error"] for word in words), rank[name]["error"]
+        assert len(rank[name]["numbers"]) == BEFORE

@@ -11,15 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_cg.units.call import CallSpec
-from tests.unit.units.plain import (
-    REPLAYED,
-    ROWS,
-    WIDTH,
-    Training,
-    assert_as_eager,
-    backward,
-    units,
-)
+from tests.unit.units.plain import REPLAYED, ROWS, WIDTH, Training, assert_as_eager, backward, units
 
 X = torch.ones(2)
 LATEST = torch.tensor(3)

@@ -10,15 +10,7 @@ from torch import nn
 from megatron_cg.errors import CaptureError, ConfigurationError
 from megatron_cg.replay.mismatch_policy import Counters
 from tests.unit.counted import expect
-from tests.unit.units.plain import (
-    ROWS,
-    STEPS,
-    WARMUP,
-    WIDTH,
-    Training,
-    Unit,
-    backward,
-)
+from tests.unit.units.plain import ROWS, STEPS, WARMUP, WIDTH, Training, Unit, backward
 
 Reads = Callable[[Any, torch.Tensor, Any], Any]
 """What a unit returns, of itself, its output and its second argument."""
