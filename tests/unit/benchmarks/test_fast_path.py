@@ -1,8 +1,6 @@
 """Parts of the fast path are left out one at a time, with those that need them."""
 
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -44,16 +42,3 @@ def test_each_part_is_left_out_in_turn_and_changes_no_number(
     for name, found in kinds[1::2]:
         off = set(parts) if name == fast_path.NONE else {name, *NEEDED.get(name, ())}
         assert set(found) == set(parts) - off
-
-
-def test_a_part_is_compared_with_the_windows_beside_it() -> None:
-    def window(left: str, ms: float, mib: float = 10.0) -> dict[str, Any]:
-        return {"without": left, "step_ms": [ms, ms, 10 * ms], "allocated_mib": mib}
-
-    both = [fast_path.ALL, "gathers"] * 2 + [fast_path.ALL]
-    lines = [window(*one) for one in zip(both, (100, 121, 120, 126, 132), strict=True)]
-    lines[1]["allocated_mib"] = lines[3]["allocated_mib"] = 12.0
-    shown = fast_path.table(lines)
-    assert "| gathers | 123.5 | 118.0 | +5.0 | +10.0, +0.0 | +2 |" in shown
-    drift = [abs(a / b - 1) for a, b in pairwise((100, 120, 132))]
-    assert f"differ by {sum(drift) / 2 * 100:.1f}%" in shown

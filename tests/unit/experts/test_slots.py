@@ -1,4 +1,4 @@
-"""The kernel that finds places in slots, against torch; ``test_dispatcher.py`` has what they are for."""
+"""The kernel that finds places in slots, against torch; ``test_dispatcher.py`` uses them."""
 
 from tests.unit.interpreted import last_line_of
 

@@ -297,26 +297,6 @@ def test_without_a_replay_to_come_all_is_gathered_at_once(model: Any) -> None:
     assert pipeline.ask(1) == ["waits for all", 1, 2]
 
 
-def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
-    pipeline = dense_model.module.all_gather_pipeline
-    undo = install_gathers(dense_model.module, DeferredPrefetch())
-    seen = []
-    own = type(pipeline).all_gather_params
-
-    def counted(*args: Any, **kwargs: Any) -> None:
-        seen.append(args)
-        own(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(pipeline), "all_gather_params", counted)
-        listed = [pipeline.buffer.parameter_groups[0].params[0]]
-        for _ in range(3):
-            pipeline.all_gather_params(params=listed, bwd=False)
-    assert len(seen) == 1
-    undo()
-    assert "all_gather_params" not in vars(pipeline)
-
-
 MARKS = {"grad_added_to_main_grad": False, "__fsdp_param__": True, "overwrite_main_grad": None}
 
 

@@ -1,11 +1,8 @@
 """What a caller from Python reads: real fields of Megatron's configs, and real arguments."""
 
-import ast
 import inspect
 import re
-from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +30,6 @@ CONFIGS: dict[str, Any] = {
     "cfg.mixed_precision": SimpleNamespace(bf16=True, fp16=False, fp8=None, fp4=None),
 }
 vars(CONFIGS["cfg.model"]).update(dict.fromkeys(LATER, False))
-FIELD = re.compile(r"\{(flag|add|type|drop):((?:[^{}]|\{[^{}]*\})*)\}")
 
 
 def test_enable_takes_each_flag_under_its_name() -> None:
@@ -84,34 +80,6 @@ def test_scopes_are_the_field_that_is_set() -> None:
         configs=[("cfg", SimpleNamespace(cuda_graph_modules=None, cuda_graph_scope=""))]
     )
     assert voice.say("{type:--cuda-graph-modules attn}") == "set cfg.cuda_graph_scope=['attn']"
-
-
-PACKAGE = Path(megatron_cg.__file__).parent
-OF_COMMANDS = ("tools", "experts", "integrations/megatron", "arguments", "__main__.py", "examples")
-"""What no loop of one's own reaches without megatron-core's configs; rules have cases."""
-
-
-def texts() -> Iterator[str]:
-    """Every string of code that names a flag, but docstrings."""
-    for path in PACKAGE.rglob("*.py"):
-        if str(path.relative_to(PACKAGE)).startswith(OF_COMMANDS):
-            continue
-        tree = ast.parse(path.read_text())
-        plain = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            text = node.value if isinstance(node, ast.Constant) else None
-            if isinstance(text, str) and id(node) not in plain and re.search("--[a-z]", text):
-                yield text
-
-
-@pytest.mark.parametrize("call", [UNITS, "GraphedLayers"])
-def test_errors_name_flags_as_fields_alone(call: str) -> None:
-    taken, every = inspect.signature(getattr(megatron_cg, call)).parameters, list(texts())
-    assert len(every) > 10
-    for text in every:
-        said = FIELD.sub(lambda one: CallVoice(call).settings(*one.groups()), text)
-        assert not re.search(r"(?<!align )(?<!doctor )(?<!install )--[a-z]|\bor units", said), said
-        assert set(re.findall(rf"{call}\((\w+)=", said)) <= taken.keys(), said
 
 
 def test_errors_speak_to_the_caller_that_is_served() -> None:

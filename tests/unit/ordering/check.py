@@ -87,8 +87,6 @@ class Access(NamedTuple):
 
 @dataclass
 class Piece:
-    """Bytes with one history."""
-
     start: int
     stop: int
     write: Access | None = None
@@ -115,7 +113,6 @@ class Storage:
         self._pieces = [Piece(*ends, write, dict(reads or {})) for ends in pairwise(bounds)]
 
     def pieces(self, span: Span) -> list[Piece]:
-        """The pieces of exactly these bytes."""
         start = bisect_left(self._bounds, span.start)
         return self._pieces[start : bisect_left(self._bounds, span.stop, start)]
 

@@ -60,8 +60,6 @@ _FROM_SECOND_TO_FIRST = frozenset(
 
 
 class Stream(FakeStream):
-    """One stream, known by its number."""
-
     def __init__(self, trace: Trace, number: int) -> None:
         super().__init__()
         self._trace = trace

@@ -1,6 +1,5 @@
 """Runs of the real Megatron-FSDP whose order is checked."""
 
-import linecache
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import set_cell, wrap_method
 from tests.unit.fastpath.test_fast_path import BorrowingTape
-from tests.unit.ordering.check import Race, races
+from tests.unit.ordering.check import races
 from tests.unit.ordering.device import modelled_device
 from tests.unit.ordering.trace import Site, Trace, ordered_at
 from tests.unit.trainers import evaluate, trainer_of
@@ -108,11 +107,9 @@ def _sharded(strategy: str) -> dict[str, Any]:
     return {"data_parallel_sharding_strategy": strategy}
 
 
-KNOWN_RACE = "Megatron-FSDP's own bookkeeping with double buffers"
 RUNS: dict[int, dict[str, Run]] = {
     1: {"one rank": Run(DENSE, evaluates=True), "one rank, experts": Run(**EXPERTS)},
     2: {
-        KNOWN_RACE: Run(fast=False),
         "dense": Run(DENSE, evaluates=True),
         "attention, three microbatches": Run(("attn",), microbatches=3),
         "experts": Run(**EXPERTS, evaluates=True),
@@ -209,7 +206,6 @@ def check_all(places: frozenset[Site]) -> dict[str, Any]:
         there = races(trace.entries)
         results[name] = {
             "races": list(dict.fromkeys(race.described(trace) for race in there)),
-            "kinds": sorted({_kind(trace, race) for race in there}),
             "entries": len(trace.entries),
         }
         if there or rank > 0:
@@ -221,12 +217,3 @@ def check_all(places: frozenset[Site]) -> dict[str, Any]:
             if without := races(trace.entries, without=[place]):
                 missed[place] = without[0].described(trace)
     return {"results": results, "missed": [[*place, text] for place, text in missed.items()]}
-
-
-def _kind(trace: Trace, race: Race) -> str:
-    """A race without its bytes: the lines of the two operations, and the memory."""
-    lines = [
-        linecache.getline(by.site.file, by.site.line).strip() if by.site else ""
-        for by in (race.second, race.first)
-    ]
-    return " | ".join([*lines, trace.storages.get(race.span.storage, "other memory")])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import megatron_cg
-from tests.unit.ordering.runs import KNOWN_RACE, RUNS, check_all
+from tests.unit.ordering.runs import RUNS, check_all
 from tests.unit.ordering.trace import Site, ordering_places
 from tests.unit.ranks import on_ranks
 
@@ -39,27 +39,11 @@ def results(reports: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in RANKS if name != KNOWN_RACE])
+@pytest.mark.parametrize("name", RANKS)
 def test_everything_is_in_order(reports: list[dict[str, Any]], name: str) -> None:
     for result in results(reports, name):
         assert result["entries"] > 1000
         assert result["races"] == []
-
-
-def test_megatron_fsdp_overwrites_gradients_that_are_being_sent(
-    reports: list[dict[str, Any]],
-) -> None:
-    """Known: what Note [A buffer that is still read] in ``buffers.py`` is about, and nothing else.
-
-    If this fails because nothing is found, upstream is fixed, and the fast path's wait may go.
-    """
-    for result in results(reports, KNOWN_RACE):
-        assert result["kinds"]
-        for kind in result["kinds"]:
-            second, first, memory = kind.split(" | ")
-            assert second == "param.main_grad.copy_(to_local_if_dtensor(param.grad))"
-            assert memory.startswith("Megatron-FSDP's buffer fsdp_grads_")
-            assert first in ("with _coalescing_manager(dp_group):", "local_grad += reduced_grad")
 
 
 @pytest.mark.parametrize(("place", "text"), PLACES.items(), ids=str)

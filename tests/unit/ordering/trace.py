@@ -174,7 +174,6 @@ class Trace:
 
     @contextmanager
     def switched(self, *, on: bool) -> Iterator[None]:
-        """The trace is on or off in the block."""
         before, self.on = self.on, on
         try:
             yield

@@ -8,46 +8,35 @@ still ends in that way is printed. Exit code 1: there was one. On a GPU, with
 """
 
 import argparse
-import json
 import time
 from collections import Counter
-from dataclasses import asdict
-from pathlib import Path
 
 from tests.unit.random_units.programs import alone
 from tests.unit.random_units.search import outcomes
+from tests.unit.random_units.training import Outcome
 
 
 def main() -> int:
-    """Try the seeds, print each failure and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 300), metavar=("FROM", "TO"))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--each", action="store_true", help="try each thing alone, not seeds")
-    parser.add_argument("--json", type=Path, help="write program and outcome of each seed there")
-    parser.add_argument("--before", type=Path, help="such a file: name what was equal then only")
     options = parser.parse_args()
-    found, began = {}, time.monotonic()
+    found, began = list[Outcome](), time.monotonic()
     tries = [*alone()] if options.each else [*range(*options.seeds)]
     for given, program, outcome in outcomes(tries, options.jobs):
-        found[str(given)] = {"program": str(program), **asdict(outcome)}
+        found.append(outcome)
         if outcome.fails:
             print(f"{given}: {outcome.kind}: {outcome.reason[:300]}\n    {program}", flush=True)
     print(f"{len(found)} programs in {time.monotonic() - began:.0f} s")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-    for seed, old in json.loads(options.before.read_text()).items() if options.before else ():
-        if old["kind"] == "equal" and (new := found.get(seed, old))["kind"] != "equal":
-            print(f"seed {seed} was equal: {new['kind']}: {new['reason']}\n    {new['program']}")
-    return summary([*found.values()])
+    return summary(found)
 
 
-def summary(found: list[dict[str, str]]) -> int:
-    """Print the counts of outcomes and reasons; returns the exit code."""
-    kinds = Counter(one["kind"] for one in found)
+def summary(found: list[Outcome]) -> int:
+    kinds = Counter(one.kind for one in found)
     for kind in ("equal", "refused", "different", "hanging", "crashed"):
         print(f"{kinds[kind]:6} {'captured and ' * (kind == 'equal')}{kind}")
-        reasons = Counter(one["reason"] for one in found if one["kind"] == kind)
+        reasons = Counter(one.reason for one in found if one.kind == kind)
         for reason, count in reasons.most_common() if kind == "refused" else ():
             print(f"       {count:6} {reason}")
     return int(any(kinds[kind] for kind in ("different", "hanging", "crashed")))

@@ -24,27 +24,20 @@ STEPS, EVERY, CHANGE = 16, 2, 5
 
 
 class Growing(Unit):
-    """Has a scale and, frozen or missing at first, a second layer."""
+    """Has a scale and, frozen at first, a second layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.second = 1.0, nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.adapter = nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = super().forward(x) * self.scale + self.adapter(self.second(x))
+        out: torch.Tensor = super().forward(x) * self.scale + self.second(x)
         return out
 
 
 def unfreeze(run: Training) -> None:
     run.model[0].second.requires_grad_(True)
     run.optimizer.add_param_group({"params": run.model[0].second.parameters()})
-
-
-def adapt(run: Training) -> None:
-    torch.manual_seed(7)
-    run.model[1].adapter = nn.Linear(WIDTH, WIDTH)
-    run.optimizer.add_param_group({"params": run.model[1].adapter.parameters()})
 
 
 def set_schedule(run: Training) -> None:
@@ -62,7 +55,6 @@ def _long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(before: Callable[[Training], object], **options: Any) -> Counters:
-    """The counters of a run that is equal to an eager one."""
     eager, graphed = (Training(partial(units, Growing), before=before) for _ in range(2))
     expected = list(eager.run())
     with graphed.graphs(**options) as graphs:
@@ -74,7 +66,7 @@ def once(change: Callable[[Training], object]) -> Callable[[Training], object]:
     return lambda run: change(run) if run.step == CHANGE else None
 
 
-CHANGES = {unfreeze: 1, adapt: 1, set_schedule: 1, in_double: 2}
+CHANGES = {unfreeze: 1, set_schedule: 1, in_double: 2}
 """And how many units have a mismatch then."""
 
 
@@ -120,8 +112,6 @@ def test_units_that_are_no_more_are_a_capture_that_fails() -> None:
 
 
 class Unguarded(Growing):
-    """Reads what no guard sees."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * float(os.environ["UNGUARDED"])
 

@@ -32,8 +32,6 @@ def layer_of(trainer: Any) -> Any:
 
 
 def with_keyword(name: str, change: Callable[[Any], Any]) -> Fault:
-    """The layer is called with another value of a keyword."""
-
     def hook(_module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, name: change(kwargs.get(name))}
 
@@ -73,10 +71,6 @@ class Case:
 
 
 FAULTS: dict[str, Case] = {
-    "structure": Case(
-        with_keyword("sequence_len_offset", lambda _old: torch.zeros(2)),
-        "argument sequence_len_offset was not given at capture and is a torch.float32 tensor",
-    ),
     "object": Case(
         with_keyword("sequence_len_offset", lambda _old: 0),
         "argument sequence_len_offset was not given at capture and is 0 now",
@@ -121,7 +115,6 @@ class Numeric(TapeBackend):
 
 
 def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
-    """Losses and norms of some steps, the fault in their middle; and the session's counters."""
     model = CpuModelConfig(
         layers=LAYERS,
         graph_modules=case.scopes,
