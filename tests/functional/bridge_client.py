@@ -70,8 +70,6 @@ def configure(run: dict[str, Any]) -> Any:
 
 
 class Numbers(Callback):
-    """Keeps the numbers of each step and evaluation."""
-
     def __init__(self) -> None:
         self.steps: dict[int, list[str]] = {}
         self.evaluations: list[dict[str, str]] = []

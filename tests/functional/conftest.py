@@ -97,7 +97,6 @@ def _own_time_limits() -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all workers of a test run."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -168,8 +167,6 @@ def baseline(plan: Plan, data: Path, env: tuple[tuple[str, str], ...], baselines
 
 @pytest.fixture
 def log(tmp_path: Path) -> Callable[..., str]:
-    """What a run of a case printed, ``graphs`` where no other is named."""
-
     def read(case: Case, run: str = "graphs") -> str:
         return (runs_of(case, tmp_path) / run / "log.txt").read_text(errors="replace")
 
@@ -177,7 +174,6 @@ def log(tmp_path: Path) -> Callable[..., str]:
 
 
 def runs_of(case: Case, directory: Path) -> Path:
-    """Where the runs of a case leave their logs and records."""
     return directory / "runs" / case.name
 
 

@@ -65,7 +65,6 @@ class Group:
         return "" if self.fsdp_version == 1 or HAS_V2 else WITHOUT_V2
 
     def runs(self) -> list[Run]:
-        """Eagerly, and with every scope list and driver."""
         graphed = [
             Run(self.dtype, scopes, driver) for driver in self.drivers for scopes in self.scopes
         ]

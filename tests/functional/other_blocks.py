@@ -31,20 +31,15 @@ class Recomputed(example.Block):
 
 
 class Reentrant(Recomputed):
-    """The same, by torch's older kind of checkpoint."""
-
     reentrant = True
 
 
 @torch.compile(dynamic=False)
 def activation(x: torch.Tensor) -> torch.Tensor:
-    """A kernel of Inductor's, forward and backward."""
     return functional.silu(x) * torch.tanh(x)
 
 
 class Compiled(example.Block):
-    """A block with a compiled function in its MLP."""
-
     def __init__(self, hidden: int, dropout: float) -> None:
         super().__init__(hidden, dropout)
         self.mlp[1] = Activation()

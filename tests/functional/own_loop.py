@@ -234,7 +234,6 @@ def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[lis
 def with_api(
     model: Any, optimizer: Any, step: Step, steps: int, backend: Any = "te"
 ) -> tuple[list[Any], Any]:
-    """The Python API, imported as a user imports it."""
     graphs = megatron_cg.GraphedLayers(
         model,
         optimizer,
@@ -275,7 +274,6 @@ def dropless(rows: float | None) -> Iterator[None]:
 
 
 def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
-    """One run, with the settings of its process as they are."""
     torch.manual_seed(SEED)
     tensor_parallel.model_parallel_cuda_manual_seed(SEED, te_rng_tracker=GPU, force_reset_rng=True)
     world = parallel_state.get_data_parallel_world_size()
@@ -353,7 +351,6 @@ def train_all(group: Group, runs: Sequence[Run], steps: int, directory: Path) ->
 
 
 def main(name: str, directory: str) -> None:
-    """All runs of a group on GPUs, in a process of torchrun's."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("nccl")

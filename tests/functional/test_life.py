@@ -20,7 +20,6 @@ Log = Callable[..., str]
 
 
 def numbers(run: Any) -> list[Any]:
-    """Each step's losses and gradient norm, by rank."""
     return [[(step["losses"], step["grad_norm"]) for step in run[r]["steps"]] for r in sorted(run)]
 
 

@@ -18,8 +18,6 @@ from tests.unit.trainers import trainer_of
 
 
 class Writer:
-    """Both kinds of writers: what they are given."""
-
     def __init__(self) -> None:
         self.scalars: list[tuple[str, float, int]] = []
 

@@ -10,7 +10,6 @@ from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 
 
 def new_trainer(model: CpuModelConfig | None = None, **plan: Any) -> Any:
-    """A trainer of ``model``; ``plan`` has other fields of ``TrainingPlan``."""
     from megatron_cg.tape.train import Trainer
 
     return Trainer(TrainingPlan(model or CpuModelConfig(layers=1), **plan))
@@ -23,7 +22,6 @@ def layers_of(trainer: Any) -> list[Any]:
 
 
 def evaluate(trainer: Any) -> float:
-    """The loss of a forward pass in evaluation mode."""
     trainer.model.eval()
     with torch.no_grad():
         loss = float(trainer._forward().double().mean())

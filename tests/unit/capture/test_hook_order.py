@@ -89,7 +89,6 @@ def test_the_rest_is_what_was_missing_wherever_it_stopped(warmups: int) -> None:
 
 
 def stop_after(number: int, hooks: list[CaptureTimeHooks]) -> list[CaptureTimeHooks]:
-    """Let ``number`` calls through."""
     left = iter(range(number))
 
     def stopping(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:

@@ -71,7 +71,6 @@ class Layer(nn.Module):
 
 
 def seen(steps: int, *tables: object) -> tuple[StaticInputs, Layer]:
-    """A layer that is given the tables in turn, one in each step."""
     layer = Layer()
     inputs = StaticInputs([layer])
     for step in range(steps):
@@ -115,8 +114,6 @@ def test_a_table_is_the_same_where_a_recomputation_has_a_detached_one() -> None:
 
 
 class Borrowing(nn.Module):
-    """Computes with the weight of another module."""
-
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
         self.other = [other]

@@ -83,7 +83,6 @@ def state(trainer: Any) -> dict[str, Any]:
 
 @contextmanager
 def unchanged(trainer: Any, error: type[BaseException], words: str | None = None) -> Iterator[None]:
-    """The block ends with an error and changes nothing."""
     before = state(trainer)
     with pytest.raises(error, match=words):
         yield

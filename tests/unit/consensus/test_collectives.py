@@ -16,8 +16,6 @@ def reduce() -> None:
 
 
 class ReducesInBackward(torch.autograd.Function):
-    """A collective in the backward pass."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()

@@ -209,8 +209,6 @@ def test_memory_outlives_its_model_until_its_graphs_are_closed(mapped: None) -> 
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
     is_cuda = True
 
 

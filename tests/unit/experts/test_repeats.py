@@ -41,7 +41,6 @@ EVERY: Passes = frozenset(product(range(RANKS), range(MICROBATCHES), range(LAYER
 
 
 def of(place: int, number: int) -> Passes:
-    """Those of one rank, microbatch or layer."""
     return frozenset(one for one in EVERY if one[place] == number)
 
 

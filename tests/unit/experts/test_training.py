@@ -156,7 +156,6 @@ def results(ranks: int) -> list[dict[str, Any]]:
 
 
 def check(found: dict[str, Any], model: Model, way: str) -> None:
-    """Losses and norms are Megatron's, and whole layers were replayed."""
     one, megatron, graphs = found[way], found["megatron"], way != "eager"
     assert one["steps"] == megatron["steps"] and len(set(map(tuple, one["steps"]))) == STEPS
     on_device = model.grouped and way not in ("router", "alone")

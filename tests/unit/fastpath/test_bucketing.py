@@ -110,8 +110,6 @@ class Megatron:
 
 
 class Case:
-    """A model whose first parameters are detached, and gradients for all."""
-
     def __init__(self, *sizes: int, detached: int = 4, sharded: bool = True) -> None:
         self.megatron = Megatron(*sizes, sharded=sharded)
         self.bucketing = GradientBucketing(self.megatron, self.megatron.take)

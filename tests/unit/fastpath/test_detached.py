@@ -210,7 +210,6 @@ class Program:
         return torch.stack([term(case).sum() * scale for term, scale in self.passes[number]]).sum()
 
     def run(self, case: Case, end: Callable[[], list[Any]]) -> list[list[Any]]:
-        """What ``end`` finds after each backward pass."""
         numbers, found = range(len(self.passes)), []
         ahead = [self.forward(case, number) for number in numbers] if self.in_flight else []
         for number in numbers:

@@ -65,8 +65,6 @@ ALIKE_EAGERLY = {"few bytes wait": "experts without tokens", "borrowed memory": 
 
 
 class Some(nn.ModuleList):
-    """Layers of which the first one can be left out."""
-
     skips = False
 
     def __iter__(self) -> Iterator[nn.Module]:

@@ -33,7 +33,6 @@ def no_change(_trainer: Any, _patch: pytest.MonkeyPatch) -> None:
 
 
 def refused(trainer: Any, _patch: pytest.MonkeyPatch) -> None:
-    """A hook inside the graph, which the guard sees."""
     for layer in layers_of(trainer):
         layer.self_attention.register_forward_hook(lambda *_: None)
 
@@ -117,7 +116,6 @@ def with_experts(trainer: Any, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def in_order() -> dict[str, Any]:
-    """What rank 1 issues for each cause of an eager pass, beside what rank 0 issues."""
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}

@@ -21,7 +21,6 @@ def layers_of(model: nn.Module) -> list[Any]:
 
 
 def standalone_model() -> Any:
-    """The separate megatron_fsdp package around a plain PyTorch module."""
     import megatron_fsdp
     from torch.distributed.device_mesh import init_device_mesh
 

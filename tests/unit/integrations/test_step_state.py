@@ -17,8 +17,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Counting(nn.Module):
-    """State of every kind in a module."""
-
     passes = 0
 
     def __init__(self) -> None:
@@ -42,7 +40,6 @@ class Counting(nn.Module):
 
 
 def flat(value: Any) -> Any:
-    """The values of tensors, and anything else itself."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):

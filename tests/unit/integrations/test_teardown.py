@@ -200,7 +200,6 @@ exec(compile(open(script).read(), script, "exec"))
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """Exit code, output and errors of the script, by its end."""
     folder = tmp_path_factory.mktemp("ends")
     scripts = {end: folder / f"{number}.py" for number, end in enumerate(ENDS)}
     for end, script in scripts.items():

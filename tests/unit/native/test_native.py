@@ -217,8 +217,6 @@ def test_copies_are_made_together_by_dtype_and_only_where_they_are_needed(
 
 
 class Dropping(Unit):
-    """A unit that draws random numbers."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(super().forward(x), 0.3)
 

@@ -24,16 +24,12 @@ from tests.unit.random_units.features import (
 
 
 class Pair(NamedTuple):
-    """Two results with names."""
-
     main: Any
     more: Any
 
 
 @dataclass
 class Record:
-    """The same as a dataclass."""
-
     main: Any
     more: Any
 
@@ -65,7 +61,6 @@ def result(wrap: Any, unwrap: Any = lambda run, u, out: out[0], loss: Any = None
 
 
 def hooked(build: Callable[[Any], Any]) -> Feature:
-    """A feature that registers a hook."""
     return Feature(build=lambda u: WORLD.handles.append(build(u)))
 
 

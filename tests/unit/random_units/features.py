@@ -39,7 +39,6 @@ class World:
     factor: float
 
     def reset(self) -> None:
-        """Make everything anew."""
         self.refactor(0.5)
         self.calls, self.kept, self.handles = Counter(), [], []
         self.mask = torch.linspace(0.5, 1, W)
@@ -54,8 +53,6 @@ WORLD = World()
 
 
 def counted(name: str, result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
-    """A hook that counts its calls."""
-
     def hook(*arguments: Any) -> Any:
         WORLD.calls[name] += 1
         return result(*arguments)
@@ -96,8 +93,6 @@ class Doubled(torch.autograd.Function):
 
 
 class Nested(torch.autograd.Function):
-    """Runs a module, and in its backward pass a backward pass of that module."""
-
     @staticmethod
     def forward(ctx: Any, y: Tensor, module: Any) -> Any:
         ctx.module = module
@@ -113,8 +108,6 @@ class Nested(torch.autograd.Function):
 
 
 class Counting(torch.autograd.Function):
-    """Counts its backward passes, where its owner has them."""
-
     @staticmethod
     def forward(ctx: Any, y: Tensor, owner: Any) -> Tensor:
         ctx.owner = owner
@@ -151,18 +144,15 @@ def tilted(u: Any, y: Tensor) -> Tensor:
 
 
 def set_(owner: Any, name: str, value: Any) -> Any:
-    """``setattr`` that returns the value."""
     setattr(owner, name, value)
     return value
 
 
 def first(value: Any, *_others: Any) -> Any:
-    """The first of what a lambda did."""
     return value
 
 
 def linear() -> nn.Linear:
-    """A layer with weights."""
     return nn.Linear(W, W)
 
 
@@ -250,7 +240,6 @@ def _checkpointed(u: Any, y: Tensor, rate: float = 0.0, **options: Any) -> Any:
 
 
 def keep_loss(u: Any, y: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
-    """Keep a loss somewhere."""
     loss(y.float().square().mean())
     return y
 

@@ -247,14 +247,11 @@ class Unit(nn.Module):
 
 
 def _unit(features: tuple[Feature, ...], residual: bool) -> Unit:
-    """A unit of a class of its own."""
     made: type[Unit] = type("Unit", (Unit,), {"features": features, "residual": residual})
     return made()
 
 
 class Net(nn.Module):
-    """Units between two linear layers."""
-
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.program = program

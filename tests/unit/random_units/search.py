@@ -51,7 +51,6 @@ def smallest(program: Program, outcome: Outcome) -> tuple[Program, Outcome]:
 
 
 def _work(given: list[int | Program], sent: Connection) -> None:
-    """Try all; what hangs ends the process."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable()

@@ -45,7 +45,6 @@ REFUSED = {
 
 
 def assert_none_fails(outcomes: dict[str, Outcome]) -> Counter[str]:
-    """How often each kind of outcome came."""
     failed = [f"{program}: {outcome}" for program, outcome in outcomes.items() if outcome.fails]
     assert not failed, "\n".join(failed)
     return Counter(outcome.kind for outcome in outcomes.values())
@@ -62,7 +61,6 @@ def test_programs_of_fixed_seeds_are_equal_or_refused_with_a_reason() -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Outcome]:
-    """The outcome of each thing by itself."""
     warnings.simplefilter("ignore")
     outcomes = {str(program): outcome_of(program)[1] for program in programs.alone()}
     return {name: outcome for name, outcome in outcomes.items() if outcome.kind != "not eager"}

@@ -44,8 +44,6 @@ WAYS = (
 
 
 class Run:
-    """One training run of a program, eager or with graphs."""
-
     def __init__(self, program: Program) -> None:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(program.seed)
@@ -69,7 +67,6 @@ class Run:
         self.refused: MegatronCGError | None = None
 
     def keep(self, gradients: Any) -> None:
-        """Keep gradients, and the ones of the pass before."""
         self.kept = [*self.kept[-1:], gradients[0]]
 
     def see(self, name: str, value: Any) -> None:
@@ -77,7 +74,6 @@ class Run:
         self.trace.append((f"step {self.s}: {name}", bits(value)))
 
     def add(self, term: Any) -> None:
-        """Add a term to the loss."""
         self.terms.append(term)
 
     def rand(self, *shape: int) -> torch.Tensor:
@@ -85,7 +81,6 @@ class Run:
         return torch.rand(shape, generator=self.values)
 
     def with_graphs(self) -> Any:
-        """Train with graphs, and return their counters."""
         self.graphs = graphs = graph_units(
             self.model,
             ["units.*"],
@@ -103,7 +98,6 @@ class Run:
         return graphs.counters
 
     def close(self) -> None:
-        """End the graphs, if there are any."""
         if self.graphs is not None:
             self.graphs.close()
             self.graphs = None
@@ -219,7 +213,6 @@ class Run:
         return torch.autocast(DEVICE, torch.bfloat16, cache_enabled=how != "uncached")
 
     def _look(self) -> None:
-        """Note everything that lasts."""
         for name, module in self.net.named_modules():
             for key, value in sorted(vars(module).items()):
                 if (
@@ -306,12 +299,10 @@ class Outcome:
 
     @property
     def fails(self) -> bool:
-        """Whether no program may end so."""
         return self.kind in ("different", "hanging", "crashed")
 
 
 def eager_trace(program: Program) -> list[Any] | None:
-    """What eager training gives; None if it raises."""
     clean()
     try:
         run = Run(program)
@@ -322,7 +313,6 @@ def eager_trace(program: Program) -> list[Any] | None:
 
 
 def tried(program: Program, expected: list[Any]) -> Outcome:
-    """How the program ends with graphs."""
     clean()
     run = Run(program)
     try:

@@ -41,8 +41,6 @@ class Settings:
 
 @dataclass(slots=True)
 class Slots:
-    """Has no dictionary."""
-
     power: float = 1.0
 
 
@@ -53,13 +51,10 @@ class Config:
 
 
 class Power:
-    """An object with a method."""
-
     def __init__(self) -> None:
         self.inner = 1.0
 
     def of(self) -> float:
-        """Its number."""
         return self.inner
 
 
@@ -165,8 +160,6 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
 
 
 class Unit(nn.Module):
-    """Reads plain values from everywhere."""
-
     common = 1.0
 
     def __init__(self) -> None:

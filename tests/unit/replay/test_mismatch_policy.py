@@ -20,7 +20,6 @@ CALLS = ("replay", "mismatch", "evaluation", "no graphs", "verified", "repeat", 
 
 
 def described(calls: list[str]) -> tuple[list[str], Counters]:
-    """What happened at each call, and the counters."""
     happened: list[str] = []
     layer: Any = nn.Identity()
     mismatches = MismatchPolicy(ReplayPolicy(), Counters())

@@ -84,7 +84,6 @@ def test_only_a_gradient_that_may_be_kept_is_copied(case: str) -> None:
 
 @contextmanager
 def graphed() -> Iterator[Any]:
-    """A trainer of two layers of Megatron's with graphs."""
     with trainer_of(CpuModelConfig(layers=2), graphs=True) as trainer:
         trainer.step()
         trainer.capture(TapeBackend())

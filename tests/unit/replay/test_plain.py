@@ -11,7 +11,6 @@ LEAVES = (0, 0.0, -0.0, 1, True, None, "a", float("nan"), 1.5, OBJECT)
 
 
 def drawn(chance: random.Random, depth: int) -> Any:
-    """A plain value, an object, or a container of such."""
     kind = chance.choice(("leaf", "leaf", "list", "tuple", "set", "dict")) if depth else "leaf"
     several = range(chance.randint(0, 3))
     if kind == "leaf":

@@ -36,8 +36,6 @@ class Network(nn.Module):
 
 
 def train(choose: Callable[[int], Loss], counts: dict[str, int]) -> None:
-    """Train with the loss of each step, and compare with eager training."""
-
     def microbatch(run: Training, _x: torch.Tensor) -> torch.Tensor:
         return backward(choose(run.step)(run.model(torch.randn(ROWS, WIDTH))))
 

@@ -34,7 +34,6 @@ def run(
     microbatches: int = 1,
     **fsdp_options: Any,
 ) -> tuple[list[Any], Any, Any]:
-    """Losses, norms and counts of tokens; counters; MoE metrics of a training run."""
     from megatron.core.transformer.moe import moe_logging
 
     from megatron_cg.tape.cpu_model import transformer_layers
@@ -74,7 +73,6 @@ def run(
 
 @cache
 def eagerly() -> list[Any]:
-    """Numbers of the same run without graphs."""
     return run(None)[0]
 
 

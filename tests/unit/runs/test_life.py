@@ -40,8 +40,6 @@ STEPS, WARMUP, LAYERS, RANKS = 8, 2, 2, 2
 
 @dataclass
 class Training:
-    """A training in the making; graphs are captured only where ``graphs`` says so."""
-
     trainer: Any
     graphs: bool
     directory: Path
@@ -331,7 +329,6 @@ def in_use() -> dict[str, int]:
 
 
 def in_use_after(cycle: Callable[[], None]) -> tuple[dict[str, int], dict[str, int]]:
-    """What is alive after five cycles, and after twenty."""
     used = []
     for cycles in (5, 15):
         for _ in range(cycles):

@@ -26,7 +26,6 @@ Change = Callable[[Any], None]
 
 
 def play() -> dict[str, Any]:
-    """In one process: an eager run, and one with graphs for each policy and place."""
     from megatron.core import parallel_state
 
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)

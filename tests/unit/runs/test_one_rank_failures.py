@@ -178,7 +178,6 @@ def train_through_failures() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results() -> list[list[dict[str, Any]]]:
-    """Of each rank: the first step, one for each case, and the last with graphs."""
     return on_ranks(train_through_failures)
 
 
@@ -207,7 +206,6 @@ def test_a_capture_after_all_these_failures_replays(results: list[list[dict[str,
 
 
 def capture(on_failure: str, *faults: Callable[[Any], AbstractContextManager[Any]]) -> str:
-    """In one process: capture with faults on rank 1."""
     trainer = new_trainer()
     attention: Any = transformer_layers(trainer.model)[0].self_attention
     attention.register_buffer("table", torch.zeros(2))

@@ -19,8 +19,6 @@ REPLAYED = (STEPS - WARMUP) * UNITS
 
 
 class Unit(nn.Module):
-    """A linear layer with a residual."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -31,12 +29,10 @@ class Unit(nn.Module):
 
 
 def units(kind: Callable[[], nn.Module] = Unit) -> nn.ModuleList:
-    """Two units of a kind."""
     return nn.ModuleList(kind() for _ in range(UNITS))
 
 
 def in_turn(layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
-    """What the last of the layers makes of ``x``."""
     for layer in layers:
         x = layer(x)
     return x
@@ -49,7 +45,6 @@ def backward(loss: torch.Tensor) -> torch.Tensor:
 
 
 def train(run: Training, x: torch.Tensor) -> torch.Tensor:
-    """The loss of a microbatch after its backward pass."""
     return backward(in_turn(run.model, x).square().mean())
 
 
@@ -106,7 +101,6 @@ def same(eager: Iterable[torch.Tensor | None], graphed: Iterable[torch.Tensor | 
 
 
 def refused(error: type[Exception], words: str, *of_training: Any, units: str = "*") -> Any:
-    """The error in whose words training with graphs ends."""
     training = Training(*of_training)
     with training.graphs(units) as graphs, pytest.raises(error, match=words) as raised:
         list(training.run(graphs))

@@ -162,14 +162,11 @@ def under_v1(
 
 
 def under_ddp(**options: Any) -> Callable[[Network], Any]:
-    """``DistributedDataParallel`` with these options."""
     return lambda network: DistributedDataParallel(network, **options)
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a network is wrapped, and what a run does with it."""
-
     wrap: Callable[[Network], Any]
     inner: tuple[int, ...] = (16, 16, 16)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -184,8 +181,6 @@ class Case:
 
 
 class Run:
-    """One training run of a case."""
-
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
         self.case, self.network = case, Network(case.inner)
@@ -224,13 +219,11 @@ class Run:
             then()
 
     def with_graphs(self, units: Sequence[Any] = ("layers.*",), **options: Any) -> GraphedUnits:
-        """Graphs from the second step on, which somebody has to close."""
         options = {"warmup_steps": 1, "backend": TapeBackend(), **options}
         self.graphs = graph_units(self.model, units, **options)
         return self.graphs
 
     def step(self, microbatches: int = 1) -> torch.Tensor:
-        """The losses of one step."""
         self.case.before_step(self, self.steps)
         passes = partial(self.passes, microbatches)
         with self.graphs.step() if self.graphs is not None else nullcontext():
@@ -253,7 +246,6 @@ class Run:
         return losses
 
     def loss(self, number: int = 0) -> torch.Tensor:
-        """The loss on a batch of this rank."""
         seed = torch.Generator().manual_seed(number * dist.get_world_size() + dist.get_rank())
         tokens = torch.randint(0, VOCABULARY, (self.rows, LENGTH), generator=seed)
         logits = self.model(tokens).float()
@@ -268,7 +260,6 @@ class Run:
 
 
 def v1_run(**options: Any) -> Run:
-    """A run under Megatron-FSDP with these options."""
     return Run(Case(under_v1(**options)))
 
 
@@ -317,7 +308,6 @@ def eager(**case: Any) -> Run:
 
 
 def trained(case: Case) -> dict[str, Any]:
-    """Train eagerly and with graphs; what a test needs to know of it."""
     run, parts = Run(case), []
 
     def look() -> None:
@@ -345,7 +335,6 @@ def closed_while(case: Case, unsharded: Callable[[Run, int], object]) -> bool:
 
 
 def equal(one: Run, two: Run) -> bool:
-    """Whether two runs have the same bits."""
     pairs = list(zip(one.tensors(), two.tensors(), strict=True))
     return all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)
 

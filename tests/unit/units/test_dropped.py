@@ -12,8 +12,6 @@ from tests.unit.units.plain import REPLAYED, Training
 
 
 class Waits(TapeBackend):
-    """Counts how often the host waits for graphs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.waits = 0

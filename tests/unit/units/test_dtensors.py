@@ -63,7 +63,6 @@ def program(seed: int, ranks: int) -> dict[str, Any]:
 
 
 def network(flags: dict[str, Any], mesh: DeviceMesh) -> nn.ModuleList:
-    """Two blocks."""
     torch.manual_seed(0)
     layers = nn.ModuleList(Block(flags) for _ in range(2))
     layers[0].get_parameter("norm.weight").requires_grad_(not flags["frozen"])
@@ -111,7 +110,6 @@ def gathered(dp: DeviceMesh, name: str, module: nn.Module) -> Any:
 
 
 def trained(flags: dict[str, Any], mesh: DeviceMesh, *, graphed: bool) -> list[Any]:
-    """All losses and gradients, and at last the counters."""
     layers, made = network(flags, mesh), list[Any]()
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
     mask = torch.rand(WIDTH)
@@ -159,7 +157,6 @@ def loss_of(layers: Any, x: Any, mask: Any) -> torch.Tensor:
 
 
 def compared(seeds: range, tensor: int) -> list[Any]:
-    """In one process: what differs in each program, and its counters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=NAMES)
     said = []
     for seed in seeds:
@@ -172,7 +169,6 @@ def compared(seeds: range, tensor: int) -> list[Any]:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Bit for bit, and laid out alike."""
     placements = [getattr(each, "placements", None) for each in (one, two)]
     parts = [getattr(each, "_local_tensor", each) for each in (one, two)]
     return placements[0] == placements[1] and torch.equal(*parts)

@@ -50,8 +50,6 @@ def test_a_pass_without_gradients_may_fill_a_list() -> None:
 
 
 class Differentiated(Unit):
-    """Runs a backward pass of its own."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = x.detach().requires_grad_()
         super().forward(inner).sum().backward()
@@ -82,8 +80,6 @@ class Two(Unit):
 
 
 class Masking(nn.Module):
-    """Drops the second result of its unit."""
-
     def __init__(self) -> None:
         super().__init__()
         self.unit = Two()
@@ -103,8 +99,6 @@ def test_anomaly_mode_sees_no_made_up_gradients(verify_interval: int) -> None:
 
 
 class Meaned(Unit):
-    """Uses its first result itself."""
-
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         made = super().forward(x)
         return made, made.mean()

@@ -23,7 +23,6 @@ def units(**given: Any) -> Any:
 
 
 def call_on_one_rank() -> str:
-    """In one process of three."""
     vars(graphs)["Agreement"] = partial(Agreement, timedelta(seconds=1))
     said = ""
     if dist.get_rank() == 2:

@@ -23,8 +23,6 @@ from tests.unit.units.plain import (
 
 
 class Network(nn.Module):
-    """Two units and a head."""
-
     def __init__(self, frozen: bool) -> None:
         super().__init__()
         self.layers, self.head = units(), nn.Linear(WIDTH, WIDTH)

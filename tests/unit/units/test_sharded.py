@@ -93,7 +93,6 @@ def drop_a_loss(run: Run, step: int) -> None:
 
 
 def forward_alone(run: Run, _step: int) -> None:
-    """A loss without a backward pass."""
     run.losses.append(run.loss(10_001).detach().clone())
 
 
@@ -145,8 +144,6 @@ def with_frozen_layer(network: Network) -> None:
 
 
 class InReverse(nn.ModuleList):
-    """Runs its modules from the last to the first."""
-
     def __iter__(self) -> Any:
         return reversed(list(super().__iter__()))
 
@@ -339,7 +336,6 @@ def taken_in_backward() -> None:
 
 
 def refused() -> list[str]:
-    """What is said of mistakes under v2."""
     network: Any = under_v2()(Network((16,)))
     inside = said(lambda: graph_units(network, ["layers.0.up"], backend="tape"))
     network.layers[0]._parameter_groups[0]._symm_mem_pool = object()
@@ -349,7 +345,6 @@ def refused() -> list[str]:
 
 
 def run_all() -> dict[str, Any]:
-    """Every case for two ranks, in turn."""
     found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
     found["memory"] = {
         "FSDP2": memory("FSDP2", (16, 16, 24)),
@@ -368,7 +363,6 @@ def run_all() -> dict[str, Any]:
 
 
 def run_four() -> dict[str, Any]:
-    """Every case for four ranks, in turn."""
     return {name: trained(case) for name, case in OF_FOUR.items()}
 
 
@@ -390,7 +384,6 @@ def reports() -> list[dict[str, Any]]:
 
 @pytest.fixture(params=[0, 1])
 def report(request: pytest.FixtureRequest, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a rank found."""
     found: dict[str, Any] = reports[request.param]
     return found
 

@@ -60,8 +60,6 @@ def passes(training: Training, x: torch.Tensor, fault: Callable[[Any], object]) 
 
 
 def train(on_mismatch: str | None, fault: Callable[[Any, Any], object], step: int) -> Any:
-    """The numbers of all steps and the counts; with ``fault`` in this step's passes."""
-
     def counting() -> Any:
         model: Any = units(Counting)
         model.register_buffer("seen", torch.zeros(()))
