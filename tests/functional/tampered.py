@@ -24,7 +24,6 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "capture-often": lambda times: life.capture_often(int(times)),
     "wrong-gradient": replay.wrong_gradient,
     **{name: partial(life.end_at, name) for name in life.ENDS},
-    "collect": lambda _: captures.collect_garbage_in_capture(),
     "fault": replay.fault,
     "route": replay.route,
     "earlier-error": lambda _: captures.fail_earlier(),

@@ -116,11 +116,6 @@ def test_a_killed_rank_ends_the_run_and_is_named(align: Align, log: Log) -> None
     assert OVERDUE not in log(case)
 
 
-def test_garbage_that_is_collected_in_a_capture_does_not_show(align: Align) -> None:
-    outcome = align(replace(LIFE["moe"], name="collect"), mutation="collect")
-    assert all(rank["collected"] > 0 for rank in assert_identical(outcome, 12).values())
-
-
 @pytest.mark.kills
 def test_an_earlier_error_of_the_gpu_is_not_blamed_on_capture(align: Align, log: Log) -> None:
     """Nor does ``--cg-on-failure eager`` go on after it."""

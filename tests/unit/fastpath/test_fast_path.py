@@ -148,7 +148,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
     waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)
     without_graphs = options.pop("without_graphs", False)
     backend = BorrowingTape() if options.pop("borrows", False) else TapeBackend()
-    penalty, borrowed = options.pop("penalty", False), list[int]()
+    penalty = options.pop("penalty", False)
     edge = options.pop("edge", nullcontext)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if waiting is not None:
@@ -162,8 +162,6 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         if penalty:
             with_penalty(trainer)
         patch.setattr(install_parts, "IdlePool", lambda _pool: backend)
-        taking = gradients.GradientBucketing.take_detached
-        patch.setattr(gradients.GradientBucketing, "take_detached", noted(taking, borrowed))
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
         did: dict[str, Any] = {}
         path: FastPath | None = None
@@ -178,12 +176,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         if path is not None:
             copies = path.bucketing.copies if path.bucketing else 0
             assert not isinstance(backend, BorrowingTape) or backend.poisoned > 0
-            did = {
-                "parts": path.parts,
-                "left out": path.left_out,
-                "copies": copies,
-                "borrowed": borrowed,
-            }
+            did = {"parts": path.parts, "left out": path.left_out, "copies": copies}
         return {"numbers": numbers, "shards": parameter_digests(trainer.model), **did}
 
 
@@ -226,17 +219,6 @@ class Overwriting:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
-
-
-def noted(take: Callable[..., Any], borrowed: list[int]) -> Callable[..., Any]:
-    """Notes how many weights are used in another way too, each time that gradients are borrowed."""
-
-    def noting(bucketing: Any, weights: Any, found: Any, used: list[bool], **how: Any) -> None:
-        if how["borrowed"]:
-            borrowed.append(sum(used))
-        take(bucketing, weights, found, used, **how)
-
-    return noting
 
 
 def with_penalty(trainer: Any) -> None:
@@ -337,15 +319,6 @@ def test_gradients_are_copied_a_bucket_at_a_time(results: list[dict[str, Any]]) 
             assert LAYERS * passes <= runs["fast"]["copies"] <= at_most * LAYERS * passes
     for runs in (found["few bytes wait"] for found in results):
         assert runs["fast"]["copies"] > 4 * LAYERS * passes
-
-
-def test_gradients_of_graphs_are_borrowed_once_a_pass(results: list[dict[str, Any]]) -> None:
-    passes = 2 * (STEPS - CAPTURED_AFTER)
-    for name, options in SCENARIOS.items():
-        for runs in (found[name] for found in results):
-            detaches = "detached-weights-of-graphs" in runs["fast"]["parts"]
-            beside = int("penalty" in options)
-            assert runs["fast"]["borrowed"] == [beside] * (LAYERS * passes if detaches else 0)
 
 
 def test_ranks_that_choose_otherwise_capture_nothing() -> None:

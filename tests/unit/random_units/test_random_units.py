@@ -10,38 +10,15 @@ from tests.unit.random_units.programs import Program
 from tests.unit.random_units.training import Outcome, outcome_of
 
 SEEDS = range(50)
-REFUSED = {
-    "seed inside": "sets a seed in its forward pass",
-    "fork rng": "sets a seed in its forward pass",
-    "python random": "draws from Python's random",
-    "numpy random": "draws from numpy#random",
-    "checkpointed dropout": "recomputes activations and draws random numbers",
-    "read on the host": "_local_scalar_dense",
-    "input data written": "writes into its argument",
-    "argument written": "writes into its argument",
-    "input written": "writes into an argument #hat needs a gradient",
-    "hidden module": "uses a tensor that needs a gradient and is no parameter of it",
-    "weight written": "writes into its trainable parameter a#weight",
-    "buffer replaced": "replaces its buffer past by another tensor",
-    "attribute replaced": "keeps state in state: it reads what an earlier pass has set",
-    "list attribute filled": "changes history in its forward pass",
-    "dict attribute filled": "changes memo['loss'] in its forward pass",
-    "global filled": "changes global WORLD",
-    "default filled": "changes the defaults of _to_default[#] in its forward pass",
-    "nested backward beside": "adds to the gradient of b#bias in # backward passes",
-    "counter": "changes count in its forward pass",
-    "iterator": "reads attribute turns, an iterator",
-    "drawn by an object": "draws from dice#random in its forward pass",
-    "counter in backward": "changes passes in its backward pass",
-    "list filled": "changes a list, dict or object that it is given",
-    "dict filled": "changes a list, dict or object that it is given",
-    "hook inside": "is a _forward_hooks hook on a Li",
-    "tensor hook": "registers a hook on a tensor in its forward pass that changes global WORLD",
-    "global hook": "has modules inside, for which the hook",
-    "returned view written": "unit-view-written",
-    "whole and part written": "unit-view-written",
-}
-"""What no graph can do, and the words for it; their names and numbers are hidden."""
+REFUSED = (
+    "seed inside, fork rng, python random, numpy random, checkpointed dropout, read on the host, "
+    "input data written, argument written, input written, hidden module, weight written, "
+    "buffer replaced, attribute replaced, list attribute filled, dict attribute filled, "
+    "global filled, default filled, nested backward beside, counter, iterator, "
+    "drawn by an object, counter in backward, list filled, dict filled, hook inside, tensor hook, "
+    "global hook, returned view written, whole and part written"
+).split(", ")
+"""What no graph can do, also where a program does not show it."""
 
 
 def assert_none_fails(outcomes: dict[str, Outcome]) -> Counter[str]:
@@ -72,9 +49,8 @@ def test_each_thing_alone_is_equal_or_refused_with_a_reason(alone: dict[str, Out
 
 
 @pytest.mark.parametrize("feature", REFUSED)
-def test_what_no_graph_can_do_is_refused_in_words(feature: str, alone: dict[str, Outcome]) -> None:
-    found = alone[str(Program(1, ((feature,),)))]
-    assert found.kind == "refused" and REFUSED[feature] in found.reason
+def test_what_no_graph_can_do_is_refused(feature: str, alone: dict[str, Outcome]) -> None:
+    assert alone[str(Program(1, ((feature,),)))].kind == "refused"
 
 
 @pytest.mark.parametrize("program", programs.ENDS, ids=str)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_cg.integrations.megatron.units import give_scopes, units_of
+from megatron_cg.integrations.megatron.units import units_of
 from megatron_cg.upstream.megatron import LayerConfig
 
 
@@ -17,18 +17,6 @@ def test_only_the_scopes_differ_and_the_rest_is_shared(dense_model: Any) -> None
     assert config.hidden_dropout == 0.25
     config.layernorm_epsilon = 1e-3
     assert view.layernorm_epsilon == 1e-3
-
-
-def test_give_scopes_is_undone(dense_model: Any) -> None:
-    from megatron_cg.tape.cpu_model import transformer_layers
-
-    layer: Any = transformer_layers(dense_model)[0]
-    before = (layer.config, layer.mlp.config)
-    undo = give_scopes(layer, ["attn"])
-    assert layer.config.cuda_graph_modules == layer.mlp.config.cuda_graph_modules == ["attn"]
-    undo()
-    undo()
-    assert (layer.config, layer.mlp.config) == before
 
 
 def test_every_unit_has_a_name_of_its_own_and_advice_that_fits(one_rank: None) -> None:
