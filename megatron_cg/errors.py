@@ -197,11 +197,3 @@ class FastPathError(MegatronCGError):
 
 class ReplayMismatchError(MegatronCGError):
     """A graph must not be replayed: something has changed since capture."""
-
-
-class PrecompileError(MegatronCGError):
-    """A region cannot be compiled on one rank for all of them; nothing has been written."""
-
-
-class ArtifactRefusedError(MegatronCGError):
-    """A precompiled artifact must not be used; nothing in it has been used for training."""

@@ -41,8 +41,6 @@ class Kind(IntEnum):
     """Which function is being compiled."""
     SETTINGS = 7
     """Whether ranks that meet have the same settings, versions and variables."""
-    PRECOMPILED = 8
-    """Whether compiled code that was loaded may be used (``compiled/load.py``)."""
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,10 @@ LONGEST = (
     "tape/test_own_loop.py",
     "fastpath/test_fast_path.py",
     "runs/test_life.py",
-    "compiled/test_loaded.py",
     "examples/test_transformers_trainer.py",
     "examples/test_standalone_transformer.py",
     "recompute/test_full_recompute.py",
     "fastpath/test_gather.py",
-    "compiled/test_traps.py",
     "runs/test_one_rank_failures.py",
 )
 """The files that take longest. They begin first, so that none is left to one worker at the end."""

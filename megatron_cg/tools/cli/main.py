@@ -199,8 +199,8 @@ def _run(words: Sequence[str]) -> int:
     cut = words.index("--") if "--" in words else len(words)
     if words[:1] == ["precompile"]:
         raise MegatronCGError(
-            "there is no command precompile: a script saves compiled layers, by "
-            "megatron_cg.compiled.save.save, as in docs/compiled.md"
+            "there is no command precompile: compile on one rank, and give all ranks its caches by "
+            "torch.compiler.save_cache_artifacts, as in docs/compiled.md"
         )
     args, extra = _parsed(words[:cut]), words[cut + 1 :]
     if extra and args.command not in TAKING_FLAGS:
