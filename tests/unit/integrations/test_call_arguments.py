@@ -39,6 +39,7 @@ WRONG = [
     (layers, {"seq_length": 0}),
     (layers, {"micro_batch_size": "2"}),
     (units, {"warmup_steps": 0}),
+    (units, {"recapture": -1}),
     (units, {"separate_inputs": "no"}),
     (enable, {"record": 5}),
     (enable, {"moe_rows": True}),

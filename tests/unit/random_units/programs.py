@@ -51,6 +51,7 @@ class Program:
     verify_steps: int = 0
     separate: bool = False
     """Whether units take their arguments through views, eagerly too."""
+    recapture: int = 0
 
     def __str__(self) -> str:
         default = Program(self.seed)
@@ -104,6 +105,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice((0, 0, 0, 1, 2)),
         chance.choice((0, 0, 0, 1, 2)),
         chance.random() < 0.2,
+        chance.choice((0, 0, 1, 2)),
     )
 
 
