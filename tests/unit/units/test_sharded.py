@@ -407,10 +407,10 @@ def test_a_verified_replay_compares_gradients_too(report: dict[str, Any], way: s
     assert counters["steps_verified"] > counters["steps_differed"] == 0
 
 
-def test_the_fast_path_is_on_under_v2(report: dict[str, Any]) -> None:
+def test_every_part_of_the_fast_path_is_on_under_v2(report: dict[str, Any]) -> None:
     for name in CASES:
         if name.startswith("v2"):
-            assert report[name]["parts"] == ["layouts"]
+            assert report[name]["parts"] == ["layouts", "views"]
 
 
 def test_units_of_one_shape_share_their_unsharded_memory(report: dict[str, Any]) -> None:
