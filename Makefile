@@ -22,12 +22,11 @@ WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? c
 # Tests that neither train a model nor start a process.
 FAST := $(patsubst %,arguments/test_%.py,layers megatron_agrees megatron_flags rules) \
 	units/test_call.py \
-	capture/test_observer.py hooks/test_extract.py \
+	capture/test_observer.py test_hooks.py \
 	$(patsubst %,tools/align/test_%.py,command compare) \
 	tools/bench/test_lines.py \
 	fastpath/test_bucketing.py \
-	tools/plan/test_launch_line.py \
-	$(patsubst %,telemetry/test_%.py,log)
+	tools/plan/test_launch_line.py
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(WANTED)

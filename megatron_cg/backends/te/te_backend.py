@@ -1,4 +1,4 @@
-"""CUDA graphs by Transformer Engine, which only this file imports.
+"""CUDA graphs by Transformer Engine.
 
 Note [The function that replays]
     In TE's ``graph.py`` the function that is returned for each sample calls ``graphed``. That
