@@ -64,7 +64,7 @@ class FullyShard(PerModule):
     """See :class:`megatron_cg.fully_shard.per_module.PerModule`.
 
     No hook of FSDP2 matters in a capture: it removes all hooks of units, and no other hooks are
-    left in them; see Note [Sharded modules in a unit] in ``fsdp/sharding.py``.
+    left in them; see Note [Sharded modules in a unit] in ``per_module.py``.
     """
 
     name = "FSDP2"

@@ -36,6 +36,7 @@ from megatron_cg.units.observe import (
     attributes_of,
     not_recomputed,
     results_of,
+    tensors_of,
 )
 from megatron_cg.units.sums import Autocast, Watched
 from megatron_cg.upstream.patch import combine_undos, replace_function
@@ -220,9 +221,10 @@ class ModuleUnit(Unit):
 
     def _used_of(self, value: Any) -> list[torch.Tensor]:
         """The results of a pass that the unit uses itself, if they have a gradient."""
-        places = {p: vars(p[0])[p[1]] for p in self._used if not isinstance(p, int)}
-        made = dict(results_of(in_parts(value), places))
-        return [made[key] for key in self._used if made[key].requires_grad]
+        set_ = {p: vars(p[0]).get(p[1]) for p in self._used if not isinstance(p, int)}
+        made = {**dict(enumerate(tensors_of(in_parts(value)))), **set_}
+        found = (made.get(key) for key in self._used)
+        return [one for one in found if isinstance(one, torch.Tensor) and one.requires_grad]
 
     def _counts(self) -> list[tuple[int, int]]:
         """Which gradients its weights have, and how often these were written."""

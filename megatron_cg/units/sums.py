@@ -133,7 +133,6 @@ class Sums:
 
     def observe_step(self) -> Undo:
         """Look at every backward pass until the returned function is called."""
-        self._calls, self._used = [], {}
         original = _RUN.find()
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +142,11 @@ class Sums:
                 stack.callback(combine_undos(self._look(roots, args[0], args[_INPUTS] or ())))
                 return original(roots, *args, **kwargs)
 
-        return replace_function(*_RUN.place(), run)
+        return combine_undos((self._forget, replace_function(*_RUN.place(), run)))
+
+    def _forget(self) -> None:
+        """Keep no node of autograd, and so nothing that it keeps, behind a step."""
+        self._calls, self._used = [], {}
 
     def begun(self, unit: str, inputs: Mapping[str, torch.Tensor]) -> None:
         """A forward pass of ``unit`` begins."""
@@ -213,26 +216,31 @@ class Sums:
         # Passes without a backward pass so far may have a later one, together with others.
         self._calls = [c for c in self._calls if not any(e in users for e in c.outputs)]
         for edge, one in self._used.items():
+            yield from one.observe(edge, users.get(edge, ()))
             for root, gradient in zip(roots, gradients, strict=True):
                 if getattr(root, "requires_grad", True) and _edge(root) == edge:
                     one.add(gradient)
-            yield from one.observe(users.get(edge, ()))
+        # Who still has a result may ask again, in another pass.
+        kept = ((e, one) for e, one in self._used.items() if e not in users or one.is_alive)
+        self._used = dict(kept)
 
 
 class Watched:
     """A result that a unit uses itself, whose gradient may be read outside."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._edge = ref(tensor), _edge(tensor)
+        # No node: whether one lives says whether a pass still waits for its backward.
+        self._tensor = ref(tensor)
         tensor.register_hook(lambda _: None).remove()
         self._hooks: Mapping[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
-        """Those of its value now; torch gives a tensor that is written to new ones."""
+        """Those of its value now; torch gives a tensor that autograd writes to new ones."""
         self._own = set(self._hooks)
 
     def is_read(self) -> bool:
         """Whether the gradient is read or hooked outside."""
         tensor = self._tensor()
-        if tensor is not None and tensor.retains_grad and _edge(tensor) == self._edge:
+        is_same = tensor is not None and tensor._backward_hooks is self._hooks
+        if is_same and tensor.retains_grad:  # type: ignore[union-attr]
             return True
         # FSDP2 has hooks on all that its modules return, and reads no gradient there.
         hooks = [hook for key, hook in self._hooks.items() if key not in self._own]
@@ -248,10 +256,16 @@ class _UsedInside(Watched):
         self._sum: tuple[torch.Tensor, Any] | None = None
         """Like the gradient so far, without memory, and its spec."""
 
-    def observe(self, users: Iterable[Any]) -> Iterator[Undo]:
+    @property
+    def is_alive(self) -> bool:
+        return self._tensor() is not None
+
+    def observe(self, edge: _Edge, users: Iterable[Any]) -> Iterator[Undo]:
         """Add up what uses outside of the unit pass on, until this is undone."""
+        if not in_backward_pass():
+            self._sum = None  # A pass may have ended before it came to this result.
         for node in {node for node in users if node._sequence_nr() >= self._last}:
-            numbers = [i for i, one in enumerate(node.next_functions) if one == self._edge]
+            numbers = [i for i, one in enumerate(node.next_functions) if one == edge]
 
             def add(gradients: Sequence[Any], _: Any, numbers: Sequence[int] = numbers) -> None:
                 for number in numbers:

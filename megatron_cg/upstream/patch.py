@@ -179,10 +179,14 @@ def replace_function_in_cell(cell: CellType, function: Any) -> Undo:
 
 
 def add_observer(module: nn.Module, hook: Callable[..., None], *, after: bool = False) -> Undo:
-    """Register a forward pre-hook that gets keywords, or a forward hook; see Note [No copies]."""
+    """Register a forward pre-hook that gets keywords, or a forward hook; see Note [No copies].
+
+    It sees what ``forward`` gets, after other hooks, or returns, before them.
+    """
     if after:
-        return combine_undos((_forbid_copies(module), module.register_forward_hook(hook).remove))
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        handle = module.register_forward_hook(hook, prepend=True)
+    else:
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     return combine_undos((_forbid_copies(module), handle.remove))
 
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -250,6 +251,74 @@ def test_who_asks_for_it_after_the_capture_is_told(asks: Any) -> None:
         lambda: nn.ModuleList([Skip()]),
         microbatch,
     )
+
+
+ALL_REPLAYED = {"replayed": STEPS - WARMUP, "mismatched": 0}
+
+
+def _skips() -> nn.Module:
+    return nn.ModuleList([Skip()])
+
+
+def test_a_replay_whose_loss_is_dropped_waits_for_no_backward_pass() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        hidden, x = run.model[0](x)
+        loss: torch.Tensor = x.square().mean() + hidden.sin().mean()
+        return loss if run.step == WARMUP else backward(loss)
+
+    assert_as_eager(ALL_REPLAYED, _skips, microbatch)
+
+
+class Added(torch.autograd.Function):
+    """Computes both gradients, even if one is asked for."""
+
+    @staticmethod
+    def forward(_: Any, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return one + other
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradients[0], gradients[0]
+
+
+def test_a_pass_that_ends_before_such_a_result_counts_for_no_layout() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        hidden, x = run.model[0](x)
+        other = torch.ones_like(hidden, requires_grad=True)
+        added: Any = Added.apply(hidden, other)  # type: ignore[no-untyped-call]
+        loss = x.square().mean() + added.sum()
+        torch.autograd.grad(loss, other, retain_graph=True)
+        return backward(loss)
+
+    assert_as_eager(ALL_REPLAYED, _skips, microbatch)
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps a tensor as long as autograd has its node."""
+
+    kept: list[Any] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kept = x + 1
+        Keeping.kept.append(ref(ctx.kept))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def test_nothing_of_a_pass_is_kept_behind_its_step() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        made: Any = Keeping.apply(x)  # type: ignore[no-untyped-call]
+        hidden, x = run.model[0](made)
+        return backward(x.square().mean() + hidden.sin().mean())
+
+    def no_more(_: Training) -> None:
+        assert all(one() is None for one in Keeping.kept)
+
+    assert_as_eager(ALL_REPLAYED, _skips, microbatch, 1, no_more)
 
 
 class Through(Unit):
