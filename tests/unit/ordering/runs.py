@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.fastpath import install
+from megatron_cg.fastpath import install, install_parts
 from megatron_cg.fastpath.part import find_cell, hook_functions
+from megatron_cg.tape.fakes import replaced
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import set_cell, wrap_method
@@ -165,7 +166,10 @@ def traced(run: Run) -> Trace:
             run.before(trainer)
         trainer.step()
         if graphs:
-            trainer.capture(run.backend(), only=run.only, fast_path=run.fast)
+            backend = run.backend()
+            if isinstance(backend, BorrowingTape):  # It lends itself what a pool of CUDA would.
+                stack.enter_context(replaced(install_parts, "IdlePool", lambda _: backend))
+            trainer.capture(backend, only=run.only, fast_path=run.fast)
         elif run.fast:
             stack.callback(install(trainer.model.module).close)
         _name_memory(trace, trainer)
