@@ -81,7 +81,7 @@ _PACKAGE = Path(__file__).parents[1]
 _NOT_THE_MODEL = (
     _TORCH,
     *(str(_PACKAGE / name) for name in ("backends", "capture", "replay")),
-    *(str(_PACKAGE / name) for name in ("units", "tape")),
+    *(str(_PACKAGE / name) for name in ("fully_shard", "native", "units", "tape")),
 )
 """Prefixes of files with code that a model calls but that is not part of the model."""
 
