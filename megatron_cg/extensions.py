@@ -2,7 +2,7 @@
 
 The core imports no extension. It asks here for what one brings, and works without it where the
 folder was deleted. No extension imports another; ``tools`` alone may import all. import-linter
-checks that, and ``tests/unit/packaging/test_extensions.py`` makes each folder unimportable in turn.
+checks that, and ``tests/unit/packaging/test_extensions.py`` deletes each folder in turn.
 
 To add one: a folder with its settings in :data:`EXTENSIONS`, and a function here for each thing
 that the core asks it for.

@@ -132,9 +132,8 @@ class FullyShard(PerModule):
     def gradient_owners(self) -> Iterator[tuple[Any, str]]:
         """Unsharded parameters: gradients that no hook has reduced stay there for the next step."""
         for param in (p for group in groups_of(self.network) for p in group.fsdp_params):
-            if "unsharded_accumulated_grad" in vars(
-                param
-            ):  # Later torch asks the parameter for it.
+            # Later torch asks the parameter for it.
+            if "unsharded_accumulated_grad" in vars(param):
                 yield param, "unsharded_accumulated_grad"
             if hasattr(param, "_unsharded_param"):  # Not before its first all-gather.
                 yield param._unsharded_param, "grad"

@@ -38,7 +38,7 @@ from megatron_cg.units.observe import (
     results_of,
     tensors_of,
 )
-from megatron_cg.units.sums import Autocast, Watched
+from megatron_cg.units.sums import Autocast, UsedResult
 from megatron_cg.upstream.patch import combine_undos, replace_function
 
 
@@ -125,7 +125,7 @@ class ModuleUnit(Unit):
         self._form, self._seen, self._backward = seen.form, seen, backward
         self._used = [key for key, one in seen.gradients.items() if one.inside is not None]
         """The results that it uses itself, as in :func:`results_of`."""
-        self.watched: list[Watched] = []
+        self.used_results: list[UsedResult] = []
         """Those of the last replay."""
         self._gradients = Gradients()
         self._results: Results | None = None
@@ -258,7 +258,8 @@ class ModuleUnit(Unit):
                     return mismatch
                 made = graph.replay(inputs, by_name)
                 value = results.rebuild(made, self._form.by_name(inputs, by_name))
-                self.watched = list(map(Watched, self._used_of(value))) if self._used else []
+                used = self._used_of(value) if self._used else ()
+                self.used_results = list(map(UsedResult, used))
                 return value
 
             return mismatch or not_recomputed() or graph.out_of_order() or replay

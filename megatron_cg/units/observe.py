@@ -18,6 +18,7 @@ Note [Gradients from outside]
     An argument that a unit returns as it is, its replays return as it is.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ class Observer:
         self.calls, self._now = {}, {}
 
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if not module.training or not torch.is_grad_enabled() or is_transformed():
+        if not _is_trained(module):
             return
         form = CallSpec.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
@@ -197,7 +198,7 @@ class Observer:
         self.sums.begun(name, form.by_name(tensors, by_name))
 
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
-        if not module.training or not torch.is_grad_enabled() or is_transformed():
+        if not _is_trained(module):
             return outputs
         own = attributes_of(module.modules()).items()
         held = {place: tensor for place, tensor in own if self._held.get(place) is not tensor}
@@ -210,9 +211,10 @@ class Observer:
             if id(tensor) in made and tensor.requires_grad and not tensor.is_leaf:
                 noted.append(self._noted(name, key, tensor, id(tensor) in used))
         self.sums.returned(name, noted)
-        memory = [key_of(tensor) for tensor in made.values()]
-        shared = {key for key in memory if key in given.values() or memory.count(key) > 1} - {None}
-        self._views += [(name, t, version_of(t)) for t in made.values() if key_of(t) in shared]
+        memory = {id_: key_of(tensor) for id_, tensor in made.items()}
+        counts = Counter([*given.values(), *memory.values()])
+        shared = (made[id_] for id_, key in memory.items() if key and counts[key] > 1)
+        self._views += [(name, tensor, version_of(tensor)) for tensor in shared]
         return outputs
 
     def _noted(self, name: str, key: Any, tensor: torch.Tensor, is_used: bool) -> Noted:
@@ -276,6 +278,11 @@ def _has_node(value: torch.Tensor) -> bool:
     if not isinstance(value, nn.Parameter):
         return True
     return not isinstance(value, DTensor) and value.untyped_storage().nbytes() >= value.nbytes
+
+
+def _is_trained(module: nn.Module) -> bool:
+    """Whether a call made now is one that a replay may stand for."""
+    return module.training and torch.is_grad_enabled() and not is_transformed()
 
 
 def is_transformed() -> bool:

@@ -119,7 +119,7 @@ class Sums:
     def __init__(self, varies: bool) -> None:
         self._varies = varies
         self._calls: list[_Call] = []
-        self._used: dict[_Edge, _UsedInside] = {}
+        self._used: dict[_Edge, _ObservedResult] = {}
         self.shared: dict[str, tuple[str, str]] = {}
         """By unit: what is summed across its border, and what to do, in words."""
         self.seen: dict[str, _Call] = {}
@@ -175,7 +175,7 @@ class Sums:
             edge = _edge(one.tensor)
             notes = one.notes
             if one.from_outside:
-                used = self._used[edge] = _UsedInside(unit, one, _NUMBER.find()())
+                used = self._used[edge] = _ObservedResult(unit, one, _NUMBER.find()())
                 notes = [*notes, used.end]
             edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], notes))
 
@@ -225,7 +225,7 @@ class Sums:
         self._used = dict(kept)
 
 
-class Watched:
+class UsedResult:
     """A result that a unit uses itself, whose gradient may be read outside."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -247,7 +247,7 @@ class Watched:
         return any("torch.distributed" not in str(hook) for hook in hooks)
 
 
-class _UsedInside(Watched):
+class _ObservedResult(UsedResult):
     """And its gradient from uses outside, in the steps before capture."""
 
     def __init__(self, unit: str, noted: Noted, last: int) -> None:
@@ -298,7 +298,8 @@ class Later:
 
     It looks at all nodes of autograd, so only if there are others between the replays, or behind
     the last ones, and in each fiftieth pass. ``inputs`` are those of each unit's graph, in its
-    order; ``waiting`` returns the nodes of replays by unit, and ``watched`` what they returned.
+    order; ``waiting`` returns the nodes of replays by unit, and ``used`` the results of a unit that
+    it uses itself.
     """
 
     def __init__(
@@ -306,11 +307,11 @@ class Later:
         seen: Mapping[str, _Call],
         inputs: Mapping[str, Sequence[str]],
         waiting: Callable[[], Mapping[str, Any]],
-        watched: Callable[[str], Iterable[Watched]],
+        used: Callable[[str], Iterable[UsedResult]],
         found: Callable[[Mismatch, str], None],
     ) -> None:
         self._seen, self._inputs, self._waiting, self._found = seen, inputs, waiting, found
-        self._watched = watched
+        self._used = used
         self._last = self._passes = 0
         self._fine: set[tuple[Any, ...]] = set()
 
@@ -349,7 +350,7 @@ class Later:
             if unit in self._seen and self._seen[unit].uses_results:
                 self._refuse(_READ, unit)
         for unit in replays.values():
-            if any(one.is_read() for one in self._watched(unit)):
+            if any(one.is_read() for one in self._used(unit)):
                 self._refuse(_READ, unit)
         self._passes += 1
         if key not in self._fine or self._passes % 50 == 0:
