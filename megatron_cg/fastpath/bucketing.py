@@ -74,7 +74,6 @@ from torch import nn
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.events import in_range
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
-from megatron_cg.fastpath.scaled_copies import copy_scaled, factor_of, runs_of
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import (
     Undo,
@@ -301,10 +300,6 @@ class GradientBucketing:
         """Detached weights that have one part of their gradient and wait for the other part."""
         self.copies = 0
         """Number of fused copies so far."""
-        self.scales = False
-        """Whether copies of whole buckets scale; see ``scaled_copies.py``."""
-        self.scaled = 0
-        """Number of those that did."""
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
             self._add(number, group)
 
@@ -480,45 +475,24 @@ class GradientBucketing:
         bucket.begin(self._fsdp._params_require_handle_grad)
         if bucket.complete_with(len(part.weights)) and bucket.waiting:
             self._hand_over_waiting(bucket)
-        whole, buffer = len(part.weights) == bucket.size, bucket.gradients
-        factor = self._copy(bucket, part.weights, gradients, whole=whole)
-        try:
-            if factor is not None:  # Megatron-FSDP reduces the bucket as it is.
-                buffer.gradient_scaling_factor = None
-            self._tell(bucket, part.others, part.weights[-1])
-        finally:
-            if factor is not None:
-                buffer.gradient_scaling_factor = factor
+        self._copy(bucket, part.weights, gradients)
+        self._tell(bucket, part.others, part.weights[-1])
 
     @torch.no_grad()
     def _copy(
-        self,
-        bucket: Bucket,
-        weights: list[nn.Parameter],
-        gradients: list[torch.Tensor],
-        *,
-        whole: bool = False,
-    ) -> float | None:
-        """Copy gradients; if they are the ``whole`` bucket's, returns by what they are scaled."""
+        self, bucket: Bucket, weights: list[nn.Parameter], gradients: list[torch.Tensor]
+    ) -> None:
         self._make_room(bucket)
-        buffer, dtype = bucket.gradients, None
-        # No other rank has a part of a buffer that is not distributed; it accumulates all
-        # microbatches of the step.
-        sums = not buffer.is_data_distributed
-        if not sums:
-            dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
-        pieces = bucket.views(buffer.fetch_bucket(dtype=dtype), weights)
         self.copies += 1
-        if whole and self.scales and not bucket.handed_over:
-            store = self._fsdp.param_and_grad_buffer
-            factor = factor_of(store, bucket.number, buffer, pieces[0].dtype)
-            if factor is not None and (runs := runs_of(pieces, gradients)) is not None:
-                copy_scaled(runs, factor, sums=sums)
-                self.scaled += 1
-                return factor
-        fused = torch._foreach_add_ if sums else torch._foreach_copy_
-        fused(pieces, gradients)
-        return None
+        buffer = bucket.gradients
+        if buffer.is_data_distributed:
+            dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
+            pieces = bucket.views(buffer.fetch_bucket(dtype=dtype), weights)
+            torch._foreach_copy_(pieces, gradients)
+        else:
+            # No other rank has a part of this buffer; it accumulates all microbatches of the step.
+            pieces = bucket.views(buffer.fetch_bucket(dtype=None), weights)
+            torch._foreach_add_(pieces, gradients)
 
     def _ready(self, bucket: Bucket) -> set[nn.Parameter]:
         """Megatron-FSDP's own set of parameters in the bucket, until it is reduced and freed."""

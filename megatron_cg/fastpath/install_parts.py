@@ -21,7 +21,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any
 from weakref import finalize
 
@@ -29,7 +28,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.fastpath import bucketing, gather, host_reads, optimizer_step, scaled_copies
+from megatron_cg.fastpath import bucketing, gather, host_reads, optimizer_step
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import (
     DetachedWeights,
@@ -42,7 +41,7 @@ from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_v2, unknown_bodies
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -131,7 +130,6 @@ class FastPath:
         add("gathers", lambda: gather.install_gathers(fsdp, deferred), gathering)
         # Without "unshard" nothing reports the end of a unit's backward pass.
         add("gradients", self._bucket_gradients, bucketing.REPLACES, needs=["unshard"])
-        add("scaled-copies", self._scale_copies, scaled_copies.REPLACES, needs=["gradients"])
         in_turn = fsdp.param_and_grad_buffer.double_buf_units
         if fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
             add("ordered-gradients", lambda: bucketing.order_copies(fsdp))
@@ -154,11 +152,6 @@ class FastPath:
             raise NotApplicableError("each gradient is checked for NaN by itself")
         self.bucketing, undo = bucketing.install_gradients(self._fsdp)
         return undo
-
-    def _scale_copies(self) -> Undo:
-        if torch.cuda.is_available() and find_spec("triton") is None:
-            raise NotApplicableError("Triton is missing")
-        return set_attribute(self.bucketing, "scales", True)
 
     def _end_unit(self, unit: nn.Module) -> None:
         if self.bucketing is not None:

@@ -15,7 +15,6 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import HookError, ReplayMismatchError
 from megatron_cg.experts import grouped_gemm
 from megatron_cg.experts.install import experts_of, use_device_counts
-from megatron_cg.fastpath import scaled_copies
 from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
@@ -106,8 +105,6 @@ def fit(model: Model, way: str) -> dict[str, Any]:
 
     with ExitStack() as undo:
         undo.callback(set_attribute(grouped_gemm, "_distance", watched))
-        # As if the weights were large; each of a layer's dense weights is a run of its own.
-        undo.callback(set_attribute(scaled_copies, "_WORTH_A_LAUNCH", 1))
         if ours:
             undo.enter_context(in_place_of_te())
             undo.callback(use_device_counts(by_peers=way == "peer"))
@@ -123,21 +120,19 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         )
         made_of = trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES)
         trainer = undo.enter_context(made_of)
-        steps, counters, parts, scaled = [], Counters(), list[str](), 0
+        steps, counters, parts = [], Counters(), list[str]()
         for step in range(STEPS):
             if graphs and step == WARMUP:
                 session = trainer.capture(TapeBackend(), Agreement(), fast_path=way in FAST)
                 counters = session.counters
                 parts = session.fast_path.parts if session.fast_path is not None else []
             steps.append([number.hex() for number in trainer.step()])
-        if parts and "gradients" in parts:
-            scaled = session.fast_path.bucketing.scaled
         experts = experts_of(trainer.model)
         device = experts is not None and experts.gemm == "torch"
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
         copied = None in lie
         made: dict[str, Any] = {"peers": experts is not None and experts.peers is not None}
-        made |= {"device": device, "parts": list(parts), "scaled": scaled}
+        made |= {"device": device, "parts": list(parts)}
         return {"copied": copied, "steps": steps, **made, **shown}
 
 
@@ -167,8 +162,6 @@ def check(found: dict[str, Any], model: Model, way: str) -> None:
     assert one["replayed"] == replayed * graphs
     fast = way in FAST and model.fsdp is not V2
     assert ("gradients" in one["parts"]) == fast
-    # The bucket of the experts, whose gradients are two runs, and that of the dense weights.
-    assert one["scaled"] == (2 * replayed if fast and model.options is AVERAGED else 0)
 
 
 @pytest.mark.parametrize(("ranks", "model", "way"), CASES)
