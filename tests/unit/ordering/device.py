@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from itertools import count
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Work
@@ -29,18 +29,7 @@ from megatron_cg.fastpath import bucketing as fast_streams
 from megatron_cg.tape import tape_backend
 from megatron_cg.tape.fakes import FakeEvent, FakeStream, replaced
 from megatron_cg.tape.tape_backend import Pool, Tape
-from tests.unit.ordering.trace import (
-    Allocate,
-    Await,
-    HostAwaits,
-    Keep,
-    Launch,
-    Record,
-    Release,
-    Span,
-    Trace,
-    caller,
-)
+from tests.unit.ordering.trace import Operation, Trace, caller
 
 #: Methods of torch 2.11's ProcessGroup that return a Work.
 _METHODS = (
@@ -69,11 +58,11 @@ class Stream(FakeStream):
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        self._trace.add(Await(self.cuda_stream, event.number, caller()))
+        self._trace.add("wait", self.cuda_stream, event.number, at=caller())
 
     def record_event(self, event: Any = None) -> Any:
         event = event or Event(self._trace)
-        self._trace.add(Record(event.number, self.cuda_stream, caller()))
+        self._trace.add("record", event.number, self.cuda_stream, at=caller())
         return event
 
     def synchronize(self) -> None:
@@ -100,7 +89,7 @@ class Event(FakeEvent):
         stream.wait_event(self)
 
     def synchronize(self) -> None:
-        self._trace.add(HostAwaits(self.number, caller()))
+        self._trace.add("host_waits", self.number, at=caller())
 
 
 class Device:
@@ -141,12 +130,9 @@ class Device:
             raise NotImplementedError(f"{func} comes from none of the modelled methods")
         one_way = func._schema.name.partition("::")[2] in _FROM_SECOND_TO_FIRST
         read, written = (args[1:2], args[:1]) if one_way else (args, args)
-        reads, writes = self._spans(read), self._spans(written)
-        self.trace.add(Launch(self._running.cuda_stream, func.name(), reads, writes, caller()))
-
-    def _spans(self, values: Sequence[Any]) -> tuple[Span, ...]:
-        spans = map(self.trace.span_of, tensors_in(values))
-        return tuple(span for span in spans if span is not None)
+        by = Operation(self._running.cuda_stream, func.name(), caller())
+        reads, writes = (self.trace.spans_of(tensors_in(values)) for values in (read, written))
+        self.trace.add("launch", by, reads, writes)
 
     def _call(self, method: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
         options = [given for given in (*args, *kwargs.values()) if hasattr(given, "asyncOp")]
@@ -155,11 +141,11 @@ class Device:
                 return method(group, *args, **kwargs)
         own, before, event = self._stream_of(group), Event(self.trace), Event(self.trace)
         # What orders a collective has no place of its own.
-        self.trace.add(Record(before.number, self.current.cuda_stream))
-        self.trace.add(Await(own.cuda_stream, before.number))
+        self.trace.add("record", before.number, self.current.cuda_stream)
+        self.trace.add("wait", own.cuda_stream, before.number)
         with self._running_on(own):
             work = method(group, *args, **kwargs)
-        self.trace.add(Record(event.number, own.cuda_stream))
+        self.trace.add("record", event.number, own.cuda_stream)
         if work is not None:
             self._of_work[work] = event
         return work
@@ -205,7 +191,7 @@ class Device:
 
         def record_stream(tensor: torch.Tensor, stream: Any) -> None:
             number = self.trace.number_of(tensor.untyped_storage())
-            self.trace.add(Keep(number, stream.cuda_stream, caller()))
+            self.trace.add("keep", number, stream.cuda_stream, at=caller())
 
         names: dict[str, Callable[..., Any]] = {
             "Stream": lambda *_, **__: self._new(f"the stream made at {caller()}"),
@@ -213,7 +199,7 @@ class Device:
             "Event": functools.partial(Event, self.trace),
             "stream": self._entered,
             "current_stream": lambda *_: self.current,
-            "synchronize": lambda *_: self.trace.add(HostAwaits(site=caller())),
+            "synchronize": lambda *_: self.trace.add("host_waits", at=caller()),
         }
         with ExitStack() as stack:
             for name, value in names.items():
@@ -233,31 +219,18 @@ _NO_KERNEL = frozenset({"aten::set_", "aten::set_data", "aten::detach_"})
 """Operations that are declared as writes, but change only a tensor's view of memory."""
 
 
-class _Facts(NamedTuple):
-    """What an operation's schema says. A look at the schema itself costs more than a small kernel.
-
-    ``has_no_kernel``: it makes views of its arguments, or is one of :data:`_NO_KERNEL`.
-    """
-
-    text: str
-    is_collective: bool
-    has_no_kernel: bool
-    writes: bool
-
-
 @cache
-def _facts_of(func: torch._ops.OpOverload) -> _Facts:
-    schema = func._schema
-    writes = bool(calls._places(func))
+def _kind_of(func: torch._ops.OpOverload) -> str:
+    """A look at an operation's schema costs more than a small kernel, so it is taken once."""
+    if func.namespace == "c10d":
+        return "collective"
+    schema, writes = func._schema, bool(calls._places(func))
     makes_views = bool(schema.returns) and all(
         value.alias_info is not None and not value.alias_info.is_write for value in schema.returns
     )
-    return _Facts(
-        text=str(func),
-        is_collective=func.namespace == "c10d",
-        has_no_kernel=schema.name in _NO_KERNEL or (makes_views and not writes),
-        writes=writes,
-    )
+    if schema.name in _NO_KERNEL or (makes_views and not writes):
+        return "no kernel"
+    return "writes" if writes else "reads"
 
 
 @cache
@@ -287,35 +260,32 @@ class Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         if _has_distributed(types):
             return NotImplemented  # Its work is in operations on local tensors.
-        facts = _facts_of(func)
-        if not self._trace.on or facts.has_no_kernel:
+        kind = _kind_of(func)
+        if not self._trace.on or kind == "no kernel":
             return func(*args, **kwargs)
-        if facts.is_collective:
+        if kind == "collective":
             self._device.launch(func, args)
             return func(*args, **kwargs)
         given = tensors_in([args, *kwargs.values()] if kwargs else args)
         known = {tensor.untyped_storage()._cdata for tensor in given}
-        writes = self._spans(calls.written(func, args, kwargs)) if facts.writes else []
-        reads = [span for span in self._spans(given) if span not in writes]
+        spans_of = self._trace.spans_of
+        writes = spans_of(calls.written(func, args, kwargs)) if kind == "writes" else []
+        reads = [span for span in spans_of(given) if span not in writes]
         result = func(*args, **kwargs)
+        by = Operation(self._device.current.cuda_stream, f"{self._replay}{func}", caller())
         for value in tensors_in([result]):
-            if value.untyped_storage()._cdata not in known:
-                writes += self._allocated(value, f"{self._replay}{facts.text}")
+            storage = value.untyped_storage()
+            if storage._cdata not in known:
+                is_new, spans = not self._trace.knows(storage), spans_of([value])
+                if is_new and spans:
+                    self._allocated(spans[0].storage, by)
+                writes += spans
         if writes or reads:
-            stream, name = self._device.current.cuda_stream, f"{self._replay}{facts.text}"
-            self._trace.add(Launch(stream, name, (*reads,), (*writes,), caller()))
+            self._trace.add("launch", by, reads, writes)
         return result
 
-    def _spans(self, tensors: list[torch.Tensor]) -> list[Span]:
-        return [span for tensor in tensors if (span := self._trace.span_of(tensor)) is not None]
-
-    def _allocated(self, tensor: torch.Tensor, made_by: str) -> list[Span]:
-        is_new = not self._trace.knows(tensor.untyped_storage())
-        spans = self._spans([tensor])
-        if is_new and spans:
-            stream = self._device.current.cuda_stream
-            self._trace.add(Allocate(spans[0].storage, stream, made_by, caller()))
-        return spans
+    def _allocated(self, storage: int, by: Operation) -> None:
+        self._trace.add("allocate", storage, by._replace(name=f"an allocation for {by.name}"))
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
         """A storage was resized: its memory was released, and new memory was allocated."""
@@ -323,10 +293,10 @@ class Operations(TorchDispatchMode):
             return
         number = self._trace.number_of(storage)
         if before:
-            self._trace.add(Release(number))
+            self._trace.add("release", number)
         if storage.nbytes():
             stream = self._device.current.cuda_stream
-            self._trace.add(Allocate(number, stream, "UntypedStorage.resize_", caller()))
+            self._allocated(number, Operation(stream, "UntypedStorage.resize_", caller()))
 
     @contextmanager
     def replaying(self, label: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ from megatron_cg.upstream.patch import set_cell, wrap_method
 from tests.unit.fastpath.test_fast_path import BorrowingTape
 from tests.unit.ordering.check import races
 from tests.unit.ordering.device import modelled_device
-from tests.unit.ordering.trace import Site, Trace, ordered_at
+from tests.unit.ordering.trace import Site, Trace
 from tests.unit.trainers import evaluate, trainer_of
 
 LAYERS = 3
@@ -172,7 +172,6 @@ def traced(run: Run) -> Trace:
             trainer.capture(backend, only=run.only, fast_path=run.fast)
         elif run.fast:
             stack.callback(install(trainer.model.module).close)
-        _name_memory(trace, trainer)
         if run.around is not None:
             stack.enter_context(run.around(trainer, trace))
         with trace.switched(on=True):
@@ -180,24 +179,7 @@ def traced(run: Run) -> Trace:
                 trainer.step()
                 if run.evaluates:
                     evaluate(trainer)
-        _name_memory(trace, trainer)
         return trace
-
-
-def _name_memory(trace: Trace, trainer: Any) -> None:
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as upstream
-
-    for (name, _dtype), tensor in upstream.get_global_memory_buffer().buffer.items():
-        trace.name(tensor, f"Megatron-FSDP's buffer {name}")
-    for number, group in enumerate(trainer.model.module.param_and_grad_buffer.parameter_groups):
-        for kind in ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer"):
-            buffer = getattr(group, kind)
-            if buffer is None:
-                continue
-            if buffer.data is not None:
-                trace.name(buffer.data, f"the {kind} of bucket {number}")
-            for key, bucket in getattr(buffer.temporary_bucket_allocator, "buckets", {}).items():
-                trace.name(bucket.data, f"the unsharded {kind} of bucket {key}")
 
 
 def check_all(places: frozenset[Site]) -> dict[str, Any]:
@@ -214,7 +196,7 @@ def check_all(places: frozenset[Site]) -> dict[str, Any]:
         }
         if there or rank > 0:
             continue
-        met = {site for entry in trace.entries if (site := ordered_at(entry)) in places}
+        met = {entry.at for entry in trace.entries if entry.at in places}
         left = met - missed.keys()
         # Many runs need none of those that are left.
         for place in left if races(trace.entries, without=left) else ():

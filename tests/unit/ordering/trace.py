@@ -3,14 +3,14 @@
 import ast
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,97 +80,39 @@ class Span(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A kernel or a collective, put at the end of a stream."""
+class Operation(NamedTuple):
+    """A kernel, a collective or an allocation: on which stream, what it is, and where it is."""
 
     stream: int
     name: str
-    reads: tuple[Span, ...]
-    writes: tuple[Span, ...]
-    site: Site | None = None
+    site: Site | None
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """From now on ``event`` represents all that was put on ``stream`` until now."""
+class Entry(NamedTuple):
+    """One thing that was asked for: a method of ``check.Check``, and what that is given.
 
-    event: int
-    stream: int
-    site: Site | None = None
+    ``at`` is the place of what only orders others.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Await:
-    """What is put on ``stream`` from now on waits for ``event``."""
-
-    stream: int
-    event: int
-    site: Site | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HostAwaits:
-    """The host waits for an event, or, where none is given, for the device."""
-
-    event: int | None = None
-    site: Site | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Allocate:
-    """A storage gets memory of the caching allocator, that of ``stream``."""
-
-    storage: int
-    stream: int
-    name: str
-    site: Site | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """A storage gives its memory back to the caching allocator."""
-
-    storage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """``record_stream``: the memory is not given out again while ``stream`` may use it."""
-
-    storage: int
-    stream: int
-    site: Site | None = None
-
-
-Entry = Launch | Record | Await | HostAwaits | Allocate | Release | Keep
-
-
-def ordered_at(entry: Entry) -> Site | None:
-    """The place of an entry that only orders others; None for other entries."""
-    if isinstance(entry, Record | Await | HostAwaits | Keep):
-        return entry.site
-    return None
+    act: str
+    given: tuple[Any, ...]
+    at: Site | None
 
 
 @dataclass
 class Trace:
-    """Entries in order, the names of streams and storages, and the numbers of live storages.
-
-    Entries are taken while it is ``on``.
-    """
+    """Entries in order while it is ``on``, names of streams, and numbers of live storages."""
 
     entries: list[Entry] = field(default_factory=list)
     streams: dict[int, str] = field(default_factory=dict)
-    storages: dict[int, str] = field(default_factory=dict)
     on: bool = False
     _numbers: Iterator[int] = field(default_factory=count)
     _known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
     """By the address of torch's object, which another storage may get once it is gone."""
 
-    def add(self, entry: Entry) -> None:
+    def add(self, act: str, *given: Any, at: Site | None = None) -> None:
         if self.on:
-            self.entries.append(entry)
+            self.entries.append(Entry(act, given, at))
 
     @contextmanager
     def switched(self, *, on: bool) -> Iterator[None]:
@@ -192,10 +134,13 @@ class Trace:
 
         def gone(_reference: object) -> None:
             self._known.pop(key, None)
-            self.add(Release(number))
+            self.add("release", number)
 
         self._known[key] = number, weakref.ref(storage, gone)
         return number
+
+    def spans_of(self, tensors: Sequence[torch.Tensor]) -> list[Span]:
+        return [span for tensor in tensors if (span := self.span_of(tensor)) is not None]
 
     def span_of(self, tensor: torch.Tensor) -> Span | None:
         """The bytes from the first to the last one that ``tensor`` uses, or None where none."""
@@ -206,8 +151,3 @@ class Trace:
         start = int(tensor.storage_offset()) * tensor.itemsize
         number = self.number_of(tensor.untyped_storage())
         return Span(number, start, start + (reach + 1) * tensor.itemsize)
-
-    def name(self, tensor: torch.Tensor, text: str) -> None:
-        """Name the storage of ``tensor``; the first name stays."""
-        if tensor.device.type == "cpu":
-            self.storages.setdefault(self.number_of(tensor.untyped_storage()), text)
