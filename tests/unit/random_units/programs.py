@@ -190,6 +190,8 @@ ENDS = {
     _one("tuple", "result's gradient retained", at=1): _SHARED,
     _one("tuple", "result's gradient taken", at=1): _SHARED,
     _one("tuple", "result's gradient taken"): f"{_LATER}a result",
+    _one("tuple", "result hooked"): f"{_LATER}a result",
+    _one("tuple", "result's gradient retained"): f"{_LATER}a result",
     # Until a result is dropped its unit runs eagerly, and then gives copies.
     _one("plain", "result kept", at=3): "equal",
     Program(1, (("tuple",),), (*_KEPT, (6, "result's gradient taken", 0))): f"{_LATER}a result",

@@ -18,7 +18,7 @@ from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.units import graph_units
 from tests.unit.counted import expect
-from tests.unit.units.plain import ROWS, STEPS, WIDTH, Training, train
+from tests.unit.units.plain import REPLAYED, ROWS, STEPS, WIDTH, Training, train
 from tests.unit.units.sharded import Run, equal, v1_run
 
 pytest.importorskip("megatron_fsdp")
@@ -212,3 +212,35 @@ def test_a_report_says_which_of_several_models_has_the_unit(
                 train(run, torch.randn(ROWS + 1, WIDTH))
     first, second = (text for text in caplog.messages if "no replay of 0" in text)
     assert first != second and re.search(r"no replay of 0 of capture \d+ \(ModuleList\):", second)
+
+
+class Waits(TapeBackend):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_a_model_that_is_dropped_is_freed_after_the_last_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What closes graphs at the end of a process stays until then, and holds no model.
+    closing = "megatron_cg.units.graphs.graphs_close_in_time"
+    monkeypatch.setattr(closing, lambda: lambda: None)
+    gc.collect()
+    assert not open_sessions()
+    backend, training = Waits(), Training()
+    made = training.graphs(backend=backend)
+    assert list(training.run(made)) and made.counters.replayed == REPLAYED
+    waits, model = backend.waits, training.model
+    dropped = weakref.ref(model), weakref.ref(model[0].cuda_graphs[0].graph)
+    del training, made
+    gc.collect()
+    assert open_sessions() == 1
+    del model
+    gc.collect()
+    assert [one() for one in dropped] == [None, None] and not open_sessions()
+    # The GPU might still have been in a replay.
+    assert backend.waits == waits + 1
