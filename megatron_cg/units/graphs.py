@@ -363,7 +363,7 @@ class GraphedUnits:
             self._observer.sums.seen,
             names,
             graphs[0].in_flight.nodes,
-            lambda unit: by_name[unit].used_results,
+            lambda unit: by_name[unit].watched,
             found,
         )
         session.on_close(later.observe())

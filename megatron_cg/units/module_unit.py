@@ -38,7 +38,7 @@ from megatron_cg.units.observe import (
     results_of,
     tensors_of,
 )
-from megatron_cg.units.sums import Autocast, UsedResult
+from megatron_cg.units.sums import Autocast, ReadOnly, UsedResult
 from megatron_cg.upstream.patch import combine_undos, replace_function
 
 
@@ -123,9 +123,14 @@ class ModuleUnit(Unit):
         super().__init__(name, module, tuple(module.modules()), inputs=seen.form.names)
         self._eager: Callable[..., Any] = module.forward
         self._form, self._seen, self._backward = seen.form, seen, backward
-        self._used = [key for key, one in seen.gradients.items() if one.inside is not None]
-        """The results that it uses itself, as in :func:`results_of`."""
-        self.used_results: list[UsedResult] = []
+        kinds: dict[type[ReadOnly | UsedResult], list[Any]] = {
+            UsedResult: [key for key, one in seen.gradients.items() if one.inside is not None],
+            ReadOnly: [*seen.unwritten],
+        }
+        self._watches = [(key, kind) for kind, keys in kinds.items() for key in keys]
+        """Results, as in :func:`results_of`, and names of arguments that may not be used in any
+        way behind a replay."""
+        self.watched: list[ReadOnly | UsedResult] = []
         """Those of the last replay."""
         self._gradients = Gradients()
         self._results: Results | None = None
@@ -219,12 +224,15 @@ class ModuleUnit(Unit):
         form = [marked(leaf) for leaf in leaves]
         return Results(form, spec, {p: marked(t) for p, t in attributes.items()}, layouts), tensors
 
-    def _used_of(self, value: Any) -> list[torch.Tensor]:
-        """The results of a pass that the unit uses itself, if they have a gradient."""
-        set_ = {p: vars(p[0]).get(p[1]) for p in self._used if not isinstance(p, int)}
-        made = {**dict(enumerate(tensors_of(in_parts(value)))), **set_}
-        found = (made.get(key) for key in self._used)
-        return [one for one in found if isinstance(one, torch.Tensor) and one.requires_grad]
+    def _watch(
+        self, value: Any, arguments: Mapping[str, torch.Tensor]
+    ) -> Iterator[ReadOnly | UsedResult]:
+        """Watch what a replay was given and has returned and set."""
+        known: dict[Any, Any] = {**arguments, **dict(enumerate(tensors_of(in_parts(value))))}
+        for key, kind in self._watches:
+            one = vars(key[0]).get(key[1]) if isinstance(key, tuple) else known.get(key)
+            if isinstance(one, torch.Tensor) and (one.requires_grad or kind is ReadOnly):
+                yield kind(one)
 
     def _counts(self) -> list[tuple[int, int]]:
         """Which gradients its weights have, and how often these were written."""
@@ -257,9 +265,10 @@ class ModuleUnit(Unit):
                 if (mismatch := graph.forbids(inputs, by_name)) is not None:
                     return mismatch
                 made = graph.replay(inputs, by_name)
-                value = results.rebuild(made, self._form.by_name(inputs, by_name))
-                used = self._used_of(value) if self._used else ()
-                self.used_results = list(map(UsedResult, used))
+                given = self._form.by_name(inputs, by_name)
+                value = results.rebuild(made, given)
+                if self._watches:
+                    self.watched = list(self._watch(value, given))
                 return value
 
             return mismatch or not_recomputed() or graph.out_of_order() or replay

@@ -71,6 +71,9 @@ class ObservedCall:
     """Where a call of the step was made, if activation checkpointing may have made it."""
     gradients: dict[Any, GradStrides]
     """How the gradients came of all that it returned and set."""
+    unwritten: set[Any]
+    """The results, as in :func:`results_of`, and the names of arguments that nobody may write into
+    behind a replay; see Note [Results that are views] in ``sums.py``."""
 
     def samples(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Memory for the inputs of its graph."""
@@ -92,8 +95,8 @@ class Observer:
         when returned."""
         self.written: set[str] = set()
         """The units whose callers write into such a result."""
-        self._given: Mapping[int, Any] = {}
-        """By id, the memory of the tensors of the call that runs now."""
+        self._given: Mapping[int, tuple[str, Any]] = {}
+        """By id, the names and the memory of the tensors of the call that runs now."""
         self._held: Mapping[Any, torch.Tensor] = {}
         """The attributes before it."""
         self._follows: dict[str, set[str]] = {}
@@ -181,7 +184,7 @@ class Observer:
         form = CallSpec.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
         given = {**dict(zip(form.names, tensors, strict=False)), **by_name}
-        self._given = {id(tensor): key_of(tensor) for tensor in given.values()}
+        self._given = {id(tensor): (name_, key_of(tensor)) for name_, tensor in given.items()}
         self._held = attributes_of(module.modules())
         if before_step := self._memory.get(name):
             now = _memory_of(module)
@@ -194,6 +197,7 @@ class Observer:
             autocast_now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
             before.gradients if before else {},
+            before.unwritten if before else set(),
         )
         self.sums.begun(name, form.by_name(tensors, by_name))
 
@@ -205,16 +209,19 @@ class Observer:
         given, self._held, self._given = self._given, {}, {}
         results = results_of(in_parts(outputs), held)
         made = {id(t): t for _, t in results if id(t) not in given}
-        used = self.sums.ended(name, list(filter(_has_node, made.values())))
+        used, unwritten = self.sums.ended(name, list(filter(_has_node, made.values())))
         noted: list[Noted] = []
         for key, tensor in results:
             if id(tensor) in made and tensor.requires_grad and not tensor.is_leaf:
                 noted.append(self._noted(name, key, tensor, id(tensor) in used))
         self.sums.returned(name, noted)
         memory = {id_: key_of(tensor) for id_, tensor in made.items()}
-        counts = Counter([*given.values(), *memory.values()])
-        shared = (made[id_] for id_, key in memory.items() if key and counts[key] > 1)
-        self._views += [(name, tensor, version_of(tensor)) for tensor in shared]
+        counts = Counter([*(one for _, one in given.values()), *memory.values()])
+        shared = {id_: one for id_, one in memory.items() if one and counts[one] > 1}
+        self._views += [(name, made[id_], version_of(made[id_])) for id_ in shared]
+        call, unwritten = self._now[name], unwritten | shared.keys()
+        call.unwritten.update(key for key, tensor in results if id(tensor) in unwritten)
+        call.unwritten.update(one for one, key in given.values() if key in shared.values())
         return outputs
 
     def _noted(self, name: str, key: Any, tensor: torch.Tensor, is_used: bool) -> Noted:

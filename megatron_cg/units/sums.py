@@ -19,12 +19,21 @@ Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every bac
 started from Python goes through ``torch.autograd._engine_run_backward``, whose fifth argument are
 the tensors whose gradients are asked for.
 
+Note [Results that are views]
+    Who writes into a view changes the history of what it is a view of: gradients come to that
+    tensor, by the node of the write, and to the view no more. A replay gives a tensor that is no
+    view, so they come to the view's node in the graph. Both are the same if that tensor has no
+    other use, and if the view is all of it or it is contiguous, as a gradient of zeros is made.
+    A view of an argument or of another result shares memory with it, and no result of a replay
+    does. So who writes into any of them is told, in the steps before capture and later.
+
 Note [Separate inputs]
     With ``separate_inputs=True`` each call takes its arguments through views, eager passes too. A
     view sums the uses inside and passes on one gradient, as a replay does, at the same place in the
     order of autograd's nodes. So numbers are those of eager training with these views.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -36,6 +45,7 @@ from weakref import finalize, ref
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_cg.capture.observer import version_of
 from megatron_cg.replay.borders import PassedOn, laid_out, local, same_placements, spec_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.upstream.backward_pass import in_backward_pass
@@ -57,6 +67,12 @@ _READ = (
     "a result that it also uses itself, whose gradient is read or hooked outside",
     "read the gradient of a view that the loss uses instead (y = y.view_as(y) outside of the unit)",
 )
+_WRITTEN = (
+    "a result that is a view of a tensor that it also uses itself, or of a part of one, and that "
+    "is written outside",
+    "write into a copy (y = y.clone() outside of the unit)",
+)
+_MEMORY = "Results of a replay share no memory with its arguments or, for autograd, with others. "
 _CAST = (
     "a weight that torch.autocast has cast once, for uses inside and outside",
     "enter torch.autocast with cache_enabled=False, which casts it for each use",
@@ -78,6 +94,9 @@ class _Call:
     """The number that the first node of the call gets."""
     inputs: Mapping[str, _Edge]
     outputs: Sequence[_Edge] = ()
+    bases: dict[_Edge, bool] = field(default_factory=dict)
+    """What it makes and returns views of; see Note [Results that are views]. And whether a write
+    changes no sum and no strides."""
     last: int = 0
     """The number of the first node after the call."""
     several: set[Any] = field(default_factory=set)
@@ -155,18 +174,30 @@ class Sums:
         call = _Call(unit, _NUMBER.find()(), edges, cast=set() if keeps else None)
         self._calls.append(call)
 
-    def ended(self, unit: str, outputs: Sequence[torch.Tensor]) -> set[int]:
-        """It has made and returned or set these tensors; returns the ids of those that it uses."""
+    def ended(self, unit: str, outputs: Sequence[torch.Tensor]) -> tuple[set[int], set[int]]:
+        """It has made and returned or set these tensors.
+
+        Returns the ids of those that it uses itself, and of those that nobody may write into.
+        """
         call = next((call for call in reversed(self._calls) if call.unit == unit), None)
         if call is None or call.outputs:
-            return set()
+            return set(), set()
         edges = {id(output): _edge(output) for output in outputs if output.requires_grad}
         call.outputs = list(edges.values())
         call.last = _NUMBER.find()()
-        used = {edge for node in call.inside(call.outputs) for edge in node.next_functions}
-        own = {output for output, edge in edges.items() if edge in used}
+        inside = call.inside(call.outputs)
+        uses = Counter(edge for node in inside for edge in node.next_functions)
+        own = {output for output, edge in edges.items() if edge in uses}
         call.uses_results = bool(own)
-        return own
+        unwritten = set()
+        for one in outputs:
+            base: Any = one._base
+            if id(one) not in edges or not _is_view(one) or _edge(base)[0] not in inside:
+                continue
+            is_whole = one.numel() == base.numel() or base.is_contiguous()
+            call.bases[_edge(base)] = is_free = uses[_edge(base)] < 2 and is_whole
+            unwritten |= set() if is_free else {id(one)}
+        return own, unwritten
 
     def returned(self, unit: str, results: Iterable[Noted]) -> None:
         """Note the gradients that come for these results of one call, in each backward pass."""
@@ -178,6 +209,9 @@ class Sums:
                 used = self._used[edge] = _ObservedResult(unit, one, _NUMBER.find()())
                 notes = [*notes, used.end]
             edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], notes))
+            if _is_view(one.tensor):
+                node, number = _edge(one.tensor._base)  # type: ignore[arg-type]
+                node.register_prehook(partial(self._ran, unit, passes, number, ()))
 
     def _ran(
         self,
@@ -203,18 +237,18 @@ class Sums:
             return
         asked = {*_edges(inputs)}
         for edge, one in self._used.items():
-            if edge in asked or one.is_read():
+            if edge in asked or one.is_found():
                 self.shared.setdefault(one.unit, _READ)
         if self._calls:
             self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
         users = _users(roots)
         for call in self._calls:
             what = _crossing(call, users, self._varies)
-            self.seen[call.unit] = replace(call, inputs={}, outputs=())
+            self.seen[call.unit] = replace(call, inputs={}, outputs=(), bases={})
             if what is not None:
                 self.shared.setdefault(call.unit, what)
         # Passes without a backward pass so far may have a later one, together with others.
-        self._calls = [c for c in self._calls if not any(e in users for e in c.outputs)]
+        self._calls = [c for c in self._calls if users.keys().isdisjoint((*c.outputs, *c.bases))]
         for edge, one in self._used.items():
             yield from one.observe(edge, users.get(edge, ()))
             for root, gradient in zip(roots, gradients, strict=True):
@@ -225,8 +259,28 @@ class Sums:
         self._used = dict(kept)
 
 
+class ReadOnly:
+    """A result or an argument of a replay that nobody may write into."""
+
+    found = _WRITTEN
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        own = tensor if spec_of(tensor) is None else tensor._local_tensor  # type: ignore[attr-defined]
+        # It counts the writes of the tensor, which may be gone before the backward pass, and has no
+        # memory.
+        self._alias = own.detach()
+        self._alias.data = own.new_empty(0)
+        self._version = version_of(self._alias)
+
+    def is_found(self) -> bool:
+        """Whether it was written into."""
+        return version_of(self._alias) != self._version
+
+
 class UsedResult:
     """A result that a unit uses itself, whose gradient may be read outside."""
+
+    found = _READ
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # No node: whether one lives says whether a pass still waits for its backward.
@@ -236,7 +290,7 @@ class UsedResult:
         """Those of its value now; torch gives a tensor that autograd writes to new ones."""
         self._own = set(self._hooks)
 
-    def is_read(self) -> bool:
+    def is_found(self) -> bool:
         """Whether the gradient is read or hooked outside."""
         tensor = self._tensor()
         is_same = tensor is not None and tensor._backward_hooks is self._hooks
@@ -298,8 +352,8 @@ class Later:
 
     It looks at all nodes of autograd, so only if there are others between the replays, or behind
     the last ones, and in each fiftieth pass. ``inputs`` are those of each unit's graph, in its
-    order; ``waiting`` returns the nodes of replays by unit, and ``used`` the results of a unit that
-    it uses itself.
+    order; ``waiting`` returns the nodes of replays by unit, and ``watched`` the results of a unit
+    that its callers may not use in each way.
     """
 
     def __init__(
@@ -307,11 +361,11 @@ class Later:
         seen: Mapping[str, _Call],
         inputs: Mapping[str, Sequence[str]],
         waiting: Callable[[], Mapping[str, Any]],
-        used: Callable[[str], Iterable[UsedResult]],
+        watched: Callable[[str], Iterable[ReadOnly | UsedResult]],
         found: Callable[[Mismatch, str], None],
     ) -> None:
         self._seen, self._inputs, self._waiting, self._found = seen, inputs, waiting, found
-        self._used = used
+        self._watched = watched
         self._last = self._passes = 0
         self._fine: set[tuple[Any, ...]] = set()
 
@@ -350,8 +404,9 @@ class Later:
             if unit in self._seen and self._seen[unit].uses_results:
                 self._refuse(_READ, unit)
         for unit in replays.values():
-            if any(one.is_read() for one in self._used(unit)):
-                self._refuse(_READ, unit)
+            for one in self._watched(unit):
+                if one.is_found():
+                    self._refuse(one.found, unit)
         self._passes += 1
         if key not in self._fine or self._passes % 50 == 0:
             self._look(_users(roots), replays)
@@ -377,8 +432,12 @@ class Later:
                 self._refuse(what, unit)
 
     def _refuse(self, found: tuple[str, str], unit: str) -> None:
-        subject, (what, remedy) = "what is summed with gradients from outside", found
-        cause = f"{_CAUSE}From the first step on, {remedy}. Or leave the unit out of units."
+        what, remedy = found
+        subject, cause = "what is summed with gradients from outside", _CAUSE
+        if found is _WRITTEN:
+            subject, cause = "what is done with its results and arguments outside", _MEMORY
+            what = "a write into memory that they share with each other or with its own tensors"
+        cause = f"{cause}From the first step on, {remedy}. Or leave the unit out of units."
         self._found(Mismatch("sharing", subject, "something else", what, cause), unit)
 
 
@@ -422,13 +481,17 @@ def _crossing(
 
     With what to do instead. Adds to what the call uses several times, and casts.
     """
-    inside = call.inside(edge for edge in call.outputs if edge in users)
+    inside = call.inside(edge for edge in (*call.outputs, *call.bases) if edge in users)
     names = {edge: name for name, edge in call.inputs.items()}
     for edge, by in users.items():
         if call.replayed and len(by) < 2:
             continue
         others = [node for node in by if node not in inside]
         count = len(by) - len(others)
+        if edge in call.bases and others:
+            if call.bases[edge]:
+                continue
+            return _WRITTEN
         leaf: Any = getattr(edge[0], "variable", None)
         key, returned = names.get(edge, leaf), edge in call.outputs and edge not in names
         unhooked = _unhooked(edge, users, inside)
@@ -482,6 +545,12 @@ def _is_hooked(node: Any) -> bool:
 def _is_own(node: Any) -> bool:
     """Whether it is a node of this package between a replay and what its caller has."""
     return issubclass(getattr(node, "_forward_cls", object), PassedOn)
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd has a node for what it is a view of."""
+    base = tensor._base
+    return base is not None and base.grad_fn is not None
 
 
 def _is_cast(node: Any) -> bool:

@@ -60,6 +60,11 @@ def result(wrap: Any, unwrap: Any = lambda run, u, out: out[0], loss: Any = None
     )
 
 
+def written(run: Any, value: Tensor) -> Tensor:
+    """A result, written into if the step does so."""
+    return value.mul_(0.5) if run.way.writes else value
+
+
 def hooked(build: Callable[[Any], Any]) -> Feature:
     return Feature(build=lambda u: WORLD.handles.append(build(u)))
 
@@ -155,7 +160,16 @@ RESULTS = {
     ),
     "input returned": result(lambda u, x, y: (y, x), lambda run, u, out: out[0] + out[1].sin()),
     "view of the input returned": result(
-        lambda u, x, y: (y, x[:, :1]), lambda run, u, out: out[0] * out[1]
+        lambda u, x, y: (y, x[:, :1]), lambda run, u, out: out[0] * written(run, out[1])
+    ),
+    "view of a used tensor": result(
+        lambda u, x, y: (y.t(), (y * 0.1).sum(), (y * 0.3).mean()),
+        lambda run, u, out: written(run, out[0]).t(),
+        lambda out: out[1] + out[2],
+    ),
+    "views of one": result(
+        lambda u, x, y: (z := y * 1.0, z.view(-1)[:W]),
+        lambda run, u, out: written(run, out[0]) + out[1],
     ),
     "same twice": result(
         lambda u, x, y: (z := y * 1.0, z), lambda run, u, out: out[0].mul_(0.5) + out[1]

@@ -105,6 +105,7 @@ _TABLES = {
     "table replaced": lambda run, u: set_(u, "table", u.table * 0.5),
     "table written": lambda run, u: u.table.mul_(0.5),
 }
+_WRITES = {"results written": _way(writes=True)}
 _NO_HOOKS = {"hooks removed": lambda run, u: [one.remove() for one in WORLD.handles]}
 AFTER: dict[str, dict[str, Callable[..., Any]]] = {
     "buffer read": _TABLES,
@@ -122,6 +123,8 @@ AFTER: dict[str, dict[str, Callable[..., Any]]] = {
     "object read": {"object replaced": lambda run, u: set_(u.box, "inner", u.box.inner * 0.5)},
     "hook with state": {"hook's state": lambda run, u: set_(u, "tilt", 0.5)},
     "class attribute read": {"class changed": lambda run, u: set_(type(u), "common", u.common / 2)},
+    **dict.fromkeys(("view of a used tensor", "views of one"), _WRITES),
+    "view of the input returned": _WRITES,
     **dict.fromkeys(HOOKS, _NO_HOOKS),
 }
 """What may happen in programs that have the feature."""

@@ -138,6 +138,7 @@ _TWO = (("plain",), ("plain",))
 _HOOKED = ((0, "backward hook added", 0), (2, "hooks removed", 0))
 _KEPT = ((3, "result kept", 0), (5, "result dropped", 0))
 _SHARED = "unit-shared-gradients"
+_MEMORY = "what is done with its results and arguments outside"
 _LATER = "gradients from outside was something else at capture and is "
 ENDS = {
     # A pass is captured under the autocast around it in eager training.
@@ -166,6 +167,13 @@ ENDS = {
     Program(1, _TWO, ((5, "two forward passes", 0),), order=(0, 1)): "equal",
     # A write into a view changes the history of what it is a view of.
     Program(1, (("unused result",), ("returned view written",)), order=(0, 1)): "unit-view-written",
+    Program(
+        1, (("transposed result",),), order=(0, 0), between="a view written", autocast="step"
+    ): _SHARED,
+    _one("transposed result", between="a view written"): "equal",
+    _one("view of a used tensor", "results written", at=1): _SHARED,
+    **{_one(one, "results written"): _MEMORY for one in ("view of a used tensor", "views of one")},
+    Program(1, (("doubles", "view of the input returned"),), ((5, "results written", 0),)): _MEMORY,
     _one("reentrant checkpoint", "detached inputs"): "equal",
     # FSDP2 keeps what autograd.grad has left on an unsharded weight for the next step.
     Program(88, events=((1, "gradients returned", 0),), sharding="fsdp", verify_steps=1): "equal",

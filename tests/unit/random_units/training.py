@@ -39,6 +39,7 @@ WAYS = (
     "by_grad",
     "detached",
     "after",
+    "writes",
 )
 """What only some steps do."""
 
