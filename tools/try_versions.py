@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = (
     *("backends", "tape", "tools/doctor/test_symbols.py"),
-    *("fsdp/test_hooks_of_real_models.py", "capture/test_hook_order.py"),
+    *("fsdp/test_megatron_fsdp.py", "capture/test_hook_order.py"),
     "units/test_sharded.py",
 )
 ALIGN = "-m megatron_cg.tools.cli.main align --backend tape --steps 6 --preset "

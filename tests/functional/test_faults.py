@@ -120,10 +120,7 @@ def test_a_hook_that_raises_on_one_rank_ends_the_run(align: Align, log: Log) -> 
 
 @pytest.mark.parametrize(
     "stage",
-    [
-        *("memory", "capture-forward-end", "invalid"),
-        *("capture-backward", "publish", "install"),
-    ],
+    [*("memory", "capture-forward-end", "invalid"), *("capture-backward", "publish", "install")],
 )
 def test_a_capture_that_fails_on_one_rank_leaves_all_eager(stage: str, align: Align) -> None:
     case = replace(

@@ -62,10 +62,7 @@ def _keep_end(body: Callable[[], Any], error: type[Exception], folder: Path) -> 
 def soon_over() -> Iterator[None]:
     """A vote to which a rank does not come is over in three seconds."""
     soon = timedelta(seconds=3)
-    with (
-        patch.object(exchange, "FALLING_BACK", soon),
-        patch.object(exchange, "TIMEOUT", soon),
-    ):
+    with patch.object(exchange, "FALLING_BACK", soon), patch.object(exchange, "TIMEOUT", soon):
         yield
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.base import Backend
+from megatron_cg.backends.base import Backend, generators_kept
 from megatron_cg.backends.driver.capture import GraphResetError
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.tape.tape_backend import TapeBackend
@@ -47,12 +47,7 @@ def test_what_two_backward_passes_share_outlives_the_first_only_if_that_was_aske
             return super().forward(x) * shared
 
     with nullcontext() if retain else pytest.raises(RuntimeError, match="a second time"):
-        small(
-            backend,
-            *(Sharing(4, 4), Sharing(4, 4)),
-            warmups=0,
-            retain_graph=retain,
-        )
+        small(backend, *(Sharing(4, 4), Sharing(4, 4)), warmups=0, retain_graph=retain)
 
 
 def test_an_unused_weight_gets_no_gradient(backend: Backend) -> None:
@@ -197,3 +192,45 @@ def test_made_up_gradients_are_numbers(backend: Backend) -> None:
     # One pass for each output, one of the warmup, and that of the capture, whose memory is the
     # tape's: it is overwritten.
     assert len(seen) == 4 and all(one.eq(0).all() for one in seen[:3])
+
+
+class InCapture:
+    """A generator that a capture has left behind: it draws nothing until it has another state."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.state, self.in_capture = "before", True
+
+    def get_state(self) -> str:
+        return self.state
+
+    def set_state(self, state: str) -> None:
+        self.state = state
+
+    def clone_state(self) -> str:
+        return f"clone of {self.state}"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.state, self.in_capture = state, False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("stuck", [False, True])
+def test_only_a_generator_that_cannot_draw_leaves_its_capture(
+    fails: bool, stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uniform(_tensor: torch.Tensor, *, generator: InCapture) -> None:
+        if stuck:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", uniform)
+    generator: Any = InCapture()
+    host = torch.get_rng_state()
+    with pytest.raises(LookupError) if fails else nullcontext(), generators_kept([generator]):
+        generator.state = "drawn from"
+        torch.rand(1)
+        if fails:
+            raise LookupError
+    assert generator.state == "before" and generator.in_capture is not (fails and stuck)
+    assert torch.equal(torch.get_rng_state(), host)

@@ -8,13 +8,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg import graph_units
-from megatron_cg.capture.observer import Observer, StaticInputs
+from megatron_cg.capture.observer import Observer, StaticInputs, collectives_so_far
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Addresses, Watched
 from megatron_cg.replay.unit import Unit
@@ -151,3 +153,44 @@ def test_all_python_generators_that_a_pass_draws_from_are_as_before(fails: bool)
         if fails:
             raise KeyError("random and numpy")
     assert (random.getstate(), pickle.dumps(numpy.random.get_state())) == before
+
+
+def reduce() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+class ReducesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        reduce()
+        return gradient
+
+
+def backward() -> None:
+    apply: Any = ReducesInBackward.apply
+    apply(torch.ones(1, requires_grad=True)).sum().backward()
+
+
+def in_another_group() -> None:
+    dist.all_reduce(torch.ones(1), group=dist.new_group([0]))
+
+
+def functionally() -> None:
+    functional.all_reduce(torch.ones(1), "sum", [0]).sum()
+
+
+@pytest.mark.parametrize("call", [reduce, dist.barrier, backward, in_another_group, functionally])
+def test_every_collective_counts(one_rank: None, call: Any) -> None:
+    before = collectives_so_far()
+    torch.ones(1).sum()
+    assert collectives_so_far() == before
+    call()
+    assert collectives_so_far() > before
+
+
+def test_without_process_groups_there_are_none() -> None:
+    assert collectives_so_far() == 0

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import set_debug_level_from_env
 
-from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest
+from megatron_cg.consensus.decision import AgreementError, Kind, Vote, decide, digest, encode
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.tape.launch import run_processes
@@ -307,3 +307,15 @@ def test_votes_work_where_torch_checks_each_collective() -> None:
     assert first == second
     assert (against, rest) == ([1], ["went on"] * 2)
     assert missed.startswith("AgreementError: rank 1 did not come to the vote on capture start 1")
+
+
+def test_of_two_sets_held_equally_often_that_of_the_lowest_rank_is_the_common_one() -> None:
+    for held, minority in (((9, 3, 3, 9), (1, 2)), ((1, 1), ())):
+        rows = [encode(Kind.DELETION, 3, Vote(graphs=graphs)) for graphs in held]
+        assert decide(torch.stack(rows)).minority == minority
+
+
+def test_a_digest_is_of_a_set_and_fits_a_row() -> None:
+    assert digest(["b", "a", "b"]) == digest(("a", "b")) != digest(["ab"])
+    assert digest(["a", "b"]) != digest(["a", "bc"]) and digest([]) != digest([""])
+    assert all(0 < digest([str(number)]) < 2**63 for number in range(100))

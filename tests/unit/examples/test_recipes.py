@@ -154,11 +154,7 @@ MOE = [name for name in preset_names() if "num-experts" in load_preset(name).fla
     ("name", "whole"), [*((name, "0") for name in preset_names()), *((name, "1") for name in MOE)]
 )
 def test_megatron_and_our_rules_accept_it(
-    shell: Any,
-    tmp_path: Path,
-    accepted: Callable[..., Any],
-    name: str,
-    whole: str,
+    shell: Any, tmp_path: Path, accepted: Callable[..., Any], name: str, whole: str
 ) -> None:
     found = shell(RUN, name, MOCK_DATA="1", TENSOR_PARALLEL="2", EXPERTS_IN_GRAPHS=whole)
     assert found.returncode == 0, found.stderr

@@ -284,8 +284,7 @@ COMPUTE = {
     "function": do(lambda u, y, v: Doubled.apply(y, 1.5)),  # type: ignore[no-untyped-call]
     "function in place": do(lambda u, y, v: Clamped.apply(y * 2)),  # type: ignore[no-untyped-call]
     "functional call": do(
-        lambda u, y, v: torch.func.functional_call(u.b, {"weight": u.b.weight / 2}, y),
-        b=linear,
+        lambda u, y, v: torch.func.functional_call(u.b, {"weight": u.b.weight / 2}, y), b=linear
     ),
     "gradient inside": do(lambda u, y, v: _penalty(u, y), b=linear),
     "nested backward": do(lambda u, y, v: _nested(y, u.b), b=linear),

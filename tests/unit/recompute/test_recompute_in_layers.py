@@ -14,10 +14,7 @@ from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import MegatronUnit
 from megatron_cg.recompute import layers as full_recompute
-from megatron_cg.recompute.layers import (
-    allow_full_recompute,
-    recompute_in_layers,
-)
+from megatron_cg.recompute.layers import allow_full_recompute, recompute_in_layers
 from megatron_cg.tape.cpu_model import build, transformer_layers
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.megatron import capturing_flag, is_capturing

@@ -233,10 +233,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     ),
     "hooks": (
         lambda unit: unit.act.register_forward_hook(lambda _module, _args, out: out * 2),
-        *(
-            1,
-            "module act was without hooks at capture and is with tests.unit.replay",
-        ),
+        *(1, "module act was without hooks at capture and is with tests.unit.replay"),
     ),
     "hooks: old form": (
         lambda unit: unit.register_backward_hook(lambda *_: None),

@@ -1,10 +1,11 @@
-"""Parts of the fast path are left out one at a time, with those that need them."""
+"""Parts of the fast path are left out one at a time; every clause of a real guard is timed."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from benchmarks import fast_path
+from benchmarks.guard_cost import measure
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.trainers import trainer_of
@@ -40,3 +41,11 @@ def test_each_part_is_left_out_in_turn_and_changes_no_number(
     for name, found in kinds[1::2]:
         off = set(parts) if name == fast_path.NONE else {name, *NEEDED.get(name, ())}
         assert set(found) == set(parts) - off
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_every_clause_of_a_guard_is_timed(experts: int, one_rank: None) -> None:
+    costs = measure(experts, calls=2)
+    assert all(cost > 0 for cost in costs.values())
+    assert {"inputs", "modes", "objects, key sets, frozen", "hooks"} < set(costs)
+    assert {"memory, forward", "memory, backward", "all, forward"} < set(costs)
