@@ -275,6 +275,8 @@ class GraphedUnits:
                 raise ConfigurationError([_COMPILED]) from error
         if self._awaits_verified:
             raise ConfigurationError([_NOT_VERIFIED])
+        if self.session is not None:
+            self._later.end_step()
 
     def verified[T](self, step: Callable[[], T]) -> T:
         """What ``step`` returns, which runs all passes of a training step, inside :meth:`step`.
@@ -367,6 +369,7 @@ class GraphedUnits:
             found,
         )
         session.on_close(later.observe())
+        self._later = later
         return session
 
 

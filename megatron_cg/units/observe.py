@@ -108,27 +108,32 @@ class Observer:
         self.static_inputs = StaticInputs(self._units.values())
         self.steps = 0
         self._trained: set[str] = set()
+        self._weights: dict[str, nn.Parameter] = {}
+        """The weights when the last observed step began; a sharding replaces its own."""
 
     @property
     def is_recent(self) -> bool:
-        """Whether the weights that need a gradient are those of the last observed step.
+        """Whether weights, and those that need a gradient, are those of the last observed step.
 
         What is shared between units depends on it, such as the cast of a weight.
         """
-        return self._trained == self._trainable()
+        now, before = self._parameters(), self._weights
+        if not isinstance(self._sharding, Unsharded):
+            before = now
+        is_same = now.keys() == before.keys() and all(now[name] is before[name] for name in now)
+        return is_same and self._trained == self._trainable()
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        pairs = self._units.items()
+        return {f"{unit}.{n}": one for unit, mod in pairs for n, one in mod.named_parameters()}
 
     def _trainable(self) -> set[str]:
-        return {
-            f"{unit}.{name}"
-            for unit, module in self._units.items()
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
+        return {name for name, one in self._parameters().items() if one.requires_grad}
 
     @contextmanager
     def observe_step(self) -> Iterator[None]:
         """Observe every call inside the block; a step that raises is forgotten."""
-        self._now = {}
+        self._now, self._weights = {}, self._parameters()
         self._views.clear()
         moved, self.moved = self.moved, {}
         if isinstance(self._sharding, Unsharded):
@@ -176,7 +181,7 @@ class Observer:
 
     def forget(self) -> None:
         """Forget what was seen, when no capture follows."""
-        self.calls, self._now = {}, {}
+        self.calls, self._now, self._weights = {}, {}, {}
 
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not _is_trained(module):

@@ -361,7 +361,7 @@ class Later:
         seen: Mapping[str, _Call],
         inputs: Mapping[str, Sequence[str]],
         waiting: Callable[[], Mapping[str, Any]],
-        watched: Callable[[str], Iterable[ReadOnly | UsedResult]],
+        watched: Callable[[str], list[ReadOnly | UsedResult]],
         found: Callable[[Mismatch, str], None],
     ) -> None:
         self._seen, self._inputs, self._waiting, self._found = seen, inputs, waiting, found
@@ -388,6 +388,15 @@ class Later:
 
     def _stop(self) -> None:
         self._undo()
+
+    def end_step(self) -> None:
+        """Look for writes of a step whose passes had no backward pass, or have none any more."""
+        waiting = self._waiting()
+        for unit in self._inputs.keys() - waiting.keys():
+            watched = self._watched(unit)
+            if any(isinstance(one, ReadOnly) and one.is_found() for one in watched):
+                self._refuse(_WRITTEN, unit)
+            watched.clear()
 
     def _begun(self, roots: Any, inputs: Sequence[Any], number: int) -> bool:
         """Whether a backward pass of replays begins; looks at it if it may have new uses."""

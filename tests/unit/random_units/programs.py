@@ -149,6 +149,13 @@ ENDS = {
     },
     _one("island off", "autocast in forward"): "equal",
     _one("island off", "autocast in backward"): "cpu in the backward pass was off",
+    # A weight is replaced after the last observed step: one more is observed.
+    Program(
+        1,
+        events=((3, "parameter replaced", 0), (5, "head tied", 0)),
+        autocast="forward",
+        warmup=3,
+    ): f"{_LATER}a weight",
     _one("plain", "casts not kept", autocast="forward"): "equal",
     # Without the cache, weights are shared and casts of them are not.
     Program(1, order=(0, 0), autocast="forward uncached"): "equal",
@@ -173,6 +180,7 @@ ENDS = {
     _one("transposed result", between="a view written"): "equal",
     _one("view of a used tensor", "results written", at=1): _SHARED,
     **{_one(one, "results written"): _MEMORY for one in ("view of a used tensor", "views of one")},
+    _one("views of one", "results written", frozen="units.0.", embed=False): _MEMORY,
     Program(1, (("doubles", "view of the input returned"),), ((5, "results written", 0),)): _MEMORY,
     _one("reentrant checkpoint", "detached inputs"): "equal",
     # FSDP2 keeps what autograd.grad has left on an unsharded weight for the next step.
