@@ -1,21 +1,16 @@
 """``megatron-cg report``: what a run recorded, and whether another run has the same bits."""
 
-import shlex
 import statistics
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.files import whole_file
 from megatron_cg.tools.align import compare as align
-from megatron_cg.tools.align.run import EAGER, GRAPHS, table
+from megatron_cg.tools.align.run import EAGER, GRAPHS
 from megatron_cg.tools.record import read_record
 
-_ROWS = 24
-"""Steps in the table, besides the last and those with an evaluation."""
 _WORK = (
     "On all ranks {captured:,} graphs were captured. Of their passes {replayed:,} were replays, "
     "{eager:,} eager instead, {mismatched:,} not allowed by a guard, {verified:,} verified with "
@@ -24,17 +19,7 @@ _WORK = (
 
 
 def invoke(args: Namespace, _extra: object) -> int:
-    try:
-        text = "\n".join(lines(*read_runs(args.directory, args.against))) + "\n"
-    except read_record.UNREADABLE as error:
-        what = f"{args.directory} holds a record with values that no run writes"
-        raise read_record.RecordError(f"{what}: {read_record.of_damage(error)}.") from error
-    if args.out is None:
-        sys.stdout.write(text)
-        return 0
-    with whole_file(args.out) as part:
-        part.write_text(text, encoding="utf-8")
-    print(f"written: {args.out}")
+    print(*lines(*read_runs(args.directory, args.against)), sep="\n")
     return 0
 
 
@@ -66,21 +51,14 @@ def lines(run: align.Run, reference: align.Run | None = None) -> Iterator[str]:
         yield compared(run, reference)
     if found := faults(run):
         yield from ("", "Mismatches and faults:", *found)
-    yield from ("", *_steps(first["steps"]))
+    yield last_step(first)
     if median := median_step(first):
         yield median
     if peak := max(int(record.get("peak_allocated_bytes", 0)) for record in run.values()):
         yield f"Highest allocated, of the rank that had most: {peak / 2**20:.0f} MiB."
     total = Counter(align.graph_counts(run))
-    captures = [capture for capture in first["captures"] if capture["graphs"]]
-    if total["captured"] or captures:
+    if total["captured"]:
         yield _WORK.format_map(total)
-    for capture in captures[-1:]:
-        made = f"{capture['graphs']} graphs of {capture['layers']} layers"
-        yield f"Capture after step {capture['after_step']}: {made} in {capture['seconds']:.2f} s."
-    facts = {**first["versions"], **first.get("environment", {})}
-    yield from ("", *(f"{name} {value}" for name, value in facts.items()))
-    yield f"command: {shlex.join(first.get('command') or ()) or 'not recorded'}"
 
 
 def outcome(run: align.Run) -> str:
@@ -107,20 +85,13 @@ def compared(run: align.Run, reference: align.Run) -> str:
     return f"{status} the other run: {unequal} of {count} differ: {found.reason}."
 
 
-def _steps(steps: list[Any]) -> list[str]:
-    """A table of losses, gradient norm and time of some steps."""
+def last_step(record: Mapping[str, Any]) -> str:
+    steps = record["steps"]
     if not steps:
-        return ["No step has ended, so there is no loss."]
-    numbers = [align.numbers_of(steps, index) for index in range(len(steps))]
-    names = list(dict.fromkeys(name for found in numbers for name in found))
-    every = -(-len(steps) // _ROWS)
-    rows = [["step", *names, "ms"]]
-    for index, found in enumerate(numbers):
-        is_last, evaluated = index + 1 == len(steps), len(found) > len(numbers[0])
-        if index % every == 0 or is_last or evaluated:
-            cells = [f"{float.fromhex(found[n]):.9g}" if n in found else "-" for n in names]
-            rows.append([f"{index + 1}", *cells, f"{float(steps[index]['milliseconds']):.1f}"])
-    return [table(rows), ""]
+        return "No step has ended, so there is no loss."
+    numbers = align.numbers_of(steps, len(steps) - 1).items()
+    found = ", ".join(f"{name} {float.fromhex(value):.9g}" for name, value in numbers)
+    return f"Step {len(steps)}: {found}."
 
 
 def counted_steps(record: Mapping[str, Any]) -> range:

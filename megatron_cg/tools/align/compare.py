@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from megatron_cg.tools.record.read_record import captured_after
@@ -131,8 +130,7 @@ def _unequal(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
 
 def missing_ranks(run: Run) -> str:
     size = next(iter(run.values()))["world_size"]
-    # A damaged record may name any number of ranks: no set of them is made.
-    absent = ", ".join(islice((str(rank) for rank in range(size) if rank not in run), 6))
+    absent = ", ".join([str(rank) for rank in range(size) if rank not in run][:6])
     return f"records of {len(run)} of its {size} ranks, none of {absent}" if absent else ""
 
 

@@ -1,7 +1,6 @@
 """``megatron-cg COMMAND ...``: the options of each command, and how each ends."""
 
 import argparse
-import contextlib
 import importlib
 import io
 import logging
@@ -36,7 +35,7 @@ TAKING_FLAGS = ("align", "bench", "plan")
 _JSON = "print the result as one line of JSON"
 USAGE_ERROR = 2
 DEFECT = 70  # of sysexits.h, for an error that no command expects; 1 is a result of a command
-INTERRUPTED, NO_READER = 130, 141  # a shell's for SIGINT, and for SIGPIPE, as with | head
+INTERRUPTED = 130  # a shell's for SIGINT
 
 _received: list[int] = []
 """Signals that have come since the command began."""
@@ -134,7 +133,7 @@ def plan(add: Add) -> None:
 
 
 def report(add: Add) -> None:
-    """Print what a run recorded: outcome, losses, times, memory, graphs, faults.
+    """Print what a run recorded: outcome, last losses, times, memory, graphs, faults.
 
     DIR is what 'megatron-cg align --work-dir' or a run with --cg-report or --cg-record has left.
     Exit code 0: printed; 2: cannot be done.
@@ -142,7 +141,6 @@ def report(add: Add) -> None:
     add("directory", type=Path, metavar="DIR", help="records of a run, or of align's two")
     text = "records of an eager run: whether this one has the same bits"
     add("--against", type=Path, metavar="DIR2", help=text)
-    add("--out", type=Path, metavar="FILE", help="write the text here instead")
 
 
 _MODULES = {
@@ -167,28 +165,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: its own, or one of the above."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = f"megatron-cg {words[0]}" if words and words[0] in COMMANDS else "megatron-cg"
+    if argv is None:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A reader that has gone, as with | head.
     if argv is None and words[:1] == ["plan"]:
         # It runs no model, and a third of Megatron's import is that of torch's compiler.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
         _end_in_order()
-        _open_closed_streams()
-        try:
-            return _run(words)
-        finally:
-            sys.stdout.flush()  # Here, so that a full disk or a reader that has gone is seen.
+        return _run(words)
+    except SystemExit:
+        raise
     except BaseException as error:
-        if isinstance(error, BrokenPipeError):
-            return NO_READER
-        if isinstance(error, SystemExit):
-            raise
         # An import that a signal interrupts may end in another error, as numpy's does.
         text, code = ("interrupted", 128 + _received[0]) if _received else _told(error)
-        with contextlib.suppress(OSError):
-            print(f"{name}: {text}", file=sys.stderr)
+        print(f"{name}: {text}", file=sys.stderr)
         return code
-    finally:
-        _drop_unwritten()
 
 
 def _run(words: Sequence[str]) -> int:
@@ -241,23 +232,6 @@ def _told(error: BaseException) -> tuple[str, int]:
     traceback.print_exception(error)
     text = "this was not foreseen. If the lines above end in megatron_cg, please report them"
     return text, DEFECT
-
-
-def _open_closed_streams() -> None:
-    """Open the null device for closed streams (``>&-``), or the next file gets their numbers."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
-
-
-def _drop_unwritten() -> None:
-    """Drop what a stream cannot take, or Python would try again at exit and fail."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            with contextlib.suppress(io.UnsupportedOperation):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _end_in_order() -> None:

@@ -18,8 +18,6 @@ from megatron_cg.errors import MegatronCGError
 FORMAT = 1
 FILE = re.compile(r"rank(0|[1-9][0-9]*)\.jsonl")
 _GROWING = ("steps", "captures", "events")
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What reading a record may raise that no run of this package wrote."""
 
 
 class RecordError(MegatronCGError):
@@ -75,21 +73,15 @@ def _read(path: Path) -> dict[str, Any]:
             _add(data, line.decode())
         if path.name != f"rank{data['rank']}.jsonl" or data["rank"] >= data["world_size"]:
             raise ValueError(f"it is of rank {data['rank']} of {data['world_size']}")
-    except UNREADABLE as error:
-        text = f"{path} is not a record of this package: line {number}: {of_damage(error)}."
-        raise RecordError(text) from None
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        cause = f"line {number}: {type(error).__name__}: {error}".encode("unicode_escape").decode()
+        raise RecordError(f"{path} is not a record of this package: {cause[:200]}.") from None
     return data
-
-
-def of_damage(error: Exception) -> str:
-    """An error of reading a record in one line that can be printed."""
-    return f"{type(error).__name__}: {error}".encode("unicode_escape").decode()[:200]
 
 
 def _add(data: dict[str, Any], line: str) -> None:
     """Add a line to what was read before."""
     entry = json.loads(line)
-    json.dumps(entry, ensure_ascii=False).encode()  # Half a surrogate pair cannot be printed.
     if entry.get("format", FORMAT) != FORMAT:
         raise ValueError("it is of another version, so record the run again")
     for name, value in entry.items():

