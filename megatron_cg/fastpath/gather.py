@@ -8,28 +8,17 @@ Note [Shown one parameter a bucket]
     parameter per bucket here, and every FP8 parameter, because it also manages the FP8 caches.
     What it does with a bucket does not change.
 
-Note [Which buckets a list of parameters stands for]
-    With the buckets of a list Megatron-FSDP also gathers some of the following ones. The set
-    depends only on the model. Megatron-FSDP itself computes it, once for each list and set of
-    options: its own method runs on a copy of its pipeline in which every bucket is ready, so it
-    looks at each bucket and gathers none. Which of the buckets are missing is checked in each call.
-    Usually none is missing.
-
-Note [A group of one bucket]
-    Megatron-FSDP coalesces the gathers of a bucket group. Most groups have one bucket, so there is
-    nothing to coalesce. Such a bucket is gathered directly, by the same collective on the same
-    stream. Megatron-FSDP's own method handles all other cases: several buckets, gathers across
-    outer groups, a bucket that it keeps past a reset (``PRESERVED``).
-
 Note [Launch first]
     Before a unit's forward pass Megatron-FSDP gathers its weights and those of the next unit. Only
     then does the unit run. Issuing a gather takes the host about as long as the gather takes the
     GPU. If the GPU waits for the host (in the first layers of a step; in all layers of a dropless
     MoE model), the GPU is idle in that time, and the gather is exposed. So the gather for the next
     unit is held until the graph of this unit is launched.
-    The gather overwrites the buffer of the previous unit. So it must wait for that unit's kernels,
-    but not for the graph that was just launched. It waits for an event that is recorded where
-    Megatron-FSDP would have issued it.
+    Megatron-FSDP is asked twice for that: for this unit alone, and later with the prefetch. The
+    later gather overwrites the buffer of the previous unit. So it must wait for that unit's
+    kernels, but not for the graph that was just launched. Megatron-FSDP lets it wait for the
+    current stream. Here that is another stream, which waits for an event that was recorded where
+    Megatron-FSDP would have issued the gather.
 
 Note [One order over all communicators]
     NCCL requires that all ranks issue the collectives of a process in one order, across all of its
@@ -48,34 +37,27 @@ Note [One order over all communicators]
 """
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from copy import copy
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_cg.events import in_range
 from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
-from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
+from megatron_cg.fsdp.roles import fsdp_function
 from megatron_cg.upstream.patch import (
     Undo,
     replace_function,
     replace_function_in_cell,
-    set_attribute,
     wrap_method,
 )
 
-Key = tuple[int, bool]
-"""A bucket's number, and whether the key is for its transposed weights."""
 _ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
-
+_GATHER = "all_gather_params"
 REPLACES_GATHERS = fsdp_function(
-    "AllGatherPipeline.all_gather_params",
+    f"AllGatherPipeline.{_GATHER}",
     "what gathers the buckets of parameters",
     *("self", "params", "prefetch", "prefetch_order", _ASYNC, _OUTER),
     fingerprints=("65e4250c4171bbcb",),
@@ -96,166 +78,70 @@ REPLACES_UNSHARD = (
         fingerprints=("00cb9ee24111bcad",),
     ),
 )
-RELIES_ON = (
-    *REPLACES_GATHERS,
-    *REPLACES_UNSHARD,
-    *fsdp_function(
-        "AllGatherPipeline.async_bucket_gather",
-        "what gathers one bucket",
-        *("self", "bucket_id", "bwd"),
-    ),
-    *fsdp_class("AllGatherPipeline", "buffer", "bucket_status", "bucket_can_be_released"),
-    *fsdp_class("AllGatherPipeline", "bucket_to_bucket_group", "ag_stream"),
-    *fsdp_class("BucketStatus", "EMPTY", "PRESERVED", "READY_TO_USE"),
-)
+RELIES_ON = (*REPLACES_GATHERS, *REPLACES_UNSHARD)
 
 
 class DeferredPrefetch:
-    """Holds gathers of a model until a graph is launched; nothing before :meth:`enable`."""
+    """Holds prefetches of a model until a graph is launched; nothing before :meth:`install`."""
 
     def __init__(self) -> None:
-        self._graphed: tuple[nn.Module, ...] = ()
-        self._weights: frozenset[int] | None = None
-        self._gather: Callable[[Any], None] | None = None
+        self._held: Callable[[], None] | None = None
         self._since: Any = None
+        """Where Megatron-FSDP would have issued what is held."""
+        self._beside: Any = None
+        """A stream that waits for no more than that."""
 
-    def enable(self, graphed: Iterable[nn.Module]) -> Undo:
-        """Hold gathers for the modules in ``graphed``, whose launches call :meth:`launched`."""
-        return set_attribute(self, "_graphed", tuple(graphed))
+    def install(self, fsdp: Any, graphed: Collection[nn.Module]) -> Undo:
+        """Hold what ``fsdp`` prefetches before the forward pass of a unit that begins with a graph.
 
-    def begins_with_graph(self, weights: Sequence[nn.Parameter]) -> bool:
-        """Whether a forward pass with ``weights`` begins with a graph.
-
-        Call it in a pass only: between two steps modules may hold the optimizer's DTensors.
+        ``graphed`` are the modules inside graphs, whose launches call :meth:`launched`.
         """
-        if self._weights is None:
-            own = (p for module in self._graphed for p in module.parameters(recurse=False))
-            self._weights = frozenset(map(id, own))
-        return bool(weights) and id(weights[0]) in self._weights
+        pipeline = fsdp.all_gather_pipeline
+        self._since, self._beside = torch.cuda.Event(), torch.cuda.Stream()
+        upstream: Any = inspect.getmodule(type(pipeline))
+        forward, gather = upstream.PrefetchOrder.FORWARD_PASS_ORDER, getattr(pipeline, _GATHER)
 
-    def hold(self, gather: Callable[[Any], None]) -> None:
-        """Hold ``gather``. It is called once, with the event to wait for or with None."""
-        if self._since is None:
-            self._since = torch.cuda.Event()
-        self._since.record()
-        self._gather = gather
+        @cache
+        def weights() -> frozenset[int]:
+            # Called in a pass only: between two steps modules may hold the optimizer's DTensors.
+            own = (p for module in graphed for p in module.parameters(recurse=False))
+            return frozenset(map(id, own))
+
+        def all_gather_params(
+            params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
+        ) -> None:
+            self.issue()
+            is_forward = options.get("prefetch_order") is forward and fsdp.training
+            is_usual = options.get(_ASYNC, True) and not options.get(_OUTER)
+            if not (prefetch and params and is_forward and is_usual and id(params[0]) in weights()):
+                gather(params, prefetch=prefetch, **options)
+                return
+            gather(params, prefetch=False, **options)
+            self._since.record()
+            self._held = partial(gather, params, prefetch=True, **options)
+
+        with ExitStack() as undo:
+            undo.callback(self.drop)
+            undo.callback(wrap_method(fsdp, "forward", before=self.drop))
+            undo.callback(replace_function(pipeline, _GATHER, all_gather_params))
+            return undo.pop_all().close
 
     def launched(self) -> None:
         """Issue what is held, after a graph was launched on the stream of the forward pass."""
-        self.issue(self._since)
+        if self._held is not None:
+            self._beside.wait_event(self._since)
+            with torch.cuda.stream(self._beside):
+                self.issue()
 
-    def issue(self, since: Any = None) -> None:
-        """Issue what is held, as Megatron-FSDP would at this point or at the event ``since``."""
-        gather, self._gather = self._gather, None
-        if gather is not None:
-            gather(since)
+    def issue(self) -> None:
+        """Issue what is held, as Megatron-FSDP would at this point."""
+        held, self._held = self._held, None
+        if held is not None:
+            held()
 
     def drop(self) -> None:
         """Discard what is held: the pass that requested it has failed."""
-        self._gather = None
-
-
-def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]:
-    """Replace what requests all-gathers of ``fsdp``'s weights; returns the undo.
-
-    Raises NotApplicableError if weights are not sharded.
-    """
-    if fsdp.data_parallel_sharding_strategy == "no_shard":
-        raise NotApplicableError("the sharding strategy is no_shard, in which nothing is gathered")
-    pipeline = fsdp.all_gather_pipeline
-    gathers = Gathers(pipeline, deferred, lambda: bool(fsdp.training))
-    with ExitStack() as undo:
-        undo.callback(deferred.drop)
-        undo.callback(wrap_method(fsdp, "forward", before=deferred.drop))
-        undo.callback(replace_function(pipeline, "all_gather_params", gathers.all_gather_params))
-        return undo.pop_all().close
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """See Note [Which buckets a list of parameters stands for]."""
-
-    listed: dict[Key, bool]
-    """The list's own buckets, and their ``bucket_can_be_released`` in Megatron-FSDP: False."""
-    looked_at: tuple[Key, ...]
-    """``listed`` and the prefetched buckets, in Megatron-FSDP's order."""
-    before_graph: bool
-    """Whether the plan is for a forward pass that begins with a graph."""
-
-
-class Gathers:
-    """Replaces ``all_gather_params`` of an ``AllGatherPipeline``.
-
-    ``replays`` says whether graphs are replayed in this pass.
-    """
-
-    def __init__(
-        self, pipeline: Any, deferred: DeferredPrefetch, replays: Callable[[], bool]
-    ) -> None:
-        self._pipeline, self._deferred, self._replays = pipeline, deferred, replays
-        self._all_gather_params = pipeline.all_gather_params
-        module: Any = inspect.getmodule(type(pipeline))
-        self._status = module.BucketStatus
-        self._absent = (self._status.EMPTY, self._status.PRESERVED)
-        self._forward = module.PrefetchOrder.FORWARD_PASS_ORDER
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
-
-    def all_gather_params(
-        self, params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
-    ) -> None:
-        self._deferred.issue()
-        asked = (tuple(params), prefetch, *options.items())
-        plan = self._plans.get(asked)
-        if plan is None:
-            plan = self._plans[asked] = self._plan(params, prefetch=prefetch, **options)
-        self._pipeline.bucket_can_be_released.update(plan.listed)
-        status = self._pipeline.bucket_status
-        absent = [key for key in plan.looked_at if status[key] in self._absent]
-        if not absent:
-            return
-        if self._can_gather(absent, options):
-            if plan.before_graph and self._replays():
-                later = [key for key in absent if key not in plan.listed]
-                absent = [key for key in absent if key in plan.listed]
-                if later:
-                    self._deferred.hold(partial(self._gather, later))
-            if absent:
-                self._gather(absent)
-        else:
-            self._all_gather_params(params, prefetch=prefetch, **options)
-
-    def _can_gather(self, absent: Sequence[Key], options: Mapping[str, Any]) -> bool:
-        """Whether this class gathers these itself; see Note [A group of one bucket]."""
-        status, group_of = self._pipeline.bucket_status, self._pipeline.bucket_to_bucket_group
-        return (
-            not options.get(_OUTER)
-            and options.get(_ASYNC, True)
-            and all(status[key] is self._status.EMPTY for key in absent)
-            and len({group_of[bucket] for bucket, _ in absent}) == len(absent)
-        )
-
-    @in_range("gather weights")
-    def _gather(self, buckets: Sequence[Key], since: Any = None) -> None:
-        """Gather buckets, after the event ``since`` or after all work launched so far."""
-        current = torch.cuda.current_stream()
-        stream = self._pipeline.ag_stream or current
-        if since is None:
-            stream.wait_stream(current)
-        else:
-            stream.wait_event(since)
-        with torch.cuda.stream(stream):
-            for bucket, transposed in buckets:
-                self._pipeline.async_bucket_gather(bucket, transposed)
-
-    def _plan(self, params: Sequence[nn.Parameter], **options: Any) -> _Plan:
-        asked = copy(self._pipeline)
-        listed: dict[Key, bool] = {}
-        looked_at: dict[Key, Any] = defaultdict(lambda: self._status.READY_TO_USE)
-        asked.bucket_can_be_released, asked.bucket_status = listed, looked_at
-        type(asked).all_gather_params(asked, params, **options)
-        order = options.get("prefetch_order")
-        before_graph = order is self._forward and self._deferred.begins_with_graph(params)
-        return _Plan(listed, tuple(looked_at), before_graph)
+        self._held = None
 
 
 class CachedParameters(list[nn.Parameter]):

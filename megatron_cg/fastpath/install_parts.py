@@ -127,7 +127,6 @@ class FastPath:
         fsdp, deferred, add = self._fsdp, self._deferred, self.add
         unsharding, gathering = gather.REPLACES_UNSHARD, gather.REPLACES_GATHERS
         add("unshard", lambda: gather.install_unshard(fsdp, self._end_unit, deferred), unsharding)
-        add("gathers", lambda: gather.install_gathers(fsdp, deferred), gathering)
         # Without "unshard" nothing reports the end of a unit's backward pass.
         add("gradients", self._bucket_gradients, bucketing.REPLACES, needs=["unshard"])
         in_turn = fsdp.param_and_grad_buffer.double_buf_units
@@ -139,7 +138,8 @@ class FastPath:
         add("detached-weights", lambda: detach_in_grouped_gemms(shared), needs=["gradients"])
         add(_OF_GRAPHS, in_graphs, needs=["gradients"])
         # Only detached weights of graphs report a launch.
-        add("deferred-prefetch", lambda: deferred.enable(graphed), needs=["gathers", _OF_GRAPHS])
+        defer = partial(deferred.install, fsdp, graphed)
+        add("deferred-prefetch", defer, gathering, needs=[_OF_GRAPHS])
 
     def _bucket_gradients(self) -> Undo:
         strategy = self._fsdp.data_parallel_sharding_strategy

@@ -12,7 +12,6 @@ from tests.unit.trainers import trainer_of
 
 NEEDED = {
     "unshard": {"gradients", "detached-weights-of-graphs", "deferred-prefetch"},
-    "gathers": {"deferred-prefetch"},
     "gradients": {"detached-weights-of-graphs", "deferred-prefetch"},
     "detached-weights-of-graphs": {"deferred-prefetch"},
 }

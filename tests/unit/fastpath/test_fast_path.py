@@ -25,7 +25,7 @@ from tests.unit.trainers import layers_of, trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS, MICROBATCHES = 4, 1, 2, 2
 OF_GRADIENTS = {"gradients", "detached-weights-of-graphs", "deferred-prefetch"}
-PARTS = {*OF_GRADIENTS, "unshard", "gathers", "main-gradients", "main-weights"}
+PARTS = {*OF_GRADIENTS, "unshard", "main-gradients", "main-weights"}
 MANY: dict[str, Any] = {
     "experts": 16,
     "topk": 2,
@@ -295,7 +295,7 @@ def test_numbers_and_shards_are_those_of_an_eager_run(
 OFF = {
     "ZeRO-1": OF_GRADIENTS,
     "ZeRO-2": OF_GRADIENTS,
-    "no shards": {*OF_GRADIENTS, "unshard", "gathers", "main-weights"},
+    "no shards": {*OF_GRADIENTS, "unshard", "main-weights"},
     "no double buffer": {"detached-weights-of-graphs", "deferred-prefetch"},
 }
 

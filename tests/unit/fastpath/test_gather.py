@@ -3,9 +3,8 @@
 The next unit is gathered after the launch of a graph.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +16,8 @@ from torch import nn
 from megatron_cg.fastpath.gather import (
     CachedParameters,
     DeferredPrefetch,
-    Gathers,
     _fetched,
     _gathered,
-    install_gathers,
     install_unshard,
 )
 from megatron_cg.tape import fakes
@@ -68,11 +65,7 @@ def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], Non
 
 
 def shorten(fsdp: Any) -> Callable[[], None]:
-    deferred = DeferredPrefetch()
-    with ExitStack() as undo:
-        undo.callback(install_unshard(fsdp, lambda _unit: None, deferred))
-        undo.callback(install_gathers(fsdp, deferred))
-        return undo.pop_all().close
+    return install_unshard(fsdp, lambda _unit: None, DeferredPrefetch())
 
 
 def evaluated(trainer: Any) -> float:
@@ -153,63 +146,44 @@ def test_collectives_waits_and_frees_are_megatrons_own(
 
 
 class Stream(fakes.FakeStream):
-    def __init__(self, events: list[Any]) -> None:
+    def __init__(self, events: list[Any], name: str) -> None:
         super().__init__()
-        self.events = events
+        self.events, self.name = events, name
+
+    def __enter__(self) -> Any:
+        self.events.append(f"on {self.name}")
 
     def wait_event(self, event: object) -> None:
-        self.events.append("waits for an earlier event")
-
-    def wait_stream(self, stream: object) -> None:
-        self.events.append("waits for all")
+        self.events.append(f"{self.name} waits")
 
 
 class Pipeline:
-    """Megatron-FSDP's: bucket 0 is of no unit and gathered, those of the units are 1 to 3."""
+    """Megatron-FSDP's, which notes what it is asked for; the units are 0 to 2."""
 
-    def __init__(self, model: Any, statuses: Mapping[int, str] = {}) -> None:
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatron.core.distributed.fsdp.src.megatron_fsdp import (
             param_and_grad_buffer as upstream,
         )
 
-        self.upstream: Any = upstream
+        self.orders: Any = upstream.PrefetchOrder
         self.events: list[Any] = []
-        self.own: Any = copy(model.module.all_gather_pipeline)
-        self.groups = self.own.buffer.parameter_groups
-        assert [group.fsdp_unit_id for group in self.groups] == [None, 0, 1, 2]
-        self.own.bucket_status = dict(self.own.bucket_status)
-        for bucket in range(4):
-            self.set(bucket, statuses.get(bucket, "EMPTY" if bucket else "READY_TO_USE"))
-        self.own.all_gather_params = lambda params, prefetch=False, **_: self.events.append(
-            (params, prefetch)
-        )
-        self.own.ag_stream, self.own.async_bucket_gather = Stream(self.events), self.gather
-        self.units = [nn.ParameterList(group.params) for group in self.groups[1:]]
+        self.fsdp, self.own = model.module, model.module.all_gather_pipeline
+        groups = self.own.buffer.parameter_groups
+        assert [group.fsdp_unit_id for group in groups] == [None, 0, 1, 2]
+        self.units = [nn.ParameterList(group.params) for group in groups[1:]]
+        monkeypatch.setitem(vars(self.own), "all_gather_params", self.asked)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(self.events, "a stream"))
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
         self.deferred = DeferredPrefetch()
-        self.deferred.enable(self.units)
-        self.training = True
-        self.gathers: Any = Gathers(self.own, self.deferred, lambda: self.training)
+        self.undo = self.deferred.install(self.fsdp, self.units[:2])
 
-    def set(self, bucket: int, status: str) -> None:
-        self.own.bucket_status[bucket, False] = self.upstream.BucketStatus[status]
+    def asked(self, params: Any, prefetch: bool = False, **_options: Any) -> None:
+        unit = next(n for n, unit in enumerate(self.units) if params[0] is unit[0])
+        self.events.append((unit, prefetch))
 
-    def gather(self, bucket: int, _transposed: bool) -> None:
-        self.events.append(bucket)
-        self.set(bucket, "READY_TO_USE")
-
-    def free(self, bucket: int) -> None:
-        self.set(bucket, "EMPTY")
-
-    def ask(self, bucket: int, *, backward: bool = False, **options: Any) -> list[Any]:
-        orders = self.upstream.PrefetchOrder
-        usual = {
-            "prefetch": True,
-            "prefetch_order": orders.BACKWARD_PASS_ORDER if backward else orders.FORWARD_PASS_ORDER,
-            "suggested_AG_prefetch_size": 1,
-            "outer_fsdp_group_param_gather": False,
-            "bwd": backward,
-        }
-        self.gathers.all_gather_params(self.groups[bucket].params, **usual | options)
+    def ask(self, unit: int, **options: Any) -> list[Any]:
+        forward = {"prefetch": True, "prefetch_order": self.orders.FORWARD_PASS_ORDER}
+        self.own.all_gather_params(list(self.units[unit]), **forward | options)
         return self.happened()
 
     def happened(self) -> list[Any]:
@@ -218,83 +192,48 @@ class Pipeline:
 
 
 @pytest.fixture
-def model(one_rank: None) -> Any:
-    return build(CpuModelConfig(layers=3, hidden_size=16))
-
-
-def test_only_what_is_not_there_is_gathered(model: Any) -> None:
-    pipeline = Pipeline(model, dict.fromkeys((1, 2, 3), "READY_TO_USE"))
-    pipeline.training = False
-    pipeline.own.bucket_can_be_released = dict.fromkeys(pipeline.own.bucket_status, True)
-    assert pipeline.ask(1) == []
-    kept = [key[0] for key, freed in pipeline.own.bucket_can_be_released.items() if not freed]
-    assert kept == [1]
-    pipeline.free(2)
-    assert pipeline.ask(1, prefetch=False) == []
-    assert pipeline.ask(1) == ["waits for all", 2]
-    pipeline.free(1)
-    pipeline.set(2, "COMMUNICATING")
-    assert pipeline.ask(1) == ["waits for all", 1]
-
-
-@pytest.mark.parametrize(
-    ("statuses", "together", "options"),
-    [
-        ({}, True, {}),
-        ({}, False, {"async_param_gather": False}),
-        ({}, False, {"outer_fsdp_group_param_gather": True}),
-        # A bucket that is kept past a reset.
-        ({1: "PRESERVED"}, False, {}),
-    ],
-)
-def test_megatron_is_asked_for_what_is_more_than_a_gather_a_group(
-    model: Any, statuses: Any, together: bool, options: Any
-) -> None:
-    pipeline = Pipeline(model, statuses)
-    if together:
-        pipeline.own.bucket_to_bucket_group = {0: 0, 1: 7, 2: 7, 3: 7}
-    assert pipeline.ask(1, **options) == [(pipeline.groups[1].params, True)]
+def pipeline(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
+    made = Pipeline(build(CpuModelConfig(layers=3, hidden_size=16)), monkeypatch)
+    yield made
+    made.undo()
+    assert made.own.all_gather_params == made.asked
 
 
 def test_the_next_unit_is_gathered_once_a_graph_is_launched_or_another_unit_is_asked_for(
-    model: Any,
+    pipeline: Pipeline,
 ) -> None:
-    pipeline = Pipeline(model)
-    assert pipeline.ask(1) == ["waits for all", 1]
+    assert pipeline.ask(0) == [(0, False)]
     pipeline.deferred.launched()
     # For what the unit before has launched, and not for the graph itself.
-    assert pipeline.happened() == ["waits for an earlier event", 2]
+    assert pipeline.happened() == ["a stream waits", "on a stream", (0, True)]
     pipeline.deferred.launched()
-    assert pipeline.ask(1) == []
-    pipeline = Pipeline(model)
-    pipeline.ask(1)
-    pipeline.free(1)
-    assert pipeline.ask(3) == ["waits for all", 2, "waits for all", 3]
+    assert pipeline.happened() == []
+    assert pipeline.ask(1) == [(1, False)]
+    assert pipeline.ask(2) == [(1, True), (2, True)]
 
 
-def test_a_held_gather_is_issued_once_or_forgotten_with_its_pass(model: Any) -> None:
-    pipeline = Pipeline(model)
-    pipeline.ask(1)
+def test_a_held_gather_is_issued_once_or_forgotten_with_its_pass(pipeline: Pipeline) -> None:
+    pipeline.ask(0)
     pipeline.deferred.issue()
     pipeline.deferred.launched()
-    assert pipeline.happened() == ["waits for all", 2]
-    for bucket in (1, 2):
-        pipeline.free(bucket)
-    pipeline.ask(1)
+    assert pipeline.happened() == [(0, True)]
+    pipeline.ask(0)
     pipeline.deferred.drop()  # as the next pass begins
     pipeline.deferred.launched()
     assert pipeline.happened() == []
 
 
-def test_without_a_replay_to_come_all_is_gathered_at_once(model: Any) -> None:
-    pipeline = Pipeline(model)
-    pipeline.training = False
-    assert pipeline.ask(1) == ["waits for all", 1, 2]
-    pipeline = Pipeline(model)
-    assert pipeline.ask(3, backward=True) == ["waits for all", 2, 3]
-    pipeline = Pipeline(model)
-    pipeline.deferred.enable(pipeline.units[1:])
-    assert pipeline.ask(1) == ["waits for all", 1, 2]
+def test_without_a_replay_to_come_all_is_gathered_at_once(pipeline: Pipeline) -> None:
+    backward = {"prefetch_order": pipeline.orders.BACKWARD_PASS_ORDER}
+    assert pipeline.ask(2) == [(2, True)]  # It does not begin with a graph.
+    assert pipeline.ask(0, **backward) == [(0, True)]
+    assert pipeline.ask(0, prefetch=False) == [(0, False)]
+    assert pipeline.ask(0, async_param_gather=False) == [(0, True)]
+    assert pipeline.ask(0, outer_fsdp_group_param_gather=True) == [(0, True)]
+    pipeline.fsdp.eval()
+    assert pipeline.ask(0) == [(0, True)]
+    pipeline.deferred.launched()
+    assert pipeline.happened() == []
 
 
 MARKS = {"grad_added_to_main_grad": False, "__fsdp_param__": True, "overwrite_main_grad": None}
