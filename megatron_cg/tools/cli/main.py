@@ -188,11 +188,6 @@ def _run(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     # Words after a bare "--" are for Megatron, whatever they look like.
     cut = words.index("--") if "--" in words else len(words)
-    if words[:1] == ["precompile"]:
-        raise MegatronCGError(
-            "there is no command precompile: compile on one rank, and give all ranks its caches by "
-            "torch.compiler.save_cache_artifacts, as in docs/compiled.md"
-        )
     args, extra = _parsed(words[:cut]), words[cut + 1 :]
     if extra and args.command not in TAKING_FLAGS:
         raise MegatronCGError(f"{args.command} passes nothing on: leave out {' '.join(extra)}")

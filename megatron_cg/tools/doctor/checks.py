@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,11 +27,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-from packaging.requirements import Requirement
 
 from megatron_cg.arguments import rules_environment, schema
 from megatron_cg.arguments.rule import Configuration
@@ -138,16 +134,6 @@ def versions(system: System) -> Iterator[Finding]:
             continue
         if name != _TE or system.backend == schema.TRANSFORMER_ENGINE:
             yield _package(system, name, version)
-        if remedy := _missing(system, name):
-            found = f"{name} is installed without all that it requires"
-            yield warning(found, "its imports fail, at once or later", remedy)
-
-
-def _missing(system: System, name: str) -> str:
-    """What installs the requirements that a framework lacks, and leaves torch as it is."""
-    lacks = (system.told("unmet") or {}).get(name)
-    words = [f"torch=={system.told('versions')['torch']}", *dict.fromkeys(lacks or ())]
-    return f"pip install {shlex.join(words)}" if lacks else ""
 
 
 def _package(system: System, name: str, version: str | None) -> Finding:
@@ -225,13 +211,12 @@ def symbols(system: System) -> Iterator[Finding]:
         states = [row for row in rows if row["package"] == package]
         broken = [row["symbol"] for row in states if row.get("error")]
         unknown = [row["symbol"] for row in states if row.get("unknown")]
-        known = INSTALL.get(package, f"python -c 'import {states[0]['module']}'")
-        remedy = (lacks := _missing(system, package)) or known
+        remedy = INSTALL.get(package, f"python -c 'import {states[0]['module']}'")
+        if package in FRAMEWORKS:  # pip install --no-deps leaves out what it requires.
+            remedy = f"pip check  # or: {remedy}"
         if broken:
             names = ", ".join(broken)
             found = f"symbols of {package} are missing or changed: {names}"
-            if lacks:
-                found = f"{package} lacks what it requires, so these are not found: {names}"
             yield error(found, "this package refuses to capture without them", remedy)
         if unknown:
             found = f"functions of {package} have unknown code: {', '.join(unknown)}"
@@ -353,7 +338,6 @@ def stages(backend: str) -> dict[str, Callable[[], Any]]:
     stages_here: dict[str, Callable[[], Any]] = {
         "machine": platform.platform,
         "versions": lambda: {n: installed_version(n) for n in (*PACKAGES, *FRAMEWORKS)},
-        "unmet": lambda: {name: unmet(name) for name in FRAMEWORKS},
     }
     if installed_version("torch"):
         stages_here["torch"] = look_at_torch
@@ -364,20 +348,6 @@ def stages(backend: str) -> dict[str, Callable[[], Any]]:
         if installed_version("megatron-core"):
             stages_here["symbols"] = lambda: look_up(backend)
     return stages_here
-
-
-def unmet(distribution: str) -> list[str]:
-    """What an installed distribution requires, and is not here in a version that it takes."""
-    found: list[str] = []
-    with suppress(metadata.PackageNotFoundError):
-        for one in map(Requirement, metadata.requires(distribution) or ()):
-            if one.name in PACKAGES or (one.marker and not one.marker.evaluate({"extra": ""})):
-                continue
-            with suppress(metadata.PackageNotFoundError):
-                if one.specifier.contains(metadata.version(one.name), prereleases=True):
-                    continue
-            found.append(f"{one.name}{one.specifier}")
-    return found
 
 
 def look_at_torch() -> dict[str, Any]:

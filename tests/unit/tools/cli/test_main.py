@@ -27,7 +27,6 @@ from tests.unit.tools.conftest import Cli
         ("align --nproc 0", "'0' is not a whole number of 1 or more"),
         ("align --warmup-steps -1", "'-1' is not a whole number of 0 or more"),
         ("align --timeout soon", "'soon' is not a whole number of 1 or more"),
-        ("precompile layer.py:build", "no command precompile: compile on one rank"),
         ("doctor -- --bf16", "doctor passes nothing on: leave out --bf16"),
     ],
 )

@@ -25,7 +25,6 @@ from megatron_cg.tools.doctor.checks import (
     look_at_driver,
     look_up,
     run_probe,
-    unmet,
 )
 from megatron_cg.upstream.symbols import installed_version
 from tests.unit.tools.conftest import Cli
@@ -43,7 +42,6 @@ LOADED = {"cuDNN": [CUDNN], "NCCL": [NCCL], "cuBLAS": []}
 FOUND: dict[str, Any] = {
     "machine": "Linux",
     "versions": VERSIONS,
-    "unmet": {},
     "torch": {
         "folder": "/venv/torch",
         "cuda": "13.0",
@@ -155,19 +153,6 @@ def test_remedies_lead_to_what_was_measured() -> None:
     assert only(second_copy, Level.WARNING).remedy == "export CUDNN_HOME=/venv/nvidia/cudnn"
     hidden = system(driver(error="none"), variables={"CUDA_VISIBLE_DEVICES": ""})
     assert only(hidden, Level.ERROR).remedy.startswith("unset CUDA_VISIBLE_DEVICES")
-
-
-def test_what_a_framework_lacks_is_said_and_installed_beside_the_same_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after ``pip install --no-deps``: a folder of metadata, and nothing of what it requires."""
-    needs = ("numpy>=99", "absent>1", "einops", "torch<2", "gone; extra == 'all'")
-    (folder := tmp_path / "torchtitan-0.3.0.dist-info").mkdir()
-    (folder / "METADATA").write_text("\n".join(f"Requires-Dist: {one}" for one in needs))
-    monkeypatch.syspath_prepend(tmp_path)
-    found = packages(torchtitan="0.3.0") | {"unmet": {"torchtitan": unmet("torchtitan")}}
-    finding = only(system(found), Level.WARNING)
-    assert finding.remedy == "pip install torch==2.11.0 'numpy>=99' 'absent>1'"
 
 
 @pytest.mark.parametrize("backend", [NATIVE, TAPE])
