@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_cg.errors import MegatronCGError
 
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 
     from megatron_cg.arguments.rule import Rule
     from megatron_cg.backends.base import Backend
+    from megatron_cg.experts.install import ModelExperts
+    from megatron_cg.fastpath import FastPath
     from megatron_cg.fsdp.sharding import Sharding
     from megatron_cg.integrations.megatron.masks import ObservedInputs
-    from megatron_cg.replay.guard import Addresses, Entry, KeySet
+    from megatron_cg.replay.guard import Addresses
     from megatron_cg.replay.unit import Unit
+    from megatron_cg.units.code_observer import CodeObserver
 
     Undo = Callable[[], None]
 
@@ -51,63 +54,6 @@ EXTENSIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 """By folder, the settings that need it (fields of GraphArguments, or of RunArguments for graphs),
 each with the values that do; empty: every value but None."""
 _PACKAGE = __name__.rpartition(".")[0]
-
-
-class RowBound(Protocol):
-    """The bound of rows that graphs exchange; see ``experts/row_bound.py``."""
-
-    factor: float
-    bound: int
-
-    def begin_step(self) -> None: ...
-    def share(self) -> None: ...
-    def holds(self) -> bool: ...
-    def exceeded(self) -> int: ...
-    def enough(self, rows: int) -> float: ...
-
-
-class PeerMemory(Protocol):
-    """The memory by which ranks exchange tokens, for one model."""
-
-    def hold(self) -> Undo: ...
-    def forget(self) -> None: ...
-
-
-class ModelExperts(Protocol):
-    """What the dropless experts of one model were built with."""
-
-    @property
-    def gemm(self) -> str: ...
-    @property
-    def bound(self) -> RowBound | None: ...
-    @property
-    def peers(self) -> PeerMemory | None: ...
-
-
-class CodeObserver(Protocol):
-    """Observes code that this package does not know; see ``units/code_observer.py``."""
-
-    entries: list[Entry]
-
-    @property
-    def asks_for_gradients(self) -> bool: ...
-    def key_sets(self) -> list[KeySet]: ...
-    def observed(self, *, forward: bool) -> AbstractContextManager[None]: ...
-    def conclude(self) -> None: ...
-    def writes(self) -> list[torch.Tensor]: ...
-    def kept(self) -> AbstractContextManager[None]: ...
-    def restore(self) -> None: ...
-    def forget(self) -> None: ...
-
-
-class FastPath(Protocol):
-    """Megatron-FSDP's bookkeeping of one model while its graphs replay."""
-
-    parts: list[str]
-    left_out: dict[str, str]
-
-    def flush_prefetch(self) -> None: ...
-    def close(self) -> None: ...
 
 
 def not_installed() -> tuple[str, ...]:

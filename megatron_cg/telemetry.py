@@ -17,16 +17,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_cg import events
 from megatron_cg.errors import say
 from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.upstream.patch import Undo, run_instead
 from megatron_cg.upstream.symbols import Symbol
+
+if TYPE_CHECKING:
+    from megatron_cg.fastpath import FastPath
 
 logger = logging.getLogger(__name__)
 
@@ -87,17 +89,6 @@ def memory() -> Memory | None:
     }
 
 
-_under_way: list[tuple[events.CaptureBegan, Memory | None, float]] = []
-"""The capture that has begun, the memory before it and when that was."""
-_said_what_is_compared: list[str] = []
-
-
-def follow_captures() -> None:
-    """Report the captures and deletions of this process from now on; a second call does nothing."""
-    if _hear not in events.subscribers:
-        events.subscribers.append(_hear)
-
-
 def is_first_rank() -> bool:
     """Whether this process prints: rank 0, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0
@@ -108,59 +99,74 @@ def _print(text: str) -> None:
         print(f"megatron_cg: {text}", flush=True)
 
 
-def _hear(event: events.Event) -> None:
-    match event:
-        case events.CaptureBegan():
-            _under_way[:] = [(event, memory(), time.perf_counter())]
-        case events.CaptureEnded():
-            if _under_way:
-                _report(*_under_way.pop(), event)
-        case events.GraphsDeleted(counters, total):
-            note("graphs", total.as_dict())
-            _print(f"graphs of rank 0: {counts_text(counters.as_dict())}.")
-        case events.StepRepeated(step, rows, bound, enough):
-            if is_first_rank():
-                logger.warning(
-                    f"megatron_cg: {_named(step)} repeated: a rank had {rows:,} rows for another "
-                    f"in a MoE layer, bound {bound:,}. With "
-                    f"{say('{flag:--cg-moe-rows {enough:g}}', enough=enough)} or more it would "
-                    "have fitted."
-                )
-        case events.StepVerified(step, compared):
-            if not _said_what_is_compared:
-                _said_what_is_compared.append(compared)
-                _print(
-                    f"{_named(step)} verified: trained with graphs and then eagerly, and compared "
-                    f"bit for bit: {compared}. Said once."
-                )
+class CaptureReport:
+    """What is said of one capture, which begins now and has these ``units``."""
+
+    def __init__(self, units: Sequence[Any]) -> None:
+        self._units, self._before, self._since = len(units), memory(), time.perf_counter()
+
+    def failed(self, error: BaseException) -> None:
+        self._report(0, None, error)
+
+    def ended(self, counters: Counters, path: FastPath | None) -> None:
+        """All graphs replay from now on, by the session's fast path if it has one."""
+        self._report(counters.captured, path, None)
+
+    def _report(self, graphs: int, path: FastPath | None, error: BaseException | None) -> None:
+        seconds, before, after = time.perf_counter() - self._since, self._before, memory()
+        layers = self._units if error is None else 0
+        entry = {
+            "seconds": seconds,
+            "memory": {"before": before, "after": after},
+            "layers": layers,
+            "graphs": graphs,
+            "fast_path": None if path is None else {"on": path.parts, "off": path.left_out},
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+        }
+        for sink in _sinks:
+            sink.add_capture(entry)
+        if layers:
+            used = "no GPU memory, since no GPU is used"
+            if before is not None and after is not None:
+                allocated, reserved = ((after[name] - before[name]) / _MIB for name in after)
+                used = f"{allocated:+.0f} MiB of GPU memory allocated, {reserved:+.0f} MiB reserved"
+            _print(f"graphs captured: {graphs}, of {layers} layers, in {seconds:.1f} s; {used}")
+
+
+def graphs_deleted(counters: Counters, total: Counters) -> None:
+    """Report the counts of graphs that are deleted, and of all of this model so far."""
+    note("graphs", total.as_dict())
+    _print(f"graphs of rank 0: {counts_text(counters.as_dict())}.")
+
+
+def step_repeated(step: int | None, rows: int, bound: int, enough: float) -> None:
+    """Report a step in which a rank had ``rows`` for another, and graphs room for ``bound``.
+
+    With ``enough`` as ``--cg-moe-rows`` they fit. ``step`` is as in the log; None if unknown.
+    """
+    if is_first_rank():
+        setting = say("{flag:--cg-moe-rows {enough:g}}", enough=enough)
+        logger.warning(
+            f"megatron_cg: {_named(step)} repeated: a rank had {rows:,} rows for another in a MoE "
+            f"layer, bound {bound:,}. With {setting} or more it would have fitted."
+        )
+
+
+def step_verified(step: int | None, compared: str) -> None:
+    """Say once what was compared of a step that was trained by graphs and then eagerly."""
+    if not _said_what_is_compared:
+        _said_what_is_compared.append(compared)
+        _print(
+            f"{_named(step)} verified: trained with graphs and then eagerly, and compared "
+            f"bit for bit: {compared}. Said once."
+        )
+
+
+_said_what_is_compared: list[str] = []
 
 
 def _named(step: int | None) -> str:
     return "a step" if step is None else f"step {step}"
-
-
-def _report(
-    began: events.CaptureBegan, before: Memory | None, since: float, ended: events.CaptureEnded
-) -> None:
-    counters, error, path = ended.counters, ended.error, ended.fast_path
-    seconds, after = time.perf_counter() - since, memory()
-    layers, graphs = (0, 0) if counters is None else (len(began.units), counters.captured)
-    entry = {
-        "seconds": seconds,
-        "memory": {"before": before, "after": after},
-        "layers": layers,
-        "graphs": graphs,
-        "fast_path": None if path is None else {"on": path.parts, "off": path.left_out},
-        "error": None if error is None else f"{type(error).__name__}: {error}",
-    }
-    for sink in _sinks:
-        sink.add_capture(entry)
-    if error is None and began.units:
-        used = "no GPU memory, since no GPU is used"
-        if before is not None and after is not None:
-            allocated, reserved = ((after[name] - before[name]) / _MIB for name in after)
-            used = f"{allocated:+.0f} MiB of GPU memory allocated, {reserved:+.0f} MiB reserved"
-        _print(f"graphs captured: {graphs}, of {layers} layers, in {seconds:.1f} s; {used}")
 
 
 def counts_text(counts: Mapping[str, int]) -> str:

@@ -45,7 +45,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -62,13 +62,16 @@ from megatron_cg.capture.transaction import (
 )
 from megatron_cg.errors import CaptureError, MegatronCGError
 from megatron_cg.fsdp.roles import UnitHooks
-from megatron_cg.fsdp.sharding import OtherLeaves, Sharding
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import laid_out, spec_of
 from megatron_cg.replay.guard import Guard, Hooks, Inputs, autocast_of
 from megatron_cg.replay.guarded_graph import GuardedGraph, InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ReplayFunction, Unit
 from megatron_cg.restore import Restores
+
+if TYPE_CHECKING:
+    from megatron_cg.units.other_leaves import OtherLeaves
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data

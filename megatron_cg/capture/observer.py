@@ -39,7 +39,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from torch import nn
 from megatron_cg.backends.base import device_generator, generators_of
 from megatron_cg.capture.transaction import frozen_kept
 from megatron_cg.errors import CaptureError, say
-from megatron_cg.extensions import CodeObserver, observe_code
+from megatron_cg.extensions import observe_code
 from megatron_cg.replay.borders import local
 from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
 from megatron_cg.replay.plain import KNOWN, attribute, is_known
@@ -56,6 +56,9 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import add_observer, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol
+
+if TYPE_CHECKING:
+    from megatron_cg.units.code_observer import CodeObserver
 
 RELIES_ON = (
     Symbol(

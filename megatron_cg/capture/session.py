@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, finalize, ref
 
 import torch
@@ -41,15 +41,19 @@ from megatron_cg.errors import (
     PhaseError,
     say,
 )
-from megatron_cg.events import CaptureBegan, CaptureEnded, GraphsDeleted, emit, in_range
-from megatron_cg.extensions import FastPath, install_fast_path
+from megatron_cg.extensions import install_fast_path
 from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.ranges import in_range
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores
+from megatron_cg.telemetry import CaptureReport, graphs_deleted
 from megatron_cg.upstream.patch import set_attribute
+
+if TYPE_CHECKING:
+    from megatron_cg.fastpath import FastPath
 
 logger = logging.getLogger(__name__)
 _SESSIONS: list[ReferenceType[Session]] = []
@@ -129,7 +133,7 @@ class Session:
         self._require(Phase.EAGER)
         self._require_no_other_graphs()
         self._wait_for_earlier_work()
-        emit(CaptureBegan(self.units))
+        report = CaptureReport(self.units)
         whole = False
         try:
             self.phase = Phase.CAPTURING
@@ -153,7 +157,7 @@ class Session:
             self.phase = Phase.EAGER
             with ExitStack() as ending:  # The vote comes last, whatever fails before it.
                 ending.push(partial(self._share_failure, error, whole))
-                ending.callback(emit, CaptureEnded(error=error))
+                ending.callback(report.failed, error)
                 ending.callback(self._undo.close)
             raise
         for unit in self.units:
@@ -168,7 +172,7 @@ class Session:
         self.phase = Phase.REPLAYING
         with ExitStack() as failed:
             failed.callback(self.close)
-            emit(CaptureEnded(self.counters, fast_path=self.fast_path))
+            report.ended(self.counters, self.fast_path)
             failed.pop_all()
 
     @in_range("capture")
@@ -364,7 +368,7 @@ class GraphController:
             return
         self._earlier += session.counters
         try:
-            emit(GraphsDeleted(session.counters, self.counters))
+            graphs_deleted(session.counters, self.counters)
         finally:
             session.close()
 

@@ -38,7 +38,7 @@ from megatron_cg.consensus.decision import (
 )
 from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.errors import WITHOUT_GRAPHS, CaptureError, NotRestoredError, PhaseError, say
-from megatron_cg.events import in_range
+from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
 

@@ -72,9 +72,9 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
-from megatron_cg.events import in_range
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
+from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import (
     Undo,
     combine_undos,

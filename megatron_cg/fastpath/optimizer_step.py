@@ -53,10 +53,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from megatron_cg.events import in_range
 from megatron_cg.fastpath.idle_pool import IdlePool
 from megatron_cg.fastpath.part import NotApplicableError, float8_test
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
+from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, wrap_method
 from megatron_cg.upstream.symbols import Symbol
 

@@ -6,7 +6,7 @@ one of a model.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,20 +15,16 @@ from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, UnitHooks, check_hook_of_u
 from megatron_cg.hooks import HookRecord, is_idle, module_hooks
 from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
-from megatron_cg.replay.unit import ReplayFunction, Unit
+from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo
+
+if TYPE_CHECKING:
+    from megatron_cg.units.other_leaves import OtherLeaves
 
 REPLACED = (
     "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
     "first and capture again."
 )
-
-
-class OtherLeaves(Protocol):
-    """Other leaves of autograd for parameters; see ``units/other_leaves.py``."""
-
-    def held(self, *, captures: bool = True) -> AbstractContextManager[None]: ...
-    def replays(self, replay: ReplayFunction) -> Undo: ...
 
 
 class Sharding:
@@ -91,11 +87,11 @@ class Sharding:
         """
         return False
 
-    def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
+    def observe_step(self, units: Collection[nn.Module]) -> Undo:
         """Learn from a step before capture, until the returned function is called."""
         return lambda: None
 
-    def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
+    def stable_memory(self, layers: Sequence[nn.Module]) -> Undo:
         """Make unsharded parameters of ``layers`` keep their addresses; returns the undo.
 
         Called between two steps, on all ranks. Issues no collective.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -22,14 +22,16 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import TIMEOUT
 from megatron_cg.errors import STEP_DIFFERS
-from megatron_cg.events import StepRepeated, StepVerified, emit
-from megatron_cg.extensions import RowBound
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.step_state import StepState
 from megatron_cg.replay.plain import is_plain
 from megatron_cg.replay.verify import Digests
 from megatron_cg.restore import Restores
+from megatron_cg.telemetry import step_repeated, step_verified
 from megatron_cg.upstream.patch import set_attribute, undone_after
+
+if TYPE_CHECKING:
+    from megatron_cg.experts.row_bound import RowBound
 
 _SHOWN = 8
 _CAUSE = "No guard saw it, so the cause may lie between units: please report it, with this line."
@@ -130,7 +132,7 @@ def train_step(
             return eagerly()
 
     if bound is not None and rows:
-        emit(StepRepeated(number, rows, bound.bound, bound.enough(rows)))
+        step_repeated(number, rows, bound.bound, bound.enough(rows))
         counters.repeated += 1
     eager_passes = counters.eager
     result = repeated()
@@ -148,7 +150,7 @@ def train_step(
         differs, unstable = bool(found), []
         differs = mismatches.on_any_rank("a verified step, again", differs, TIMEOUT)
     counters.steps_verified, counters.eager = counters.steps_verified + 1, eager_passes
-    emit(StepVerified(number, str(eager)))
+    step_verified(number, str(eager))
     if differs:
         mismatches.step_differed(_text(number, found, eager, _UNCHANGED if unstable else _CAUSE))
     return result

@@ -59,7 +59,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.consensus.process_exit import arm_fast_exit
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.events import in_range, named_range
+from megatron_cg.ranges import in_range, named_range
 from megatron_cg.replay.borders import local, own_gradient, pass_on
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy

@@ -22,7 +22,6 @@ from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.units import shared_experts_idle, units_of
 from megatron_cg.tape.cpu_model import build, transformer_layers
 from megatron_cg.tape.training_plan import TrainingPlan
-from megatron_cg.telemetry import follow_captures
 from megatron_cg.upstream.megatron import capturing_flag
 
 
@@ -153,7 +152,6 @@ class Trainer:
 
         Raises what the session and the backend raise; the model is then unchanged.
         """
-        follow_captures()
         layers = transformer_layers(self.model)
         if only is not None:
             layers = [layers[index] for index in only]

@@ -33,7 +33,7 @@ from megatron_cg.integrations.repeated_step import gradients_saved, train_step
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
-from megatron_cg.telemetry import follow_captures, is_first_rank
+from megatron_cg.telemetry import is_first_rank
 from megatron_cg.units.call import separate
 from megatron_cg.units.find_sharding import find_sharding
 from megatron_cg.units.find_units import UnitName, check_seen, compiled_unit, find_units
@@ -176,7 +176,6 @@ class GraphedUnits:
             require_same(self._agreement, "graph_units", given)
             self._backend = backend_of(backend)
             self._begin()
-            follow_captures()
             undo.callback(self._forget)
             undo.callback(graphs_close_in_time())
             self._controller = GraphController(

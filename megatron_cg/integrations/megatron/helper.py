@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer import cuda_graphs, transformer_layer
@@ -29,7 +29,7 @@ from megatron_cg.backends.te.te_backend import request_of
 from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError, Violation, say, speaking
-from megatron_cg.extensions import PeerMemory, experts_of, recompute_in_layers
+from megatron_cg.extensions import experts_of, recompute_in_layers
 from megatron_cg.fsdp.find_sharding import of_megatron
 from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
 from megatron_cg.integrations.call_arguments import (
@@ -42,9 +42,11 @@ from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unus
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
 from megatron_cg.integrations.megatron.units import LayerScopes, shared_experts_idle, units_of
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.telemetry import follow_captures
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed
+
+if TYPE_CHECKING:
+    from megatron_cg.experts.slots import PeerMemory
 
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
 _HELPER = f"{_GRAPHS}:TECudaGraphHelper"
@@ -106,7 +108,6 @@ class FsdpHelper:
             self._scopes = LayerScopes(self.helper, LayerSelection.parse(self.given.cg_layers))
             self._layers: list[Any] = self.helper.flattened_callables
             _require_units(sharding, self._layers)
-            follow_captures()
             self._inputs = ObservedInputs(self._layers)
             undo.callback(let_gradients_go(self.fsdp))
             eager_on_failure = self.given.cg_on_failure == "eager"

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -38,7 +38,7 @@ from torch import nn
 from megatron_cg.capture.observer import StaticInputs
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.errors import ConfigurationError, Violation, say
-from megatron_cg.extensions import RowBound, experts_of
+from megatron_cg.extensions import experts_of
 from megatron_cg.fsdp.find_sharding import root_of
 from megatron_cg.integrations.repeated_step import Batches, train_step
 from megatron_cg.upstream.patch import (
@@ -50,6 +50,9 @@ from megatron_cg.upstream.patch import (
     wrap_method,
 )
 from megatron_cg.upstream.symbols import Symbol
+
+if TYPE_CHECKING:
+    from megatron_cg.experts.row_bound import RowBound
 
 _ITERATION = "iteration"
 _STEP = Symbol(

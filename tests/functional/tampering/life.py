@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from megatron_cg.capture import session
-from megatron_cg.events import Event, GraphsDeleted, subscribers
-from megatron_cg.telemetry import note
+from megatron_cg.replay.mismatch_policy import Counters
+from megatron_cg.telemetry import graphs_deleted, note
+from megatron_cg.upstream.patch import replace_function
 from tests.functional.tampering.places import ForcedError, before_capture, before_steps, rank
 
 LAST = 1
@@ -64,17 +65,17 @@ def captured_again_before(steps: Iterable[int]) -> None:
     helpers: list[Any] = []
     sessions: list[dict[str, int]] = []
 
-    def deleted(event: Event) -> None:
-        if isinstance(event, GraphsDeleted):
-            sessions.append(event.counters.as_dict())
-            note("sessions", sessions)
+    def deleted(counters: Counters, total: Counters) -> None:
+        graphs_deleted(counters, total)
+        sessions.append(counters.as_dict())
+        note("sessions", sessions)
 
     def again(step: int) -> None:
         if step in wanted and helpers:
             _capture_again(helpers[0])
 
     before_capture(helpers.append)
-    subscribers.append(deleted)
+    replace_function(session, "graphs_deleted", deleted)
     before_steps(again)
 
 

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -16,14 +16,13 @@ from megatron_cg.capture import session as session_module
 from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, NotRestoredError, PhaseError
-from megatron_cg.events import CaptureEnded, Event, subscribers
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.hooks import MODULE_REGISTRIES
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.replay.verify import bytes_of
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.upstream.patch import undone_after
+from megatron_cg.telemetry import CaptureReport
 from tests.unit.counted import expect
 from tests.unit.runs.test_one_rank_failures import call_that_fails, failing
 from tests.unit.trainers import layers_of, trainer_of
@@ -221,19 +220,10 @@ def test_a_failure_to_undo_is_told_too_and_the_session_can_try_again(
     votes.close()
 
 
-def fail_at(kind: type[Event]) -> Callable[[], None]:
-    """Let a subscriber raise, as a print does whose reader is gone; returns the undo."""
-
-    def hear(event: Event) -> None:
-        if isinstance(event, kind):
-            raise BrokenPipeError
-
-    subscribers.append(hear)
-    return lambda: subscribers.remove(hear)
-
-
 def test_graphs_are_released_if_their_report_fails(trainer: Any) -> None:
-    with undone_after(fail_at(CaptureEnded)), unchanged(trainer, BrokenPipeError):
+    # As a print does whose reader is gone.
+    failing = patch.object(CaptureReport, "ended", side_effect=BrokenPipeError)
+    with failing, unchanged(trainer, BrokenPipeError):
         trainer.capture(TapeBackend())
     assert open_sessions() == 0
 

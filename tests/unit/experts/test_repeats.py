@@ -19,10 +19,10 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch.utils._pytree import tree_map_only
 
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.events import StepRepeated, StepVerified, subscribers
 from megatron_cg.experts import row_bound
 from megatron_cg.experts.install import use_device_counts
 from megatron_cg.experts.row_bound import RowBound
+from megatron_cg.integrations import repeated_step
 from megatron_cg.integrations.megatron.steps import repeat_steps
 from megatron_cg.recompute.layers import allow_full_recompute
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
@@ -195,11 +195,12 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
         graph_modules=("attn", "moe") if ours else ("attn",),
     )
     plan = TrainingPlan(shape, graphs=ours, microbatches=MICROBATCHES)
-    events: list[Any] = []
     random.seed(1)
     numpy.random.seed(1)
     with ExitStack() as undo:
         undo.enter_context(patch.object(row_bound, "MULTIPLE", 1))
+        repeated = undo.enter_context(patch.object(repeated_step, "step_repeated"))
+        verified = undo.enter_context(patch.object(repeated_step, "step_verified"))
         undo.callback(allow_full_recompute())
         if ours:
             undo.enter_context(in_place_of_te())
@@ -208,8 +209,6 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
         trainer = undo.enter_context(trainer_of(plan))
         if ours:
             trainer.before = getattr(bound, "before", trainer.before)
-            subscribers.append(events.append)
-            undo.callback(subscribers.remove, events.append)
             undo.callback(repeat_steps())
             undo.callback(repeats(trainer))
         numbers, states = [], []
@@ -230,13 +229,12 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
                 numbers.append([float(trainer.evaluate()).hex()])
             numbers.append([number.hex() for number in trainer.step()])
             states.append(state_of(trainer))
-        repeated = [one for one in events if isinstance(one, StepRepeated)]
         return {
             "steps": numbers,
             "states": states,
-            "repeated": [one.step - 1 for one in repeated if one.step is not None],
-            "verified": [(one.step or 0) - 1 for one in events if isinstance(one, StepVerified)],
-            "told": all(one.rows > one.bound > 0 for one in repeated),
+            "repeated": [call.args[0] - 1 for call in repeated.call_args_list],
+            "verified": [call.args[0] - 1 for call in verified.call_args_list],
+            "told": all(call.args[1] > call.args[2] > 0 for call in repeated.call_args_list),
             "passes": trainer.forward_passes,
             "counts": trainer.session.counters.as_dict() if trainer.session is not None else {},
         }

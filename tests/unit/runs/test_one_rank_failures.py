@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg import events, restore
+from megatron_cg import restore
 from megatron_cg.backends.driver import capture as driver
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, NotRestoredError
@@ -22,6 +22,7 @@ from megatron_cg.fsdp import megatron_fsdp
 from megatron_cg.tape.cpu_model import transformer_layers
 from megatron_cg.tape.tape_backend import is_recording
 from megatron_cg.tape.training_plan import CpuModelConfig
+from megatron_cg.telemetry import CaptureReport
 from megatron_cg.tools.record.record import parameter_digests
 from tests.unit import trainers
 from tests.unit.one_mask import OneMask
@@ -231,16 +232,10 @@ def at(stage: str, text: str, _trainer: Any) -> AbstractContextManager[Any]:
     return failing(*call_that_fails(stage), RuntimeError(text))
 
 
-@contextmanager
-def after_the_last_vote(_trainer: Any) -> Iterator[None]:
+def after_the_last_vote(_trainer: Any) -> AbstractContextManager[Any]:
     """When all ranks have agreed on their graphs."""
 
-    def fail(event: events.Event) -> None:
-        if isinstance(event, events.CaptureEnded) and event.error is None:
-            raise RuntimeError("forced")
-
-    events.subscribers.append(fail)
-    yield
+    return failing(CaptureReport, "ended", 1, RuntimeError("forced"))
 
 
 def in_writing_back(_trainer: Any) -> AbstractContextManager[Any]:
