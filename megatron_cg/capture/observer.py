@@ -49,11 +49,10 @@ from megatron_cg.backends.base import device_generator, generators_of
 from megatron_cg.capture.transaction import frozen_kept
 from megatron_cg.errors import CaptureError, say
 from megatron_cg.extensions import observe_code
-from megatron_cg.replay.borders import local
+from megatron_cg.replay.borders import in_backward_pass, local
 from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
 from megatron_cg.replay.plain import KNOWN, attribute, is_known
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import add_observer, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol
 

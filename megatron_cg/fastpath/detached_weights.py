@@ -56,8 +56,8 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
+from megatron_cg.replay.borders import CURRENT_PASS, NO_PASS
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.upstream.backward_pass import CURRENT_PASS, NO_PASS
 from megatron_cg.upstream.patch import combine_undos, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_cg.backends.storage import StorageReference
+from megatron_cg.backends.driver import StorageReference
 from megatron_cg.upstream.symbols import Symbol
 
 _BEGIN, _END, _RELEASE = (

@@ -41,8 +41,8 @@ from megatron_cg.errors import BufferInUseError, ConfigurationError, Violation
 from megatron_cg.fsdp.find_sharding import is_sharded
 from megatron_cg.fsdp.roles import UnitHooks, fsdp_package_of, fsdp_v2
 from megatron_cg.fully_shard.per_module import Buffer, PerModule, Place, Storages, lies_in
+from megatron_cg.replay.borders import in_backward_pass
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import Undo, replace_function
 
 RELIES_ON = (

@@ -167,7 +167,7 @@ def backend_of(value: Backend | BackendName | None) -> Backend:
     if value in ("native", "tape"):
         return extensions.backend(value)
     if value is None or isinstance(value, str):
-        from megatron_cg.backends.te.te_backend import TransformerEngineBackend
+        from megatron_cg.backends.te_backend import TransformerEngineBackend
 
         return TransformerEngineBackend()
     return value

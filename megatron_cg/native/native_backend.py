@@ -1,7 +1,7 @@
 """CUDA graphs by ``torch.cuda.CUDAGraph``, without Transformer Engine.
 
 For plain modules, Megatron's local spec, and TE's modules without FP8. Warmup, the order of passes,
-hooks and the life of results are the driver's (``backends/driver/capture.py``), which CI runs on
+hooks and the life of results are the driver's (``backends/driver.py``), which CI runs on
 the tape.
 
 Note [Gradients that are written elsewhere]
@@ -49,14 +49,14 @@ from megatron_cg.backends.base import (
     stream_kept,
     waited_for,
 )
-from megatron_cg.backends.driver.capture import (
+from megatron_cg.backends.driver import (
     GraphedModule,
     Recorder,
     Recording,
     Tensors,
     capture_modules,
+    without_owners,
 )
-from megatron_cg.backends.storage import without_owners
 from megatron_cg.errors import CaptureError, say
 from megatron_cg.replay.guard import is_quantized
 from megatron_cg.upstream.te import fp8_recipe, told_of_capture
@@ -92,7 +92,7 @@ class NativeBackend(Backend):
         """See :class:`megatron_cg.backends.base.Backend`.
 
         Raises CaptureError with every reason why a module cannot be captured, and otherwise as
-        :func:`megatron_cg.backends.driver.capture.capture_modules`.
+        :func:`megatron_cg.backends.driver.capture_modules`.
         """
         refuse(request, self.device)
         pool = torch.cuda.graph_pool_handle()

@@ -29,7 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron_cg.upstream.symbols import Symbol
 
+CURRENT_PASS = Symbol("torch._C:_current_graph_task_id", "which backward pass is under way")
+NO_PASS = -1
+"""What it returns outside of backward passes."""
 RELIES_ON = (
+    CURRENT_PASS,
     Symbol(
         "torch.distributed.tensor:DTensor",
         "a local tensor and its layout",
@@ -58,6 +62,11 @@ _LINEAR = (
 _KNOWN = ("megatron.core", "megatron_cg", "megatron_fsdp", "transformer_engine")
 """Packages whose functions keep no gradient, though they may pass one on. Those of checkpoints run
 a backward pass of their own, which may end at a leaf."""
+
+
+def in_backward_pass() -> bool:
+    """Whether a backward pass of autograd is under way in this thread."""
+    return bool(CURRENT_PASS.cached() != NO_PASS)
 
 
 def own_gradient(value: Any, is_replay: Callable[[Any], bool], *, always: bool = False) -> Any:

@@ -1,7 +1,7 @@
 """A backend without a GPU: it records ATen operations on a tape instead of a CUDA graph.
 
 Warmup, the order of passes, hooks and the life of results are the driver's
-(``backends/driver/capture.py``), which follows TE's contract.
+(``backends/driver.py``), which follows TE's contract.
 
 The tape reproduces these properties of a graph: no Python of the module runs at a replay, arguments
 are addresses and not Python tensors, gradients of weights are tensors without an owner, memory is
@@ -40,16 +40,18 @@ from megatron_cg.backends.calls import (
     tensors_in,
     written,
 )
-from megatron_cg.backends.driver.capture import (
+from megatron_cg.backends.driver import (
     GraphedModule,
     Recorded,
     Recorder,
     Recording,
+    StorageReference,
     Tensors,
     capture_modules,
+    is_dense,
     parts,
+    without_owners,
 )
-from megatron_cg.backends.storage import StorageReference, is_dense, without_owners
 from megatron_cg.errors import CaptureError, HostSyncError, MegatronCGError, say
 from megatron_cg.replay.borders import ranks_of_meshes
 from megatron_cg.restore import Restores, write_back

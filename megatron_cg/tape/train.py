@@ -19,7 +19,7 @@ from megatron_cg.extensions import recompute_in_layers
 from megatron_cg.fsdp.find_sharding import of_megatron
 from megatron_cg.integrations import repeated_step
 from megatron_cg.integrations.megatron.masks import ObservedInputs
-from megatron_cg.integrations.megatron.units import shared_experts_idle, units_of
+from megatron_cg.integrations.megatron.megatron_unit import shared_experts_idle, units_of
 from megatron_cg.tape.cpu_model import build, transformer_layers
 from megatron_cg.tape.training_plan import TrainingPlan
 from megatron_cg.upstream.megatron import capturing_flag

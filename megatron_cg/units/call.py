@@ -55,7 +55,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from megatron_cg.backends.storage import is_dense
+from megatron_cg.backends.driver import is_dense
 from megatron_cg.capture.observer import positional_names
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.replay.borders import local, same_memory, spec_of

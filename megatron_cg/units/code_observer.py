@@ -36,7 +36,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends.calls import has_wrapper, place_of, run_inside, tensors_in, written
-from megatron_cg.backends.storage import StorageReference
+from megatron_cg.backends.driver import StorageReference
 from megatron_cg.capture.observer import generators_read
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED

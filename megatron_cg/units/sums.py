@@ -46,9 +46,15 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_cg.capture.observer import version_of
-from megatron_cg.replay.borders import PassedOn, laid_out, local, same_placements, spec_of
+from megatron_cg.replay.borders import (
+    PassedOn,
+    in_backward_pass,
+    laid_out,
+    local,
+    same_placements,
+    spec_of,
+)
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol
 

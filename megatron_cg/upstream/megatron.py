@@ -3,7 +3,7 @@
 Note [The capturing flag]
     The flag tells a MoE layer where to stop: its graph holds only a part of the layer. Megatron
     sets it around a capture (``_set_capture_start``, ``_set_capture_end``), and here
-    ``MegatronUnit.run`` (``integrations/megatron/units.py``) does around that part as plain Python.
+    ``MegatronUnit.run`` does around that part as plain Python.
 
 Note [One config]
     All modules of a Megatron model share one ``TransformerConfig``. At capture and at replay, the

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.backends.base import CaptureRequest
-from megatron_cg.backends.te.te_backend import options_of
+from megatron_cg.backends.te_backend import options_of
 from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS
 from megatron_cg.upstream.symbols import fingerprint_of
 

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_cg import telemetry
 from megatron_cg.errors import CaptureError, UpstreamChangedError
-from megatron_cg.events import Range
+from megatron_cg.ranges import Range
 from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig

@@ -25,7 +25,7 @@ from megatron_cg.arguments.rule import WITHOUT_FIXED_SHAPES
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.te.te_backend import request_of
+from megatron_cg.backends.te_backend import request_of
 from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError, Violation, say, speaking
@@ -39,8 +39,12 @@ from megatron_cg.integrations.call_arguments import (
     require_same,
 )
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
+from megatron_cg.integrations.megatron.megatron_unit import (
+    LayerScopes,
+    shared_experts_idle,
+    units_of,
+)
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
-from megatron_cg.integrations.megatron.units import LayerScopes, shared_experts_idle, units_of
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed

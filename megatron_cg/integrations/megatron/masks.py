@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.capture.observer import StaticInputs
-from megatron_cg.integrations.megatron.units import HIDDEN
+from megatron_cg.integrations.megatron.megatron_unit import HIDDEN
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol
 

@@ -314,11 +314,8 @@ def print_report(system: System, findings: Sequence[Finding]) -> None:
 _FAMILIES = {"cuDNN": "libcudnn", "NCCL": "libnccl.", "cuBLAS": "libcublas"}
 """Families of libraries, and what the file names of each begin with."""
 _DECLARED = re.compile(r"^RELIES_ON\b", re.MULTILINE)
-_OF_THE_TAPE = "megatron_cg.tape."
-_NOT_USED = {
-    schema.TAPE: ("megatron_cg.backends.te.",),
-    schema.NATIVE: (_OF_THE_TAPE, "megatron_cg.backends.te.te_"),
-}
+_OF_THE_TAPE, _OF_TE = "megatron_cg.tape.", "megatron_cg.backends.te_"
+_NOT_USED = {schema.TAPE: (_OF_TE,), schema.NATIVE: (_OF_THE_TAPE, _OF_TE)}
 """Modules that a backend has no use for. With ``native``, TE's layers may be in the model."""
 
 

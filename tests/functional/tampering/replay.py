@@ -85,8 +85,8 @@ def wrong_gradient(detail: str) -> None:
 
     ``detail`` is ``input`` or ``weight``, and after another @ the layer.
     """
-    from megatron_cg.backends.te import te_backend as transformer_engine
-    from megatron_cg.backends.te.te_backend import replay_function
+    from megatron_cg.backends import te_backend as transformer_engine
+    from megatron_cg.backends.te_backend import replay_function
 
     which, _, layer = detail.partition("@")
 

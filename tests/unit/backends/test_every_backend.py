@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend, generators_kept
-from megatron_cg.backends.driver.capture import GraphResetError
+from megatron_cg.backends.driver import GraphResetError
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.tape.tape_backend import TapeBackend
 from tests.unit.backends.blocks import MASK, Scale, capture, make_blocks, small, train

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_cg.backends import te_backend as transformer_engine
 from megatron_cg.backends.base import CaptureRequest
-from megatron_cg.backends.te import te_backend as transformer_engine
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from tests.unit.backends.cuda_double import cuda_double
 

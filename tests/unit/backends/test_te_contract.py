@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import CaptureRequest
-from megatron_cg.backends.te.te_backend import replay_function
+from megatron_cg.backends.te_backend import replay_function
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fsdp.roles import unit_hooks
 from megatron_cg.replay.unit import Unit

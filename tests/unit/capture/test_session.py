@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_cg.backends.base import CaptureRequest
-from megatron_cg.backends.driver.capture import GraphResetError
+from megatron_cg.backends.driver import GraphResetError
 from megatron_cg.capture import session as session_module
 from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement

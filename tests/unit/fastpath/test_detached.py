@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.backends.base import CaptureRequest
-from megatron_cg.backends.driver.capture import GraphResetError
+from megatron_cg.backends.driver import GraphResetError
 from megatron_cg.capture.guarded_capture import forget_accumulators
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.bucketing import GradientBucketing

@@ -64,7 +64,7 @@ def test_all_mistakes_come_at_once() -> None:
 
 
 def test_a_backend_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_cg.backends.te import te_backend as transformer_engine
+    from megatron_cg.backends import te_backend as transformer_engine
 
     monkeypatch.setattr(transformer_engine, "TransformerEngineBackend", lambda: "TE's")
     made: dict[Any, Any] = {name: backend_of(name) for name in ("te", "transformer_engine", None)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import CaptureRequest
-from megatron_cg.backends.driver.capture import GraphResetError, _lies_in
+from megatron_cg.backends.driver import GraphResetError, _lies_in
 from tests.unit.backends.blocks import small
 from tests.unit.backends.cuda_double import (
     DEFAULT,

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron.masks import ObservedInputs
-from megatron_cg.integrations.megatron.units import MegatronUnit
+from megatron_cg.integrations.megatron.megatron_unit import MegatronUnit
 from megatron_cg.recompute import layers as full_recompute
 from megatron_cg.recompute.layers import allow_full_recompute, recompute_in_layers
 from megatron_cg.tape.cpu_model import build, transformer_layers

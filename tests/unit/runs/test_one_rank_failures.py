@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg import restore
-from megatron_cg.backends.driver import capture as driver
+from megatron_cg.backends import driver
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.fastpath import bucketing, optimizer_step

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.driver.capture import GraphedModule
+from megatron_cg.backends.driver import GraphedModule
 from megatron_cg.tape.tape_backend import FreedStorageError, TapeBackend
 from tests.unit.backends import blocks
 from tests.unit.backends.blocks import Scale

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from megatron_cg.backends.storage import StorageReference
+from megatron_cg.backends.driver import StorageReference
 from megatron_cg.upstream.patch import (
     add_observer,
     applied,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_cg.integrations.megatron.units import units_of
+from megatron_cg.integrations.megatron.megatron_unit import units_of
 from megatron_cg.upstream.megatron import LayerConfig
 
 

@@ -1,1 +1,0 @@
-"""Warmup, capture and replay of modules, over any way of recording a pass."""

@@ -1,1 +1,0 @@
-"""Transformer Engine's graphs."""
