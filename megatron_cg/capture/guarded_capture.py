@@ -71,7 +71,7 @@ from megatron_cg.replay.unit import ReplayFunction, Unit
 from megatron_cg.restore import Restores
 
 if TYPE_CHECKING:
-    from megatron_cg.units.other_leaves import OtherLeaves
+    from megatron_cg.units.unsharded import OtherLeaves
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data

@@ -24,8 +24,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_cg.errors import Violation
+from megatron_cg.extensions import sharding_by_fsdp2, sharding_by_v2
 from megatron_cg.fsdp.roles import UnitHooks, fsdp_class, fsdp_function, fsdp_package_of, unit_hooks
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.guard import Watched, is_quantized
@@ -86,6 +88,44 @@ def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
                 raise changed(distribution, f"MegatronFSDP.{name}", "a member of the wrapped model")
         return module
     return None
+
+
+def is_sharded_by_v2(module: nn.Module) -> bool:
+    """Whether Megatron-FSDP v2 shards this module by itself."""
+    kinds: tuple[Any, ...] = type(module).__mro__
+    return any(
+        kind.__name__ == "FsdpModule" and fsdp_package_of(kind.__init__) is not None
+        for kind in kinds
+    )
+
+
+def root_of(model: nn.Module) -> nn.Module | None:
+    """The ``MegatronFSDP`` in a model, or the first module that its version 2 shards, or None.
+
+    Raises UpstreamChangedError if the former lacks a member that we rely on.
+    """
+    return next(filter(is_sharded_by_v2, model.modules()), None) or find_megatron_fsdp(model)
+
+
+def shardings_of(model: nn.Module, *, fsdp2: bool = True) -> Iterator[Sharding]:
+    """How ``model`` or modules in it are sharded, by Megatron-FSDP of either version and by FSDP2.
+
+    Raises ExtensionMissingError for a ``fully_shard`` without its extension.
+    """
+    if any(map(is_sharded_by_v2, model.modules())):
+        yield sharding_by_v2(model)
+    if (fsdp := find_megatron_fsdp(model)) is not None:
+        yield MegatronFsdp(fsdp)
+    if fsdp2 and any(isinstance(module, FSDPModule) for module in model.modules()):
+        yield sharding_by_fsdp2(model)
+
+
+def of_megatron(model: nn.Module) -> Sharding | None:
+    """The sharding of a model by Megatron-FSDP, of either version, or None; see :func:`root_of`.
+
+    Raises ExtensionMissingError for version 2 without its extension.
+    """
+    return next(shardings_of(model, fsdp2=False), None)
 
 
 class MegatronFsdp(Sharding):

@@ -1,7 +1,7 @@
 """What a capture has to know about how a model is sharded.
 
-Each way of sharding is a :class:`Sharding`, in a file of its own. ``find_sharding.py`` finds the
-one of a model.
+Each way of sharding is a :class:`Sharding`, in a file of its own. ``megatron_fsdp.py``
+finds the one of a model.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo
 
 if TYPE_CHECKING:
-    from megatron_cg.units.other_leaves import OtherLeaves
+    from megatron_cg.units.unsharded import OtherLeaves
 
 REPLACED = (
     "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "

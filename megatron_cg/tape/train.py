@@ -16,7 +16,7 @@ from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.extensions import recompute_in_layers
-from megatron_cg.fsdp.find_sharding import of_megatron
+from megatron_cg.fsdp.megatron_fsdp import of_megatron
 from megatron_cg.integrations import repeated_step
 from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.megatron_unit import shared_experts_idle, units_of

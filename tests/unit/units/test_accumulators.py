@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.units.other_leaves import OtherLeaves
+from megatron_cg.units.unsharded import OtherLeaves
 
 
 def accumulator(parameter: nn.Parameter) -> Any:
