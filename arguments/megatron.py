@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_cg.arguments.layers import decoder_symbols
+from megatron_cg.arguments.rules import notices, violations
 from megatron_cg.arguments.schema import (
     BACKENDS,
     SCOPES,
@@ -24,7 +25,6 @@ from megatron_cg.arguments.schema import (
     RunArguments,
     flag_of,
 )
-from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.upstream.symbols import changed
 

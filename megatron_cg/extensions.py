@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_cg.errors import MegatronCGError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     Undo = Callable[[], None]
 
 EXTENSIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "recompute": {"recompute_granularity": ("full",)},
     "experts": {
         "cg_grouped_gemm": ("cublas", "torch"),
         "cg_moe_rows": (),
@@ -47,7 +49,6 @@ EXTENSIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "clients": {},
     "compiled": {},
     "native": {"cg_backend": ("native",)},
-    "recompute": {"recompute_granularity": ("full",)},
     "tape": {"cg_backend": ("tape",)},
     "tools": {"cg_record": (), "cg_report": ()},
 }
@@ -116,10 +117,10 @@ def _needed(module: str, what: str) -> Any:
 
 
 def rules() -> Iterator[Rule]:
-    """What runs that use an extension must not have. Imports no torch."""
-    for name in ("recompute", "experts"):
-        if (found := _load(f"{name}.rules")) is not None:
-            yield from found.RULES
+    """What runs that use an extension must not have, from its ``rules.py``. Imports no torch."""
+    for name in EXTENSIONS:
+        if Path(__file__).with_name(name).joinpath("rules.py").is_file():
+            yield from import_module(f"{_PACKAGE}.{name}.rules").RULES
 
 
 def experts_of(model: nn.Module) -> ModelExperts | None:

@@ -29,7 +29,7 @@ from pathlib import Path
 import megatron_cg
 from megatron_cg.tools.align.presets import load_preset, preset_names
 from megatron_cg.tools.align.run import example_script
-from megatron_cg.arguments.validation import violations
+from megatron_cg.arguments.rules import violations
 
 place = Path(megatron_cg.__file__).resolve()
 assert place.is_relative_to(Path({site!r}).resolve()), f"imported from {{place}}"

@@ -22,8 +22,8 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 from megatron_cg.arguments.rule import Rule
+from megatron_cg.arguments.rules import RULES
 from megatron_cg.arguments.schema import GraphArguments, flag_of
-from megatron_cg.arguments.validation import RULES
 
 _FLAG = re.compile(r"(?<![\w`-])(--[a-z][a-z0-9-]*)")
 _SAID = re.compile(r"^    \[([\w-]+)\] (.+)$", re.MULTILINE)

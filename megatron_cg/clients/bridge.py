@@ -20,8 +20,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_cg.arguments.megatron import PACKING, run_of_configs
+from megatron_cg.arguments.rules import notices, violations
 from megatron_cg.arguments.schema import BACKENDS, Environment, GraphArguments, RunArguments
-from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.errors import ConfigurationError, Violation, speaking
 from megatron_cg.integrations.call_arguments import CallVoice
 from megatron_cg.upstream.patch import Undo, run_instead

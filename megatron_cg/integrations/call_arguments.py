@@ -12,6 +12,7 @@ from megatron_cg import extensions
 from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.megatron import PACKING
 from megatron_cg.arguments.rule import Configuration, rows_below_average
+from megatron_cg.arguments.rules import extension_missing
 from megatron_cg.arguments.schema import (
     Environment,
     GraphArguments,
@@ -21,7 +22,6 @@ from megatron_cg.arguments.schema import (
     flag_of,
     shared_by_ranks,
 )
-from megatron_cg.arguments.validation import extension_missing
 from megatron_cg.backends.base import Backend
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArgumentError, Violation, Voice, speaking

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from megatron_cg.arguments.rule import Configuration
-from megatron_cg.arguments.rules_environment import expandable_segments
+from megatron_cg.arguments.rules import expandable_segments
 from megatron_cg.arguments.schema import TRANSFORMER_ENGINE, Environment
 from megatron_cg.errors import ConfigurationError, HookError, Violation, ranged
 from megatron_cg.fsdp.sharding import Sharding

@@ -22,8 +22,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.megatron import run_of, scope_names
 from megatron_cg.arguments.rule import WITHOUT_FIXED_SHAPES
+from megatron_cg.arguments.rules import violations
 from megatron_cg.arguments.schema import Environment, GraphArguments
-from megatron_cg.arguments.validation import violations
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.te_backend import request_of
 from megatron_cg.capture.session import GraphController, Phase, Session

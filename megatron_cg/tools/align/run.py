@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megatron_cg.arguments.rules import ANY_RUN
 from megatron_cg.arguments.schema import VERIFY_STEPS, GraphArguments, flag_of
-from megatron_cg.arguments.validation import ANY_RUN
 from megatron_cg.errors import STEP_DIFFERS, MegatronCGError
 from megatron_cg.tools.align.compare import FAILED, Comparison, Outcome, compare
 from megatron_cg.tools.launch_line import read_flags

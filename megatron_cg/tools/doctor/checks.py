@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.arguments import rules_environment, schema
+from megatron_cg.arguments import rules, schema
 from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.schema import FRAMEWORKS, PACKAGES
 from megatron_cg.errors import Violation
@@ -143,9 +143,9 @@ def _package(system: System, name: str, version: str | None) -> Finding:
         return error(f"{name} is not installed", "a run with graphs imports it", INSTALL[name])
     environment = schema.Environment(versions={name: version}, backend=system.backend)
     if name == _TE:
-        for violation in rules_environment.engine_too_old(Configuration(environment=environment)):
+        for violation in rules.engine_too_old(Configuration(environment=environment)):
             return _of_violation(violation)
-    for text in rules_environment.unseen_versions(environment):
+    for text in rules.unseen_versions(environment):
         why = "a short run with and without graphs says whether it works"
         return warning(text.partition(". ")[0], why, f"megatron-cg align  # or: {INSTALL[name]}")
     return ok(f"{name} {version}")
@@ -229,7 +229,7 @@ def variables(system: System) -> Iterator[Finding]:
     """Broken rules, values that are likely not meant, and the other variables that matter."""
     env = system.variables
     environment = schema.Environment(variables=dict(env), backend=system.backend)
-    for rule in (rules_environment.expandable_segments, rules_environment.max_connections):
+    for rule in (rules.expandable_segments, rules.max_connections):
         yield from map(_of_violation, rule(Configuration(environment=environment)))
     for name, value in env.items():
         if why := _mistake(name, value):

@@ -27,8 +27,8 @@ from packaging.version import Version
 from megatron_cg import extensions
 from megatron_cg.arguments.megatron import add_arguments, read_graph, read_run
 from megatron_cg.arguments.rule import Configuration
+from megatron_cg.arguments.rules import notices, violations
 from megatron_cg.arguments.schema import BACKENDS, SCOPES, Environment, GraphArguments, RunArguments
-from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import MEGATRONS, LaunchLine, LaunchLineError
 from megatron_cg.upstream.te import UPGRADE

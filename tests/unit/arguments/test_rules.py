@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_cg.arguments.rule import Configuration, Rule
+from megatron_cg.arguments.rules import RULES, notices, violations
 from megatron_cg.arguments.schema import Environment, GraphArguments, flag_of
-from megatron_cg.arguments.validation import RULES, notices, violations
 from megatron_cg.errors import Violation
 from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, GOOD_RUN, megatron_parser
 from tests.unit.arguments.rule_cases import ALL, BROKEN, KEPT, LATER, MESSAGES, Case

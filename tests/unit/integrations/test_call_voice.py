@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_cg
 from megatron_cg.arguments.megatron import PACKING
+from megatron_cg.arguments.rules import violations
 from megatron_cg.arguments.schema import GraphArguments, argument_of
-from megatron_cg.arguments.validation import violations
 from megatron_cg.clients.bridge import errors_name_fields
 from megatron_cg.errors import HostSyncError, say, speaking
 from megatron_cg.integrations.call_arguments import UNITS, CallVoice

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from megatron_cg.arguments.rules_environment import _SEEN, _SEEN_ALSO
+from megatron_cg.arguments.rules import _SEEN, _SEEN_ALSO
 from tools.check_wheel import expected_files
 
 ROOT = Path(__file__).parents[3]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cg import __main__ as launcher
-from megatron_cg.arguments.rules_environment import unseen_versions
+from megatron_cg.arguments.rules import unseen_versions
 from megatron_cg.arguments.schema import Environment
 from tests.unit.arguments.good_configuration import megatron_parser
 
