@@ -1,4 +1,4 @@
-"""Runs the backend's capture and records what a replay depends on: every graph gets a guard.
+"""Captures as a transaction: validates, changes, runs the backend, and gives every graph a guard.
 
 A unit has one graph, which replays in every microbatch: without pipeline parallelism, the backward
 pass of a microbatch comes before the forward pass of the next (megatron-core 0.19.2,
@@ -35,15 +35,36 @@ Note [A captured graph of autograd keeps its stream]
     reduced while the gradients of the first layer were still being copied into it, and some were
     NaN. So nodes are forgotten after a capture as well.
 
+Note [Two stacks]
+    Some changes must always be undone, whether capture succeeds or fails: cleared hooks, raw
+    parameters on the modules, RNG and FP8 state advanced by synthetic inputs, TE's flags. They are
+    on a stack that is always unwound before :func:`transaction` ends. Lasting changes (the graphs,
+    the replay instead of the forward) are on a second stack. It is unwound if anything raises.
+    Otherwise the session keeps it, and closing the session undoes these changes in reverse order.
+
+Note [Order of entering]
+    Raw parameters are entered before the parameters' hooks, because the hooks are on the raw
+    parameters. The backend's state is entered last, so it is restored first, while hooks are still
+    off: restoring RNG and FP8 state runs no module code, but a hook that fires on it would.
+
+Note [Compiled for a size]
+    Dynamo compiles a function for the sizes of its first call, and at the first other size once
+    more for any. The two kernels may sum in another order. megatron-core 0.19.2 compiles the
+    backward pass of the experts' activation, which sums the gradients of probabilities. If a rank
+    has had one number of rows in all steps and the capture has another (FP8 pads), eager passes
+    after the capture would run by the second kernel, and verification would find no difference to
+    a run without graphs. So a capture compiles for its own size.
+
 Relied on: every text of CUDA's errors 900 to 908 (``cudaErrorStreamCapture*``) and of torch's own
 checks ("during CUDA graph capture") has "captur" in it. Python code of other packages (Triton, TE)
 raises them as a RuntimeError with that text.
 """
 
 import logging
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,22 +74,18 @@ from torch import nn
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.backends.calls import Place, place_of
 from megatron_cg.capture.hook_order import HookOrder
-from megatron_cg.capture.observer import Observer, StaticInputs
-from megatron_cg.capture.transaction import (
-    buffers_kept,
-    frozen_kept,
-    quiet_modules,
-    without_gradients,
-)
+from megatron_cg.capture.observer import PassObserver, StaticInputs, frozen_kept
 from megatron_cg.errors import CaptureError, MegatronCGError
 from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.hooks import HookSnapshot, module_hooks
 from megatron_cg.replay.borders import laid_out, spec_of
 from megatron_cg.replay.guard import Guard, Hooks, Inputs, autocast_of
-from megatron_cg.replay.guarded_graph import GuardedGraph, InFlight
+from megatron_cg.replay.guarded_graph import GuardedGraph
+from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ReplayFunction, Unit
-from megatron_cg.restore import Restores
+from megatron_cg.restore import Restores, values_kept
 
 if TYPE_CHECKING:
     from megatron_cg.units.unsharded import OtherLeaves
@@ -92,6 +109,95 @@ _LEAF = "a leaf Variable that requires grad is being used in an in-place operati
 """torch's error for that: samples are leaves."""
 
 
+@contextmanager
+def transaction(
+    units: Sequence[Unit], sharding: Sharding, backend: Backend
+) -> Iterator[tuple[tuple[UnitHooks, ...], ExitStack]]:
+    """A context in which ``units`` can be captured.
+
+    Yields each unit's hooks for the backend, and the stack of lasting changes. The caller pushes
+    its own lasting changes on that stack. They are undone if the body raises; otherwise the caller
+    keeps them with ``pop_all``.
+
+    Raises HookError or UnknownFsdpHookError before anything has been changed.
+    """
+    modules = list(dict.fromkeys(module for unit in units for module in unit.layer.modules()))
+    layers = [unit.layer for unit in units]
+    hooks = tuple(sharding.unit_hooks(unit) for unit in units)
+    with Restores() as lasting, Restores() as always:
+        lasting.callback(sharding.stable_memory(layers))
+        always.enter_context(sharding.capturing(layers))
+        parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+        always.enter_context(gradients_kept(parameters))
+        always.enter_context(buffers_kept(modules))
+        always.callback(_quiet_parameters(parameters))
+        always.callback(quiet_modules(layers, modules, sharding.owns_hook))
+        always.enter_context(backend.preserved(layers))
+        always.enter_context(compiled_kept())
+        yield hooks, lasting
+
+
+def compiled_kept() -> AbstractContextManager[None]:
+    """Functions run by the same compiled code before and after; see Note [Compiled for a size]."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo.config.patch(automatic_dynamic_shapes=False) if dynamo else nullcontext()
+
+
+def quiet_modules(
+    layers: Sequence[nn.Module],
+    modules: Sequence[nn.Module],
+    made_by_sharding: Callable[[Callable[..., Any]], bool],
+) -> Callable[[], None]:
+    """Remove the units' hooks and the sharding's hooks on modules below them; returns the undo.
+
+    The undo restores the hooks of all modules, since TE installs its own hooks on every module
+    below a callable during warmup and leaves them there if it fails.
+    """
+    snapshot = HookSnapshot(*modules)
+    for module in modules:
+        if module in layers or any(made_by_sharding(hook.fn) for hook in module_hooks(module)):
+            HookSnapshot(module).clear()
+    return snapshot.restore
+
+
+def _quiet_parameters(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    snapshot = HookSnapshot(*parameters)
+    snapshot.clear()
+    return snapshot.restore
+
+
+@contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """No parameter has a gradient or a hook; what a backward pass leaves on them is removed."""
+    with gradients_kept(parameters), ExitStack() as stack:
+        stack.callback(_quiet_parameters(parameters))
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+
+
+@contextmanager
+def gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Restore the parameters' gradients on exit; those of synthetic inputs are dropped."""
+    with Restores() as stack:
+        for parameter in parameters:
+            stack.restore("a gradient", setattr, parameter, "grad", parameter.grad)
+        yield
+
+
+@contextmanager
+def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore buffers on exit, since synthetic inputs change some (a router's token counts)."""
+    with Restores() as stack:
+        for module in modules:
+            held = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+            label = f"of a {type(module).__name__}"
+            named = [(f"buffer {name} {label}", buffer) for name, buffer in held.items()]
+            stack.enter_context(values_kept(named))
+            stack.restore(f"buffers {label}", module._buffers.update, held)
+        yield
+
+
 class GuardedCapture:
     """One capture of given units; to be created while their hooks are still installed."""
 
@@ -106,7 +212,7 @@ class GuardedCapture:
         self._sharding, self._units, self._backend = sharding, tuple(units), backend
         self._mismatches, self._static_inputs = mismatches, static_inputs
         self._hooks = tuple(Hooks(u.layer, u.graphed, sharding.hoists_hook) for u in self._units)
-        self._observers: tuple[Observer, ...] = ()
+        self._observers: tuple[PassObserver, ...] = ()
         self._leaves: OtherLeaves | None = None
 
     def run(
@@ -131,7 +237,7 @@ class GuardedCapture:
         borrowed = self._borrow(request.kwargs)
         watched = self._sharding.watched_memory
         self._observers = tuple(
-            Observer(unit, own, named, borrowed, watched(unit.layer, unit.graphed))
+            PassObserver(unit, own, named, borrowed, watched(unit.layer, unit.graphed))
             for unit, own, named in zip(self._units, request.args, request.kwargs, strict=True)
         )
         graphed = [module for unit in self._units for module in unit.graphed]
@@ -277,7 +383,7 @@ class GuardedCapture:
             )
 
     @contextmanager
-    def _kept(self, unit: Unit, observer: Observer, replay: ReplayFunction) -> Iterator[None]:
+    def _kept(self, unit: Unit, observer: PassObserver, replay: ReplayFunction) -> Iterator[None]:
         modules = list(unit.layer.modules())
         with Restores() as stack:
             # As in the capture. Megatron-FSDP's may end a backward pass of the whole model.

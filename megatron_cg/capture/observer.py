@@ -46,13 +46,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.backends.base import device_generator, generators_of
-from megatron_cg.capture.transaction import frozen_kept
 from megatron_cg.errors import CaptureError, say
 from megatron_cg.extensions import observe_code
 from megatron_cg.replay.borders import in_backward_pass, local
 from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
 from megatron_cg.replay.plain import KNOWN, attribute, is_known
 from megatron_cg.replay.unit import Unit
+from megatron_cg.restore import values_kept
 from megatron_cg.upstream.patch import add_observer, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
@@ -77,7 +77,7 @@ _NEEDS = SimpleNamespace(get=attrgetter("requires_grad"))
 """Whether a parameter, as a key, needs a gradient: a row like others."""
 
 
-class Observer:
+class PassObserver:
     """Observes the passes of one unit in a capture.
 
     ``args`` and ``kwargs`` are its samples. ``borrowed`` are those that are the model's own
@@ -272,6 +272,16 @@ class Observer:
                 f"return a placeholder instead. To mend this, {say(_NOT_FUSED)}, or build the "
                 "layer with fuse_wgrad_accumulation=False."
             )
+
+
+def frozen_kept(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Restore frozen parameters on exit: the modules' own code may have changed them.
+
+    They must be unsharded. Quantized ones and other subclasses of tensors are skipped.
+    """
+    parameters = dict.fromkeys(p for m in modules for p in m.parameters(recurse=False))
+    plain = (p for p in parameters if type(p.data) is torch.Tensor)
+    return values_kept(("a frozen parameter", p) for p in plain if not p.requires_grad)
 
 
 @contextmanager

@@ -26,10 +26,9 @@ from weakref import ReferenceType, finalize, ref
 import torch
 
 from megatron_cg.backends.base import Backend, CaptureRequest
-from megatron_cg.capture.guarded_capture import GuardedCapture, clear_frames
+from megatron_cg.capture.guarded_capture import GuardedCapture, clear_frames, transaction
 from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.observer import StaticInputs
-from megatron_cg.capture.transaction import capturing
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import clear_exit, exit_without_waiting
@@ -140,7 +139,7 @@ class Session:
             self._capture = GuardedCapture(
                 self.sharding, self.units, self._backend, self.mismatches, self._static_inputs
             )
-            with capturing(self.units, self.sharding, self._backend) as (hooks, lasting):
+            with transaction(self.units, self.sharding, self._backend) as (hooks, lasting):
                 self._hooks = hooks
                 for unit in self.units:
                     lasting.callback(set_attribute(unit.layer, "cuda_graphs", [], shared=True))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg import graph_units
-from megatron_cg.capture.observer import Observer, StaticInputs, collectives_so_far
+from megatron_cg.capture.observer import PassObserver, StaticInputs, collectives_so_far
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Addresses, Watched
 from megatron_cg.replay.unit import Unit
@@ -60,7 +60,7 @@ def test_collectives_of_a_capture_are_counted_in_each_of_its_passes(
     monkeypatch.setattr("megatron_cg.capture.observer.collectives_so_far", lambda: next(counts))
     layer = nn.Linear(1, 1)
     unit = Unit("layer 0", layer, (layer,), collectives=known)
-    observer = Observer(unit, (torch.zeros(1),), {}, ())
+    observer = PassObserver(unit, (torch.zeros(1),), {}, ())
     for forward in (True, False):
         observer.begun(forward=forward, warmup=False)
         observer.ended(forward=forward)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from megatron_cg.capture.transaction import compiled_kept
+from megatron_cg.capture.guarded_capture import compiled_kept
 
 
 @pytest.mark.parametrize(("before", "compiled"), [((8,), 1), ((8, 9), 0)])

@@ -76,7 +76,7 @@ def test_a_member_of_megatron_fsdp_that_is_gone_is_named(
 
 
 STEPS, CAPTURED = 3, 1
-REFUSED = "megatron_cg.capture.observer.Observer._refuse_marked_weights"
+REFUSED = "megatron_cg.capture.observer.PassObserver._refuse_marked_weights"
 FUSED_WEIGHTS = ("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight")
 
 

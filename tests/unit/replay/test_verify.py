@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture.transaction import without_gradients
+from megatron_cg.capture.guarded_capture import without_gradients
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
