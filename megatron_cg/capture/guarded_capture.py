@@ -74,7 +74,7 @@ from torch import nn
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.backends.calls import Place, place_of
 from megatron_cg.capture.hook_order import HookOrder
-from megatron_cg.capture.observer import PassObserver, StaticInputs, frozen_kept
+from megatron_cg.capture.observer import ObservedInputs, PassObserver, frozen_kept
 from megatron_cg.errors import CaptureError, MegatronCGError
 from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
@@ -207,7 +207,7 @@ class GuardedCapture:
         units: Sequence[Unit],
         backend: Backend,
         mismatches: MismatchPolicy,
-        static_inputs: StaticInputs,
+        static_inputs: ObservedInputs,
     ) -> None:
         self._sharding, self._units, self._backend = sharding, tuple(units), backend
         self._mismatches, self._static_inputs = mismatches, static_inputs

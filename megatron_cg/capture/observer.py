@@ -354,12 +354,13 @@ def _counted(group: Any) -> int:
     return 0
 
 
-class StaticInputs:
+class ObservedInputs:
     """Observes whole training steps to find the inputs of layers, by name, that never change.
 
-    For example, a rotary table is computed once and passed to every layer in every step. A graph
-    that is captured with a synthetic sample needs a copy of the table into the graph's own memory
-    before each replay. A graph that is captured with the table itself needs no copy.
+    Or that are never given, or never differentiated. For example, a rotary table is computed once
+    and passed to every layer in every step. A graph that is captured with a synthetic sample needs
+    a copy of the table into its own memory before each replay; one captured with the table itself
+    needs none.
 
     Note [A borrowed input is never written]
         TE copies an input at another address into the static input (``Graphed.forward``). Here that
@@ -375,6 +376,9 @@ class StaticInputs:
         self._changed: set[tuple[nn.Module, str]] = set()
         self._again: set[tuple[nn.Module, str]] = set()
         """Those that came in two steps at least."""
+        self._none: set[tuple[nn.Module, str]] = set()
+        self._given: set[tuple[nn.Module, str]] = set()
+        self._differentiated: set[tuple[nn.Module, str]] = set()
         self._step = 0
 
     def observe_step(self) -> Callable[[], None]:
@@ -402,16 +406,25 @@ class StaticInputs:
                 inputs[name] = tensor
         return inputs
 
+    def is_never_given(self, layer: nn.Module, name: str) -> bool:
+        """Whether a layer was called with that keyword and its value was always None."""
+        return (layer, name) in self._none - self._given
+
+    def is_never_differentiated(self, layer: nn.Module, name: str) -> bool:
+        """Whether a layer got that input, and it never needed a gradient."""
+        return (layer, name) in self._given - self._differentiated
+
     def _called(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if in_backward_pass():
             return  # recomputed, on inputs that were detached: other tensors each time
         names = positional_names(layer.forward, len(args), kwargs)
-        self._look(layer, dict(zip(names, args, strict=True)) | dict(kwargs))
-
-    def _look(self, layer: nn.Module, inputs: Mapping[str, Any]) -> None:
-        for name, given in inputs.items():
+        for name, given in (dict(zip(names, args, strict=True)) | dict(kwargs)).items():
             key, value = (layer, name), local(given)
-            if not isinstance(value, torch.Tensor) or value.requires_grad:
+            (self._none if value is None else self._given).add(key)
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.requires_grad:
+                self._differentiated.add(key)
+            if not is_tensor or value.requires_grad:
                 self._changed.add(key)
             elif key not in self._seen:
                 self._seen[key] = weakref.ref(value), version_of(value), self._step

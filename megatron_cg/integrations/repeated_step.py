@@ -8,27 +8,53 @@ Note [Numbers that differ by themselves]
     Without deterministic algorithms two eager steps differ too. So a difference then counts only if
     a second eager step has the same number as the first. With them, a second one that differs shows
     that the step changes something that is not restored.
+
+Note [What a step changes before its optimizer does]
+    Megatron's own ``RerunStateMachine`` (megatron-core 0.19.2) saves random states and batches
+    alone, since it expects the same numbers again. Here the numbers of the first attempt may be
+    wrong, so whatever counts or sums up numbers has to be as before. Nothing is listed by name:
+
+    - buffers and attributes of the model's modules, of their classes and of objects that they have:
+      counts of tokens, biases of experts, the largest attention logits, scales of FP8
+    - data in the namespaces of megatron-core and in its classes, and what its objects there hold:
+      MoE metrics, sums of losses for the log, scales of losses, ``RerunStateMachine``'s counts, the
+      tracker of random states
+    - random states: Python's, NumPy's, torch's on the host and on the device, and generators found
+
+    Gradients and the sharding's own state are not among it. A tensor is restored in place, since
+    graphs keep the address of what they write to, and then set again where it was.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import dataclasses
+import random
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
+from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from megatron_cg.backends.base import device_generator
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import TIMEOUT
 from megatron_cg.errors import STEP_DIFFERS
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.integrations.step_state import StepState
-from megatron_cg.replay.plain import is_plain
+from megatron_cg.replay.plain import LIBRARIES, RECORDS, is_known, is_plain
+from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import Digests
-from megatron_cg.restore import Restores
+from megatron_cg.restore import Restores, put_back
 from megatron_cg.telemetry import step_repeated, step_verified
 from megatron_cg.upstream.patch import set_attribute, undone_after
+from megatron_cg.upstream.te import rng_states
 
 if TYPE_CHECKING:
     from megatron_cg.experts.row_bound import RowBound
@@ -179,3 +205,227 @@ def _text(number: int | None, found: list[str], eager: Digests, cause: str) -> s
         f"{step}, {STEP_DIFFERS}: {names}. Gradients are "
         f"named in the order of the backward pass, the last layer first. Compared: {eager}. {cause}"
     )
+
+
+_CORE, _SHARDING = "megatron.core", "megatron.core.distributed"
+_KNOWN = frozenset({"megatron", "transformer_engine"})
+_SCRATCH = frozenset({"GlobalMemoryBuffer", "GlobalSymmetricMemoryBuffer"})
+"""Classes of megatron-core whose tensors are written before they are read."""
+_CONTAINERS = frozenset({dict, list, set, deque, defaultdict, Counter, tuple})
+_STATE = _CONTAINERS | {torch.Tensor, torch.Generator}
+_DATA = _STATE | {bool, int, float, complex, str, bytes, type(None)}
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_DEPTH = 4
+
+
+class _Holder:
+    """Something with parts, and what they are now: a container, attributes, or a class.
+
+    ``name`` says what a part is, with {} for its key. Parts of a ``namespace`` count if they are
+    data; its functions and modules stay as they are.
+    """
+
+    def __init__(
+        self, name: str, parts: Any, *, namespace: bool = False, is_compared: bool = True
+    ) -> None:
+        self.name, self.parts, self.is_compared = name, parts, is_compared
+        self._namespace = namespace
+        self.saved = self._now()
+
+    def below(self, written_by: str) -> Iterable[tuple[Any, Any]]:
+        """The parts that may change in place, with objects of classes ``written_by`` these."""
+        saved = self.saved
+        if not self._namespace:
+            kinds = {k for k in set(map(type, saved.values())) if _may_change(k, written_by)}
+            return [pair for pair in saved.items() if type(pair[1]) in kinds]
+        names = _changing(tuple(saved), tuple(map(type, saved.values())), written_by)
+        return [(name, saved[name]) for name in names]
+
+    def restore(self) -> None:
+        """Let the parts be the same objects again, no more and no less."""
+        saved, now, parts = self._data(self.saved), self._data(self._now()), self.parts
+        if {key: id(value) for key, value in saved} == {key: id(value) for key, value in now}:
+            return
+        if not isinstance(parts, dict | type):
+            parts.clear()
+            (parts.update if isinstance(parts, set) else parts.extend)([v for _, v in saved])
+            return
+        for key in dict(now).keys() - dict(saved).keys():
+            delattr(parts, key) if isinstance(parts, type) else parts.pop(key)
+        for key, value in saved:
+            setattr(parts, key, value) if isinstance(parts, type) else parts.update({key: value})
+
+    def _now(self) -> dict[Any, Any]:
+        if isinstance(self.parts, type):
+            return dict(vars(self.parts))
+        return dict(self.parts if isinstance(self.parts, dict) else enumerate(self.parts))
+
+    def _data(self, parts: dict[Any, Any]) -> list[tuple[Any, Any]]:
+        pairs = list(parts.items())
+        return [
+            (k, v) for k, v in pairs if not self._namespace or (type(v) in _DATA and _is_own(k))
+        ]
+
+
+def _is_own(name: str) -> bool:
+    return name not in _OF_TORCH and name[:2] != "__"
+
+
+class StepState:
+    """The state of ``model``, its modules, and of megatron-core, as it is now.
+
+    Attributes in graphs of ``units``, if replays do not set them, are restored and not compared;
+    nor are random states of a device where units do not leave them as eager passes do.
+    """
+
+    def __init__(self, model: Iterable[nn.Module] = (), units: Sequence[Unit] = ()) -> None:
+        self._model = tuple(model)
+        self._graphed = {m for unit in units if not unit.sets_attributes for m in unit.graphed}
+        self._written = [parameter for unit in units for parameter in unit.written]
+        self._draws = all(unit.draws_as_eager for unit in units)
+        self._holders, tensors, generators = self._found()
+        copies = [torch.empty_like(tensor) for tensor, _ in tensors]
+        if copies:
+            with torch.no_grad():  # with few launches, since a step with a bound of rows saves too
+                torch._foreach_copy_(copies, [tensor for tensor, _ in tensors])
+        self._tensors = [(h, t, t.data, c) for (t, h), c in zip(tensors, copies, strict=True)]
+        self._random = [(name, one, one.get_state()) for name, one in generators]
+        self._host = random.getstate(), numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Put everything back; may be called again. Raises NotRestoredError at its end."""
+        with Restores() as stack:
+            stack.restore("NumPy's random state", numpy.random.set_state, self._host[1])
+            stack.restore("Python's random state", random.setstate, self._host[0])
+            for name, generator, state in self._random:
+                stack.restore(f"the random state {name}", generator.set_state, state)
+            for name, tensor, memory, values in self._tensors:
+                stack.restore(name, put_back, tensor, memory, values)
+            for holder in self._holders:
+                stack.restore(holder.name.format("..."), holder.restore)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the step has made of all this by now, by name."""
+        _, tensors, generators = self._found(compared=True)
+        yield from ((name, tensor) for tensor, name in tensors)
+        for name, generator in generators:
+            if self._draws or generator.device.type == "cpu":
+                yield f"random state {name}", generator.get_state()
+
+    def _found(self, *, compared: bool = False) -> tuple[list[_Holder], list[Any], list[Any]]:
+        """All holders, and the tensors and generators in them, or in those to be compared alone."""
+        holders, seen = list[_Holder](), set[int]()
+        tensors: list[Any] = [(one, "a frozen parameter") for one in self._written]
+        generators = [("of the host", torch.default_generator)]
+        generators += [("of the device", one) for one in device_generator()]
+        generators += [one for one in rng_states().items() if type(one[1]) is torch.Generator]
+
+        def add(holder: _Holder, depth: int = _DEPTH, *, written_by: str = "packages") -> None:
+            holders.append(holder)
+            for key, value in holder.below(written_by):
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
+                name = holder.name.format(key)
+                if type(value) is torch.Tensor:
+                    if (holder.is_compared or not compared) and _has_memory(value):
+                        tensors.append((value, name))
+                elif type(value) is torch.Generator:
+                    generators.append((name, value))
+                elif depth:
+                    is_object = type(value) not in _CONTAINERS
+                    inner = vars(value) if is_object else value
+                    one = _Holder(f"{name}[{{}}]", inner, is_compared=holder.is_compared)
+                    add(one, depth - 1, written_by=_below(type(value), written_by))
+
+        classes: dict[Any, None] = {}
+        for path, module in _modules(self._model):
+            classes[type(module)] = None
+            own = module not in self._graphed
+            add(_Holder(f"buffer {path}{{}}", module._buffers))
+            one = _Holder(f"attribute {path}{{}}", vars(module), namespace=True, is_compared=own)
+            add(one, written_by="users")
+        kinds = dict.fromkeys(kind for one in classes for kind in one.__mro__)
+        for kind in (k for k in kinds if not is_known(k, LIBRARIES) and _has_data(k)):
+            add(
+                _Holder(f"attribute {kind.__name__}.{{}}", kind, namespace=True), written_by="users"
+            )
+        for path, space in _namespaces(len(sys.modules)):
+            add(_Holder(f"{path}.{{}}", space, namespace=True))
+        return holders, tensors, generators
+
+
+def _below(kind: type, written_by: str) -> str:
+    """Whose objects are followed in one of ``kind``.
+
+    An attribute of a module may lead to all of Megatron, such as its configuration; a container
+    there has the state of FP8. Objects of users may lead anywhere, such as to an optimizer.
+    """
+    if kind in _CONTAINERS:
+        return "users and packages" if "users" in written_by else written_by
+    return "packages" if "packages" in written_by and is_known(kind, _KNOWN) else ""
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its values can be copied: it is dense, and nobody has freed its memory."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and (tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0)
+
+
+def step_state_kept() -> AbstractContextManager[None]:
+    """Restore on exit the state of megatron-core."""
+    return undone_after(StepState().restore)
+
+
+def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules``, in less time."""
+    left, seen = [("", root) for root in roots], set[int]()
+    while left:
+        path, module = left.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield path, module
+            children = module._modules.items()
+            left += [(f"{path}{name}.", child) for name, child in children if child is not None]
+
+
+@lru_cache(maxsize=4096)
+def _changing(names: tuple[str, ...], kinds: tuple[type, ...], written_by: str) -> list[str]:
+    """Most modules have the attributes, by name and class, of many others, in every step."""
+    pairs = zip(names, kinds, strict=True)
+    return [name for name, kind in pairs if _is_own(name) and _may_change(kind, written_by)]
+
+
+def _may_change(kind: type, written_by: str) -> bool:
+    return kind in _STATE or _is_followed(kind, written_by)
+
+
+@cache
+def _is_followed(kind: Any, written_by: str) -> bool:
+    """Whether state may be in attributes of objects of this class."""
+    known = is_known(kind, _KNOWN) and kind.__name__ not in _SCRATCH
+    wanted = "packages" in written_by and known
+    wanted = wanted or ("users" in written_by and not is_known(kind, RECORDS))
+    return wanted and kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_FOLLOWED)
+
+
+_NOT_FOLLOWED = (nn.Module, torch.Tensor, type, Enum)
+
+
+@cache
+def _namespaces(_modules: int) -> list[tuple[str, Any]]:
+    """The namespaces of megatron-core's modules and its classes that have data, by name."""
+    found: list[tuple[str, Any]] = []
+    for path, module in list(sys.modules.items()):
+        if path.startswith(_CORE) and not path.startswith(_SHARDING):
+            found.append((path, vars(module)))
+            for name, value in vars(module).items():
+                if isinstance(value, type) and value.__module__ == path and _has_data(value):
+                    found.append((f"{path}:{name}", value))
+    return found
+
+
+def _has_data(kind: type) -> bool:
+    if issubclass(kind, Enum) or dataclasses.is_dataclass(kind) or hasattr(kind, "_is_protocol"):
+        return False
+    return any(type(value) in _DATA and name[:2] != "__" for name, value in vars(kind).items())

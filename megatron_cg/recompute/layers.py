@@ -42,8 +42,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.arguments.schema import recomputes_layers
+from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.errors import ConfigurationError, Violation, say
-from megatron_cg.integrations.megatron.masks import ObservedInputs
+from megatron_cg.integrations.megatron.megatron_unit import HIDDEN
 from megatron_cg.upstream.megatron import LayerConfig, is_capturing, not_capturing, relax_rules
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -117,7 +118,7 @@ def recompute_in_layers(
     if inputs is not None:
         # Behind the first layer no input lacks a gradient that its own has.
         begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
-        if any(map(inputs.never_differentiated, begins)):
+        if any(inputs.is_never_differentiated(layer, HIDDEN) for layer in begins):
             raise ConfigurationError([Violation("full-recompute-lost-gradients", *map(say, _LOST))])
     return combine_undos(undo for caller in callers for undo in _moved(caller))
 

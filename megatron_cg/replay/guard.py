@@ -178,7 +178,7 @@ class Inputs:
     """Structure and metadata of one graph's inputs.
 
     They are taken from the samples, as they are after capture. ``borrowed`` are those that are the
-    model's own tensors; see ``StaticInputs``. ``names`` are those of positional samples.
+    model's own tensors; see ``ObservedInputs``. ``names`` are those of positional samples.
     ``same_gradients`` says that all inputs that needed a gradient at capture must need one.
     """
 

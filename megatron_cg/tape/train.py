@@ -13,12 +13,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_cg.backends.base import Backend, CaptureRequest
+from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.extensions import recompute_in_layers
 from megatron_cg.fsdp.megatron_fsdp import of_megatron
 from megatron_cg.integrations import repeated_step
-from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.megatron_unit import shared_experts_idle, units_of
 from megatron_cg.tape.cpu_model import build, transformer_layers
 from megatron_cg.tape.training_plan import TrainingPlan

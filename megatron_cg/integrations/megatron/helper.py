@@ -26,6 +26,7 @@ from megatron_cg.arguments.rules import violations
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.te_backend import request_of
+from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError, Violation, say, speaking
@@ -37,11 +38,11 @@ from megatron_cg.integrations.call_arguments import (
     by_argument,
     require_same,
 )
-from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.megatron_unit import (
     LayerScopes,
     shared_experts_idle,
     units_of,
+    without_unused_masks,
 )
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
 from megatron_cg.replay.mismatch_policy import ReplayPolicy

@@ -19,24 +19,44 @@ Note [Shapes that a region notes]
 Note [State outside of the layer]
     A router adds its losses to ``get_moe_metrics_tracker().metrics[name].values`` in the forward
     pass, so a graph that contains a router writes to that tensor.
+
+Note [A mask that nobody reads]
+    With ``--no-create-attention-mask-in-dataloader`` a layer is called with None, because its
+    attention is configured as causal. Megatron still captures it with a mask of (1, 1, s, s) bytes
+    for each layer: 16 MiB at a sequence length of 4,096 and 1 GiB at 32,768
+    (``TransformerLayer.get_layer_static_inputs``). For every replay it makes another mask, all
+    zeros (``_get_te_cuda_graph_replay_args``), and TE copies it into the first one. TE's causal
+    attention reads neither. An attention that does read its mask sees the zeros as "mask nothing"
+    and silently trains something else than the eager layer. A graph that is captured without the
+    keyword computes what the eager layer computes for None.
+
+Note [A wrong guess]
+    If a mask is passed later, the guard sees an input that the graph does not have and runs that
+    pass eagerly, with the mask. If a graph has a mask and the layer is called with None, as after a
+    capture without steps before it, Megatron's zeros are not made for an attention that may read
+    them. The guard then misses an input, and that pass runs eagerly, with None. So a wrong guess
+    costs time but never changes a result.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
+from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated
+from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.errors import say
-from megatron_cg.integrations.step_state import step_state_kept
+from megatron_cg.integrations.repeated_step import step_state_kept
 from megatron_cg.replay.guard import NOT_INPUTS, Entry, Mismatch, described
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
 from megatron_cg.replay.unit import ManualHook, Unit
@@ -137,10 +157,30 @@ def name_of(layer: Any) -> str:
     return f"{'MTP ' * is_mtp(layer)}layer {layer.layer_number - 1}"
 
 
+MASK = "attention_mask"
+
+_TRANSFORMER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+_SAMPLES = Symbol(
+    f"{_TRANSFORMER}.get_layer_static_inputs",
+    "where Megatron makes attention masks for captures",
+    fingerprints=("79b27aa0a43a2949",),
+)
+_REPLAY_ARGS = Symbol(
+    f"{_TRANSFORMER}._get_te_cuda_graph_replay_args",
+    "where Megatron makes attention masks for replays",
+)
+_ATTENTION = Symbol(
+    "megatron.core.transformer.attention:Attention",
+    "an attention that is called with masks",
+    attributes=("core_attention", "attn_mask_type"),
+)
+_OF_TE = "megatron.core.extensions.transformer_engine"
+"""The module of Megatron's class around Transformer Engine's attention."""
 _LAYER = "megatron.core.transformer.module:GraphableMegatronModule"
 _METRICS = "megatron.core.transformer.moe.moe_logging"
 _TRACKER = "_MOE_METRICS_TRACKER"
 RELIES_ON = (
+    *(_SAMPLES, _REPLAY_ARGS, _ATTENTION),
     Symbol(
         "megatron.core.transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"
     ),
@@ -307,3 +347,48 @@ def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch |
                 "Megatron does not pass it on to the part of the layer that its graph holds.",
             )
     return None
+
+
+def without_unused_masks(layers: Sequence[nn.Module], inputs: ObservedInputs) -> Undo:
+    """Capture layers without a mask that they never received, and replay with no made-up one.
+
+    Call it before sample inputs are made, and undo it after the graphs are deleted.
+    """
+
+    def changes() -> Iterator[Undo]:
+        for layer in layers:
+            if not isinstance(layer, TransformerLayer):
+                continue
+            never_given = inputs.is_never_given(layer, MASK)
+            if never_given:
+                samples = partial(_samples, layer, layer.get_layer_static_inputs)
+                yield replace_function(layer, "get_layer_static_inputs", samples)
+            if never_given or _may_read(layer.self_attention):
+                replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
+                yield replace_function(layer, "_get_te_cuda_graph_replay_args", replay)
+
+    return combine_undos(changes())
+
+
+def _may_read(attention: Any) -> bool:
+    """Whether it may read a mask; Transformer Engine's does not where it is causal."""
+    if not isinstance(attention, Attention):
+        return False
+    causal = attention.attn_mask_type in (AttnMaskType.causal, AttnMaskType.no_mask)
+    return not (causal and type(attention.core_attention).__module__ == _OF_TE)
+
+
+def _samples(layer: Any, make: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
+    own = type(layer).get_layer_static_inputs is TransformerLayer.get_layer_static_inputs
+    if own and _SAMPLES.unknown_body() is None:
+        # Not even created: Megatron would hold the masks of all layers at the same time.
+        return GraphableMegatronModule.get_layer_static_inputs(layer, *args, **kwargs)
+    made = make(*args, **kwargs)
+    made.pop(MASK, None)
+    return made
+
+
+def _replay_args(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get(MASK, make) is None:
+        del kwargs[MASK]
+    return make(*args, **kwargs)

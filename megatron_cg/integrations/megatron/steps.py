@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from megatron_cg.capture.observer import StaticInputs
+from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.errors import ConfigurationError, Violation, say
 from megatron_cg.extensions import experts_of
@@ -77,7 +77,7 @@ class Steps:
     ``inputs`` observes those before the capture.
     """
 
-    def __init__(self, controller: GraphController, inputs: StaticInputs) -> None:
+    def __init__(self, controller: GraphController, inputs: ObservedInputs) -> None:
         self._controller, self._inputs = controller, inputs
         self._stop_observing: Undo | None = None
         self.number: int | None = None

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg import graph_units
-from megatron_cg.capture.observer import PassObserver, StaticInputs, collectives_so_far
+from megatron_cg.capture.observer import ObservedInputs, PassObserver, collectives_so_far
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Addresses, Watched
 from megatron_cg.replay.unit import Unit
@@ -72,9 +72,9 @@ class Layer(nn.Module):
         return x
 
 
-def seen(steps: int, *tables: object) -> tuple[StaticInputs, Layer]:
+def seen(steps: int, *tables: object) -> tuple[ObservedInputs, Layer]:
     layer = Layer()
-    inputs = StaticInputs([layer])
+    inputs = ObservedInputs([layer])
     for step in range(steps):
         stop = inputs.observe_step()
         layer(torch.ones(1), table=tables[min(step, len(tables) - 1)])
@@ -82,7 +82,7 @@ def seen(steps: int, *tables: object) -> tuple[StaticInputs, Layer]:
     return inputs, layer
 
 
-def replaced(found: tuple[StaticInputs, Layer], sample: torch.Tensor) -> torch.Tensor:
+def replaced(found: tuple[ObservedInputs, Layer], sample: torch.Tensor) -> torch.Tensor:
     inputs, layer = found
     return inputs.replace_in(layer, {"table": sample})["table"]
 
@@ -106,7 +106,7 @@ def test_a_table_unlike_the_sample_is_not_read_in_place() -> None:
 
 def test_a_table_is_the_same_where_a_recomputation_has_a_detached_one() -> None:
     table, sample, layer = torch.ones(3), torch.zeros(3), Layer()
-    inputs = StaticInputs([layer])
+    inputs = ObservedInputs([layer])
     for _ in range(2):
         stop, x = inputs.observe_step(), torch.ones(1, requires_grad=True)
         out = checkpoint(lambda x, y: layer(x * 2, table=y), x, table, use_reentrant=True)

@@ -10,8 +10,8 @@ from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from torch import nn
 
 from megatron_cg.errors import NotRestoredError
-from megatron_cg.integrations import step_state
-from megatron_cg.integrations.step_state import StepState
+from megatron_cg.integrations import repeated_step
+from megatron_cg.integrations.repeated_step import StepState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_restored_does_not_stop_the_rest(monkeypatch: pytest.Monk
 
     kind = Sealed("Kind", (), {"count": 0, "__module__": mtp.__name__})
     monkeypatch.setattr(mtp, "Kind", kind, raising=False)
-    step_state._namespaces.cache_clear()
+    repeated_step._namespaces.cache_clear()
     module = Counting()
     state = StepState([module])
     type.__setattr__(kind, "count", 1)
@@ -169,7 +169,7 @@ def test_sums_of_losses_for_the_log(name: str, monkeypatch: pytest.MonkeyPatch) 
     if name == "NewHelper":
         new = type(name, (), {"tracker": {}, "scale": None, "__module__": mtp.__name__})
         monkeypatch.setattr(mtp, name, new, raising=False)
-    step_state._namespaces.cache_clear()
+    repeated_step._namespaces.cache_clear()
     helper: Any = getattr(mtp, name, None) or getattr(dsa, name)
     tracker: dict[str, Any] = {}
     monkeypatch.setattr(helper, "tracker", tracker)

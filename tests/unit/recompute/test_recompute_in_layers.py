@@ -10,8 +10,8 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
-from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.integrations.megatron.megatron_unit import MegatronUnit
 from megatron_cg.recompute import layers as full_recompute
 from megatron_cg.recompute.layers import allow_full_recompute, recompute_in_layers
@@ -102,7 +102,7 @@ def test_a_prediction_layer_is_recomputed_by_uniform_alone(
     (prediction,) = model.mtp.layers
     # In the first pass of its checkpoint, no input of the layer needs a gradient.
     inputs = ObservedInputs([prediction.mtp_model_layer])
-    inputs._look(prediction.mtp_model_layer, {"hidden_states": torch.zeros(1)})
+    inputs._called(prediction.mtp_model_layer, (), {"hidden_states": torch.zeros(1)})
     undo = recompute_in_layers(model, inputs)
     assert prediction.config.recompute_granularity is None
     assert ("forward" in vars(prediction.mtp_model_layer)) is recomputed
@@ -117,12 +117,12 @@ def test_a_first_input_without_gradients_is_refused(one_rank: None, allowed: Non
     model = build(CpuModelConfig(layers=2, graph_modules=(), options=CHUNKS))
     first, second = transformer_layers(model)
     inputs = ObservedInputs([first, second])
-    inputs._look(second, {"hidden_states": torch.zeros(1)})
+    inputs._called(second, (), {"hidden_states": torch.zeros(1)})
     recompute_in_layers(model, inputs)()
-    inputs._look(first, {"hidden_states": torch.zeros(1)})
+    inputs._called(first, (), {"hidden_states": torch.zeros(1)})
     with pytest.raises(ConfigurationError, match="train the embedding"):
         recompute_in_layers(model, inputs)
-    inputs._look(first, {"hidden_states": torch.zeros(1, requires_grad=True)})
+    inputs._called(first, (), {"hidden_states": torch.zeros(1, requires_grad=True)})
     recompute_in_layers(model, inputs)()
 
 
