@@ -66,7 +66,7 @@ def fail_at(place: str) -> None:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_cg.fastpath import optimizer_step
-    from megatron_cg.integrations.megatron import units
+    from megatron_cg.integrations.megatron import megatron_unit
 
     stage, _, only = place.partition("@")
     note_state_around_capture()
@@ -81,7 +81,7 @@ def fail_at(place: str) -> None:
         "capture-forward": (graph, "capture_begin", on_call(2, error)),
         "capture-forward-end": (graph, "capture_end", on_call(2, error, after=True)),
         "capture-backward": (graph, "capture_begin", on_call(LAYERS + 2, error)),
-        "publish": (units.MegatronUnit, "attach", on_call(2, error)),
+        "publish": (megatron_unit.MegatronUnit, "attach", on_call(2, error)),
         "install": (optimizer_step, "install_main_weights", on_call(1, error)),
         **{name: (layer, capture, copying(copy)) for name, copy in COPIES.items()},
     }

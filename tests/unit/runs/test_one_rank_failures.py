@@ -71,7 +71,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     """Owner, name, and which of its calls; forwards and backwards are two a pass."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_cg.integrations.megatron import helper, units
+    from megatron_cg.integrations.megatron import helper, megatron_unit
 
     forward = (TransformerLayer, "_te_cuda_graph_capture")
     backward = (torch.autograd, "backward")
@@ -84,7 +84,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
         "last warmup backward": (*backward, LAYERS * WARMUPS),
         "capture forward": (*forward, LAYERS * WARMUPS + 2),
         "capture backward": (*backward, LAYERS * WARMUPS + 2),
-        "publishing": (units.MegatronUnit, "attach", 2),
+        "publishing": (megatron_unit.MegatronUnit, "attach", 2),
         "installing the fast path": (bucketing, "install_gradients", 1),
         "the fast path's last part": (optimizer_step, "install_main_weights", 1),
     }[stage]
