@@ -1,12 +1,10 @@
-"""What a run says: lines of rank 0's log, counters in Megatron's log and writers, its records.
+"""What a run says: lines of rank 0's log, counters in Megatron's log, its records.
 
 Nothing here waits for the GPU or queries it. Times are host times. Memory is what torch's allocator
 has on record.
 
 Megatron looks up ``training_log`` as a global of its module after each step; its parameter
-``iteration`` counts steps from 1. Megatron prints with ``print_rank_last``, on the rank that also
-has the writers of ``megatron.training.global_vars`` for TensorBoard and Weights & Biases; they are
-None on other ranks and when they are disabled.
+``iteration`` counts steps from 1. Megatron prints with ``print_rank_last``.
 """
 
 from __future__ import annotations
@@ -181,52 +179,33 @@ def counts_text(counts: Mapping[str, int]) -> str:
 
 
 _TRAINING = "megatron.training.training"
-_VARIABLES = "megatron.training.global_vars"
 _LOG = Symbol(f"{_TRAINING}:training_log", "what logs after each step", parameters=("iteration",))
 _PRINT = Symbol(f"{_TRAINING}:print_rank_last", "what prints a line of the log")
-_ARGS = Symbol(f"{_VARIABLES}:get_args", "the run's arguments")
-_TENSORBOARD = Symbol(f"{_VARIABLES}:get_tensorboard_writer", "a writer or None")
-_WANDB = Symbol(f"{_VARIABLES}:get_wandb_writer", "a writer or None")
-RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
+_ARGS = Symbol("megatron.training.global_vars:get_args", "the run's arguments")
+RELIES_ON = (_LOG, _PRINT, _ARGS)
 
 _SHOWN = tuple(name for name in Counters() if name not in ("backwards", "steps_differed"))
 
 
 def follow_log(counted: Callable[[], Sequence[Counters]]) -> Undo:
-    """Show counters of this rank in Megatron's log and writers, summed over models.
+    """Show in Megatron's log what this rank has counted since the last line, summed over models.
 
-    Writers get what was counted since the run began, and a line what is new since the last one.
     ``counted`` returns the counters of each model, at each step. Returns the undo. Raises
     UpstreamChangedError when a function of Megatron is not as relied on.
     """
     signature = inspect.signature(_LOG.find())
     get_args, print_line = _ARGS.find(), _PRINT.find()
-    get_tensorboard, get_wandb = _TENSORBOARD.find(), _WANDB.find()
     last = Counters()
 
     def log(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = training_log(*args, **kwargs)
-        if counters := counted():
-            show(counters, int(signature.bind(*args, **kwargs).arguments["iteration"]))
-        return result
-
-    def show(counters: Sequence[Counters], iteration: int) -> None:
         nonlocal last
-        args, tensorboard, wandb = get_args(), get_tensorboard(), get_wandb()
-        is_written = (tensorboard or wandb) and iteration % args.tensorboard_log_interval == 0
-        is_printed = iteration % args.log_interval == 0
-        if not (is_written or is_printed):
-            return
-        now = sum(counters, Counters())
-        if is_written:
-            values = {f"megatron_cg/{name}": now[name] for name in _SHOWN}
-            for name, value in values.items() if tensorboard else ():
-                tensorboard.add_scalar(name, value, iteration)
-            if wandb:
-                wandb.log(values, iteration)
-        if is_printed and now.captured:
+        result = training_log(*args, **kwargs)
+        now = sum(counted(), Counters())
+        iteration = int(signature.bind(*args, **kwargs).arguments["iteration"])
+        if now.captured and iteration % get_args().log_interval == 0:
             new = (f"{name.replace('_', ' ')}: {now[name] - last[name]}" for name in _SHOWN)
             print_line(f" megatron_cg | {' | '.join(new)} |")
             last = now
+        return result
 
     return run_instead(_LOG, log)

@@ -421,10 +421,9 @@ class ObservedInputs:
         for name, given in (dict(zip(names, args, strict=True)) | dict(kwargs)).items():
             key, value = (layer, name), local(given)
             (self._none if value is None else self._given).add(key)
-            is_tensor = isinstance(value, torch.Tensor)
-            if is_tensor and value.requires_grad:
+            if getattr(value, "requires_grad", False):
                 self._differentiated.add(key)
-            if not is_tensor or value.requires_grad:
+            if not isinstance(value, torch.Tensor) or value.requires_grad:
                 self._changed.add(key)
             elif key not in self._seen:
                 self._seen[key] = weakref.ref(value), version_of(value), self._step
