@@ -9,8 +9,9 @@ indices from 0, both ends included. A scope may be named more than once.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER, RunArguments
 from megatron_cg.errors import ConfigurationError, Violation, say
@@ -18,11 +19,13 @@ from megatron_cg.errors import ConfigurationError, Violation, say
 _RULE = "cg-layers"
 _RANGE = re.compile(r"(?P<first>\d+)(?P<dash>-(?P<last>\d*))?", re.ASCII)
 _KNOWN = (*SCOPES, WHOLE_LAYER)
+_OPEN = sys.maxsize
+"""Where an open range stops."""
 _GRAMMAR = (
     "it is not SCOPE:RANGE[,RANGE...], where RANGE is a layer index N, a range N-M up to M or an "
     f"open range N-, and SCOPE one of {', '.join(_KNOWN)}"
 )
-_OPEN = "{type:--cg-layers {fixed}} (an open range ends at the last layer)"
+_CLOSED = "{type:--cg-layers {fixed}} (an open range ends at the last layer)"
 _TOKEN = "{flag:--cg-layers {token}}"
 _EXAMPLE = "for example {type:--cg-layers attn:0-23 moe_router:4- mlp:0-3,8}"
 _ATTENTION = frozenset({"attn"})
@@ -40,27 +43,17 @@ _HYBRID = {
 }
 
 
-@dataclass(frozen=True)
-class LayerRange:
-    """Layers ``first`` to ``last``, both included; ``last`` None means the last layer."""
-
-    first: int
-    last: int | None
-
-    def __contains__(self, index: int) -> bool:
-        return self.first <= index and (self.last is None or index <= self.last)
-
-    def __str__(self) -> str:
-        if self.last == self.first:
-            return str(self.first)
-        return f"{self.first}-{'' if self.last is None else self.last}"
+def _text(layers: range) -> str:
+    if layers.stop == _OPEN:
+        return f"{layers.start}-"
+    return f"{layers.start}-{layers[-1]}" if layers[1:] else str(layers.start)
 
 
 @dataclass(frozen=True)
 class LayerSelection:
     """The ranges of each scope in ``--cg-layers``, in the given order."""
 
-    ranges: tuple[tuple[str, tuple[LayerRange, ...]], ...] = ()
+    ranges: Mapping[str, Sequence[range]] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, tokens: Sequence[str]) -> "LayerSelection":
@@ -81,11 +74,10 @@ class LayerSelection:
         Layers of the decoder count from 0. No scope, and the name ``layer``, both mean the whole
         layer; then the name ``layer`` is returned.
         """
-        ranges = dict(self.ranges)
         chosen = [
             scope
             for scope in tuple(scopes) or (WHOLE_LAYER,)
-            if scope not in ranges or any(layer_index in layers for layers in ranges[scope])
+            if any(layer_index in layers for layers in self.ranges.get(scope, [range(_OPEN)]))
         ]
         if "moe_router" not in chosen and "moe_preprocess" in chosen:
             chosen.remove("moe_preprocess")
@@ -102,11 +94,11 @@ class LayerSelection:
             if run_scopes == (WHOLE_LAYER,)
             else say("{flag:--cuda-graph-modules {scopes}}", scopes=" ".join(run_scopes))
         )
-        for scope, ranges in self.ranges:
+        for scope, ranges in self.ranges.items():
             if scope not in run_scopes:
                 yield Violation(
                     _RULE,
-                    say(_TOKEN, token=f"{scope}:{','.join(map(str, ranges))}"),
+                    say(_TOKEN, token=f"{scope}:{','.join(map(_text, ranges))}"),
                     f"this run captures {captured}, so there is no {scope} to restrict",
                     say(
                         "name one of {scopes} in {flag:--cg-layers}, or change "
@@ -115,40 +107,40 @@ class LayerSelection:
                     ),
                 )
             for layers in ranges:
-                end = layers.first if layers.last is None else layers.last
+                end = layers.start if layers.stop == _OPEN else layers[-1]
                 if num_layers is not None and end >= num_layers:
-                    fixed = f"{scope}:{LayerRange(min(layers.first, num_layers - 1), None)}"
+                    fixed = f"{scope}:{min(layers.start, num_layers - 1)}-"
                     yield Violation(
                         _RULE,
-                        say(_TOKEN, token=f"{scope}:{layers}"),
+                        say(_TOKEN, token=f"{scope}:{_text(layers)}"),
                         f"the model has {num_layers} layers, so the last index is "
                         f"{num_layers - 1} and there is no layer {end}",
-                        say(_OPEN, fixed=fixed),
+                        say(_CLOSED, fixed=fixed),
                     )
 
 
 def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation, ...]]:
     """The selection from the well-formed tokens, and a violation for each other token."""
-    selected: dict[str, list[LayerRange]] = {}
+    selected: dict[str, list[range]] = {}
     broken: list[Violation] = []
     for token in tokens:
         scope, _, texts = token.partition(":")
         ranges = [_read_range(text) for text in texts.split(",")]
         if scope in _KNOWN and all(ranges):
-            selected.setdefault(scope, []).extend(filter(None, ranges))
+            selected.setdefault(scope, []).extend(ranges)
         else:
             broken.append(Violation(_RULE, say(_TOKEN, token=token), _GRAMMAR, say(_EXAMPLE)))
-    ranges_of = tuple((scope, tuple(ranges)) for scope, ranges in selected.items())
-    return LayerSelection(ranges_of), tuple(broken)
+    return LayerSelection(selected), tuple(broken)
 
 
-def _read_range(text: str) -> LayerRange | None:
+def _read_range(text: str) -> range:
+    """Empty if the text is not well formed."""
     match = _RANGE.fullmatch(text)
     if match is None:
-        return None
+        return range(0)
     first = int(match["first"])
-    last = int(match["last"]) if match["last"] else None if match["dash"] else first
-    return None if last is not None and last < first else LayerRange(first, last)
+    last = int(match["last"]) if match["last"] else _OPEN - 1 if match["dash"] else first
+    return range(first, last + 1)
 
 
 def decoder_symbols(pattern: str) -> str:

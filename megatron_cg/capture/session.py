@@ -21,7 +21,7 @@ from enum import Enum
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, finalize, ref
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from megatron_cg.fastpath import FastPath
 
 logger = logging.getLogger(__name__)
-_SESSIONS: list[ReferenceType[Session]] = []
-"""Sessions with graphs. A session lives as long as its model, which holds it: the layers replay
-even if nobody else does. So a model that is dropped takes its graphs along."""
+_SESSIONS: WeakKeyDictionary[Session, None] = WeakKeyDictionary()
+"""Sessions with graphs, the oldest first. A session lives as long as its model, which holds it: the
+layers replay even if nobody else does. So a model that is dropped takes its graphs along."""
 _HOLDS = "_megatron_cg_session"
 _GO_ON = "{flag:--cg-on-failure eager}"
 _captures = count(1)
@@ -164,7 +164,7 @@ class Session:
         # A graph must not be destroyed while it replays, also if nobody closes its session.
         self._rest = finalize(self, self._backend.synchronize)
         self._rest.atexit = False
-        _SESSIONS.append(ref(self, _SESSIONS.remove))
+        _SESSIONS[self] = None
         capture = f" of capture {next(_captures)} ({type(self.sharding.network).__name__})"
         self.mismatches.capture = capture if len(_SESSIONS) > 1 else ""
         self.counters.captured += len(self._graphs())
@@ -255,7 +255,7 @@ class Session:
         replaying, self.phase = self.phase is Phase.REPLAYING, Phase.CLOSED
         if not replaying:
             return
-        _SESSIONS.remove(ref(self))
+        del _SESSIONS[self]
         self._rest.detach()
         with self._undo, ExitStack() as release:
             for graph in self._graphs():
@@ -299,9 +299,8 @@ def open_sessions() -> int:
 def close_all_sessions() -> None:
     """Close every session that has graphs, also when closing one of them raises."""
     with ExitStack() as stack:
-        for session in [reference() for reference in _SESSIONS]:
-            if session is not None:
-                stack.callback(session.close)
+        for session in list(_SESSIONS):
+            stack.callback(session.close)
 
 
 class GraphController:

@@ -158,15 +158,6 @@ def wrapped_handler(record: HookRecord, role: FsdpRole) -> Callable[..., Any]:
     return found
 
 
-def is_root_handler(handler: Callable[..., Any]) -> bool:
-    """Whether a pre-backward handler is the root module's (``_root_pre_backward``).
-
-    It queues a callback on the running backward pass, so it belongs in a training step and never
-    in a capture.
-    """
-    return getattr(innermost(handler), "__qualname__", "") == _SCOPE + "_root_pre_backward"
-
-
 def _unknown(record: HookRecord, distribution: str, why: str) -> UnknownFsdpHookError:
     version = installed_version(distribution) or "unknown version"
     return UnknownFsdpHookError(
@@ -235,7 +226,9 @@ def _place(
     """Add an FSDP hook, adapted to ``fn(module)``, under the key of its phase."""
     key, *arguments = _PHASES[role]
     fn = wrapped_handler(record, role) if key.startswith("backward") else record.fn
-    if not is_root_handler(fn):
+    # The root module's queues a callback on the running backward pass, so it belongs in a training
+    # step and never in a capture.
+    if getattr(innermost(fn), "__qualname__", "") != _SCOPE + "_root_pre_backward":
         phases[key][record.hook_id] = _adapter(fn, target, *arguments)
 
 

@@ -239,8 +239,11 @@ class _Enabled:
         result = old(args, *rest, **kwargs)
         run = args if flags.wants_graphs(args) else None
         self._begin_run(settings := flags.read_graph(args), run, "megatron")
-        if run is not None:
-            self._follow_train(settings)
+        if run is not None:  # Helpers of train() have these settings, and follow its steps.
+            of_train = partial(_HELPER_OF_TRAIN.find(), source=by_train_step)
+            self.undo.callback(set_attribute(*_HELPER_OF_TRAIN.place(), of_train))
+            self.undo.callback(follow_log(counters))
+            self.settings = settings
         return result
 
     def _configured(self, bridge: Any, cfg: Any) -> None:
@@ -265,13 +268,6 @@ class _Enabled:
         for folder, digests in (settings.cg_record, True), (settings.cg_report, False):
             if folder is not None and records:
                 self.undo.callback(extensions.install_recorder(folder, loop, digests=digests))
-
-    def _follow_train(self, settings: GraphArguments) -> None:
-        """Let helpers have these settings, and those of ``train`` follow its steps."""
-        of_train = partial(_HELPER_OF_TRAIN.find(), source=by_train_step)
-        self.undo.callback(set_attribute(*_HELPER_OF_TRAIN.place(), of_train))
-        self.undo.callback(follow_log(counters))
-        self.settings = settings
 
     def _help_models_under_fsdp(self) -> None:
         """Help each ``TECudaGraphHelper`` that is created; see Note [Every helper].
