@@ -84,44 +84,20 @@ def verify(
     compared; see Note [Results that differ by themselves]. ``on_any_rank`` says whether this holds
     on any of the ranks that run the same passes.
     """
-    needs: list[bool] | None = None if gradients else []
-    """Which outputs of the first eager pass a backward pass begins with."""
-
-    def eager(*inputs: Any, **keywords: Any) -> Any:
-        return unit.run(inputs, keywords)
-
-    def passed(run: Callable[..., Any], *, copies: bool = True) -> _Named:
-        nonlocal needs
-        own = partial(_detached, copies=copies)
-        inputs, keywords = tree_map(own, list(args)), tree_map(own, dict(kwargs))
-        with unit.in_forward():
-            made, _ = tree_flatten(run(*inputs, **keywords))
-        # Copies, which outlive the backward pass.
-        results = [*_copies(unit.layer, made), *_states()]
-        if needs is None:
-            needs = [tensor is not None and tensor.requires_grad for tensor in made]
-        if any(needs) and len(needs) == len(made):
-            _backward(unit, list(compress(made, needs)))
-            results += _gradients(unit.layer, inputs, keywords)
-            # A module may keep what an eager pass gave it (megatron-core 0.19.2: the token
-            # dispatcher), and through autograd these leaves.
-            for leaf in filter(torch.is_tensor, tree_flatten((inputs, keywords))[0]):
-                leaf.grad = None
-        return results
-
+    passes = _Passes(unit, args, kwargs, gradients)
     with kept():
-        expected = passed(eager)
+        expected = passes.results(passes.eager)
     rounds = 1 if torch.are_deterministic_algorithms_enabled() else ROUNDS
     unstable: set[str] = set()
     left: dict[str, Mismatch] | None = None
     for _ in range(rounds):
         with kept():
             # A graph may read its inputs in place, and gradients are in its own memory.
-            found = _differences(expected, passed(graph, copies=False))
+            found = _differences(expected, passes.results(graph, copies=False))
         somewhere = on_any_rank(bool(found))
         if somewhere and rounds > 1:
             with kept():
-                unstable |= _differences(expected, passed(eager)).keys()
+                unstable |= _differences(expected, passes.results(passes.eager)).keys()
             found = {n: found[n] for n in found if n not in unstable}
         left = found if left is None else {n: left[n] for n in left if n in found}
         if somewhere and rounds > 1:
@@ -134,6 +110,37 @@ def verify(
         return None
     mismatch = next(iter((left or {}).values()), different("a result on another rank"))
     return replace(mismatch, cause=f"{mismatch.cause} Until then: {unit.leave_out(None)}")
+
+
+class _Passes:
+    """Passes of a unit on the same inputs."""
+
+    def __init__(self, unit: Unit, args: Any, kwargs: Mapping[str, Any], gradients: bool) -> None:
+        self._unit, self._args, self._kwargs = unit, list(args), dict(kwargs)
+        self._needs: list[bool] | None = None if gradients else []
+        """Which outputs of the first pass a backward pass begins with."""
+
+    def eager(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._unit.run(inputs, keywords)
+
+    def results(self, run: Callable[..., Any], *, copies: bool = True) -> _Named:
+        """What a pass by ``run`` leaves, by name."""
+        unit, own = self._unit, partial(_detached, copies=copies)
+        inputs, keywords = tree_map(own, self._args), tree_map(own, self._kwargs)
+        with unit.in_forward():
+            made, _ = tree_flatten(run(*inputs, **keywords))
+        # Copies, which outlive the backward pass.
+        results = [*_copies(unit.layer, made), *_states()]
+        if self._needs is None:
+            self._needs = [tensor is not None and tensor.requires_grad for tensor in made]
+        if any(self._needs) and len(self._needs) == len(made):
+            _backward(unit, list(compress(made, self._needs)))
+            results += _gradients(unit.layer, inputs, keywords)
+            # A module may keep what an eager pass gave it (megatron-core 0.19.2: the token
+            # dispatcher), and through autograd these leaves.
+            for leaf in filter(torch.is_tensor, tree_flatten((inputs, keywords))[0]):
+                leaf.grad = None
+        return results
 
 
 def _copies(layer: nn.Module, made: Sequence[torch.Tensor | None]) -> _Named:
