@@ -83,9 +83,7 @@ def measure(experts: int, calls: int) -> Costs:
     model = CpuModelConfig(layers=2, experts=experts, graph_modules=scopes)
     trainer = Trainer(TrainingPlan(model, graphs=True))
     try:
-        # Two, so that the rotary table is known to be one tensor.
-        for _ in range(2):
-            trainer.step()
+        trainer.step()
         with closing(trainer.capture(TapeBackend())) as session:
             graph: Any = transformer_layers(trainer.model)[0].cuda_graphs[0]
             graph._guard = timed = TimedGuard(graph._guard, calls)

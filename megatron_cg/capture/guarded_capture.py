@@ -74,7 +74,7 @@ from torch import nn
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.backends.calls import Place, place_of
 from megatron_cg.capture.hook_order import HookOrder
-from megatron_cg.capture.observer import ObservedInputs, PassObserver, frozen_kept
+from megatron_cg.capture.observer import PassObserver, frozen_kept
 from megatron_cg.errors import CaptureError, MegatronCGError
 from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
@@ -207,10 +207,9 @@ class GuardedCapture:
         units: Sequence[Unit],
         backend: Backend,
         mismatches: MismatchPolicy,
-        static_inputs: ObservedInputs,
     ) -> None:
         self._sharding, self._units, self._backend = sharding, tuple(units), backend
-        self._mismatches, self._static_inputs = mismatches, static_inputs
+        self._mismatches = mismatches
         self._hooks = tuple(Hooks(u.layer, u.graphed, sharding.hoists_hook) for u in self._units)
         self._observers: tuple[PassObserver, ...] = ()
         self._leaves: OtherLeaves | None = None
@@ -234,10 +233,9 @@ class GuardedCapture:
             layers, capture_time, request.warmups, begun=self._pass_begun, ended=self._pass_ended
         )
         request.hooks, request.names = order.wrapped, [unit.name for unit in self._units]
-        borrowed = self._borrow(request.kwargs)
         watched = self._sharding.watched_memory
         self._observers = tuple(
-            PassObserver(unit, own, named, borrowed, watched(unit.layer, unit.graphed))
+            PassObserver(unit, own, named, watched(unit.layer, unit.graphed))
             for unit, own, named in zip(self._units, request.args, request.kwargs, strict=True)
         )
         graphed = [module for unit in self._units for module in unit.graphed]
@@ -259,7 +257,7 @@ class GuardedCapture:
         finally:
             if self._leaves is None:
                 forget_accumulators(graphed)
-        return self._guarded_graphs(graphs, request, borrowed)
+        return self._guarded_graphs(graphs, request)
 
     def _capture(self, order: HookOrder, request: CaptureRequest) -> Sequence[Any]:
         with (
@@ -328,23 +326,15 @@ class GuardedCapture:
             logger.exception("megatron_cg: the place of a failed capture could not be found")
             return None
 
-    def _borrow(self, kwargs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Replace samples that never change by the model's own tensors; returns these tensors."""
-        borrowed: list[torch.Tensor] = []
-        for index, (unit, made_up) in enumerate(zip(self._units, kwargs, strict=True)):
-            kwargs[index] = own = self._static_inputs.replace_in(unit.layer, made_up)
-            borrowed += [own[name] for name in own if own[name] is not made_up[name]]
-        return borrowed
-
     def _guarded_graphs(
-        self, graphs: Sequence[Any], request: CaptureRequest, borrowed: Sequence[torch.Tensor]
+        self, graphs: Sequence[Any], request: CaptureRequest
     ) -> tuple[GuardedGraph, ...]:
         in_flight, made = InFlight(), list[GuardedGraph]()
         for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
             observer, replay = self._observers[index], self._backend.replay_function(graph)
             asks = observer.asks_for_gradients
             args, kwargs = request.args[index], request.kwargs[index]
-            inputs = Inputs(args, kwargs, borrowed, unit.inputs, same_gradients=asks)
+            inputs = Inputs(args, kwargs, unit.inputs, same_gradients=asks)
             made.append(
                 GuardedGraph(
                     graph,

@@ -32,7 +32,6 @@ Note [Two graphs, two draws]
 """
 
 import inspect
-import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -48,12 +47,12 @@ from torch import nn
 from megatron_cg.backends.base import device_generator, generators_of
 from megatron_cg.errors import CaptureError, say
 from megatron_cg.extensions import observe_code
-from megatron_cg.replay.borders import in_backward_pass, local
+from megatron_cg.replay.borders import local
 from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
 from megatron_cg.replay.plain import KNOWN, attribute, is_known
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import values_kept
-from megatron_cg.upstream.patch import add_observer, combine_undos, replace_function
+from megatron_cg.upstream.patch import replace_function
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -80,9 +79,8 @@ _NEEDS = SimpleNamespace(get=attrgetter("requires_grad"))
 class PassObserver:
     """Observes the passes of one unit in a capture.
 
-    ``args`` and ``kwargs`` are its samples. ``borrowed`` are those that are the model's own
-    tensors, which a graph writes itself. ``watched`` is other memory that the graph addresses: of
-    unsharded parameters, since the sharded ones of the time between steps are in no graph.
+    ``args`` and ``kwargs`` are its samples. ``watched`` is other memory that the graph addresses:
+    of unsharded parameters, since the sharded ones of the time between steps are in no graph.
     """
 
     def __init__(
@@ -90,16 +88,13 @@ class PassObserver:
         unit: Unit,
         args: Sequence[torch.Tensor],
         kwargs: Mapping[str, torch.Tensor],
-        borrowed: Iterable[torch.Tensor],
         watched: Iterable[Watched] = (),
     ) -> None:
         self._unit, self._error = unit, unit.refused
         self._device_type = args[0].device.type
-        own = {id(tensor) for tensor in borrowed}
         labels = [f"number {index}" for index in range(len(args))]
         labels[: len(unit.inputs)] = unit.inputs[: len(args)]
         self._samples = dict([*zip(labels, args, strict=True), *kwargs.items()])
-        self._inputs = {name: t for name, t in self._samples.items() if id(t) not in own}
         self._paths = {module: path for path, module in unit.layer.named_modules()}
         self._graphed = frozenset(unit.graphed)
         self._buffers = [
@@ -137,7 +132,7 @@ class PassObserver:
         if self.code is not None and forward and not warmup:
             self.code.conclude()
         if forward:
-            self._versions = {name: version_of(t) for name, t in self._inputs.items()}
+            self._versions = {name: version_of(t) for name, t in self._samples.items()}
             self._pass.enter_context(frozen_kept(self._unit.graphed))
         elif warmup:
             self._pass.enter_context(recomputed_draws_refused(self._unit, self._device_type))
@@ -176,7 +171,7 @@ class PassObserver:
         """
         # What the passes have replaced is a result, such as a module's last loss.
         entries = [row for row, one in self._attributes if row.holder.get(row.key) is one]
-        self._attributes, self._samples, self._inputs = [], {}, {}
+        self._attributes, self._samples = [], {}
         tree = [row for owner, path in self._paths.items() for row in self._rows_of(path, owner)]
         if self.code is None:
             return [*tree, *entries], []
@@ -238,7 +233,7 @@ class PassObserver:
                     f"Write into the buffer instead, such as self.{name}.copy_(...).",
                 )
         writes = [] if self.code is None else self.code.writes()
-        for label, tensor in self._inputs.items():
+        for label, tensor in self._samples.items():
             counted = version_of(tensor) != self._versions[label]
             if counted or any(overlap(tensor, write) for write in writes):
                 raise self._error(
@@ -352,86 +347,6 @@ def _counted(group: Any) -> int:
     with suppress(RuntimeError):
         return int(group._get_sequence_number_for_group())
     return 0
-
-
-class ObservedInputs:
-    """Observes whole training steps to find the inputs of layers, by name, that never change.
-
-    Or that are never given, or never differentiated. For example, a rotary table is computed once
-    and passed to every layer in every step. A graph that is captured with a synthetic sample needs
-    a copy of the table into its own memory before each replay; one captured with the table itself
-    needs none.
-
-    Note [A borrowed input is never written]
-        TE copies an input at another address into the static input (``Graphed.forward``). Here that
-        would overwrite the model's own table. So the guard forbids the replay if a borrowed input
-        is not at the captured address; see ``replay/guard.py``.
-    """
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._layers = tuple(layers)
-        self._seen: dict[tuple[nn.Module, str], tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        """With the version of the values, since a layer may write into an input, such as a state,
-        and with the step in which it came first."""
-        self._changed: set[tuple[nn.Module, str]] = set()
-        self._again: set[tuple[nn.Module, str]] = set()
-        """Those that came in two steps at least."""
-        self._none: set[tuple[nn.Module, str]] = set()
-        self._given: set[tuple[nn.Module, str]] = set()
-        self._differentiated: set[tuple[nn.Module, str]] = set()
-        self._step = 0
-
-    def observe_step(self) -> Callable[[], None]:
-        self._step += 1
-        return combine_undos(add_observer(layer, self._called) for layer in self._layers)
-
-    def replace_in(
-        self, layer: nn.Module, samples: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """``samples`` of a layer, with unchanging inputs instead of synthetic ones.
-
-        Nothing is replaced before two steps were observed: a mask may be one tensor for all
-        microbatches of a step and another tensor in the next step.
-        """
-        inputs = dict(samples)
-        for name, sample in samples.items():
-            reference = self._seen.get((layer, name))
-            tensor = reference[0]() if reference is not None else None
-            if (layer, name) not in self._again - self._changed or tensor is None:
-                continue
-            kinds = [(t.shape, t.dtype, t.stride(), t.device) for t in (tensor, sample)]
-            # FSDP2 frees a frozen weight between steps that a unit gets as an argument.
-            is_there = tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
-            if kinds[0] == kinds[1] and not sample.requires_grad and is_there:
-                inputs[name] = tensor
-        return inputs
-
-    def is_never_given(self, layer: nn.Module, name: str) -> bool:
-        """Whether a layer was called with that keyword and its value was always None."""
-        return (layer, name) in self._none - self._given
-
-    def is_never_differentiated(self, layer: nn.Module, name: str) -> bool:
-        """Whether a layer got that input, and it never needed a gradient."""
-        return (layer, name) in self._given - self._differentiated
-
-    def _called(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if in_backward_pass():
-            return  # recomputed, on inputs that were detached: other tensors each time
-        names = positional_names(layer.forward, len(args), kwargs)
-        for name, given in (dict(zip(names, args, strict=True)) | dict(kwargs)).items():
-            key, value = (layer, name), local(given)
-            (self._none if value is None else self._given).add(key)
-            if getattr(value, "requires_grad", False):
-                self._differentiated.add(key)
-            if not isinstance(value, torch.Tensor) or value.requires_grad:
-                self._changed.add(key)
-            elif key not in self._seen:
-                self._seen[key] = weakref.ref(value), version_of(value), self._step
-            else:
-                reference, version, first = self._seen[key]
-                self._again.update({key} if first < self._step else ())
-                if reference() is not value or version != version_of(value):
-                    self._changed.add(key)
 
 
 def version_of(tensor: torch.Tensor) -> int:

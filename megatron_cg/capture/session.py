@@ -28,7 +28,6 @@ import torch
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.guarded_capture import GuardedCapture, clear_frames, transaction
 from megatron_cg.capture.hook_order import OutOfStepError
-from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import clear_exit, exit_without_waiting
@@ -90,14 +89,12 @@ class Session:
         *,
         run_remaining_hooks: bool = False,
         policy: ReplayPolicy | None = None,
-        static_inputs: ObservedInputs | None = None,
         fast_path: bool = True,
         optimizers: Sequence[Any] = (),
     ) -> None:
         self.sharding, self.units = sharding, tuple(units)
         self._backend = backend
         self._agreement, self._run_remaining_hooks = agreement, run_remaining_hooks
-        self._static_inputs = static_inputs or ObservedInputs(unit.layer for unit in self.units)
         self._use_fast_path, self._optimizers = fast_path, tuple(optimizers)
         self.fast_path: FastPath | None = None
         self._undo: ExitStack = Restores()
@@ -137,7 +134,7 @@ class Session:
         try:
             self.phase = Phase.CAPTURING
             self._capture = GuardedCapture(
-                self.sharding, self.units, self._backend, self.mismatches, self._static_inputs
+                self.sharding, self.units, self._backend, self.mismatches
             )
             with transaction(self.units, self.sharding, self._backend) as (hooks, lasting):
                 self._hooks = hooks

@@ -42,9 +42,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.arguments.schema import recomputes_layers
-from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.errors import ConfigurationError, Violation, say
-from megatron_cg.integrations.megatron.megatron_unit import HIDDEN
+from megatron_cg.integrations.megatron.megatron_unit import HIDDEN, ObservedInputs
 from megatron_cg.upstream.megatron import LayerConfig, is_capturing, not_capturing, relax_rules
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol

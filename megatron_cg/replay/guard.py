@@ -91,8 +91,6 @@ _CAUSES = {
     "stride": "The strides of the input have changed, for example by a transpose or expand.",
     "device": "The input is on another device.",
     "requires_grad": "The graph computes gradients for the inputs that needed one at capture.",
-    "static input": "It was one tensor in all steps before capture, so the graph reads it in "
-    "place. Copying another tensor there would overwrite the model's own.",
     "training": "It was switched alone, but the graph would run it in the old mode. Switch the "
     "whole model with model.train() and model.eval().",
     "state": "Python code of the unit reads it, and a replay runs no Python. Set it before "
@@ -177,8 +175,8 @@ class KeySet:
 class Inputs:
     """Structure and metadata of one graph's inputs.
 
-    They are taken from the samples, as they are after capture. ``borrowed`` are those that are the
-    model's own tensors; see ``ObservedInputs``. ``names`` are those of positional samples.
+    They are taken from the samples, as they are after capture. ``names`` are those of positional
+    samples.
     ``same_gradients`` says that all inputs that needed a gradient at capture must need one.
     """
 
@@ -186,14 +184,13 @@ class Inputs:
         self,
         args: Sequence[torch.Tensor],
         kwargs: Mapping[str, torch.Tensor],
-        borrowed: Sequence[torch.Tensor] = (),
         names: Sequence[str] = ("hidden_states",),
         *,
         same_gradients: bool = False,
     ) -> None:
         self._same_gradients = same_gradients
         labels = [*names, *(f"number {index}" for index in range(len(names), len(args)))]
-        own, tensors = {id(tensor) for tensor in borrowed}, [*args, *kwargs.values()]
+        tensors = [*args, *kwargs.values()]
         storages = [tensor.untyped_storage() for tensor in tensors]
         self.memory = [range(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
         self._positional = len(args)
@@ -202,7 +199,6 @@ class Inputs:
         """The keywords of the last call that was as at capture."""
         self._names = [*labels[: len(args)], *kwargs]
         self._captured = [_fields(tensor) for tensor in tensors]
-        self._borrowed = [(n, one.data_ptr()) for n, one in enumerate(tensors) if id(one) in own]
 
     def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """The first input that is not as it was at capture."""
@@ -224,10 +220,6 @@ class Inputs:
                 mismatch = self._other_kind(name, captured, tensor)
                 if mismatch is not None:
                     return mismatch
-        for number, address in self._borrowed:
-            if (now := flat[number].data_ptr()) != address:
-                subject = f"the memory of argument {self._names[number]}"
-                return _mismatch("static input", subject, hex(address), hex(now))
         return None
 
     def _other_kind(self, name: str, captured: tuple[Any, ...], tensor: Any) -> Mismatch | None:

@@ -13,13 +13,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_cg.backends.base import Backend, CaptureRequest
-from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.extensions import recompute_in_layers
 from megatron_cg.fsdp.megatron_fsdp import of_megatron
 from megatron_cg.integrations import repeated_step
-from megatron_cg.integrations.megatron.megatron_unit import shared_experts_idle, units_of
+from megatron_cg.integrations.megatron.megatron_unit import (
+    ObservedInputs,
+    shared_experts_idle,
+    units_of,
+)
 from megatron_cg.tape.cpu_model import build, transformer_layers
 from megatron_cg.tape.training_plan import TrainingPlan
 from megatron_cg.upstream.megatron import capturing_flag
@@ -54,7 +57,7 @@ class Trainer:
         self._parameters = list(self._fsdp.parameters())
         self._optimizer = self._made_optimizer()
         self._batches: Iterator[Any] = batches(plan)
-        self._static_inputs = ObservedInputs(transformer_layers(self.model))
+        self._inputs = ObservedInputs(transformer_layers(self.model))
         self.session: Session | None = None
 
     def _made_optimizer(self) -> Any:
@@ -75,7 +78,7 @@ class Trainer:
             if self.session is not None:
                 self.session.mismatches.begin_step()
             elif self.plan.graphs:
-                stack.callback(self._static_inputs.observe_step())
+                stack.callback(self._inputs.observe_step())
             return self._step()
 
     def _step(self) -> tuple[float, float]:
@@ -162,13 +165,12 @@ class Trainer:
             units_of(layers),
             backend,
             agreement,
-            static_inputs=self._static_inputs,
             **options,
         )
         with ExitStack() as lasting:
             args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
             lasting.callback(shared_experts_idle, layers)
-            lasting.callback(recompute_in_layers(self.model, self._static_inputs))
+            lasting.callback(recompute_in_layers(self.model, self._inputs))
             with session.capturing(), capturing_flag():
                 request = CaptureRequest(tuple(layers), [*args], [*kwargs], warmups=2)
                 request.share_buffers = True

@@ -7,8 +7,7 @@ in tuples, lists and dicts, as the cosines and sines that models of transformers
 in named tuples, and in a ``BlockMask`` of flex_attention.
 
 A graph gets the first tensor of a call by position, and all others by name, such as ``mask`` or
-``position_embeddings[0]``. So a table that is given by position, as torchtitan gives ``freqs_cis``,
-can be read in place like one by keyword.
+``position_embeddings[0]``.
 
 Note [Expanded tensors]
     Nothing can be copied into a tensor whose elements share memory, such as a mask that is expanded

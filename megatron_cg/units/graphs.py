@@ -99,8 +99,7 @@ class GraphedUnits:
         units: FSDP units, or any modules if the model is not sharded: names as in
             ``named_modules()`` of the model inside the wrapper, with ``*`` for one part between
             dots; modules; or classes. A single one may be given without a list.
-        warmup_steps: eager steps before capture, at least 1. From 3 on, inputs after the first that
-            are the same tensor in all steps, such as a mask or a rotary table, are read in place.
+        warmup_steps: eager steps before capture, at least 1.
         backend: the capture backend, as an object or by name: ``"native"``, which needs nothing but
             torch; ``"transformer_engine"`` or ``"te"``, which captures FP8 too; ``"tape"``.
         on_failure: whether a failed capture raises, or is logged and training goes on eagerly.
@@ -341,7 +340,6 @@ class GraphedUnits:
             self._agreement,
             run_remaining_hooks=self._on_failure == "eager",
             policy=self._policy,
-            static_inputs=self._observer.static_inputs,
             fast_path=self._fast_path,
         )
         refuted = {n: self._refuted[u] for n, u in enumerate(seen) if u in self._refuted}

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from megatron_cg.capture.observer import ObservedInputs, version_of
+from megatron_cg.capture.observer import version_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import in_backward_pass, local, spec_of
 from megatron_cg.replay.guard import Mismatch
@@ -104,7 +104,6 @@ class Observer:
         """Where weights were when the step began."""
         self.moved: dict[str, str] = {}
         """By unit: a weight that is elsewhere in the forward pass of each step."""
-        self.static_inputs = ObservedInputs(self._units.values())
         self.steps = 0
         self._trained: set[str] = set()
         self._weights: dict[str, nn.Parameter] = {}
@@ -143,8 +142,6 @@ class Observer:
             for name, module in self._units.items():
                 stack.callback(add_observer(module, partial(self._look, name)))
                 stack.callback(add_observer(module, partial(self._look_back, name), after=True))
-            if self.steps:
-                stack.callback(self.static_inputs.observe_step())
             yield
         for name, output, version in self._views:
             if version_of(output) != version:

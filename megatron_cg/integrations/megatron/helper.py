@@ -26,7 +26,6 @@ from megatron_cg.arguments.rules import violations
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.te_backend import request_of
-from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError, Violation, say, speaking
@@ -40,6 +39,7 @@ from megatron_cg.integrations.call_arguments import (
 )
 from megatron_cg.integrations.megatron.megatron_unit import (
     LayerScopes,
+    ObservedInputs,
     shared_experts_idle,
     units_of,
     without_unused_masks,
@@ -202,7 +202,6 @@ class FsdpHelper:
             policy=ReplayPolicy(
                 given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps
             ),
-            static_inputs=self._inputs,
             fast_path=not given.cg_no_fsdp_fast_path,
             optimizers=self.helper.optimizers,
         )

@@ -54,9 +54,10 @@ from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated
-from megatron_cg.capture.observer import ObservedInputs
+from megatron_cg.capture.observer import positional_names
 from megatron_cg.errors import say
 from megatron_cg.integrations.repeated_step import step_state_kept
+from megatron_cg.replay.borders import in_backward_pass
 from megatron_cg.replay.guard import NOT_INPUTS, Entry, Mismatch, described
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
 from megatron_cg.replay.unit import ManualHook, Unit
@@ -66,7 +67,13 @@ from megatron_cg.upstream.megatron import (
     is_running_region,
     not_capturing,
 )
-from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
+from megatron_cg.upstream.patch import (
+    Undo,
+    add_observer,
+    combine_undos,
+    replace_function,
+    set_attribute,
+)
 from megatron_cg.upstream.symbols import Symbol
 
 _SHARED = Symbol(
@@ -347,6 +354,36 @@ def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch |
                 "Megatron does not pass it on to the part of the layer that its graph holds.",
             )
     return None
+
+
+class ObservedInputs:
+    """Observes whole training steps: what layers are never given, and what needs no gradient."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._layers = tuple(layers)
+        self._none: set[tuple[nn.Module, str]] = set()
+        self._given: set[tuple[nn.Module, str]] = set()
+        self._differentiated: set[tuple[nn.Module, str]] = set()
+
+    def observe_step(self) -> Undo:
+        return combine_undos(add_observer(layer, self._called) for layer in self._layers)
+
+    def is_never_given(self, layer: nn.Module, name: str) -> bool:
+        """Whether a layer was called with that keyword and its value was always None."""
+        return (layer, name) in self._none - self._given
+
+    def is_never_differentiated(self, layer: nn.Module, name: str) -> bool:
+        """Whether a layer got that input, and it never needed a gradient."""
+        return (layer, name) in self._given - self._differentiated
+
+    def _called(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if in_backward_pass():
+            return  # recomputed, on inputs that were detached
+        names = positional_names(layer.forward, len(args), kwargs)
+        for name, value in (dict(zip(names, args, strict=True)) | dict(kwargs)).items():
+            (self._none if value is None else self._given).add((layer, name))
+            if getattr(value, "requires_grad", False):
+                self._differentiated.add((layer, name))
 
 
 def without_unused_masks(layers: Sequence[nn.Module], inputs: ObservedInputs) -> Undo:

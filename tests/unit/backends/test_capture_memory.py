@@ -88,8 +88,7 @@ def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def captured(trainer: Any, leave_out: bool) -> tuple[Any, Callable[[], None]]:
-    from megatron_cg.capture.observer import ObservedInputs
-    from megatron_cg.integrations.megatron.megatron_unit import without_unused_masks
+    from megatron_cg.integrations.megatron.megatron_unit import ObservedInputs, without_unused_masks
 
     inputs = ObservedInputs(layers_of(trainer))
     stop = inputs.observe_step()

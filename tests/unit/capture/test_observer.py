@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron_cg import graph_units
-from megatron_cg.capture.observer import ObservedInputs, PassObserver, collectives_so_far
+from megatron_cg.capture.observer import PassObserver, collectives_so_far
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Addresses, Watched
 from megatron_cg.replay.unit import Unit
@@ -60,59 +59,11 @@ def test_collectives_of_a_capture_are_counted_in_each_of_its_passes(
     monkeypatch.setattr("megatron_cg.capture.observer.collectives_so_far", lambda: next(counts))
     layer = nn.Linear(1, 1)
     unit = Unit("layer 0", layer, (layer,), collectives=known)
-    observer = PassObserver(unit, (torch.zeros(1),), {}, ())
+    observer = PassObserver(unit, (torch.zeros(1),), {})
     for forward in (True, False):
         observer.begun(forward=forward, warmup=False)
         observer.ended(forward=forward)
     assert observer.collectives is held
-
-
-class Layer(nn.Module):
-    def forward(self, x: torch.Tensor, **_more: object) -> torch.Tensor:
-        return x
-
-
-def seen(steps: int, *tables: object) -> tuple[ObservedInputs, Layer]:
-    layer = Layer()
-    inputs = ObservedInputs([layer])
-    for step in range(steps):
-        stop = inputs.observe_step()
-        layer(torch.ones(1), table=tables[min(step, len(tables) - 1)])
-        stop()
-    return inputs, layer
-
-
-def replaced(found: tuple[ObservedInputs, Layer], sample: torch.Tensor) -> torch.Tensor:
-    inputs, layer = found
-    return inputs.replace_in(layer, {"table": sample})["table"]
-
-
-def test_only_a_table_that_never_changes_takes_the_place_of_a_sample_after_two_steps() -> None:
-    table, sample, other = torch.ones(3), torch.zeros(3), torch.ones(3)
-    assert replaced(seen(2, table), sample) is table
-    learned = torch.ones(3, requires_grad=True)
-    changing = seen(3, table, other), seen(3, table, None, table), seen(2, learned)
-    for found in (seen(1, table), *changing):
-        assert replaced(found, sample) is sample
-
-
-def test_a_table_unlike_the_sample_is_not_read_in_place() -> None:
-    table = torch.ones(3)
-    inputs, layer = seen(2, table)
-    unlike = (torch.zeros(4), torch.zeros(3).half(), torch.zeros(6)[::2])
-    for sample in (*unlike, torch.zeros(3, device="meta"), torch.zeros(3, requires_grad=True)):
-        assert replaced((inputs, layer), sample) is sample
-
-
-def test_a_table_is_the_same_where_a_recomputation_has_a_detached_one() -> None:
-    table, sample, layer = torch.ones(3), torch.zeros(3), Layer()
-    inputs = ObservedInputs([layer])
-    for _ in range(2):
-        stop, x = inputs.observe_step(), torch.ones(1, requires_grad=True)
-        out = checkpoint(lambda x, y: layer(x * 2, table=y), x, table, use_reentrant=True)
-        out.sum().backward()
-        stop()
-    assert replaced((inputs, layer), sample) is table
 
 
 class Borrowing(nn.Module):

@@ -10,9 +10,8 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_cg.capture.observer import ObservedInputs
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
-from megatron_cg.integrations.megatron.megatron_unit import MegatronUnit
+from megatron_cg.integrations.megatron.megatron_unit import MegatronUnit, ObservedInputs
 from megatron_cg.recompute import layers as full_recompute
 from megatron_cg.recompute.layers import allow_full_recompute, recompute_in_layers
 from megatron_cg.tape.cpu_model import build, transformer_layers
