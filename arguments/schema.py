@@ -293,11 +293,6 @@ class RunArguments:
         return self.num_experts is not None and self.num_experts > 1
 
     @property
-    def is_whole_layer(self) -> bool:
-        """Whether the scope list is empty, which means capture of whole layers."""
-        return not self.cuda_graph_modules
-
-    @property
     def scope_names(self) -> tuple[str, ...]:
         """The run's scopes, under their names in ``--cg-layers``."""
         return self.cuda_graph_modules or (WHOLE_LAYER,)
@@ -316,7 +311,7 @@ class RunArguments:
         return "cublas" if self.has_low_precision else "torch"
 
     def captures(self, scope: str) -> bool:
-        return self.is_whole_layer or scope in self.cuda_graph_modules
+        return not self.cuda_graph_modules or scope in self.cuda_graph_modules
 
     def recomputes(self, module: str) -> bool:
         return self.recompute_granularity == "selective" and module in self.recompute_modules

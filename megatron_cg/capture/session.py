@@ -147,8 +147,12 @@ class Session:
                 self._undo, whole = lasting.pop_all(), True
             # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
             self._install_fast_path()
-            if self._agreement is not None:
-                self._agree_on_collectives(self._agreement)
+            if (
+                self._agreement is not None
+            ):  # A unit that holds collectives on one rank does on all.
+                found = self._agreement.confirm(g.name for g in self._graphs() if g.collectives)
+                for graph in self._graphs():
+                    graph.collectives = graph.name in found
         except BaseException as error:
             self.phase = Phase.EAGER
             with ExitStack() as ending:  # The vote comes last, whatever fails before it.
@@ -193,13 +197,6 @@ class Session:
         return self._capture.run(
             request, self._hooks, begin=begin, run_remaining_hooks=self._run_remaining_hooks
         )
-
-    def _agree_on_collectives(self, agreement: Agreement) -> None:
-        """End the capture's votes: a unit whose graphs hold collectives on one rank does on all."""
-        units = self._graphs()
-        found = agreement.confirm(unit.name for unit in units if unit.collectives)
-        for unit in units:
-            unit.collectives = unit.name in found
 
     def _install_fast_path(self) -> None:
         if not self._use_fast_path:

@@ -162,7 +162,9 @@ class Agreement:
         if dist.is_initialized():
             self._ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
             self._where = _Whereabouts(self._ranks)
-            self._name = _new_name(self._ranks)
+            those = f"megatron_cg/{digest(map(str, self._ranks))}"
+            _made[those] += 1
+            self._name = f"{those}/{_made[those]}"
             self._group = self._connect(alone)
         self._exchanges = 0
         self._last, self._heard = "the vote on settings 0", time.monotonic()
@@ -357,7 +359,9 @@ class Agreement:
             )
         decision = self.agree(kind, vote, serial=self._captures)
         self._next = None
-        decision.require_restored()
+        if decision.ends:
+            failed = f"state of {ranks_text(decision.ends)}, whose own log names it"
+            raise NotRestoredError([failed])
         other_sizes = kind is Kind.CAPTURE_START and not decision.sizes_agree
         if decision.against:
             raise CaptureError(
@@ -449,12 +453,6 @@ class Agreement:
 
 _made: Counter[str] = Counter()
 """How many groups of these ranks were made; equal on all of them."""
-
-
-def _new_name(ranks: Iterable[int]) -> str:
-    those = f"megatron_cg/{digest(map(str, ranks))}"
-    _made[those] += 1
-    return f"{those}/{_made[those]}"
 
 
 def _gloo_backend(group: dist.ProcessGroup) -> Any:

@@ -79,8 +79,7 @@ def own_gradient(value: Any, is_replay: Callable[[Any], bool], *, always: bool =
     is_kept = always or value.retains_grad or value._backward_hooks
     if not (is_kept or _may_stay(value.grad_fn, is_replay)):
         return value
-    apply: Any = _Copied.apply
-    return apply(value, same_memory, torch.clone)
+    return pass_on(value, same_memory, torch.clone)
 
 
 def _may_stay(node: Any, is_replay: Callable[[Any], bool]) -> bool:
@@ -129,10 +128,6 @@ class PassedOn(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         (gradient,) = gradients
         return None if gradient is None else ctx.give(gradient), None, None
-
-
-class _Copied(PassedOn):
-    """And a copy of its gradient."""
 
 
 pass_on: Any = PassedOn.apply

@@ -93,7 +93,7 @@ def graphed() -> Iterator[Any]:
 def test_weights_under_megatron_fsdp_need_no_copy_of_their_gradient(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(borders, "_Copied", None)
+    monkeypatch.setattr(borders, "pass_on", None)
     with graphed() as trainer:
         trainer.step()
         expect(trainer.session.counters, replayed=2)
