@@ -17,7 +17,7 @@ from megatron_cg.arguments.schema import TRANSFORMER_ENGINE, Environment
 from megatron_cg.errors import ConfigurationError, HookError, Violation, ranged
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.hooks import module_hooks
-from megatron_cg.units.observe import ObservedCall, Observer, recompute_cause
+from megatron_cg.units.observe import ObservedCall, Observer
 
 UnitName = str | nn.Module | type[nn.Module]
 
@@ -145,8 +145,8 @@ def _wrong_calls(name: str, call: ObservedCall, observer: Observer) -> Iterator[
             "unit out of units",
         )
     if call.recompute is not None:
-        found = f"unit {name} was called {call.recompute}"
-        yield Violation("unit-recomputed", found, *recompute_cause(call.recompute))
+        shown, *cause = call.recompute
+        yield Violation("unit-recomputed", f"unit {name} was called {shown}", *cause)
     if (how := observer.sums.again.get(name)) is not None:
         yield Violation(
             "unit-backward-again",

@@ -66,8 +66,8 @@ class ObservedCall:
     """Makes a sample of each of its tensors, by name."""
     autocast: Autocast
     """Around its forward pass."""
-    recompute: str | None
-    """Where a call of the step was made, if activation checkpointing may have made it."""
+    recompute: tuple[str, str, str] | None
+    """Of a call of the step that is recomputed; see :func:`recompute_around`."""
     gradients: dict[Any, GradStrides]
     """How the gradients came of all that it returned and set."""
     unwritten: set[Any]
@@ -298,44 +298,44 @@ def is_transformed() -> bool:
     return bool(_TRANSFORMED.cached()) or _LEVELS.cached._current_level >= 0
 
 
-def recompute_around() -> str | None:
-    """What shows that a call made now is, or will be, recomputed; None if nothing does."""
+_TRANSFORM = (
+    "a replay computes the gradients of a backward pass alone",
+    "transform a copy of the unit, or leave the unit out of units",
+)
+_SAVED_TENSORS = (
+    "a replay saves no tensors for backward, so these hooks would get none of the unit's",
+    "enter them around other modules alone, or leave the unit out of units",
+)
+_CHECKPOINT = (
+    "activation checkpointing around the unit calls it again in the backward pass, on what it "
+    "saved; a replay saves nothing",
+    "leave the unit out of units, or put the checkpoint inside the unit",
+)
+
+
+def recompute_around() -> tuple[str, str, str] | None:
+    """What shows that a call made now is, or will be, recomputed; None if nothing does.
+
+    With the reason why it cannot be a replay, and what to do instead.
+    """
     if is_transformed():
-        return "under torch.func or forward-mode AD"
+        return "under torch.func or forward-mode AD", *_TRANSFORM
     if in_backward_pass():
-        return "inside a backward pass"
+        return "inside a backward pass", *_CHECKPOINT
     hooks = _HOOKS.cached(False)  # False: also while a trace is made
     if hooks is None:
         return None
     pack = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__).partition(".__init__")[0]
-    return f"under saved-tensor hooks ({getattr(hooks[0], '__module__', '')}.{pack})"
-
-
-def recompute_cause(shown: str) -> tuple[str, str]:
-    """Why a replay cannot be where :func:`recompute_around` shows, and what to do instead."""
-    if shown.startswith("under torch.func"):
-        return (
-            "a replay computes the gradients of a backward pass alone",
-            "transform a copy of the unit, or leave the unit out of units",
-        )
-    if "hooks" in shown and "checkpoint" not in shown:
-        return (
-            "a replay saves no tensors for backward, so these hooks would get none of the unit's",
-            "enter them around other modules alone, or leave the unit out of units",
-        )
-    return (
-        "activation checkpointing around the unit calls it again in the backward pass, on what it "
-        "saved; a replay saves nothing",
-        "leave the unit out of units, or put the checkpoint inside the unit",
-    )
+    name = f"{getattr(hooks[0], '__module__', '')}.{pack}"
+    cause = _CHECKPOINT if "checkpoint" in name else _SAVED_TENSORS
+    return f"under saved-tensor hooks ({name})", *cause
 
 
 def not_recomputed() -> Mismatch | None:
     """A mismatch if the call made now must not be a replay."""
-    shown = recompute_around()
-    if shown is None:
+    if (found := recompute_around()) is None:
         return None
-    reason, remedy = recompute_cause(shown)
+    shown, reason, remedy = found
     return Mismatch(
         "recompute",
         "the place of its call",
