@@ -300,8 +300,7 @@ def close_all_sessions() -> None:
 class GraphController:
     """Captures and deletes one model's graphs; all ranks do so together.
 
-    ``eager_on_failure`` says whether training continues eagerly after a failed capture;
-    ``clean_up`` is called then.
+    ``eager_on_failure`` says whether training continues eagerly after a failed capture.
     """
 
     def __init__(
@@ -310,11 +309,10 @@ class GraphController:
         capture: Callable[[], Session],
         *,
         eager_on_failure: bool = False,
-        clean_up: Callable[[], None] | None = None,
     ) -> None:
         self._agreement = agreement
         self._capture = capture
-        self._eager_on_failure, self._clean_up = eager_on_failure, clean_up
+        self._eager_on_failure = eager_on_failure
         self._earlier = Counters()
         self.session: Session | None = None
         """The current graphs; None before capture and after deletion."""
@@ -400,7 +398,5 @@ class GraphController:
         as_before = "Model, hooks, gradients, RNG and FP8 state are as before."
         logger.error("%s %s Training goes on eagerly (%s).", failure, as_before, say(_GO_ON))
         self.gave_up = True
-        if self._clean_up is not None:
-            self._clean_up()
         gc.collect()
         torch.cuda.empty_cache()

@@ -114,12 +114,10 @@ class FsdpHelper:
             _require_units(sharding, self._layers)
             self._inputs = ObservedInputs(self._layers)
             undo.callback(let_gradients_go(self.fsdp))
-            eager_on_failure = self.given.cg_on_failure == "eager"
             self.controller = GraphController(
                 self._agreement,
                 self._capture,
-                eager_on_failure=eager_on_failure,
-                clean_up=self._after_failure,
+                eager_on_failure=self.given.cg_on_failure == "eager",
             )
             self.steps = Steps(self.controller, self._inputs)
             undo.callback(self.steps.close)
@@ -145,6 +143,11 @@ class FsdpHelper:
         """
         self.steps.end()
         self.controller.capture()
+        if self.controller.gave_up:
+            self.helper._reset_after_capture()
+            self.helper._capture_finished = True
+            if (peers := self._peer_memory) is not None:
+                peers.forget()
 
     def delete(self) -> None:
         self.controller.delete()
@@ -183,12 +186,6 @@ class FsdpHelper:
                 sample_kwargs[index] = dict(sample_kwargs[index])
                 sample_kwargs[index].pop("rotary_pos_emb", None)
         return in_dtype(sample_args, self.helper.config), sample_kwargs
-
-    def _after_failure(self) -> None:
-        self.helper._reset_after_capture()
-        self.helper._capture_finished = True
-        if (peers := self._peer_memory) is not None:
-            peers.forget()
 
     def _capture(self) -> Session:
         given, sharding = self.given, of_megatron(self.helper.model[0])
