@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
     from megatron_cg.fastpath import FastPath
+    from megatron_cg.tools.record.record import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +34,7 @@ _MIB = 2**20
 Memory = dict[str, int]
 
 
-class Sink(logging.Handler, ABC):
-    """The record of one rank. As a handler of logging it gets warnings and errors too."""
-
-    @abstractmethod
-    def note(self, key: str, value: Any) -> None: ...
-    @abstractmethod
-    def add_capture(self, capture: Mapping[str, Any]) -> None: ...
-
-
-_sinks: list[Sink] = []
+_sinks: list[Recorder] = []
 
 
 def is_recorded() -> bool:
@@ -61,7 +52,7 @@ def note(key: str, value: Any) -> None:
 
 
 @contextmanager
-def recording(sink: Sink) -> Iterator[None]:
+def recording(sink: Recorder) -> Iterator[None]:
     """Send notes, captures and warnings of this package to ``sink`` inside the block."""
     package = logging.getLogger("megatron_cg")
     package.addHandler(sink)

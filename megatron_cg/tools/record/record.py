@@ -39,7 +39,7 @@ from torch import nn
 from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
 from megatron_cg.fsdp.roles import fsdp_class
-from megatron_cg.telemetry import Sink, recording
+from megatron_cg.telemetry import recording
 from megatron_cg.tools.record.read_record import FORMAT
 from megatron_cg.upstream.patch import run_instead
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
@@ -186,7 +186,7 @@ def install_recorder(
         return stack.pop_all().close
 
 
-class Recorder(Sink):
+class Recorder(logging.Handler):
     """The record of one rank; its file grows step by step, from the begin of training.
 
     As a handler of logging it records warnings and errors. ``digests`` says whether to read every
