@@ -94,16 +94,25 @@ def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
 
 _PACKAGES = {"megatron.core.distributed.fsdp": "megatron-core", "megatron_fsdp": "megatron-fsdp"}
 _SCOPE = "MegatronFSDP._register_fsdp_hooks.<locals>."
+_NONE: dict[str, Any] = {}
 
 
 class FsdpRole(Enum):
-    """What one of Megatron-FSDP's hooks does: the function's name, and where it is registered."""
+    """What one of Megatron-FSDP's hooks does: the function's name, and where it is registered.
 
-    UNSHARD = ("_pre_forward_param_unshard", HookKind.FORWARD_PRE)
-    RESHARD = ("_post_forward", HookKind.FORWARD)
-    RELEASE_TRANSPOSE = ("_release_module_fp8_transpose_cache", HookKind.FORWARD)
-    WRAPS_POST_BACKWARD = ("_register_post_backward_hook", HookKind.FORWARD_PRE)
-    WRAPS_PRE_BACKWARD = ("create_custom_backward_hook.<locals>.forward_hook", HookKind.FORWARD)
+    Then TE's key for its phase, and what it, or the handler inside it, gets after the module.
+    """
+
+    UNSHARD = ("_pre_forward_param_unshard", HookKind.FORWARD_PRE, "forward_pre_hooks", (), _NONE)
+    RESHARD = ("_post_forward", HookKind.FORWARD, "forward_hooks", (), None)
+    RELEASE_TRANSPOSE = ("_release_module_fp8_transpose_cache", HookKind.FORWARD, "forward_hooks")
+    WRAPS_POST_BACKWARD = ("_register_post_backward_hook", HookKind.FORWARD_PRE, "backward_hooks")
+    WRAPS_PRE_BACKWARD = (
+        "create_custom_backward_hook.<locals>.forward_hook",
+        HookKind.FORWARD,
+        "backward_pre_hooks",
+        None,
+    )
 
 
 RELIES_ON = tuple(
@@ -134,7 +143,7 @@ def classify(record: HookRecord) -> FsdpRole | None:
         return None
     qualified = getattr(innermost(record.fn), "__qualname__", "")
     for role in FsdpRole:
-        name, kind = role.value
+        name, kind, *_ = role.value
         if qualified == _SCOPE + name and record.kind is kind:
             return role
     raise _unknown(record, distribution, "its name or registry is not one that is known")
@@ -200,36 +209,19 @@ def unit_hooks(unit: Unit) -> UnitHooks:
         for record in module_hooks(module):
             role = classify(record)
             if role is not None and (target is None or is_inside):
-                _place(phases, record, role, target)
+                _, _, key, *arguments = role.value
+                fn = wrapped_handler(record, role) if key.startswith("backward") else record.fn
+                # The root module's queues a callback on the running backward pass, so it belongs in
+                # a training step and never in a capture.
+                if getattr(innermost(fn), "__qualname__", "") != _SCOPE + "_root_pre_backward":
+                    phases[key][record.hook_id] = _adapter(fn, target, *arguments)
                 if target is not None and role is FsdpRole.UNSHARD:
-                    before_replay.append((_adapter(record.fn, None, (), {}), (module,)))
+                    before_replay.append((_adapter(record.fn, None, (), _NONE), (module,)))
             elif role is None and target is None:
                 check_hook_of_unit(unit.layer, record, unit.name)
             elif role is None and is_inside and not is_idle(record.fn):
                 raise never_called(unit.name, module, record)
     return UnitHooks(phases, tuple(before_replay))
-
-
-_PHASES: dict[FsdpRole, tuple[Any, ...]] = {
-    FsdpRole.UNSHARD: ("forward_pre_hooks", (), {}),
-    FsdpRole.RESHARD: ("forward_hooks", (), None),
-    FsdpRole.RELEASE_TRANSPOSE: ("forward_hooks",),
-    FsdpRole.WRAPS_POST_BACKWARD: ("backward_hooks",),
-    FsdpRole.WRAPS_PRE_BACKWARD: ("backward_pre_hooks", None),
-}
-"""The key of each role, and what its hook or the handler inside gets after the module."""
-
-
-def _place(
-    phases: CaptureTimeHooks, record: HookRecord, role: FsdpRole, target: nn.Module | None
-) -> None:
-    """Add an FSDP hook, adapted to ``fn(module)``, under the key of its phase."""
-    key, *arguments = _PHASES[role]
-    fn = wrapped_handler(record, role) if key.startswith("backward") else record.fn
-    # The root module's queues a callback on the running backward pass, so it belongs in a training
-    # step and never in a capture.
-    if getattr(innermost(fn), "__qualname__", "") != _SCOPE + "_root_pre_backward":
-        phases[key][record.hook_id] = _adapter(fn, target, *arguments)
 
 
 def _adapter(fn: Callable[..., Any], target: nn.Module | None, *arguments: Any) -> CaptureTimeHook:
