@@ -80,6 +80,7 @@ RELIES_ON = (
         attributes=(_SCALE, _SET_SCALE),
     ),
 )
+_TABLE = "rotary_pos_emb"
 _ALONE = "Ask for graphs (cuda_graph_impl) on all ranks, or on none."
 for _symbol in RELIES_ON:
     _symbol.find()
@@ -177,14 +178,17 @@ class FsdpHelper:
         """Megatron's samples in the model's dtype; no rotary table for layers without attention.
 
         Megatron decides on the table once for the whole model. With ``--cg-layers`` it depends on
-        the layer, and TE requires at replay every keyword that it saw at capture.
+        the layer, and TE requires at replay every keyword that it saw at capture. A replay copies
+        into samples, and Megatron's table may be the model's own, which it caches.
         """
         sample_args, sample_kwargs = make(*args, **kwargs)
+        tables: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._layers):
-            without_attention = CudaGraphModule.attn not in self._scopes.of(layer)
-            if without_attention and not self._scopes.is_of_run(layer):
-                sample_kwargs[index] = dict(sample_kwargs[index])
-                sample_kwargs[index].pop("rotary_pos_emb", None)
+            named = sample_kwargs[index] = dict(sample_kwargs[index])
+            table = named.pop(_TABLE, None)
+            has_attention = CudaGraphModule.attn in self._scopes.of(layer)
+            if table is not None and (has_attention or self._scopes.is_of_run(layer)):
+                named[_TABLE] = tables.setdefault(id(table), table.clone())
         return in_dtype(sample_args, self.helper.config), sample_kwargs
 
     def _capture(self) -> Session:

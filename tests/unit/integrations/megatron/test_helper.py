@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer import cuda_graphs, transformer_layer
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from packaging.version import Version
@@ -66,6 +67,21 @@ def test_capture_replay_and_deletion(trainer: Any) -> None:
         assert all("forward" not in vars(layer) for layer in layers_of(trainer))
     trainer.step()
     expect(session.counters, replayed=3)
+
+
+class Noting(OneMask):
+    def capture(self, request: Any) -> Any:
+        self.tables = [named["rotary_pos_emb"] for named in request.kwargs]
+        return super().capture(request)
+
+
+def test_replays_copy_into_one_table_that_is_not_the_models(trainer: Any) -> None:
+    """Megatron makes its samples with a table that the model caches."""
+    embedding = next(m for m in trainer.model.modules() if isinstance(m, RotaryEmbedding))
+    cached, backend = embedding(trainer.plan.model.sequence_length), Noting()
+    helper_of(trainer, backend).capture()
+    assert len(set(map(id, backend.tables))) == 1 and torch.equal(backend.tables[0], cached)
+    assert backend.tables[0].data_ptr() != cached.data_ptr()
 
 
 def test_layers_that_v2_gathers_with_others_are_refused(trainer: Any) -> None:
