@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
 from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.files import whole_file
 from megatron_cg.tools.align import run as align
 from megatron_cg.tools.align.presets import Preset, load_preset
+from megatron_cg.tools.files import whole_file
 from megatron_cg.tools.launch_line import LaunchLine, read_line
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__

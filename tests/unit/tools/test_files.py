@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.files import whole_file
+from megatron_cg.tools.files import whole_file
 
 
 def test_an_interrupt_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
