@@ -1,6 +1,5 @@
 """``megatron-cg report``: what a run recorded, and whether another run has the same bits."""
 
-import statistics
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -52,8 +51,6 @@ def lines(run: align.Run, reference: align.Run | None = None) -> Iterator[str]:
     if found := faults(run):
         yield from ("", "Mismatches and faults:", *found)
     yield last_step(first)
-    if median := median_step(first):
-        yield median
     if peak := max(int(record.get("peak_allocated_bytes", 0)) for record in run.values()):
         yield f"Highest allocated, of the rank that had most: {peak / 2**20:.0f} MiB."
     total = Counter(align.graph_counts(run))
@@ -92,25 +89,6 @@ def last_step(record: Mapping[str, Any]) -> str:
     numbers = align.numbers_of(steps, len(steps) - 1).items()
     found = ", ".join(f"{name} {float.fromhex(value):.9g}" for name, value in numbers)
     return f"Step {len(steps)}: {found}."
-
-
-def counted_steps(record: Mapping[str, Any]) -> range:
-    """The steps, from 1, whose times count: those with graphs, except the first.
-
-    Without graphs the second half, because the first half contains one-time work.
-    """
-    steps, captured = len(record["steps"]), read_record.captured_after(record)
-    return range(steps // 2 + 1 if captured is None else captured + 2, steps + 1)
-
-
-def median_step(record: Mapping[str, Any]) -> str:
-    if not (counted := counted_steps(record)):
-        return ""
-    times = [float(record["steps"][number - 1]["milliseconds"]) for number in counted]
-    text = f"Median step: {statistics.median(times):.1f} ms"
-    text += f" (steps {counted.start} to {counted.stop - 1}, rank {record['rank']})."
-    on_cpu = bool(record["device"] == "cpu")
-    return text + " No GPU was used: times mean nothing for a GPU." * on_cpu
 
 
 def faults(run: align.Run) -> list[str]:

@@ -133,7 +133,7 @@ def plan(add: Add) -> None:
 
 
 def report(add: Add) -> None:
-    """Print what a run recorded: outcome, last losses, times, memory, graphs, faults.
+    """Print what a run recorded: outcome, last losses, memory, graphs, faults.
 
     DIR is what 'megatron-cg align --work-dir' or a run with --cg-report or --cg-record has left.
     Exit code 0: printed; 2: cannot be done.

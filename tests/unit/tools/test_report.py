@@ -8,10 +8,8 @@ import pytest
 from megatron_cg.tools.align.compare import graph_counts
 from megatron_cg.tools.report import (
     compared,
-    counted_steps,
     faults,
     lines,
-    median_step,
     outcome,
     read_runs,
 )
@@ -28,11 +26,6 @@ def made_up(tmp_path: Path) -> Path:
     write(tmp_path / "eager" / "record", *[make_record(graphs=False)] * 2)
     write(tmp_path / "graphs" / "record", *[make_record(off=17)] * 2)
     return tmp_path
-
-
-@pytest.mark.parametrize(("graphs", "counted"), [(True, range(7, 41)), (False, range(21, 41))])
-def test_steps_whose_time_counts_come_after_capture(graphs: bool, counted: range) -> None:
-    assert counted_steps(make_record(graphs=graphs)) == counted
 
 
 def test_folders_of_align_of_one_run_and_of_two_are_found(made_up: Path) -> None:
@@ -77,11 +70,6 @@ def test_it_says_how_the_run_ended(record: dict[str, Any], said: str) -> None:
     assert said in outcome({0: record})
 
 
-def test_times_of_a_cpu_are_named_as_such() -> None:
-    assert median_step(make_record()) == "Median step: 102.0 ms (steps 7 to 40, rank 0)."
-    assert "times mean nothing" in median_step(make_record() | {"device": "cpu"})
-
-
 def test_a_fault_is_told_once_with_its_ranks() -> None:
     run = {0: make_record(), 1: make_record()}
     assert faults(run) == [f"- ranks 0, 1: after step 19, warning: {MISMATCH}"]
@@ -102,4 +90,4 @@ def test_what_a_record_holds_is_printed(made_up: Path, cli: Cli) -> None:
 
 def test_a_run_without_a_step_is_told() -> None:
     text = "\n".join(lines({0: make_record(steps=0, graphs=False) | {"finished": False}}))
-    assert "No step has ended" in text and "Median step" not in text
+    assert "No step has ended" in text
