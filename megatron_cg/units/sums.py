@@ -372,7 +372,7 @@ class Later:
     ) -> None:
         self._seen, self._inputs, self._waiting, self._found = seen, inputs, waiting, found
         self._watched = watched
-        self._last = self._passes = 0
+        self._last = self._own = self._passes = 0
         self._fine: set[tuple[Any, ...]] = set()
 
     def observe(self) -> Undo:
@@ -386,7 +386,7 @@ class Later:
             try:
                 return original(roots, *args, **kwargs)
             finally:
-                later._last = number()
+                later._last, later._own = number(), PassedOn.made
 
         self._undo = finalize(self, replace_function(*_RUN.place(), run))
         self._undo.atexit = False
@@ -410,7 +410,9 @@ class Later:
         if not replays or in_backward_pass():
             return False
         places = (node._sequence_nr() - self._last for node in replays)
-        key = (number - self._last, *places, *_shape(_edges(roots), replays))
+        # A node of this package may come where one of the caller's own has gone.
+        made = number - self._last, PassedOn.made - self._own
+        key = (*made, *places, *_shape(_edges(roots), replays))
         for given, _ in _edges(inputs):
             node = given
             while _is_own(node):

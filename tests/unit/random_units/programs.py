@@ -192,6 +192,7 @@ ENDS = {
     # Autograd adds the gradients of an input's two uses inside and one outside in another order.
     _one(between="skip"): _SHARED,
     _one("plain", "hidden used later"): f"{_LATER}x, used",
+    _one("pre-hook", "hooks removed", at=4, between="skip"): f"{_LATER}x, used",
     _one("plain", "hidden used earlier"): "equal",
     _one("weight twice", "head tied"): f"{_LATER}a parameter",
     _one("weight twice", "embed tied"): "equal",
