@@ -86,9 +86,9 @@ def configurations() -> str:
     """A row for each configuration that the functional suite aligns."""
     sys.path.insert(0, str(_ROOT))
     cases = import_module("tests.functional.cases")
-    large = import_module("tests.functional.test_scale")
     rows = ["| case | preset | GPUs | scopes | flags |", "|---|---|---|---|---|"]
-    for case in sorted([*cases.CASES, *cases.FEATURES, *large.CASES], key=lambda case: case.preset):
+    found = [*cases.CASES, *cases.FEATURES, *cases.LARGE]
+    for case in sorted(found, key=lambda case: case.preset):
         preset = case.preset if case.bf16 else f"{case.preset}, fp32"
         scopes = f"`{' '.join(case.scopes)}`" if case.scopes else "whole layers"
         words = [*case.flags, *case.graph_flags, *map("=".join, case.env)]

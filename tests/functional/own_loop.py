@@ -41,21 +41,8 @@ import megatron_cg
 from megatron_cg.experts import row_bound
 from megatron_cg.tape.fakes import replaced
 from megatron_cg.tape.tape_backend import TapeBackend
-from tests.functional.loops import (
-    API,
-    BATCH,
-    EAGER,
-    ENABLED,
-    EXPERTS,
-    GROUPS,
-    MICROBATCHES,
-    NATIVE,
-    STEPS,
-    VERIFY_STEPS,
-    WARMUP,
-    Group,
-    Run,
-)
+from tests.functional import loops
+from tests.functional.loops import GROUPS, Group, Run
 from tests.unit.grouped_linear import in_place_of_te
 
 GPU = torch.cuda.is_available()
@@ -82,25 +69,20 @@ def make_config(group: Group, run: Run) -> TransformerConfig:
     latent = group.config.get("multi_latent_attention")
     kind = MLATransformerConfig if latent else TransformerConfig
     dtype = torch.bfloat16 if run.dtype == "bf16" else torch.float32
-    graphs = run.driver != EAGER
+    graphs = run.driver != loops.EAGER
     shape |= {
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "add_bias_linear": False,
+        **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
+        **dict.fromkeys(("add_bias_linear", "gradient_accumulation_fusion"), False),
+        **dict.fromkeys(("persist_layer_norm", "masked_softmax_fusion"), False),
+        **dict.fromkeys(("params_dtype", "pipeline_dtype"), dtype),
+        **dict.fromkeys(("use_te_rng_tracker", "moe_grouped_gemm"), GPU),
         "bf16": dtype is torch.bfloat16,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
         "calculate_per_token_loss": group.fsdp_version == 1,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "masked_softmax_fusion": False,
-        "use_te_rng_tracker": GPU,
         "deterministic_mode": True,
         "cuda_graph_impl": "transformer_engine" if graphs else "none",
         "cuda_graph_modules": list(run.scopes),
-        "cuda_graph_warmup_steps": WARMUP,
+        "cuda_graph_warmup_steps": loops.WARMUP,
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": GPU,
         **group.config,
     }
     config = kind(**shape)
@@ -166,9 +148,9 @@ def can_clip(group: Group) -> bool:
 def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     """Losses of the tokens of the next microbatch, and how Megatron's schedule sums them."""
     block = next(data)
-    places = torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1)
+    places = torch.arange(SEQUENCE, device="cuda").expand(loops.BATCH, -1)
     # TE's attention is causal without a mask; megatron-core's own, on the CPU, is given one.
-    mask = None if GPU else torch.ones(BATCH, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    mask = None if GPU else torch.ones(loops.BATCH, 1, SEQUENCE, SEQUENCE).tril() < 0.5
     losses = model(block[:, :-1], places, mask, labels=block[:, 1:].contiguous()).float()
     count = torch.tensor(losses.numel(), dtype=torch.int, device="cuda")
     return losses, lambda out: (out.sum(), count, {"loss": out.detach().double().sum()})
@@ -182,9 +164,9 @@ def train_step(model: Any, optimizer: Any, data: Iterator[torch.Tensor]) -> tupl
         forward_step_func=forward_step,
         data_iterator=data,
         model=[model],
-        num_microbatches=MICROBATCHES,
+        num_microbatches=loops.MICROBATCHES,
         seq_length=SEQUENCE,
-        micro_batch_size=BATCH,
+        micro_batch_size=loops.BATCH,
     )
     _, norm, _ = optimizer.step()
     return sum(float(item["loss"]) for item in losses), float(norm or local_norm(optimizer))
@@ -205,7 +187,7 @@ def local_norm(optimizer: Any) -> float:
 def tokens() -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(SEED + parallel_state.get_data_parallel_rank())
     while True:
-        yield torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).cuda()
+        yield torch.randint(VOCABULARY, (loops.BATCH, SEQUENCE + 1), generator=generator).cuda()
 
 
 Step = Callable[[], tuple[float, float]]
@@ -217,12 +199,12 @@ def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[lis
         model=[model],
         config=model.config,
         seq_length=SEQUENCE,
-        micro_batch_size=BATCH,
+        micro_batch_size=loops.BATCH,
         optimizers=[optimizer],
     )
     done = []
     for number in range(steps):
-        if number == WARMUP:
+        if number == loops.WARMUP:
             helper.create_cudagraphs()
             helper.cuda_graph_set_manual_hooks()
         done.append(step())
@@ -238,9 +220,9 @@ def with_api(
         model,
         optimizer,
         seq_length=SEQUENCE,
-        micro_batch_size=BATCH,
+        micro_batch_size=loops.BATCH,
         backend=backend if GPU else "tape",
-        verify_steps=VERIFY_STEPS,
+        verify_steps=loops.VERIFY_STEPS,
     )
     done = []
     with graphs:
@@ -255,7 +237,7 @@ def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
         if group.fsdp_version == 2:  # before the model is built
             megatron_cg.enable()
             undo.callback(megatron_cg.disable)
-        if run.scopes == EXPERTS:
+        if run.scopes == loops.EXPERTS:
             undo.enter_context(dropless(group.moe_rows))
         return train_model(group, run, steps)
 
@@ -277,8 +259,8 @@ def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
     torch.manual_seed(SEED)
     tensor_parallel.model_parallel_cuda_manual_seed(SEED, te_rng_tracker=GPU, force_reset_rng=True)
     world = parallel_state.get_data_parallel_world_size()
-    size = BATCH * MICROBATCHES * world
-    microbatches.init_num_microbatches_calculator(dist.get_rank(), None, size, BATCH, world)
+    size = loops.BATCH * loops.MICROBATCHES * world
+    microbatches.init_num_microbatches_calculator(dist.get_rank(), None, size, loops.BATCH, world)
     model, optimizer = build(group, run)
     data = tokens()
 
@@ -286,12 +268,14 @@ def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
         return train_step(model, optimizer, data)
 
     counts: dict[str, Any] = {}
-    if run.driver == EAGER:
+    if run.driver == loops.EAGER:
         done = [step() for _ in range(steps)]
     else:
         by_native = partial(with_api, backend="native")
-        drive: Any = {API: with_api, NATIVE: by_native, ENABLED: with_helper}[run.driver]
-        with enabled() if run.driver == ENABLED else nullcontext():
+        drive: Any = {loops.API: with_api, loops.NATIVE: by_native, loops.ENABLED: with_helper}[
+            run.driver
+        ]
+        with enabled() if run.driver == loops.ENABLED else nullcontext():
             done, counters = drive(model, optimizer, step, steps)
         counts = counters.as_dict()
     return {
@@ -305,7 +289,7 @@ def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
 def enabled() -> Iterator[None]:
     """``megatron_cg.enable()``, and tapes instead of CUDA graphs where there is no GPU."""
     with nullcontext() if GPU else tapes():
-        megatron_cg.enable(verify_steps=VERIFY_STEPS)
+        megatron_cg.enable(verify_steps=loops.VERIFY_STEPS)
         try:
             yield
         finally:
@@ -354,7 +338,7 @@ def main(name: str, directory: str) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("nccl")
-    train_all(GROUPS[name], GROUPS[name].runs(), STEPS, Path(directory))
+    train_all(GROUPS[name], GROUPS[name].runs(), loops.STEPS, Path(directory))
     dist.destroy_process_group()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_cg.tools.align.compare import Outcome
-from tests.functional.cases import CASES, FEATURES, SAVES, UNDER_V2, Case
+from tests.functional.cases import CASES, FEATURES, LARGE, SAVES, UNDER_V2, Case
 from tests.functional.outcomes import assert_identical
 
 
@@ -18,3 +18,8 @@ def test_losses_norms_and_shards_are_bit_equal(case: Case, align: Callable[..., 
     evaluated = any(value.name.startswith("evaluation ") for value in comparison.values)
     assert evaluated == ("--eval-interval" in case.flags)
     assert (comparison.graphs["eager"] > 0) == (evaluated or SAVES in case.flags)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_four_and_eight_ranks_are_bit_equal(case: Case, align: Callable[..., Outcome]) -> None:
+    assert_identical(align(case), case.steps)

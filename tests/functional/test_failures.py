@@ -6,9 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from megatron_cg.tools.align.compare import Outcome
-from tests.functional.cases import DROPOUT, FP8, Case, batch
-from tests.functional.life_cases import UNUSED
-from tests.functional.outcomes import assert_left_eager, assert_trained_alike
+from tests.functional.cases import DROPOUT, LIFE, Case, batch
+from tests.functional.outcomes import assert_trained_alike
 from tests.functional.tampering import captures
 
 pytestmark = pytest.mark.fault
@@ -20,32 +19,14 @@ def case(name: str, *graph_flags: str) -> Case:
     return Case(name, "llama-tiny", ("attn", "mlp"), flags, graph_flags=graph_flags)
 
 
-def moe_case(name: str, *graph_flags: str) -> Case:
-    flags = (*batch(8), *DROPOUT, *FP8)
-    scopes = ("attn", "moe_router")
-    return Case(name, "deepseek-v3-tiny", scopes, flags, graph_flags=graph_flags)
-
-
-@pytest.mark.parametrize(
-    ("stage", "make"),
-    [*((stage, case) for stage in ("capture-forward", "upload")), ("capture-backward", moe_case)],
-)
-def test_a_failed_capture_leaves_an_eager_run(
-    stage: str, make: Callable[..., Case], align: Align
-) -> None:
-    going_on = make("fail", "--cg-on-failure", "eager")
-    outcome = align(going_on, mutation=f"fail@{stage}")
-    assert_left_eager(outcome, steps=12)
-
-
 @pytest.mark.kills
 def test_what_a_rule_refuses_ends_before_a_model_is_built(
     align: Align, log: Callable[..., str]
 ) -> None:
-    assert align(UNUSED).comparison.status == "failed"
-    assert "CUDA graphs cannot be used as configured, 1 reason" in log(UNUSED)
-    assert "[no-exchange] --cg-moe-exchange peer" in log(UNUSED)
-    assert "number of parameters on (tensor" not in log(UNUSED)
+    assert align(LIFE["unused"]).comparison.status == "failed"
+    assert "CUDA graphs cannot be used as configured, 1 reason" in log(LIFE["unused"])
+    assert "[no-exchange] --cg-moe-exchange peer" in log(LIFE["unused"])
+    assert "number of parameters on (tensor" not in log(LIFE["unused"])
 
 
 @pytest.mark.kills

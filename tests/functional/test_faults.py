@@ -7,8 +7,17 @@ import pytest
 
 from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.run import OVERDUE
-from tests.functional.cases import EP2, EXPERTS, MOE, PEERS, PREPROCESS, TORCH_GEMM, Case, batch
-from tests.functional.life_cases import LIFE
+from tests.functional.cases import (
+    EP2,
+    EXPERTS,
+    LIFE,
+    MOE,
+    PEERS,
+    PREPROCESS,
+    TORCH_GEMM,
+    Case,
+    batch,
+)
 from tests.functional.outcomes import assert_failed, assert_left_eager, assert_trained_alike
 
 pytestmark = pytest.mark.fault
@@ -118,10 +127,12 @@ def test_a_hook_that_raises_on_one_rank_ends_the_run(align: Align, log: Log) -> 
     assert OVERDUE not in log(case)
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [*("memory", "capture-forward-end", "invalid"), *("capture-backward", "publish", "install")],
+STAGES = (
+    "memory capture-forward capture-forward-end invalid upload capture-backward publish install"
 )
+
+
+@pytest.mark.parametrize("stage", STAGES.split())
 def test_a_capture_that_fails_on_one_rank_leaves_all_eager(stage: str, align: Align) -> None:
     case = replace(
         LIFE["dense"], name=f"one-rank-{stage}", graph_flags=("--cg-on-failure", "eager")

@@ -1,9 +1,7 @@
 """What happens to a run between its steps, and however it ends: as in an eager run, and in time."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 
 from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.run import OVERDUE
-from tests.functional.life_cases import LIFE, resumed
+from tests.functional.cases import LIFE, resumed
 from tests.functional.outcomes import assert_failed, assert_identical, assert_trained_alike
 
 pytestmark = pytest.mark.fault
@@ -123,21 +121,3 @@ def test_an_earlier_error_of_the_gpu_is_not_blamed_on_capture(align: Align, log:
     case = replace(LIFE["dense"], name="earlier", graph_flags=flags)
     assert_failed(align(case, mutation="earlier-error"), "work queued before capture failed")
     assert OVERDUE not in log(case)
-
-
-@pytest.mark.skipif(
-    os.environ.get("MEGATRON_CG_LONG") != "1", reason="takes ten minutes; set MEGATRON_CG_LONG=1"
-)
-def test_ten_thousand_steps_are_bit_equal(align: Align) -> None:
-    """With evaluation, checkpoints and three more captures."""
-    case, layers, again = LIFE["long"], 2, (2_000, 4_500, 7_500)
-    mutation = "again@" + ",".join(map(str, again))
-    outcome = align(case, mutation=mutation, timeout=1_800.0)
-    graphed, values = assert_identical(outcome, case.steps), outcome.comparison.values
-    evaluated = {value.step for value in values if value.name.startswith("evaluation ")}
-    assert evaluated == set(range(1000, case.steps + 1, 1000))
-    starts = (4, *again, case.steps + 1)
-    replayed = [layers * (end - start) for start, end in pairwise(starts)]
-    for rank in graphed.values():
-        assert [counts["replayed"] for counts in rank["sessions"]] == replayed
-        assert all(counts["captured"] == layers for counts in rank["sessions"])

@@ -43,7 +43,7 @@ ENDS: dict[str, tuple[Callable[[int], object], bool]] = {
 def end_at(name: str, number: str) -> None:
     end, alone = ENDS[name]
 
-    def act(step: int) -> None:
+    def act(step: int, _model: Any) -> None:
         if step == int(number) and (rank() == LAST or not alone):
             sessions_open(f"before step {step}")
             end(step)
@@ -61,8 +61,6 @@ def destroy_groups() -> None:
 
 def captured_again_before(steps: Iterable[int]) -> None:
     """Delete the graphs before each of these steps and capture them again; note what each did."""
-    wanted = set(steps)
-    helpers: list[Any] = []
     sessions: list[dict[str, int]] = []
 
     def deleted(counters: Counters, total: Counters) -> None:
@@ -70,13 +68,8 @@ def captured_again_before(steps: Iterable[int]) -> None:
         sessions.append(counters.as_dict())
         note("sessions", sessions)
 
-    def again(step: int) -> None:
-        if step in wanted and helpers:
-            _capture_again(helpers[0])
-
-    before_capture(helpers.append)
     replace_function(session, "graphs_deleted", deleted)
-    before_steps(again)
+    _capture_before(steps, 1)
 
 
 def capture_often(count: int, step: int = 6) -> None:
@@ -85,24 +78,26 @@ def capture_often(count: int, step: int = 6) -> None:
     What is noted after each capture are the bytes that torch has allocated and those that it has
     reserved, once it has given back what nobody uses.
     """
-    helpers: list[Any] = []
     memory: list[tuple[int, int]] = []
 
-    def often(now: int) -> None:
-        if now != step:
-            return
-        for _ in range(count):
-            _capture_again(helpers[0])
-            gc.collect()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    def used() -> None:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
         note("memory", memory)
 
+    _capture_before([step], count, used)
+
+
+def _capture_before(steps: Iterable[int], times: int, then: Callable[[], object] = int) -> None:
+    wanted, helpers = set(steps), list[Any]()
+
+    def again(step: int, _model: Any) -> None:
+        for _ in range(times) if step in wanted and helpers else ():
+            helpers[0].controller.delete()
+            helpers[0].controller.capture()
+            then()
+
     before_capture(helpers.append)
-    before_steps(often)
-
-
-def _capture_again(helper: Any) -> None:
-    helper.controller.delete()
-    helper.controller.capture()
+    before_steps(again)

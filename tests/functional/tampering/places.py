@@ -32,15 +32,15 @@ def helper_class() -> Any:
     return helper.FsdpHelper
 
 
-def before_steps(action: Callable[[int], None]) -> None:
-    """Call ``action`` with the number of each training step of this process, from 1, before it."""
+def before_steps(action: Callable[[int, Any], None]) -> None:
+    """Call ``action`` before each training step, with its number, from 1, and the model."""
     from megatron.training import training
 
     numbers = count(1)
 
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(*args: Any, **kwargs: Any) -> Any:
-            action(next(numbers))
+            action(next(numbers), args[2][0])
             return old(*args, **kwargs)
 
         return train_step

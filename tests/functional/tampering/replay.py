@@ -6,14 +6,13 @@ wherever the guard does its work.
 
 import functools
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
 from tests.functional.tampering.captures import move_unsharded_buffers
-from tests.functional.tampering.places import rank, wrap
+from tests.functional.tampering.places import before_steps, rank, wrap
 
 STEP, ONLY = 7, 1
 _FAR = 16.0
@@ -24,19 +23,12 @@ apart."""
 def fault(name: str) -> None:
     """The fault of that name, before step 7, on rank 1 unless the name ends in ``@all``."""
     name, _, where = name.partition("@")
-    from megatron.training import training
 
-    numbers = count(1)
+    def act(step: int, model: Any) -> None:
+        if step == STEP and (where == "all" or rank() == ONLY):
+            FAULTS[name](model)
 
-    def make(old: Callable[..., Any]) -> Callable[..., Any]:
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            if next(numbers) == STEP and (where == "all" or rank() == ONLY):
-                FAULTS[name](args[2][0])
-            return old(*args, **kwargs)
-
-        return train_step
-
-    wrap(training, "train_step", make)
+    before_steps(act)
 
 
 def first_layer(model: nn.Module) -> Any:
