@@ -13,7 +13,6 @@ from megatron_cg.tools.align.compare import (
     IDENTICAL,
     NOT_COMPARABLE,
     compare,
-    missing_ranks,
 )
 from tests.unit.tools.records import CAPTURED, LAYERS, make_record
 
@@ -186,8 +185,3 @@ def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_c
 def test_another_number_of_ranks_is_not_comparable(eager: Run) -> None:
     result = compare(eager, {0: make_record(steps=8)})
     assert result.status == NOT_COMPARABLE and "ranks: world_size 2 and 1" in result.reason
-
-
-def test_of_many_missing_ranks_the_first_are_named() -> None:
-    run = {rank: make_record(steps=1, rank=rank, ranks=9) for rank in (0, 2)}
-    assert missing_ranks(run).endswith("none of 1, 3, 4, 5, 6, 7")

@@ -1,13 +1,10 @@
 """How a launch line is edited, and that Megatron's own parser and rules accept what comes out."""
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
-import torch
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align.presets import load_preset, preset_names
@@ -121,49 +118,6 @@ def test_megatron_takes_the_flags_of_a_preset(
     captured = [module.name for module in config.cuda_graph_modules]
     assert captured == (list(preset.scopes) if graphs else [])
     assert (config.cuda_graph_impl == "transformer_engine") is graphs
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_what_the_installed_megatron_prints_is_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from megatron.core.timers import Timers
-    from megatron.training import arguments as megatron
-    from megatron.training import training
-    from megatron.training.utils import common_utils
-
-    flags = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 64 "
-    flags += "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 2 "
-    flags += f"--vocab-size 128 --train-iters 9 --tokenizer-type NullTokenizer {MEASURED}"
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags.split()])
-    args = megatron.parse_args()
-    megatron.validate_args(args)  # Prints the arguments.
-    args.consumed_train_samples, args.padded_vocab_size = 0, 128
-    timers = Timers(1, "max")
-    for name, value in (("get_args", args), ("get_timers", timers), ("get_num_microbatches", 1)):
-        monkeypatch.setattr(training, name, lambda value=value: value)
-    for name in ("tensorboard_writer", "wandb_writer", "one_logger", "energy_monitor"):
-        monkeypatch.setattr(training, f"get_{name}", lambda: None)
-    monkeypatch.setattr(common_utils, "get_args", lambda: args)
-    monkeypatch.setattr(common_utils, "get_pg_rank", lambda _group: 0)
-    for name in ("one_logger_utils", "report_theoretical_memory"):
-        monkeypatch.setattr(training, name, MagicMock())
-    monkeypatch.setattr(
-        training, "reduce_max_stat_across_model_parallel_group", lambda rate, group: rate
-    )
-    groups, losses = MagicMock(), {"lm loss": torch.tensor([2.5])}
-    timers("interval-time", log_level=0).start()
-    report = True
-    for step in range(1, 10):
-        total: dict[str, Any] = {}
-        report = training.training_log(
-            losses, total, 1e-4, step, 1.0, report, 0, 1.0, None, None, None, groups, step == 1
-        )
-    measured = read_log(capsys.readouterr().out, settle=3, steps=6)
-    assert (len(measured["step_ms"]), len(measured["tflops"]), measured["loss"]) == (6, 6, 2.5)
-    assert (measured["allocated_mib"], measured["reserved_mib"]) == (0.0, 0.0)
-    median = statistics.median(measured["step_ms"])
-    assert measured["tokens"] == pytest.approx(2 * 64 / median * 1e3)
 
 
 def test_a_line_is_the_mean_of_steps_after_those_that_settle() -> None:

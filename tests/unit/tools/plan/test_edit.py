@@ -201,24 +201,6 @@ def test_a_script_may_add_flags_unless_it_is_megatrons(plan: Plan, tmp_path: Pat
     assert "[@]}: give the line as the" in said(plan("torchrun --nproc-per-node 8 b.py ${M[@]}"))
 
 
-SAID = {
-    "--pretrained-checkpoint /old": "in --pretrained-checkpoint /old has to be converted",
-    "--load /old --ckpt-format torch": "from torch by --ckpt-convert-format torch_dist",
-    "--mock-data": "train.py is not here: it is taken to train the model of its flags",
-    "--use-checkpoint-args": "the checkpoint is not read",
-    "--recompute-activations --attention-dropout 0.1": "graphed attention recomputation",
-    "--load /old --ckpt-format torch_dist": "A checkpoint in --load /old has to be converted",
-    "--save /new": "it requires --save-interval",
-    "--fp16 --data-path $A $B": "$A $B: give the line as the shell expands it",
-}
-
-
-@pytest.mark.parametrize("flags", SAID)
-def test_a_reason_names_its_cause_and_has_no_hole(flags: str, plan: Plan) -> None:
-    text = said(plan(preset("qwen3-moe", flags)))
-    assert SAID[flags] in text and ".. " not in text
-
-
 @pytest.mark.parametrize(("memory", "captured"), [(20, "attn mlp"), (12.6, "attn"), (9, "")])
 def test_less_memory_means_fewer_scopes_until_nothing_fits(
     memory: float, captured: str, plan: Plan
