@@ -20,9 +20,9 @@ INSTALL := sh tools/install.sh $(PYTHON)
 # once for each file.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
 # Tests that neither train a model nor start a process.
-FAST := $(patsubst %,arguments/test_%.py,layers megatron_agrees megatron_flags rules) \
+FAST := $(patsubst %,arguments/test_%.py,layers megatron_flags rules) \
 	units/test_call.py \
-	capture/test_observer.py test_hooks.py \
+	capture/test_observer.py test_restore.py \
 	$(patsubst %,tools/align/test_%.py,command compare) \
 	tools/bench/test_lines.py \
 	fastpath/test_bucketing.py \

@@ -40,7 +40,7 @@ CHECKS = {
 MORE_CHECKS = {
     "fast path": f"{PYTEST}tests/unit/fastpath/test_fast_path.py tests/unit/fastpath/test_parts.py "
     "tests/unit/ordering",
-    "rules": f"{PYTEST}tests/unit/arguments tests/unit/runs/test_hyper_connections.py",
+    "rules": f"{PYTEST}tests/unit/arguments tests/unit/runs/test_other_layers.py",
     **{f"alignment of {preset}": ALIGN + preset for preset in PRESETS},
     "alignment under v2": f"{ALIGN}{PRESETS[1]} --megatron-fsdp-version 2",
     "loops": f"{PYTEST}tests/unit/tape/test_own_loop.py tests/unit/runs/test_life.py",

@@ -1,13 +1,16 @@
-"""Restores: one that fails skips no other, and is named; memory that cannot be written at once."""
+"""What is changed comes back: hooks, and values, all that can be."""
 
 from __future__ import annotations
 
+import functools
 from contextlib import suppress
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_cg.errors import NotRestoredError
+from megatron_cg.hooks import HookSnapshot, describe
 from megatron_cg.restore import Restores, values_kept
 
 
@@ -64,3 +67,39 @@ def test_an_error_of_the_work_alone_stays() -> None:
     with pytest.raises(KeyError, match="work"), Restores() as stack, values_kept([]):
         stack.restore("nothing", lambda: None)
         raise KeyError("work")
+
+
+def plain(*_args: object) -> None:
+    """A hook that does nothing."""
+
+
+def test_handles_made_before_still_remove_their_hook() -> None:
+    module = nn.Linear(3, 3)
+    handle = module.register_forward_hook(plain)
+    snapshot = HookSnapshot(module)
+    snapshot.clear()
+    snapshot.restore()
+    handle.remove()
+    assert handle.id not in module._forward_hooks
+
+
+def test_parameter_hooks_are_quiet_and_come_back() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    calls: list[str] = []
+    parameter.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    parameter.register_hook(lambda gradient: calls.append("gradient"))
+    snapshot = HookSnapshot(parameter)
+    snapshot.clear()
+    parameter.register_post_accumulate_grad_hook(lambda _: calls.append("meanwhile"))
+    parameter.sum().backward()
+    assert calls == ["meanwhile"]
+    calls.clear()
+    snapshot.restore()
+    snapshot.restore()
+    parameter.sum().backward()
+    assert calls == ["gradient", "accumulated"]
+
+
+def test_describe_looks_below_partials_and_decorators() -> None:
+    wrapped = functools.partial(torch.compiler.disable(plain), 1)
+    assert describe(wrapped).startswith(f"{__name__}.plain:")

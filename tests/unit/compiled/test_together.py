@@ -188,12 +188,8 @@ def one_does_not_come_and_none_compiles(rank: int) -> Any:
 
 
 SCENARIOS = (
-    one_guard_fails,
-    static_sizes_differ,
-    code_is_gone_after_a_pass,
-    different_regions,
-    one_does_not_come,
-    one_does_not_come_and_none_compiles,
+    *(one_guard_fails, static_sizes_differ, code_is_gone_after_a_pass),
+    *(different_regions, one_does_not_come, one_does_not_come_and_none_compiles),
 )
 
 

@@ -130,19 +130,9 @@ def lost_a_rank(rank: int, votes: Agreement) -> Any:
 
 
 SCENARIOS = (
-    confirmed_by_both,
-    failed_between,
-    captured_twice,
-    other_sizes,
-    other_graphs,
-    failed_alone,
-    came_to_different_votes,
-    came_late,
-    waits_elsewhere,
-    left_a_graph,
-    names_given,
-    was_opened_and_closed,
-    lost_a_rank,
+    *(confirmed_by_both, failed_between, captured_twice, other_sizes, other_graphs),
+    *(failed_alone, came_to_different_votes, came_late, waits_elsewhere, left_a_graph),
+    *(names_given, was_opened_and_closed, lost_a_rank),
 )
 
 

@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import HookError, ReplayMismatchError
+from megatron_cg.errors import HookError
 from megatron_cg.experts import grouped_gemm
 from megatron_cg.experts.install import experts_of, use_device_counts
 from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.upstream.patch import set_attribute, undone_after
+from megatron_cg.upstream.patch import set_attribute
 from tests.functional.loops import HAS_V2
 from tests.unit.counted import expect
 from tests.unit.grouped_linear import grouped_experts, in_place_of_te
-from tests.unit.ranks import ended, on_ranks, soon_over
-from tests.unit.trainers import half_a_batch, trainer_of
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 STEPS, WARMUP, LAYERS, MICROBATCHES = 3, 1, 2, 2
 EXPERTS = ("attn", "moe")
@@ -168,29 +167,6 @@ def check(found: dict[str, Any], model: Model, way: str) -> None:
 def test_layers_train_as_megatrons(ranks: int, model: str, way: str) -> None:
     for found in results(ranks):
         check(found[model], MODELS_OF[ranks][model], way)
-
-
-def short_alone() -> None:
-    """Rank 0 waits for rank 1 inside its graph, until rank 1 has ended."""
-    shape = CpuModelConfig(
-        layers=2, experts=4, grouped=grouped_experts, expert_parallel=2, graph_modules=EXPERTS
-    )
-    with (
-        in_place_of_te(),
-        undone_after(use_device_counts()),
-        trainer_of(shape, graphs=True) as trainer,
-        soon_over(),
-    ):
-        trainer.step()
-        trainer.capture(TapeBackend(), Agreement())
-        trainer.step()
-        with half_a_batch(trainer, dist.get_rank() == 1):
-            trainer.step()
-
-
-def test_a_rank_that_alone_has_fewer_tokens_than_its_graphs_ends_with_the_reason() -> None:
-    ends = ended(short_alone, ReplayMismatchError)
-    assert [*ends] == [1] and "The graph holds collectives" in ends[1] and "shape" in ends[1]
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids=" ".join)

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
-from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import CaptureError
 from megatron_cg.fastpath import FastPath, install, install_parts
 from megatron_cg.fastpath import bucketing as gradients
 from megatron_cg.tape.tape_backend import TapeBackend
@@ -265,22 +263,6 @@ def results() -> list[dict[str, Any]]:
     return on_ranks(train_all)
 
 
-def test_a_rank_alone_in_its_group_sums_up_its_microbatches() -> None:
-    """As the experts of an MoE model may be: no buffer is sharded then."""
-    (alone,) = on_ranks(train_alone, processes=1)
-    for runs in alone:
-        for key in ("numbers", "shards"):
-            assert runs["fast"][key] == runs["eager"][key]
-        assert runs["fast"]["copies"] > 0 and "gradients" in runs["fast"]["parts"]
-
-
-def train_alone() -> list[dict[str, Any]]:
-    return [
-        {name: trained(options, name == "fast", True) for name in ("eager", "fast")}
-        for options in (SCENARIOS["dense"], MANY)
-    ]
-
-
 @pytest.mark.parametrize("name", [*SCENARIOS, *EDGES])
 def test_numbers_and_shards_are_those_of_an_eager_run(
     results: list[dict[str, Any]], name: str
@@ -319,24 +301,3 @@ def test_gradients_are_copied_a_bucket_at_a_time(results: list[dict[str, Any]]) 
             assert LAYERS * passes <= runs["fast"]["copies"] <= at_most * LAYERS * passes
     for runs in (found["few bytes wait"] for found in results):
         assert runs["fast"]["copies"] > 4 * LAYERS * passes
-
-
-def test_ranks_that_choose_otherwise_capture_nothing() -> None:
-    for found in on_ranks(capture_unlike):
-        assert "ranks would capture different graphs" in found["error"]
-        assert found["hooks are back"] and found["steps"] == 3
-
-
-def capture_unlike() -> dict[str, Any]:
-    from tests.unit.fastpath.test_parts import state
-
-    with trainer_of(CpuModelConfig(layers=2), graphs=True) as trainer:
-        agreement = Agreement()
-        steps = [trainer.step() for _ in range(2)]
-        before = state(trainer.model.module)
-        with pytest.raises(CaptureError) as error:
-            trainer.capture(TapeBackend(), agreement, fast_path=dist.get_rank() == 0)
-        back = state(trainer.model.module) == before
-        steps.append(trainer.step())
-        agreement.close()
-    return {"error": str(error.value), "hooks are back": back, "steps": len(steps)}

@@ -1,5 +1,6 @@
-"""The core without one of its extensions: the folder is deleted from a copy of the package."""
+"""The core without one of its extensions, deleted from a copy of the package; what imports load."""
 
+import importlib
 import shutil
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 import megatron_cg
 from megatron_cg.extensions import EXTENSIONS
-from tests.unit.interpreted import run
+from tests.unit.interpreted import python, run
 
 TRAINS = """
 from megatron_cg.consensus.exchange import Agreement
@@ -111,3 +112,27 @@ def test_the_core_works_without(name: str, tmp_path: Path) -> None:
         experts, scopes = (4, ("attn", "moe_router")) if name == "experts" else (0, ("attn",))
         script += TRAINS.replace("EXPERTS", repr(experts)).replace("SCOPES", repr(scopes))
     started("-c", script)
+
+
+def test_the_names_are_listed_and_there() -> None:
+    assert set(dir(megatron_cg)) >= set(megatron_cg.__all__)
+    assert all(getattr(megatron_cg, name) for name in megatron_cg.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'GraphedLayer'"):
+        megatron_cg.GraphedLayer  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("statement", "loaded"),
+    [("import megatron_cg", set()), ("from megatron_cg import graph_units", {"torch", "numpy"})],
+)
+def test_a_name_loads_what_it_needs_alone(statement: str, loaded: set[str]) -> None:
+    ended = python(f"{statement}\nimport sys; print(*sys.modules)")
+    assert {"torch", "megatron", "numpy"} & {*ended.stdout.split()} == loaded
+
+
+FOLDER = Path(__file__).parents[2] / "functional"
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("test_*.py")))
+def test_functional_tests_can_be_imported_without_a_gpu(name: str) -> None:
+    importlib.import_module(f"tests.functional.{name}")

@@ -2,9 +2,8 @@
 
 ``python -m tests.unit.random_units --seeds 0 3000 --jobs 2`` draws from each seed a model of one to
 three units, what they do, and what happens between the steps. A program is captured and equal,
-refused with a reason, different, hanging or crashed. Of the last three, the smallest program that
-still ends in that way is printed. Exit code 1: there was one. On a GPU, with
-``RANDOM_UNITS_BACKEND=native`` (or ``te``), programs are captured as CUDA graphs.
+refused with a reason, different, hanging or crashed. The last three are printed, and the exit code
+is 1. On a GPU, with ``RANDOM_UNITS_BACKEND=native`` (or ``te``), they are captured as CUDA graphs.
 """
 
 import argparse

@@ -214,16 +214,15 @@ HOOKS = {
 }
 FEATURES: dict[str, Feature] = {**COMPUTE, **STATE, **ARGUMENTS, **RESULTS, **HOOKS}
 HARD = (
-    "from a list, gradient inside, nested backward, nested backward beside, local class read, "
-    "saved elsewhere, read on the host, rows by mask, whole and part written, "
-    "own generator, seed inside, checkpointed dropout, fork rng, python random, "
-    "numpy random, reentrant checkpoint, input written, input data written, hidden module, "
-    "weight written, frozen weight written, buffer replaced, attribute replaced, "
-    "list attribute filled, dict attribute filled, list attribute read, dict attribute read, "
-    "object read, class attribute read, global read, global filled, closure read, counter, "
-    "default read, default filled, counter in backward, iterator, drawn by an object, "
-    "call count, warmup by the loop, dataclass given, argument written, view of a used tensor, "
-    "views of one, "
-    "list filled, dict filled, sparse, tagged, subclass, hook inside, backward hook inside, "
-    "node hook, tensor hook, global hook"
+    "from a list, backward inside, gradient inside, nested backward, nested backward beside, "
+    "local class read, saved elsewhere, read on the host, rows by mask, whole and part written, "
+    "own generator, seed inside, checkpointed dropout, fork rng, python random, numpy random, "
+    "reentrant checkpoint, input written, input data written, hidden module, weight written, "
+    "frozen weight written, buffer replaced, attribute replaced, list attribute filled, dict "
+    "attribute filled, list attribute read, dict attribute read, object read, class attribute "
+    "read, global read, global filled, closure read, counter, default read, default filled, "
+    "counter in backward, iterator, drawn by an object, call count, warmup by the loop, dataclass "
+    "given, argument written, view of a used tensor, views of one, list filled, dict filled, "
+    "sparse, tagged, subclass, hook inside, backward hook inside, node hook, tensor hook, global "
+    "hook"
 ).split(", ")

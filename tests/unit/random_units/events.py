@@ -161,6 +161,9 @@ RARE: dict[str, Callable[..., Any]] = {
     "result kept": _way(read=lambda y: set_(WORLD, "kept", [y])),
     "result dropped": lambda run, u: set_(WORLD, "kept", []),
     "result hooked": _way(read=lambda y: y.register_hook(lambda _: None)),
+    # Torch gives it new hooks, and keeps those of the value before.
+    "result hooked and written": _way(read=lambda y: (y.register_hook(lambda g: g * 2), y.mul_(2))),
+    "gradients accumulated": _way(by_inputs=True),
     "result's gradient retained": _way(read=torch.Tensor.retain_grad),
     **{how: _way(around=how) for how in AROUND},
 }

@@ -286,6 +286,9 @@ COMPUTE = {
     "functional call": do(
         lambda u, y, v: torch.func.functional_call(u.b, {"weight": u.b.weight / 2}, y), b=linear
     ),
+    "backward inside": do(
+        lambda u, y, v: first(u.b(y), u.b(y.detach().requires_grad_()).sum().backward()), b=linear
+    ),
     "gradient inside": do(lambda u, y, v: _penalty(u, y), b=linear),
     "nested backward": do(lambda u, y, v: _nested(y, u.b), b=linear),
     "nested backward beside": do(lambda u, y, v: _nested(y, u.b) + u.b(y), b=linear),

@@ -204,6 +204,10 @@ ENDS = {
     _one("weight twice", shared="head", separate=True): _SHARED,
     # The gradient of a result that its unit uses comes from outside alone.
     _one("tuple", "result hooked", at=1): _SHARED,
+    _one("unused result", "result hooked and written", at=1): _SHARED,
+    _one("tuple", "gradients accumulated", at=1): _SHARED,
+    # FSDP2 has hooks on what its modules return, and reads no gradient there.
+    _one("tuple", sharding="fsdp"): "equal",
     _one("tuple", "result's gradient retained", at=1): _SHARED,
     _one("tuple", "result's gradient taken", at=1): _SHARED,
     _one("tuple", "result's gradient taken"): f"{_LATER}a result",
@@ -213,6 +217,7 @@ ENDS = {
     _one("plain", "result kept", at=3): "equal",
     Program(1, (("tuple",),), (*_KEPT, (6, "result's gradient taken", 0))): f"{_LATER}a result",
     # A graph has one backward pass, and no second derivative.
+    _one("backward inside"): "runs a backward pass in its forward pass",
     _one("plain", "two backward passes", at=1): "unit-backward-again",
     _one("plain", "two backward passes"): "or a second time",
     _one("plain", "penalty", at=1): "unit-backward-again",

@@ -1,4 +1,4 @@
-"""Tries many programs, in several processes, and finds the smallest of those that fail."""
+"""Tries many programs, in several processes."""
 
 import faulthandler
 import logging
@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -18,36 +17,7 @@ from tests.unit.random_units.programs import Program, draw
 from tests.unit.random_units.training import Outcome, outcome_of
 
 LIMIT = 600
-"""Seconds until a program hangs, with all that are tried to make it smaller."""
-
-
-def smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less; the number of units stays."""
-    for number in range(len(program.events)):
-        rest = program.events[:number] + program.events[number + 1 :]
-        yield replace(program, events=rest)
-    for number, names in enumerate(program.units):
-        for name in names if len(names) > 1 else set(names) - {"plain"}:
-            left = tuple(one for one in names if one != name) or ("plain",)
-            units = (*program.units[:number], left, *program.units[number + 1 :])
-            yield replace(program, units=units)
-    plain: Any = vars(Program(program.seed, order=tuple(range(len(program.units)))))
-    for name in plain:
-        if name not in ("units", "events") and plain[name] != getattr(program, name):
-            yield replace(program, **{name: plain[name]})
-
-
-def smallest(program: Program, outcome: Outcome) -> tuple[Program, Outcome]:
-    """What is left of a program that fails when each part that is not needed is gone."""
-    is_smaller = True
-    while is_smaller:
-        is_smaller = False
-        for one in smaller(program):
-            found = outcome_of(one)[1]
-            if found.kind == outcome.kind:
-                program, outcome, is_smaller = one, found, True
-                break
-    return program, outcome
+"""Seconds until a program hangs."""
 
 
 def _work(given: list[int | Program], sent: Connection) -> None:
@@ -57,10 +27,7 @@ def _work(given: list[int | Program], sent: Connection) -> None:
     with Path(os.devnull).open("w") as unread, redirect_stdout(unread):  # of captures
         for one in given:
             faulthandler.dump_traceback_later(LIMIT, exit=True)
-            program, outcome = outcome_of(one)
-            if outcome.fails:
-                program, outcome = smallest(program, outcome)
-            sent.send((one, program, outcome))
+            sent.send((one, *outcome_of(one)))
 
 
 def outcomes(

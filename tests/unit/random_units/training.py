@@ -25,22 +25,9 @@ from tests.unit.random_units.features import BACKEND, DEVICE, WORLD, W
 from tests.unit.random_units.programs import HAPPENS, ROWS, STEPS, Net, Program, draw
 
 WAYS = (
-    "abandoned",
-    "kept",
-    "hooked",
-    "by_hidden",
-    "reused",
-    "earlier",
-    "read",
-    "by_result",
-    "penalty",
-    "anomaly",
-    "retain",
-    "by_grad",
-    "detached",
-    "after",
-    "writes",
-)
+    "abandoned kept hooked by_hidden reused earlier read by_result penalty anomaly retain "
+    "by_inputs by_grad detached after writes"
+).split()
 """What only some steps do."""
 
 
@@ -192,7 +179,10 @@ class Run:
         if self.way.penalty:
             (gradient,) = torch.autograd.grad(loss, self.hidden, create_graph=True)
             loss = loss + gradient.square().sum()
-        loss.backward(retain_graph=bool(self.way.retain))
+        some = [self.made, *self.net.parameters()] if self.way.by_inputs else None
+        loss.backward(retain_graph=bool(self.way.retain), inputs=some)
+        if some is not None:
+            self.see("gradient of the result", self.made.grad)
         if self.way.retain is True:
             loss.backward()
 

@@ -88,12 +88,11 @@ def flip(tensor: torch.Tensor) -> None:
     tensor.detach().view(-1).view(torch.int16)[7] ^= 1
 
 
-@pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize(
-    ("strategy", "fast_path"),
+    ("strategy", "fast_path", "experts"),
     [
-        *(("optim_grads_params", True), ("optim_grads_params", False)),
-        *(("optim_grads", True), ("optim", True), ("no_shard", True)),
+        *(("optim_grads_params", True, 4), ("optim_grads_params", False, 0)),
+        *(("optim_grads", True, 4), ("optim", True, 0), ("no_shard", True, 4)),
     ],
 )
 def test_verification_finds_nothing_and_changes_nothing(

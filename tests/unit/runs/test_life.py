@@ -1,7 +1,7 @@
 """What happens to a run between its steps: with graphs it trains as it does eagerly, bit for bit.
 
 Two processes train the real model on the tape, each life once eagerly and once with graphs, which
-are captured after the second step.
+are captured after the second step. Buffers are moved under graphs, on one rank or on both.
 """
 
 import gc
@@ -17,10 +17,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_cg
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
@@ -29,9 +31,15 @@ from megatron_cg.tools.record.read_record import read_run
 from megatron_cg.tools.record.record import Recorder, parameter_digests
 from megatron_cg.upstream.patch import undone_after
 from tests.functional.loops import HAS_V2, WITHOUT_V2
+from tests.functional.tampering.replay import (
+    buffers_moved,
+    buffers_moved_in_backward,
+    parameter_replaced,
+)
 from tests.unit.counted import expect
 from tests.unit.experts.test_training import OVERLAPPED
 from tests.unit.grouped_linear import grouped_experts, in_place_of_te
+from tests.unit.ranks import on_ranks
 from tests.unit.trainers import evaluate, half_a_batch, new_trainer
 
 pytestmark = pytest.mark.fault
@@ -192,18 +200,14 @@ SHORT: dict[int, tuple[Event, ...]] = {
     7: (Training.capture,),
 }
 V2 = "all at once under v2, dropless experts"
-EXPERTS: dict[str, dict[str, Any]] = {
-    "dropless experts": {},
-    "and a shared expert, overlapped": OVERLAPPED,
-}
-"""Of both ranks, and Megatron's options."""
+EXPERTS = "dropless experts and a shared expert, overlapped"
 LIVES: dict[str, dict[int, tuple[Event, ...]]] = {
     "resumed": {4: (saved,), 6: (resumed,)},
     "all at once": ALL,
     **({V2: ALL} if HAS_V2 else {}),
-    **dict.fromkeys(EXPERTS, SHORT),
+    EXPERTS: SHORT,
 }
-REPLAYED = {"resumed": 6, "all at once": 9, V2: 9, **dict.fromkeys(EXPERTS, 4)}
+REPLAYED = {"resumed": 6, "all at once": 9, V2: 9, EXPERTS: 4}
 """Replays of each layer in each process."""
 
 
@@ -225,12 +229,12 @@ def live(name: str, directory: Path, *, graphs: bool) -> None:
         options = {"megatron_fsdp_version": 2}
         model = replace(model, experts=4, graph_modules=(), fsdp_options=options)
         model = replace(model, grouped=grouped_experts)
-    if name in EXPERTS:
+    if name == EXPERTS:
         model = replace(model, experts=4, grouped=grouped_experts, expert_parallel=2)
         scopes = ("attn", "moe") if graphs else ("attn",)
-        model = replace(model, dropout=0.0, options=EXPERTS[name], graph_modules=scopes)
+        model = replace(model, dropout=0.0, options=OVERLAPPED, graph_modules=scopes)
     recorder = Recorder(directory)
-    on_device = name == V2 or (name in EXPERTS and graphs)
+    on_device = name == V2 or (name == EXPERTS and graphs)
     with in_place_of_te(), undone_after(use_device_counts() if on_device else lambda: None):
         train_life(name, Training(new_trainer(model), graphs, directory), recorder)
     parallel_state.destroy_model_parallel()
@@ -272,7 +276,7 @@ def test_a_life_with_graphs_is_the_eager_one(name: str, runs: dict[str, tuple[Ru
     assert len({value.step for value in result.values}) == STEPS and result.shards > 0
     assert result.graphs["replayed"] == RANKS * LAYERS * REPLAYED[name]
     assert result.graphs["verified"] > 0 == result.graphs["outputs_only"]
-    if name in EXPERTS:  # Both ranks leave their graphs together.
+    if name == EXPERTS:  # Both ranks leave their graphs together.
         assert result.graphs["mismatched"] == RANKS * LAYERS
         assert result.graphs["eager"] == 2 * RANKS * LAYERS
     skipped = [step["skipped"] for step in runs["all at once"][0][0]["steps"]]
@@ -387,3 +391,80 @@ def no_buffer(pipeline: Any) -> Any:
         return own(bucket, bwd)
 
     return get
+
+
+pytestmark = pytest.mark.fault
+BEFORE, AFTER, DEPTH = 2, 2, 3
+BOTH = (0, 1)
+Change = Callable[[Any], None]
+
+
+def play() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    model = CpuModelConfig(layers=DEPTH, graph_modules=("attn", "mlp"), dropout=0.1)
+
+    def run(policy: str | None, change: Change | None = None, moved: tuple[int, ...] = BOTH) -> Any:
+        trainer = new_trainer(model, graphs=True)
+        numbers, error = [], ""
+        try:
+            numbers += [trainer.step() for _ in range(BEFORE)]
+            if policy is not None:
+                given: Any = policy
+                trainer.capture(TapeBackend(), Agreement(), policy=ReplayPolicy(given))
+            if change is not None and dist.get_rank() in moved:
+                change(trainer.model)
+            numbers += [trainer.step() for _ in range(AFTER)]
+        except ReplayMismatchError as found:
+            error = str(found)
+        report = trainer.session.counters.as_dict() if trainer.session is not None else {}
+        trainer.close()
+        parallel_state.destroy_model_parallel()
+        return {"numbers": numbers, "error": error, "graphs": report}
+
+    return {
+        "nothing": run(None),
+        # On one rank alone an eager run would hang too: the gradient that Megatron-FSDP waits for
+        # never comes there, so ranks reduce in another order.
+        "other parameter eagerly": run(None, parameter_replaced),
+        "untouched": run("eager"),
+        "eager": run("eager", buffers_moved, moved=(1,)),
+        "other parameter": run("eager", parameter_replaced),
+        "error": run("error", buffers_moved),
+        "backward": run("eager", buffers_moved_in_backward),
+    }
+
+
+@pytest.fixture(scope="module")
+def moved() -> list[dict[str, Any]]:
+    return on_ranks(play)
+
+
+def test_training_has_the_numbers_of_eager_runs(moved: list[dict[str, Any]]) -> None:
+    """A rank whose buffers moved trains eagerly; a replaced parameter is used at once."""
+    for number, rank in enumerate(moved):
+        nothing, other = rank["nothing"]["numbers"], rank["other parameter eagerly"]["numbers"]
+        for name, numbers, mismatched in (
+            ("untouched", nothing, 0),
+            ("eager", nothing, number * DEPTH * AFTER),
+            ("other parameter", other, AFTER),
+        ):
+            counts = rank[name]["graphs"]
+            assert rank[name]["numbers"] == numbers and counts["mismatched"] == mismatched, name
+            assert counts["replayed"] == DEPTH * AFTER - mismatched, name
+        assert other != nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("error", ("layer 0", "The FSDP buffer of unit", "(--cg-on-mismatch error)")),
+        ("backward", ("in the backward pass", "cannot run eagerly")),
+    ],
+)
+def test_a_run_ends_with_unit_and_cause(
+    moved: list[dict[str, Any]], name: str, words: tuple[str, ...]
+) -> None:
+    for rank in moved:
+        assert all(word in rank[name]["error"] for word in words), rank[name]["error"]
+        assert len(rank[name]["numbers"]) == BEFORE

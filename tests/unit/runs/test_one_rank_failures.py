@@ -36,18 +36,10 @@ ERRORS: dict[str, type[Exception]] = {
     "out of memory": torch.OutOfMemoryError,
 }
 STAGES = (
-    "reading hooks",
-    "sample inputs",
-    "before the first hook",
-    "warmup forward",
-    "warmup backward",
-    "last warmup backward",
-    "capture forward",
-    "capture backward",
-    "publishing",
-    "installing the fast path",
-    "the fast path's last part",
-)
+    "reading hooks, sample inputs, before the first hook, warmup forward, warmup backward, "
+    "last warmup backward, capture forward, capture backward, publishing, installing the fast "
+    "path, the fast path's last part"
+).split(", ")
 
 pytestmark = pytest.mark.fault
 

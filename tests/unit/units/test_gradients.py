@@ -1,5 +1,6 @@
-"""Gradients that units sum, leave out or check for NaN; what a loop keeps of a pass."""
+"""Gradients that units sum, leave out or check for NaN, and their strides; what a loop keeps."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -7,23 +8,18 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.errors import CaptureError
-from tests.unit.ranks import on_ranks
+from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from tests.unit.units import plain
 from tests.unit.units.plain import (
     REPLAYED,
-    ROWS,
-    STEPS,
     WARMUP,
-    WIDTH,
     Training,
     Unit,
     assert_as_eager,
     backward,
     in_turn,
-    refused,
     train,
     units,
 )
@@ -47,20 +43,8 @@ def test_a_pass_without_gradients_may_fill_a_list() -> None:
         return train(run, x)
 
     assert_as_eager(
-        {"replayed": REPLAYED}, partial(units, Filling), microbatch, separate_inputs=True
+        {"replayed": plain.REPLAYED}, partial(units, Filling), microbatch, separate_inputs=True
     )
-
-
-class Differentiated(Unit):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = x.detach().requires_grad_()
-        super().forward(inner).sum().backward()
-        return super().forward(x)
-
-
-def test_a_backward_pass_inside_of_a_forward_pass_is_refused() -> None:
-    said = "^0.* runs a backward pass in its forward pass"
-    refused(CaptureError, said, lambda: nn.ModuleList([Differentiated()]))
 
 
 class _NanUnlessZero(torch.autograd.Function):
@@ -87,49 +71,17 @@ class Masking(nn.Module):
         self.unit = Two()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept: torch.Tensor = self.unit(x)[:, :WIDTH]
+        kept: torch.Tensor = self.unit(x)[:, : plain.WIDTH]
         return kept
 
 
 @pytest.mark.parametrize("verify_interval", [0, 1])
 def test_anomaly_mode_sees_no_made_up_gradients(verify_interval: int) -> None:
-    counts = {"replayed": REPLAYED, "mismatched": 0}
+    counts = {"replayed": plain.REPLAYED, "mismatched": 0}
     with torch.autograd.set_detect_anomaly(True):
         of_training = (partial(units, Masking), train)
         assert_as_eager(counts, *of_training, units="*.unit", verify_interval=verify_interval)
         assert torch.is_anomaly_enabled()
-
-
-class Meaned(Unit):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        made = super().forward(x)
-        return made, made.mean()
-
-
-class Pooled(nn.Module):
-    """Returns what its unit does, so that FSDP2 has hooks on that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unit = Meaned()
-        fully_shard(self.unit)
-        fully_shard(self)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.unit(x)
-
-
-def train_pooled() -> None:
-    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
-        made, mean = run.model(x)
-        return backward((made * mean).square().mean())
-
-    counts = {"replayed": STEPS - WARMUP, "mismatched": 0}
-    assert_as_eager(counts, Pooled, microbatch, units="unit")
-
-
-def test_hooks_of_fsdp2_on_such_a_result_read_no_gradient() -> None:
-    on_ranks(train_pooled, 1)
 
 
 class Pair(Unit):
@@ -137,7 +89,10 @@ class Pair(Unit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = (
+            nn.Linear(plain.WIDTH, plain.WIDTH),
+            nn.Linear(plain.WIDTH, plain.WIDTH),
+        )
 
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, other: torch.Tensor
@@ -152,7 +107,7 @@ class Pairs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.others = units(Pair), nn.Parameter(torch.randn(ROWS, WIDTH))
+        self.layers, self.others = units(Pair), nn.Parameter(torch.randn(plain.ROWS, plain.WIDTH))
 
 
 UNUSED = {"never": (), "in a step before capture": (0,), "in some replays": (2, 4)}
@@ -174,7 +129,7 @@ def test_what_only_an_unused_output_needs_gets_no_gradient(uses: str, verify_int
         return loss
 
     assert any(one is None for one in Training(Pairs, microbatch, 2).run())
-    counts = {"replayed": 2 * REPLAYED, "mismatched": 0}
+    counts = {"replayed": 2 * plain.REPLAYED, "mismatched": 0}
     options: dict[str, Any] = {"units": "layers.*", "verify_interval": verify_interval}
     assert_as_eager(counts, Pairs, microbatch, 2, **options)
 
@@ -187,33 +142,7 @@ class Skip(Unit):
         return hidden, hidden * 2 + self.linear(x)
 
 
-def _doubled_and_written(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    hidden.register_hook(lambda gradient: gradient * 2)
-    hidden.mul_(2)  # Torch gives it new hooks, and keeps those of the value before.
-    return backward(loss + hidden.mean())
-
-
-def _accumulated(run: Training, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    loss.backward(inputs=[hidden, *run.model.parameters()])
-    assert hidden.grad is not None
-    return loss + hidden.grad.sum()
-
-
-@pytest.mark.parametrize("asks", [_doubled_and_written, _accumulated])
-def test_who_asks_for_the_gradient_of_a_result_that_a_unit_uses_gets_all_of_it(asks: Any) -> None:
-    """In the steps before the capture, which is then refused. Random units ask in other ways."""
-
-    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
-        hidden, x = run.model[0](x)
-        loss = x.square().mean() + hidden.mean() * 3
-        asked: torch.Tensor = asks(run, hidden, loss)
-        return asked.detach()
-
-    of_training = (lambda: nn.ModuleList([Skip()]), microbatch)
-    assert_as_eager({"captured": 0}, *of_training, on_failure="eager")
-
-
-ALL_REPLAYED = {"replayed": STEPS - WARMUP, "mismatched": 0}
+ALL_REPLAYED = {"replayed": plain.STEPS - plain.WARMUP, "mismatched": 0}
 
 
 def _skips() -> nn.Module:
@@ -224,7 +153,7 @@ def test_a_replay_whose_loss_is_dropped_waits_for_no_backward_pass() -> None:
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
         hidden, x = run.model[0](x)
         loss: torch.Tensor = x.square().mean() + hidden.sin().mean()
-        return loss if run.step == WARMUP else backward(loss)
+        return loss if run.step == plain.WARMUP else backward(loss)
 
     assert_as_eager(ALL_REPLAYED, _skips, microbatch)
 
@@ -300,7 +229,7 @@ def test_an_argument_that_is_returned_is_that_of_the_caller() -> None:
         sum_of: torch.Tensor = loss + x.grad.square().sum()
         return sum_of
 
-    counts = {"captured": 1, "replayed": STEPS - WARMUP}
+    counts = {"captured": 1, "replayed": plain.STEPS - plain.WARMUP}
     assert_as_eager(counts, lambda: nn.ModuleList([Through()]), microbatch, on_failure="eager")
 
 
@@ -313,14 +242,14 @@ def test_under_torch_func_a_unit_runs_eagerly() -> None:
         along: Any = torch.func.jvp(loss_of, (x.detach(),), (torch.ones_like(x),))
         return backward(loss_of(x)) + torch.stack(along).sum()
 
-    counts = {"captured": 1, "replayed": STEPS - WARMUP}
+    counts = {"captured": 1, "replayed": plain.STEPS - plain.WARMUP}
     assert_as_eager(counts, lambda: nn.ModuleList([Unit()]), microbatch, on_failure="eager")
 
 
 class Network(nn.Module):
     def __init__(self, frozen: bool) -> None:
         super().__init__()
-        self.layers, self.head = units(), nn.Linear(WIDTH, WIDTH)
+        self.layers, self.head = units(), nn.Linear(plain.WIDTH, plain.WIDTH)
         self.layers.requires_grad_(not frozen)
 
 
@@ -336,8 +265,8 @@ def cut_off_target(run: Training, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_an_output_that_is_kept_is_not_overwritten(frozen: bool) -> None:
-    eager = 0 if frozen else REPLAYED
-    counts = {"replayed": 2 * REPLAYED - eager, "eager": eager, "mismatched": eager}
+    eager = 0 if frozen else plain.REPLAYED
+    counts = {"replayed": 2 * plain.REPLAYED - eager, "eager": eager, "mismatched": eager}
     assert_as_eager(counts, partial(Network, frozen), cut_off_target, units="layers.*")
 
 
@@ -364,7 +293,7 @@ def test_a_gradient_of_an_input_that_is_kept_is_not_overwritten(keep: Any) -> No
     def make() -> nn.ModuleList:
         return nn.ModuleList([Unit()])
 
-    replayed = (STEPS - WARMUP) * 2 - 1
+    replayed = (plain.STEPS - plain.WARMUP) * 2 - 1
     assert_as_eager({"replayed": replayed, "eager": 1, "mismatched": 1}, make, microbatch, 2)
 
 
@@ -373,7 +302,7 @@ class Shifted(Unit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
+        self.before = nn.Linear(plain.WIDTH, plain.WIDTH)
 
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, state: torch.Tensor
@@ -385,9 +314,71 @@ def test_an_input_that_comes_back_is_read_before_it_is_overwritten() -> None:
     states: dict[Training, torch.Tensor] = {}
 
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
-        state = states.get(run, torch.zeros(ROWS, WIDTH))
+        state = states.get(run, torch.zeros(plain.ROWS, plain.WIDTH))
         y, states[run] = run.model[0](x.detach(), state)
         return backward(torch.as_tensor(y).square().mean())
 
-    counts = {"replayed": (STEPS - WARMUP) * 3, "mismatched": 0}
+    counts = {"replayed": (plain.STEPS - plain.WARMUP) * 3, "mismatched": 0}
     assert_as_eager(counts, lambda: nn.ModuleList([Shifted()]), microbatch, 3)
+
+
+LONG, WIDE = 99, 40
+"""Of a batch on which sums in another order have other bits."""
+Loss = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Split(nn.Linear):
+    """Returns halves of a transposed result, so that its argument's gradient is transposed."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = (x + torch.tanh(super().forward(x))).t()
+        return y[:, :30], y[:, 30:]
+
+
+class Behind(nn.Module):
+    """Two units, behind a product whose gradient is a sum over the rows of a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(WIDE, WIDE), nn.Parameter(torch.rand(LONG, 1))
+        self.units = nn.ModuleList([Split(WIDE, WIDE), nn.Linear(LONG, WIDE)])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.units[1](torch.cat(self.units[0](self.inner(x) * self.scale), 1))
+
+
+def train_strided(choose: Callable[[int], Loss], counts: dict[str, int]) -> None:
+    def microbatch(run: Training, _x: torch.Tensor) -> torch.Tensor:
+        return backward(choose(run.step)(run.model(torch.randn(LONG, WIDE))))
+
+    assert_as_eager(counts, Behind, microbatch, units="units.*")
+
+
+LOSSES: dict[str, Loss] = {
+    "one number": lambda y: y.sum() * 0.01,
+    "a row of numbers": lambda y: (y.sum(0) * torch.linspace(0, 1, WIDE)).sum(),
+    "a column of numbers": lambda y: (y.mean(1) ** 2).sum(),
+    "columns first": lambda y: (y.t() @ torch.ones(WIDE, 3)).square().mean(),
+    "as the result": lambda y: y.square().mean(),
+}
+"""By what the gradient of the last unit's result is."""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_sums_over_gradients_have_the_bits_of_eager_training(name: str) -> None:
+    train_strided(lambda _: LOSSES[name], {"replayed": REPLAYED})
+
+
+def test_a_gradient_with_other_strides_than_at_capture_ends_the_run() -> None:
+    names = ("as the result", "one number")
+    with pytest.raises(ReplayMismatchError, match=r"gradient of result 0 was strides \(40, 1\)"):
+        train_strided(lambda step: LOSSES[names[step > WARMUP]], {})
+
+
+def test_gradients_with_various_strides_are_refused() -> None:
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        torch.autograd.backward(y.sum() * 0.01, retain_graph=True)
+        return y.square().mean()
+
+    with pytest.raises(ConfigurationError, match=r"result 0 is strides \(0, 0\) or strides"):
+        train_strided(lambda _: loss, {})

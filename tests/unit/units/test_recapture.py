@@ -78,12 +78,6 @@ def test_a_change_that_lasts_is_captured_after_so_many_steps(change: Any) -> Non
     expect(counters, captured=2 * UNITS, mismatched=without, eager=without, replayed=replayed)
 
 
-def test_without_it_the_message_says_how_to_capture_again(caplog: pytest.LogCaptureFixture) -> None:
-    counters = trained(once(set_schedule))
-    expect(counters, captured=UNITS, mismatched=STEPS - CHANGE)
-    assert "graphs.close(), and then graphs = graph_units(model, units)" in caplog.text
-
-
 SCALES: list[tuple[Callable[[int], float], int, int]] = [
     (lambda step: step % 2, EVERY, 1),
     (lambda step: step, 1, 3),

@@ -1,18 +1,24 @@
-"""What cannot become a graph is refused before anything is changed, all of it at once."""
+"""What cannot become a graph is refused before anything is changed; which ranks train together."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_cg.errors import ConfigurationError, HookError
+from megatron_cg.consensus.decision import AgreementError, Kind, Vote
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import ArgumentError, ConfigurationError, HookError
 from megatron_cg.tape.tape_backend import TapeBackend
-from megatron_cg.units import graph_units
+from megatron_cg.units import graph_units, graphs
+from tests.unit.ranks import on_ranks
 from tests.unit.units import plain
 from tests.unit.units.sharded import Run, v1_run
 
@@ -30,13 +36,9 @@ def test_units_are_refused_for_every_reason_at_once(one_rank: None) -> None:
     layer: Any = run.network.layers[1]
     layer.up.fuse_wgrad_accumulation = True
     units = ["layers.7", nn.Conv2d, nn.Conv2d(1, 1, 1), "head", "layers", "layers.*"]
-    assert rules_of(run, units) == [
-        *["no-such-unit"] * 4,
-        "fsdp-double-buffer",
-        "fsdp-db-use-persist-buf-on-alloc-fail",
-        "no-fsdp-unit",
-        "gradient-accumulation-fusion",
-    ]
+    rules = "fsdp-double-buffer fsdp-db-use-persist-buf-on-alloc-fail no-fsdp-unit "
+    rules += "gradient-accumulation-fusion"
+    assert rules_of(run, units) == [*["no-such-unit"] * 4, *rules.split()]
 
 
 def test_a_star_stands_for_one_part_of_a_name(one_rank: None) -> None:
@@ -196,3 +198,65 @@ def test_a_unit_that_torch_compiles_later_is_refused(step: int) -> None:
             run.model[0].compile(backend="eager")
 
     plain.refused(ConfigurationError, "compiled-unit", plain.units, plain.train, 1, before)
+
+
+TRAINED = 4
+
+
+def made_of(**given: Any) -> Any:
+    return graph_units(nn.Sequential(nn.Linear(4, 4)), "*", backend="tape", **given)
+
+
+def call_on_one_rank() -> str:
+    vars(graphs)["Agreement"] = partial(Agreement, timedelta(seconds=1))
+    said = ""
+    if dist.get_rank() == 2:
+        try:
+            made_of()
+        except AgreementError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_comes_alone_learns_which_ranks_did_not() -> None:
+    *others, said = on_ranks(call_on_one_rank, 3)
+    assert said.startswith("ranks 0, 1 did not come here within 1 seconds of rank 2: ")
+    assert "graph_units(..., group=GROUP)" in said and others == ["", ""]
+
+
+def train_on_some_ranks() -> list[Any]:
+    """In one process of three: the last two train, and are in other groups as well."""
+    rank = dist.get_rank()
+    trainers, _ = dist.new_group([1, 2]), dist.new_group([0, 2])
+    if rank == 0:
+        with pytest.raises(ArgumentError, match="with this rank in it"):
+            made_of(group=trainers)
+        dist.barrier()
+        return []
+    model = nn.Sequential(nn.Linear(4, 4))
+    with graph_units(model, "*", backend="tape", warmup_steps=1, group=trainers) as made:
+        for step in range(TRAINED):
+            with made.step():
+                model(torch.ones(2 + (rank == 2 and step == 2), 4)).sum().backward()
+        counts = made.counters
+    votes = Agreement(group=trainers)
+    asked = votes.agree(Kind.DELETION, Vote(against=rank == 2)).against
+    with pytest.raises(AgreementError) as mixed:
+        votes.agree(Kind.DELETION, Vote(), serial=rank)
+    dist.barrier()
+    return [counts.replayed, counts.eager, asked, str(mixed.value).partition(". ")[0]]
+
+
+def test_ranks_that_do_not_train_are_not_waited_for() -> None:
+    none, first, second = on_ranks(train_on_some_ranks, 3)
+    words = "ranks came to different votes: deletion 1 on rank 1, deletion 2 on rank 2"
+    assert none == []
+    assert first == [3, 0, [2], words] and second == [2, 1, [2], words]
+
+
+def test_a_group_is_one_of_this_rank(one_rank: None) -> None:
+    for group in ("world", dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(ArgumentError, match="a process group of torch"):
+            made_of(group=group)
+    made_of(group=dist.group.WORLD).close()

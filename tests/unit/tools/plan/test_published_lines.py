@@ -1,12 +1,17 @@
-"""Launch lines that people publish: what is changed, that it is complete, and what is captured."""
+"""Launch lines that people publish are planned right; formulas of memory against runs on GPUs."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from megatron_cg.tools.launch_line import read_line
+from megatron_cg.tools.plan.memory import memory_of
 from megatron_cg.tools.plan.report import changes
+from megatron_cg.tools.plan.settings import settings_of
 from tests.unit.tools.plan.conftest import Plan, said
 
 
@@ -62,3 +67,46 @@ def test_a_published_line_is_planned_right_in_one_round(name: str, plan: Plan) -
     assert again.accepted and changes(again) == []
     assert (again.gpus, again.best.layers) == (found.gpus, best.layers)
     assert (str(again.best.line), again.best.memory) == (line, best.memory)
+
+
+RESULTS = Path(__file__).parents[4] / "benchmarks/results"
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    found = {}
+    for file in sorted(RESULTS.glob("*/bench.json")):
+        for run in json.loads(file.read_text(encoding="utf-8"))["runs"]:
+            key = run["key"]
+            if run["status"] == "ok" and key["contender"].startswith("fsdp"):
+                found[f"{file.parent.name} {key['shape']} {key['contender']}"] = run
+    return found
+
+
+def recorded_in_fp8() -> dict[str, dict[str, Any]]:
+    lines = (RESULTS / "whole-layers-2xH100.jsonl").read_text(encoding="utf-8").splitlines()
+    runs = [json.loads(line)["run"] for line in lines]
+    return {run["captured"]: run for run in runs if "--fp8-format" in run["command"]}
+
+
+RUNS = recorded()
+assert len(RUNS) > 10
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_memory_is_within_a_tenth_of_a_recorded_run(name: str) -> None:
+    run = RUNS[name]
+    memory = run["ranks"][0]["timed"]["memory"]
+    settings = settings_of(read_line(run["command"]), run["key"]["nproc"])
+    assert "megatron" not in {violation.rule for violation in settings.broken}
+    planned = memory_of(settings)
+    assert planned.allocated == pytest.approx(memory["peak_allocated"], rel=0.03)
+    assert planned.reserved == pytest.approx(memory["peak_reserved"], rel=0.1)
+    assert planned.total == pytest.approx(memory["device_in_use"], rel=0.1)
+
+
+@pytest.mark.parametrize("captured", recorded_in_fp8())
+def test_memory_in_fp8_is_that_of_a_recorded_run(captured: str) -> None:
+    run = recorded_in_fp8()[captured]
+    planned = memory_of(settings_of(read_line(run["command"]), 2))
+    assert planned.allocated / 2**20 == pytest.approx(run["allocated_mib"], rel=0.01)
+    assert planned.reserved / 2**20 == pytest.approx(run["reserved_mib"], rel=0.1)

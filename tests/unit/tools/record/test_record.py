@@ -18,14 +18,7 @@ from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.telemetry import note, recording
 from megatron_cg.tools.record import record
 from megatron_cg.tools.record.read_record import RecordError, read_run
-from megatron_cg.tools.record.record import (
-    Recorder,
-    dataset,
-    digest,
-    install_recorder,
-    of_megatron,
-    parameter_digests,
-)
+from megatron_cg.tools.record.record import Recorder, digest, install_recorder, parameter_digests
 from tests.unit.ranks import on_ranks
 
 STEPS = 5
@@ -309,13 +302,13 @@ def test_the_setup_is_read_from_megatrons_arguments(
     words = f"--hidden-size 64 --seed 7 --data-path 0.5 {tmp_path}/text".split()
     args = parser.parse_args(words)
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", args)
-    setup = of_megatron()
+    setup = record.of_megatron()
     assert setup["model"]["hidden_size"] == 64 and setup["training"]["seed"] == 7
     assert setup["parallel"]["context_parallel_size"] == 1
     assert setup["data"]["data_path"] == ["0.5", "text.bin of 4 bytes"]
-    assert dataset(str(tmp_path / "absent")) == str(tmp_path / "absent")
+    assert record.dataset(str(tmp_path / "absent")) == str(tmp_path / "absent")
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", None)
-    assert of_megatron() == {}
+    assert record.of_megatron() == {}
     known = {*vars(args), "padded_vocab_size"}
     assert not set(" ".join(record._NAMES.values()).split()) - known
 

@@ -1,12 +1,12 @@
-"""Packed and padded sequences, which a graph is not told of.
+"""Packed and padded sequences, and layers with several residual streams (mHC).
 
-Graphs behind attention replay, unless they would read more than attention's output. Graphs of
-attention are never replayed.
-
-Sequences of a pack have other lengths, and other numbers, in every step; tokens of a pack do not.
+A graph is not told of packs. Graphs behind attention replay, unless they would read more than
+attention's output. Graphs of attention are never replayed. Sequences of a pack have other lengths,
+and other numbers, in every step; tokens of a pack do not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -139,3 +139,52 @@ def test_a_graph_of_attention_is_never_replayed(
     expect(counters, replayed=0, mismatched=LAYERS * AFTER, eager=LAYERS * AFTER)
     assert "argument packed_seq_params" in caplog.text
     assert "leave attn out of --cuda-graph-modules" in caplog.text
+
+
+ALL = 4
+
+
+@contextmanager
+def trainer(scopes: tuple[str, ...]) -> Iterator[Any]:
+    """A trainer of layers of megatron-core 0.20, which its scripts make by a spec of one's own.
+
+    What it compiles takes longer than the steps, so it runs eagerly.
+    """
+    hyper_connection = pytest.importorskip("megatron.core.transformer.hyper_connection")
+    from megatron.core.transformer.transformer_layer import HyperConnectionTransformerLayer
+
+    from megatron_cg.tape import cpu_model
+
+    name = "get_gpt_layer_local_spec"
+    make = vars(cpu_model)[name]
+
+    def spec(**named: Any) -> Any:
+        made = make(**named)
+        made.module = HyperConnectionTransformerLayer
+        for part in ("self_attention_hyper_connection", "mlp_hyper_connection"):
+            setattr(made.submodules, part, hyper_connection.HyperConnectionModule)
+        return made
+
+    given = {"enable_mhc_connections": True}
+    shape = CpuModelConfig(layers=LAYERS, graph_modules=scopes, options=given)
+    with (
+        replaced(cpu_model, name, spec),
+        replaced(torch.cuda.nvtx, "range", lambda _text: nullcontext()),
+        torch.compiler.set_stance("force_eager"),
+        trainer_of(shape, microbatches=2) as made,
+    ):
+        yield made
+
+
+@pytest.mark.parametrize("scopes", [("attn",), ("mlp",), ()], ids=str)
+def test_graphs_of_several_residual_streams_replay(one_rank: None, scopes: tuple[str, ...]) -> None:
+    runs = []
+    for graphed in (False, True):
+        with trainer(scopes) as made:
+            numbers = [made.step() for _ in range(BEFORE)]
+            session = made.capture(TapeBackend()) if graphed else None
+            runs.append(numbers + [made.step() for _ in range(ALL - BEFORE)])
+            if session is not None:
+                expect(session.counters, replayed=LAYERS * 2 * (ALL - BEFORE), eager=0)
+    eager, graphed_run = runs
+    assert graphed_run == eager and len(set(eager)) == ALL
