@@ -23,7 +23,6 @@ from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run as align
 from megatron_cg.tools.align.presets import Preset, load_preset
-from megatron_cg.tools.files import whole_file
 from megatron_cg.tools.launch_line import LaunchLine, read_line
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__
@@ -249,8 +248,8 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
 
 def _write(out: Path | None, results: Mapping[str, Any]) -> None:
     if out is not None:
-        with whole_file(out) as part:
-            part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _made(
