@@ -34,7 +34,7 @@ from megatron_cg.upstream.patch import applied
 from tests.unit.counted import expect
 from tests.unit.interpreted import ROOT, run
 from tests.unit.one_mask import OneMask
-from tests.unit.recompute.test_recompute_in_layers import config
+from tests.unit.recompute.test_full_recompute import config
 from tests.unit.trainers import microbatch_of, new_trainer
 
 LENGTH, LAYERS = 16, 2
