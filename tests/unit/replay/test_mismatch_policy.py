@@ -196,7 +196,7 @@ def life(eager: Any, run: Any, wrong: str = "") -> dict[str, Any]:
         return WRONG if options["on_any_rank"](is_wrong) else None
 
     run.with_graphs()
-    for step in range(2 * LAYERS * TURN + 2):
+    for step in range((LAYERS + 1) * TURN + 2):
         order, losses = None if wrong or step < 2 else chance.choice(ORDERS), []
         with patch.object(graphed, "verify", verify):
             for one in (eager, run):
