@@ -20,7 +20,6 @@ Range = Literal[
     "replay",
     "eager pass",
     "vote",
-    "gather weights",
     "bucket gradients",
     "clip gradients",
     "main gradients",
