@@ -23,7 +23,6 @@ import atexit
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -47,40 +46,28 @@ RELIES_ON = tuple(
     )
 )
 
-_users: list[object] = []
-_installed = ExitStack()
-
 SECONDS = 60.0
 """How long the end of a run waits for the GPU to become idle."""
 _PAUSE = 0.01
+_gave_up = False
+"""Whether the GPU was busy for longer than that; nothing waits for it again."""
 
 
 def graphs_close_in_time() -> Undo:
     """Close all graphs before process groups and the interpreter end; returns the undo.
 
-    All callers share one installation, and may undo it in any order: each would wait on its own. A
-    reference that a script imported earlier (``from torch.distributed import ...``) is not patched.
+    Callers may undo it in any order. A reference that a script imported earlier (``from
+    torch.distributed import ...``) is not patched.
 
     Raises UpstreamChangedError when torch has no such functions.
     """
-    if not _users:
-        _installed.callback(combine_undos(_changes()))
-    user = object()
-    _users.append(user)
 
-    def leave() -> None:
-        _users.remove(user)
-        if not _users:
-            _installed.close()
+    def changes() -> Iterator[Undo]:
+        for symbol in RELIES_ON:
+            yield run_instead(symbol, _closing)
+        yield partial(atexit.unregister, atexit.register(partial(close_for_the_end)))
 
-    return leave
-
-
-def _changes() -> Iterator[Undo]:
-    for symbol in RELIES_ON:
-        yield run_instead(symbol, _closing)
-    atexit.register(close_for_the_end)
-    yield partial(atexit.unregister, close_for_the_end)
+    return combine_undos(changes())
 
 
 def _closing(end: Callable[..., None], group: Any = None) -> None:
@@ -98,10 +85,14 @@ def close_for_the_end() -> bool:
     it is logged. Returns False if the GPU is still busy, so that the graphs stay; see Note [Waiting
     at the end].
     """
+    global _gave_up
     if not session.open_sessions():
         return True
+    if _gave_up:
+        return False
     try:
         if not _comes_to_rest(SECONDS):
+            _gave_up = True
             logger.error(
                 "megatron_cg: CUDA graphs are not released, because the GPU was still busy after "
                 "%g seconds, most likely in a collective that another rank did not join.",

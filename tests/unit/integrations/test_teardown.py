@@ -112,9 +112,12 @@ def test_a_gpu_that_never_rests_keeps_its_graphs_and_their_communicators(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     leaves: list[str] = []
-    monkeypatch.setattr(teardown, "_comes_to_rest", lambda _seconds: False)
+    monkeypatch.setattr(teardown, "_gave_up", False)
+    waits: list[float] = []
+    monkeypatch.setattr(teardown, "_comes_to_rest", waits.append)
     monkeypatch.setattr(teardown, "exit_without_waiting", lambda: leaves.append(end))
     getattr(distributed_c10d, end)()
+    assert not teardown.close_for_the_end() and len(waits) == 1
     assert (destroyed, leaves, trainer.session.phase) == ([], [end], Phase.REPLAYING)
     assert "a collective that another rank did not join" in caplog.text
 
