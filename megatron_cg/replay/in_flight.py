@@ -44,7 +44,7 @@ _USERS = Symbol("torch._C:_storage_Use_Count", "how many tensors use a storage")
 RELIES_ON = (_USERS,)
 
 
-class _InFlight:
+class _Pending:
     """One forward replay, until its backward begins, or can no longer run and no output is used.
 
     ``outputs`` are what it returned, if anybody asks for it; nobody else has them yet.
@@ -76,9 +76,9 @@ class InFlight:
     """The forward replays of one session that wait for their backward."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, _InFlight] = {}
+        self._waiting: dict[int, _Pending] = {}
         """The last replay of each unit, by the unit's index, in the order of replay."""
-        self._over: dict[int, _InFlight] = {}
+        self._over: dict[int, _Pending] = {}
         """The last replay of each unit whose backward has begun."""
         self._is_asked = False
         """Whether :meth:`broken` is asked before replays; if not, outputs need not be known."""
@@ -124,7 +124,7 @@ class InFlight:
         node = next((t.grad_fn for t in tensors if t.grad_fn is not None), None)
         if node is None:
             return False
-        replay = self._waiting[index] = _InFlight(unit, node, tensors if self._is_asked else ())
+        replay = self._waiting[index] = _Pending(unit, node, tensors if self._is_asked else ())
         node.register_prehook(partial(self._end, index, replay, before_backward))
         if self._is_asked:
             node.register_hook(partial(_note_gradients, replay, inputs))
@@ -133,7 +133,7 @@ class InFlight:
     def _end(
         self,
         index: int,
-        this: _InFlight,
+        this: _Pending,
         before_backward: Callable[[Any], None],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
@@ -165,7 +165,7 @@ class InFlight:
         before_backward(gradients)
 
 
-def _note_gradients(replay: _InFlight, inputs: int, gradients: Sequence[Any], _given: Any) -> None:
+def _note_gradients(replay: _Pending, inputs: int, gradients: Sequence[Any], _given: Any) -> None:
     """Gradients of weights are copies; those of the inputs before them lie in the graph."""
     replay.returned([local(one) for one in gradients[:inputs] if one is not None])
 
@@ -177,7 +177,7 @@ def _refuse(unit: Unit, what_backward_does: str) -> NoReturn:
     )
 
 
-def _waits(replay: _InFlight) -> Mismatch:
+def _waits(replay: _Pending) -> Mismatch:
     if replay.node() is None:
         return Mismatch(
             "order",
