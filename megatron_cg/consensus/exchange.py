@@ -413,7 +413,10 @@ class Agreement:
         """Turn what gloo raises in the block into an AgreementError; no vote can follow."""
         # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
         # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
-        _gloo_backend(group).set_timeout(timeout)
+        backend: Any = group._get_backend(torch.device("cpu"))
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it (``_ProcessGroupWrapper``, torch 2.11), and keeps
+        # the timeout of the group's creation for a check of its own before each exchange.
+        getattr(backend, "wrapped_pg", backend).set_timeout(timeout)
         self._exchanges += 1
         begun = time.monotonic()
         try:
@@ -453,16 +456,6 @@ class Agreement:
 
 _made: Counter[str] = Counter()
 """How many groups of these ranks were made; equal on all of them."""
-
-
-def _gloo_backend(group: dist.ProcessGroup) -> Any:
-    """The group's gloo backend, without the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
-
-    The wrapper (``_ProcessGroupWrapper``, torch 2.11) has no ``set_timeout`` of its own. Its check
-    before each exchange keeps the timeout that the group was created with.
-    """
-    backend = group._get_backend(torch.device("cpu"))
-    return getattr(backend, "wrapped_pg", backend)
 
 
 def under_capture() -> bool:
