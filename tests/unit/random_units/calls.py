@@ -222,7 +222,7 @@ HARD = (
     "attribute filled, list attribute read, dict attribute read, object read, class attribute "
     "read, global read, global filled, closure read, counter, default read, default filled, "
     "counter in backward, iterator, drawn by an object, call count, warmup by the loop, dataclass "
-    "given, argument written, view of a used tensor, views of one, list filled, dict filled, "
-    "sparse, tagged, subclass, hook inside, backward hook inside, node hook, tensor hook, global "
-    "hook"
+    "given, argument written, view of a used tensor, view of the input "
+    "returned, views of one, list filled, dict filled, sparse, tagged, subclass, hook inside, "
+    "backward hook inside, node hook, tensor hook, global hook"
 ).split(", ")
