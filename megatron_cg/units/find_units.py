@@ -3,7 +3,9 @@
 Relied on: ``fuse_wgrad_accumulation`` of TE 2.20.2's modules.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
@@ -172,6 +174,9 @@ def _no_such_unit(
     reason = f"the model has no such module; it has {shown}"
     remedy = "give names as in model.module.named_modules(), the modules themselves, or their class"
     label = item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
+    patterns = [re.sub(r"\b\d+\b", "*", name) for name in known]
+    if not matches and (near := get_close_matches(str(label), [*known, *patterns], 1)):
+        remedy = f'type "{near[0]}"'
     for module, name in names.items():
         if module in matches and _is_container(module):
             reason = f"{name} is a {type(module).__name__}, which has no forward pass"

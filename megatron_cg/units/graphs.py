@@ -65,8 +65,8 @@ _NOT_VERIFIED = Violation(
 
 _COMPILED = compiled_unit("torch.compile was called on a unit, or on what calls one")
 _AGAIN = (
-    " If it stays so, capture again, on all ranks between two steps: graphs.close(), and then "
-    "graphs = graph_units(model, units). Or pass recapture=N to graph_units."
+    " If it stays so, pass recapture=N to graph_units. Or capture again, on all ranks between two "
+    "steps: graphs.close(), and then graphs = graph_units(model, units)."
 )
 _SOME_RANKS = (
     "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
