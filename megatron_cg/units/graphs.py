@@ -35,11 +35,11 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
 from megatron_cg.telemetry import is_first_rank
 from megatron_cg.units.call import separate
-from megatron_cg.units.find_sharding import find_sharding
 from megatron_cg.units.find_units import UnitName, check_seen, compiled_unit, find_units
 from megatron_cg.units.module_unit import ModuleUnit
 from megatron_cg.units.observe import Observer
 from megatron_cg.units.sums import Later
+from megatron_cg.units.unsharded import find_sharding
 from megatron_cg.upstream.patch import combine_undos
 
 logger = logging.getLogger(__name__)

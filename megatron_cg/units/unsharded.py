@@ -1,4 +1,4 @@
-"""Models that nothing shards: other leaves for parameters whose gradient accumulators must stay.
+"""How a model is sharded, and one that is not: leaves whose gradient accumulators must stay.
 
 Note [DDP finds parameters by their accumulators]
     DistributedDataParallel registers its hooks on the accumulators that parameters have when it is
@@ -21,7 +21,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, HookError
+from megatron_cg.fsdp.megatron_fsdp import shardings_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import spec_of
 from megatron_cg.replay.unit import ReplayFunction
@@ -157,3 +158,36 @@ def _used_itself(label: str, _gradient: torch.Tensor) -> None:
         "gradient cannot be captured under DistributedDataParallel. Use the attribute in forward, "
         "or leave the unit out of graph_units."
     )
+
+
+def find_sharding(model: nn.Module) -> Sharding:
+    """The sharding of ``model``: of the model itself, or of a module in it.
+
+    Raises:
+        HookError: the model is sharded in more than one way, by torch's FSDP1, or by Megatron's
+            DistributedDataParallel.
+        ExtensionMissingError: ``fully_shard`` shards it, without the extension for that.
+        UpstreamChangedError: the sharding lacks a member that we rely on.
+    """
+    ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    shardings = [*shardings_of(model), *map(Unsharded, ddp)]
+    if len(shardings) > 1:
+        names = " and ".join(sharding.name for sharding in shardings)
+        raise HookError(
+            f"{type(model).__name__} is wrapped by {names}, and each of them handles parameters in "
+            "its own way. Wrap it in one way, or give graph_units the part that is."
+        )
+    for module in model.modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise HookError(
+                f"{type(model).__name__} is wrapped by FullyShardedDataParallel (FSDP1), which "
+                "flattens parameters. Shard it with torch.distributed.fsdp.fully_shard instead."
+            )
+        if type(module).__name__ == "DistributedDataParallel" and module not in ddp:
+            raise HookError(
+                f"{type(model).__name__} is wrapped by DistributedDataParallel of "
+                f"{type(module).__module__}, whose hooks are on gradient accumulators. A capture "
+                "replaces these, and gradients would be lost. Wrap it by "
+                "torch.nn.parallel.DistributedDataParallel or by Megatron-FSDP."
+            )
+    return shardings[0] if shardings else Unsharded(model)
