@@ -279,9 +279,7 @@ class MismatchPolicy:
         """Raise ReplayMismatchError: the backward of a replay cannot run eagerly."""
         text = self._report(mismatch, layer)
         arm_fast_exit()
-        raise self._error(
-            f"{text} The forward pass was replayed, so its backward cannot run eagerly."
-        )
+        raise self._error(f"{text} The pass was replayed, so it cannot run eagerly any more.")
 
     def fall_back_together(self, name: str, text: str, timeout: timedelta | None = None) -> None:
         """Return if all ranks agree, by ``name``, on what to do with a graph with collectives.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Self
 
 import torch
@@ -163,6 +164,7 @@ class GraphedUnits:
         self._separates, self._join = separate_inputs, combine_undos(())
         self._refuted = dict[str, Mismatch]()
         self._unfit: MegatronCGError | None = None
+        self._later: Later | None = None
         self._begun = 0
         """Steps for the next capture; equal on all ranks."""
         self._fast_path, self._awaits_verified = fast_path, False
@@ -202,7 +204,8 @@ class GraphedUnits:
         """A vote, since on one rank a step may have raised, or weights need a gradient anew."""
         if self._begun < self._warmup_steps:
             return False
-        enough = self._observer.steps >= self._warmup_steps and self._observer.is_recent
+        is_recent = self._observer.is_recent(first=self._begun == self._warmup_steps)
+        enough = self._observer.steps >= self._warmup_steps and is_recent
         return not self._agreement.on_any_rank("steps to observe", not enough, TIMEOUT)
 
     def _begin_again_if_due(self) -> None:
@@ -273,7 +276,7 @@ class GraphedUnits:
                 raise ConfigurationError([_COMPILED]) from error
         if self._awaits_verified:
             raise ConfigurationError([_NOT_VERIFIED])
-        if self.session is not None:
+        if self._later is not None:
             self._later.end_step()
 
     def verified[T](self, step: Callable[[], T]) -> T:
@@ -367,6 +370,7 @@ class GraphedUnits:
         )
         session.on_close(later.observe())
         self._later = later
+        session.on_close(partial(setattr, self, "_later", None))
         return session
 
 

@@ -123,15 +123,15 @@ class ModuleUnit(Unit):
         super().__init__(name, module, tuple(module.modules()), inputs=seen.form.names)
         self._eager: Callable[..., Any] = module.forward
         self._form, self._seen, self._backward = seen.form, seen, backward
-        kinds: dict[type[ReadOnly | UsedResult], list[Any]] = {
-            UsedResult: [key for key, one in seen.gradients.items() if one.inside is not None],
-            ReadOnly: [*seen.unwritten],
-        }
-        self._watches = [(key, kind) for kind, keys in kinds.items() for key in keys]
+        used = [key for key, one in seen.gradients.items() if one.inside is not None]
+        self._watches: list[tuple[Any, Callable[..., ReadOnly | UsedResult]]] = [
+            *((key, UsedResult) for key in used),
+            *((key, partial(ReadOnly, shares=one)) for key, one in seen.unwritten.items()),
+        ]
         """Results, as in :func:`results_of`, and names of arguments that may not be used in any
         way behind a replay."""
         self.watched: list[ReadOnly | UsedResult] = []
-        """Those of the last replay."""
+        """Those of the last replay, and those that share memory of others in this step."""
         self._gradients = Gradients()
         self._results: Results | None = None
         """The form of the passes of the capture."""
@@ -231,7 +231,7 @@ class ModuleUnit(Unit):
         known: dict[Any, Any] = {**arguments, **dict(enumerate(tensors_of(in_parts(value))))}
         for key, kind in self._watches:
             one = vars(key[0]).get(key[1]) if isinstance(key, tuple) else known.get(key)
-            if isinstance(one, torch.Tensor) and (one.requires_grad or kind is ReadOnly):
+            if isinstance(one, torch.Tensor) and (one.requires_grad or kind is not UsedResult):
                 yield kind(one)
 
     def _counts(self) -> list[tuple[int, int]]:
@@ -268,7 +268,8 @@ class ModuleUnit(Unit):
                 given = self._form.by_name(inputs, by_name)
                 value = results.rebuild(made, given)
                 if self._watches:
-                    self.watched = list(self._watch(value, given))
+                    kept = [one for one in self.watched if one.shares]
+                    self.watched = [*kept, *self._watch(value, given)]
                 return value
 
             return mismatch or not_recomputed() or graph.out_of_order() or replay

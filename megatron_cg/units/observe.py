@@ -26,6 +26,7 @@ from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -70,9 +71,10 @@ class ObservedCall:
     """Of a call of the step that is recomputed; see :func:`recompute_around`."""
     gradients: dict[Any, GradStrides]
     """How the gradients came of all that it returned and set."""
-    unwritten: set[Any]
+    unwritten: dict[Any, bool]
     """The results, as in :func:`results_of`, and the names of arguments that nobody may write into
-    behind a replay; see Note [Results that are views] in ``sums.py``."""
+    behind a replay, and whether they share memory; see Note [Results that are views] in
+    ``sums.py``."""
 
     def samples(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Memory for the inputs of its graph."""
@@ -106,19 +108,20 @@ class Observer:
         """By unit: a weight that is elsewhere in the forward pass of each step."""
         self.steps = 0
         self._trained: set[str] = set()
-        self._weights: dict[str, nn.Parameter] = {}
+        self._weights: dict[str, ref[nn.Parameter]] = {}
         """The weights when the last observed step began; a sharding replaces its own."""
 
-    @property
-    def is_recent(self) -> bool:
-        """Whether weights, and those that need a gradient, are those of the last observed step.
+    def is_recent(self, *, first: bool) -> bool:
+        """Whether the weights that need a gradient are those of the last observed step.
 
-        What is shared between units depends on it, such as the cast of a weight.
+        What is shared between units depends on it, such as the cast of a weight. ``first`` asks
+        whether they were replaced, too: who does so in each step learns it from the guard.
         """
-        now, before = self._parameters(), self._weights
-        if not isinstance(self._sharding, Unsharded):
-            before = now
-        is_same = now.keys() == before.keys() and all(now[name] is before[name] for name in now)
+        is_same = not first or all(
+            one is self._weights.get(name, lambda: None)()
+            for name, one in self._parameters().items()
+            if isinstance(self._sharding, Unsharded)
+        )
         return is_same and self._trained == self._trainable()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -131,7 +134,8 @@ class Observer:
     @contextmanager
     def observe_step(self) -> Iterator[None]:
         """Observe every call inside the block; a step that raises is forgotten."""
-        self._now, self._weights = {}, self._parameters()
+        self._now = {}
+        self._weights = {name: ref(one) for name, one in self._parameters().items()}
         self._views.clear()
         moved, self.moved = self.moved, {}
         if isinstance(self._sharding, Unsharded):
@@ -198,7 +202,7 @@ class Observer:
             autocast_now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
             before.gradients if before else {},
-            before.unwritten if before else set(),
+            before.unwritten if before else {},
         )
         self.sums.begun(name, form.by_name(tensors, by_name))
 
@@ -220,9 +224,11 @@ class Observer:
         counts = Counter([*(one for _, one in given.values()), *memory.values()])
         shared = {id_: one for id_, one in memory.items() if one and counts[one] > 1}
         self._views += [(name, made[id_], version_of(made[id_])) for id_ in shared]
-        call, unwritten = self._now[name], unwritten | shared.keys()
-        call.unwritten.update(key for key, tensor in results if id(tensor) in unwritten)
-        call.unwritten.update(one for one, key in given.values() if key in shared.values())
+        call = self._now[name]
+        for key, tensor in results:
+            if (id_ := id(tensor)) in unwritten or id_ in shared:
+                call.unwritten[key] = id_ in shared or call.unwritten.get(key, False)
+        call.unwritten.update((one, True) for one, key in given.values() if key in shared.values())
         return outputs
 
     def _noted(self, name: str, key: Any, tensor: torch.Tensor, is_used: bool) -> Noted:

@@ -208,6 +208,7 @@ class Sums:
     def returned(self, unit: str, results: Iterable[Noted]) -> None:
         """Note the gradients that come for these results of one call, in each backward pass."""
         passes: set[int] = set()
+        bases = next((call.bases for call in reversed(self._calls) if call.unit == unit), {})
         for one in results:
             edge = _edge(one.tensor)
             notes = one.notes
@@ -215,9 +216,8 @@ class Sums:
                 used = self._used[edge] = _ObservedResult(unit, one, _NUMBER.find()())
                 notes = [*notes, used.end]
             edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], notes))
-            if _is_view(one.tensor):
-                node, number = _edge(one.tensor._base)  # type: ignore[arg-type]
-                node.register_prehook(partial(self._ran, unit, passes, number, ()))
+            if _is_view(one.tensor) and (base := _edge(one.tensor._base)) in bases:  # type: ignore[arg-type]
+                base[0].register_prehook(partial(self._ran, unit, passes, base[1], ()))
 
     def _ran(
         self,
@@ -270,23 +270,28 @@ class ReadOnly:
 
     found = _WRITTEN
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        own = tensor if spec_of(tensor) is None else tensor._local_tensor  # type: ignore[attr-defined]
-        # It counts the writes of the tensor, which may be gone before the backward pass, and has no
-        # memory.
-        self._alias = own.detach()
-        self._alias.data = own.new_empty(0)
-        self._version = version_of(self._alias)
+    def __init__(self, tensor: torch.Tensor, *, shares: bool) -> None:
+        self.shares = shares
+        """Whether an argument or another result has its memory, until the step is over."""
+        # They count the writes of the tensor, which may be gone before the backward pass, and have
+        # no memory. A write into a DTensor is one into it alone, or into its local tensor alone.
+        self._aliases: list[Any] = [tensor.detach()]
+        if spec_of(tensor) is not None:
+            own: Any = tensor._local_tensor  # type: ignore[attr-defined]
+            self._aliases[0]._local_tensor = own.new_empty(0)
+            self._aliases.append(own.detach())
+        self._aliases[-1].data = self._aliases[-1].new_empty(0)
+        self._versions = [*map(version_of, self._aliases)]
 
     def is_found(self) -> bool:
         """Whether it was written into."""
-        return version_of(self._alias) != self._version
+        return [*map(version_of, self._aliases)] != self._versions
 
 
 class UsedResult:
     """A result that a unit uses itself, whose gradient may be read outside."""
 
-    found = _READ
+    found, shares = _READ, False
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # No node: whether one lives says whether a pass still waits for its backward.
@@ -356,10 +361,8 @@ class _ObservedResult(UsedResult):
 class Later:
     """Looks for uses that are new since the capture, as a backward pass of replays begins.
 
-    It looks at all nodes of autograd, so only if there are others between the replays, or behind
-    the last ones, and in each fiftieth pass. ``inputs`` are those of each unit's graph, in its
-    order; ``waiting`` returns the nodes of replays by unit, and ``watched`` the results of a unit
-    that its callers may not use in each way.
+    ``inputs`` are those of each unit's graph, in its order; ``waiting`` returns the nodes of
+    replays by unit, and ``watched`` the results of a unit that its callers may not use in each way.
     """
 
     def __init__(
@@ -372,21 +375,16 @@ class Later:
     ) -> None:
         self._seen, self._inputs, self._waiting, self._found = seen, inputs, waiting, found
         self._watched = watched
-        self._last = self._own = self._passes = 0
-        self._fine: set[tuple[Any, ...]] = set()
 
     def observe(self) -> Undo:
         """Look at backward passes until the returned function is called, or the model is freed."""
-        original, number, here = _RUN.find(), _NUMBER.find(), ref(self)
+        original, here = _RUN.find(), ref(self)
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
             later = here()  # torch's function must not keep a model that is dropped
-            if later is None or not later._begun(roots, args[_INPUTS] or (), number()):
-                return original(roots, *args, **kwargs)
-            try:
-                return original(roots, *args, **kwargs)
-            finally:
-                later._last, later._own = number(), PassedOn.made
+            if later is not None:
+                later._begun(roots, args[_INPUTS] or ())
+            return original(roots, *args, **kwargs)
 
         self._undo = finalize(self, replace_function(*_RUN.place(), run))
         self._undo.atexit = False
@@ -400,19 +398,15 @@ class Later:
         waiting = self._waiting()
         for unit in self._inputs.keys() - waiting.keys():
             watched = self._watched(unit)
-            if any(isinstance(one, ReadOnly) and one.is_found() for one in watched):
+            if any(one.shares and one.is_found() for one in watched):
                 self._refuse(_WRITTEN, unit)
             watched.clear()
 
-    def _begun(self, roots: Any, inputs: Sequence[Any], number: int) -> bool:
-        """Whether a backward pass of replays begins; looks at it if it may have new uses."""
+    def _begun(self, roots: Any, inputs: Sequence[Any]) -> None:
+        """A backward pass begins; looks at it if it has replays."""
         replays = {node: unit for unit, node in self._waiting().items()}
         if not replays or in_backward_pass():
-            return False
-        places = (node._sequence_nr() - self._last for node in replays)
-        # A node of this package may come where one of the caller's own has gone.
-        made = number - self._last, PassedOn.made - self._own
-        key = (*made, *places, *_shape(_edges(roots), replays))
+            return
         for given, _ in _edges(inputs):
             node = given
             while _is_own(node):
@@ -424,11 +418,7 @@ class Later:
             for one in self._watched(unit):
                 if one.is_found():
                     self._refuse(one.found, unit)
-        self._passes += 1
-        if key not in self._fine or self._passes % 50 == 0:
-            self._look(_users(roots), replays)
-            self._fine = {key, *self._fine} if len(self._fine) < 99 else {key}
-        return True
+        self._look(_users(roots), replays)
 
     def _look(self, users: Mapping[_Edge, Sequence[Any]], replays: Mapping[Any, str]) -> None:
         reached = {node for by in users.values() for node in by}
@@ -456,19 +446,6 @@ class Later:
             what = "a write into memory that they share with each other or with its own tensors"
         cause = f"{cause}From the first step on, {remedy}. Or leave the unit out of units."
         self._found(Mismatch("sharing", subject, "something else", what, cause), unit)
-
-
-def _shape(edges: list[_Edge], replays: Mapping[Any, str]) -> Iterator[Any]:
-    """The first nodes behind the last replays, by name, and leaves."""
-    ahead = [node for node, _ in edges]
-    for _ in range(64):
-        if not ahead:
-            return
-        node = ahead.pop()
-        if node is not None:
-            yield replays.get(node) or node.name()
-            yield id(getattr(node, "variable", None))
-            ahead += [one for one, _ in node.next_functions] if node not in replays else ()
 
 
 def _edges(roots: Sequence[Any]) -> list[_Edge]:

@@ -249,7 +249,9 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
 def _write(out: Path | None, results: Mapping[str, Any]) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        whole = out.with_name(f"{out.name}.part")  # A full disk leaves what was there.
+        whole.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        whole.replace(out)
 
 
 def _made(

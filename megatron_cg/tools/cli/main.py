@@ -155,7 +155,7 @@ COMMANDS = {command.__name__: command for command in _MODULES}
 
 
 def invoke(command: str, args: argparse.Namespace, extra: Sequence[str]) -> int:
-    if command in ("doctor", "plan") and sys.stderr.isatty():
+    if command in ("doctor", "plan") and sys.stderr and sys.stderr.isatty():
         print("importing torch and Megatron, which takes some seconds", file=sys.stderr)
     module = importlib.import_module(f"megatron_cg.tools.{_MODULES[COMMANDS[command]]}")
     return int(module.invoke(args, extra))
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: its own, or one of the above."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = f"megatron-cg {words[0]}" if words and words[0] in COMMANDS else "megatron-cg"
-    if argv is None:
+    if argv is None and words[:1] in (["plan"], ["report"]):  # They start no process.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A reader that has gone, as with | head.
     if argv is None and words[:1] == ["plan"]:
         # It runs no model, and a third of Megatron's import is that of torch's compiler.
