@@ -18,6 +18,7 @@ from megatron.core.transformer import cuda_graphs, transformer_layer
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import get_attr_wrapped_model
+from torch.utils._pytree import tree_map
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.megatron import run_of, scope_names
@@ -179,16 +180,20 @@ class FsdpHelper:
 
         Megatron decides on the table once for the whole model. With ``--cg-layers`` it depends on
         the layer, and TE requires at replay every keyword that it saw at capture. A replay copies
-        into samples, and Megatron's table may be the model's own, which it caches.
+        into samples, and Megatron's table may be the model's own, which it caches. One sample is
+        enough for all layers that get one table: a replay copies there what is there already.
         """
         sample_args, sample_kwargs = make(*args, **kwargs)
-        tables: dict[int, torch.Tensor] = {}
+        tables: dict[int, Any] = {}
         for index, layer in enumerate(self._layers):
             named = sample_kwargs[index] = dict(sample_kwargs[index])
             table = named.pop(_TABLE, None)
             has_attention = CudaGraphModule.attn in self._scopes.of(layer)
             if table is not None and (has_attention or self._scopes.is_of_run(layer)):
-                named[_TABLE] = tables.setdefault(id(table), table.clone())
+                key = id(table) if self._inputs.is_one(_TABLE) else index
+                if key not in tables:
+                    tables[key] = tree_map(torch.clone, table)
+                named[_TABLE] = tables[key]
         return in_dtype(sample_args, self.helper.config), sample_kwargs
 
     def _capture(self) -> Session:

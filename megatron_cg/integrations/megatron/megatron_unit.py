@@ -43,6 +43,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from megatron.core.transformer import cuda_graphs
@@ -364,6 +365,8 @@ class ObservedInputs:
         self._none: set[tuple[nn.Module, str]] = set()
         self._given: set[tuple[nn.Module, str]] = set()
         self._differentiated: set[tuple[nn.Module, str]] = set()
+        self._last: dict[str, ref[torch.Tensor]] = {}
+        self._differ: set[str] = set()
 
     def observe_step(self) -> Undo:
         return combine_undos(add_observer(layer, self._called) for layer in self._layers)
@@ -376,6 +379,10 @@ class ObservedInputs:
         """Whether a layer got that input, and it never needed a gradient."""
         return (layer, name) in self._given - self._differentiated
 
+    def is_one(self, name: str) -> bool:
+        """Whether all layers got one tensor by that name."""
+        return name not in self._differ
+
     def _called(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if in_backward_pass():
             return  # recomputed, on inputs that were detached
@@ -384,6 +391,9 @@ class ObservedInputs:
             (self._none if value is None else self._given).add((layer, name))
             if getattr(value, "requires_grad", False):
                 self._differentiated.add((layer, name))
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and self._last.setdefault(name, ref(value))() is not value:
+                self._differ.add(name)
 
 
 def without_unused_masks(layers: Sequence[nn.Module], inputs: ObservedInputs) -> Undo:

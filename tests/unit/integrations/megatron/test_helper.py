@@ -30,7 +30,7 @@ from megatron_cg.fully_shard.megatron_fsdp_v2 import MegatronFsdpV2
 from megatron_cg.integrations.megatron import helper as module
 from megatron_cg.tape import cpu_model
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.upstream.patch import applied
+from megatron_cg.upstream.patch import applied, undone_after
 from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask, OneMaskOnCuda
@@ -82,6 +82,23 @@ def test_replays_copy_into_one_table_that_is_not_the_models(trainer: Any) -> Non
     helper_of(trainer, backend).capture()
     assert len(set(map(id, backend.tables))) == 1 and torch.equal(backend.tables[0], cached)
     assert backend.tables[0].data_ptr() != cached.data_ptr()
+
+
+def test_layers_with_tables_of_their_own_do_not_share_a_sample(trainer: Any) -> None:
+    """The next layer's replay would write into what the backward pass of this one reads."""
+    backend = Noting()
+    helper = helper_of(trainer, backend)
+    second = layers_of(trainer)[1]
+
+    def another(_layer: Any, args: Any, named: Any) -> Any:
+        return args, {**named, "rotary_pos_emb": named["rotary_pos_emb"].clone()}
+
+    handle = second.register_forward_pre_hook(another, with_kwargs=True)
+    with undone_after(helper._inputs.observe_step()):
+        trainer.step()
+    handle.remove()
+    helper.capture()
+    assert len(set(map(id, backend.tables))) == len(backend.tables) > 1
 
 
 def test_layers_that_v2_gathers_with_others_are_refused(trainer: Any) -> None:
