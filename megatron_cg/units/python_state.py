@@ -141,7 +141,8 @@ class PythonState:
                 continue
             for key in {**before, **holder}:
                 matters = not has_names or self._is_read(key)
-                if matters and not same_value(before.get(key), holder.get(key)):
+                same = (key in before) is (key in holder)  # None may be a value.
+                if matters and not (same and same_value(before.get(key), holder.get(key))):
                     label = attribute(what, key) if has_names else item(what, key)
                     yield Change(holder, key, label, before.get(key), holder.get(key))
 
@@ -506,10 +507,11 @@ def ways(
 def restored_to(holder: Any, before: Any) -> None:
     """Restore a dictionary, list or set to what it had ``before``."""
     if isinstance(holder, dict):
-        for key in holder.keys() - before.keys():
-            del holder[key]
+        if [*map(id, holder)] != [*map(id, before)]:  # The order of keys may be that of a sum.
+            for key in [*holder]:
+                del holder[key]
         for key, value in before.items():
-            if holder.get(key) is not value:
+            if key not in holder or holder[key] is not value:
                 holder[key] = value
     elif isinstance(holder, list | deque):
         if not same_value([*map(id, holder)], [*map(id, before)]):

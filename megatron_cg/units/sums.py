@@ -249,7 +249,7 @@ class Sums:
             self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
         users = _users(roots)
         for call in self._calls:
-            what = _crossing(call, users, self._varies)
+            what = _crossing(call, users, users, self._varies)
             self.seen[call.unit] = replace(call, inputs={}, outputs=(), bases={})
             if what is not None:
                 self.shared.setdefault(call.unit, what)
@@ -361,8 +361,10 @@ class _ObservedResult(UsedResult):
 class Later:
     """Looks for uses that are new since the capture, as a backward pass of replays begins.
 
-    ``inputs`` are those of each unit's graph, in its order; ``waiting`` returns the nodes of
-    replays by unit, and ``watched`` the results of a unit that its callers may not use in each way.
+    It looks at all nodes of autograd, so only if there are others between the replays, or behind
+    the last ones, and in each twentieth pass. ``inputs`` are those of each unit's graph, in its
+    order; ``waiting`` returns the nodes of replays by unit, and ``watched`` the results of a unit
+    that its callers may not use in each way.
     """
 
     def __init__(
@@ -375,16 +377,21 @@ class Later:
     ) -> None:
         self._seen, self._inputs, self._waiting, self._found = seen, inputs, waiting, found
         self._watched = watched
+        self._last = self._own = self._passes = 0
+        self._fine: set[tuple[Any, ...]] = set()
 
     def observe(self) -> Undo:
         """Look at backward passes until the returned function is called, or the model is freed."""
-        original, here = _RUN.find(), ref(self)
+        original, number, here = _RUN.find(), _NUMBER.find(), ref(self)
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
             later = here()  # torch's function must not keep a model that is dropped
-            if later is not None:
-                later._begun(roots, args[_INPUTS] or ())
-            return original(roots, *args, **kwargs)
+            if later is None or not later._begun(roots, args[_INPUTS] or (), number()):
+                return original(roots, *args, **kwargs)
+            try:
+                return original(roots, *args, **kwargs)
+            finally:
+                later._last, later._own = number(), PassedOn.made
 
         self._undo = finalize(self, replace_function(*_RUN.place(), run))
         self._undo.atexit = False
@@ -402,11 +409,15 @@ class Later:
                 self._refuse(_WRITTEN, unit)
             watched.clear()
 
-    def _begun(self, roots: Any, inputs: Sequence[Any]) -> None:
-        """A backward pass begins; looks at it if it has replays."""
+    def _begun(self, roots: Any, inputs: Sequence[Any], number: int) -> bool:
+        """Whether a backward pass of replays begins; looks at it if it may have new uses."""
         replays = {node: unit for unit, node in self._waiting().items()}
         if not replays or in_backward_pass():
-            return
+            return False
+        places = (node._sequence_nr() - self._last for node in replays)
+        # A node of this package may come where one of the caller's own has gone.
+        made = number - self._last, PassedOn.made - self._own
+        key = (*made, *places, *_shape(_edges(roots), replays))
         for given, _ in _edges(inputs):
             node = given
             while _is_own(node):
@@ -418,10 +429,17 @@ class Later:
             for one in self._watched(unit):
                 if one.is_found():
                     self._refuse(one.found, unit)
-        self._look(_users(roots), replays)
+        self._passes += 1
+        if key not in self._fine or self._passes % 20 == 0:
+            self._look(_users(roots), replays)
+            self._fine = {key, *self._fine} if len(self._fine) < 99 else {key}
+        return True
 
     def _look(self, users: Mapping[_Edge, Sequence[Any]], replays: Mapping[Any, str]) -> None:
-        reached = {node for by in users.values() for node in by}
+        reached: dict[Any, list[_Edge]] = {}
+        for edge in users:
+            reached.setdefault(edge[0], []).append(edge)
+        several = [edge for edge, by in users.items() if len(by) > 1]
         for node, unit in replays.items():
             if node not in reached or unit not in self._seen:
                 continue
@@ -432,9 +450,8 @@ class Later:
                     first = min(first, edge[0]._sequence_nr())
                     edge = edge[0].next_functions[0]
                 inputs[name] = edge
-            outputs = [edge for edge in users if edge[0] is node]
-            seen = replace(self._seen[unit], inputs=inputs, outputs=outputs, replayed=True)
-            what = _crossing(replace(seen, first=first, last=last), users, varies=False)
+            seen = replace(self._seen[unit], inputs=inputs, outputs=reached[node], replayed=True)
+            what = _crossing(replace(seen, first=first, last=last), users, several, varies=False)
             if what is not None:
                 self._refuse(what, unit)
 
@@ -446,6 +463,19 @@ class Later:
             what = "a write into memory that they share with each other or with its own tensors"
         cause = f"{cause}From the first step on, {remedy}. Or leave the unit out of units."
         self._found(Mismatch("sharing", subject, "something else", what, cause), unit)
+
+
+def _shape(edges: list[_Edge], replays: Mapping[Any, str]) -> Iterator[Any]:
+    """The first nodes behind the last replays, by name, and leaves."""
+    ahead = [node for node, _ in edges]
+    for _ in range(64):
+        if not ahead:
+            return
+        node = ahead.pop()
+        if node is not None:
+            yield replays.get(node) or node.name()
+            yield id(getattr(node, "variable", None))
+            ahead += [one for one, _ in node.next_functions] if node not in replays else ()
 
 
 def _edges(roots: Sequence[Any]) -> list[_Edge]:
@@ -469,19 +499,17 @@ def _users(roots: Sequence[Any]) -> dict[_Edge, list[Any]]:
 
 
 def _crossing(
-    call: _Call, users: Mapping[_Edge, Sequence[Any]], varies: bool
+    call: _Call, users: Mapping[_Edge, Sequence[Any]], edges: Iterable[_Edge], varies: bool
 ) -> tuple[str, str] | None:
-    """What is summed over uses inside and outside of a call, or in varying dtypes; or None.
+    """What of ``edges`` is summed over uses inside and outside of a call, or in varying dtypes.
 
-    With what to do instead. Adds to what the call uses several times, and casts.
+    With what to do instead; or None. Adds to what the call uses several times, and casts.
     """
     inside = call.inside(edge for edge in (*call.outputs, *call.bases) if edge in users)
     names = {edge: name for name, edge in call.inputs.items()}
-    for edge, by in users.items():
-        if call.replayed and len(by) < 2:
-            continue
-        others = [node for node in by if node not in inside]
-        count = len(by) - len(others)
+    for edge in edges:
+        others = [node for node in users[edge] if node not in inside]
+        count = len(users[edge]) - len(others)
         if edge in call.bases and others:
             if call.bases[edge]:
                 continue

@@ -1,6 +1,7 @@
 """What a pass changes of Python's state, at any depth, is restored: random states and changes."""
 
 import copy
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,15 +22,16 @@ class Holder(nn.Module):
     def forward(self) -> None:
         """Names all that is in its state."""
         state: Any = self.state
-        if not state:
+        if state == 0:  # Never: its code alone counts.
             _ = state.a, state.b, state.c, state.z
 
 
 def drawn(chance: Random, depth: int) -> Any:
-    """A number, a container, or an object; all but numbers can be changed in place."""
-    kind = chance.choice(("list", "dict", "set", "object", "number")) if depth else "number"
+    """A number, None, a container, or an object."""
+    kinds = "list", "tuple", "dict", "set", "object", "number"
+    kind = chance.choice(kinds) if depth else "number"
     if kind == "number":
-        return chance.random()
+        return chance.choice((chance.random(), None))
     several = [drawn(chance, depth - 1) for _ in range(chance.randint(1, 3))]
     if kind == "object":
         made = Plain()
@@ -37,13 +39,16 @@ def drawn(chance: Random, depth: int) -> Any:
         return made
     if kind == "set":
         return {chance.randint(0, 9) for _ in several}
-    return several if kind == "list" else dict(zip("abc", several, strict=False))
+    if kind == "dict":
+        return dict(zip("abc", several, strict=False))
+    return several if kind == "list" else tuple(several)
 
 
 def parts_of(value: Any) -> list[Any]:
     """All that can be changed in place, by a walk of its own."""
     held = vars(value) if isinstance(value, Plain) else value
-    inner = held.values() if isinstance(held, dict) else held if isinstance(held, list) else ()
+    inner: Any = held.values() if isinstance(held, dict) else held
+    inner = inner if isinstance(held, dict | list | tuple) else ()
     is_part = isinstance(held, list | dict | set)
     return [held] * is_part + [part for each in inner for part in parts_of(each)]
 
@@ -53,7 +58,8 @@ def change(part: Any, chance: Random) -> None:
     if isinstance(part, set):
         chance.choice((part.clear, lambda: part.add(new)))()
     elif isinstance(part, dict):
-        chance.choice((part.clear, lambda: part.update(a=new, z=new)))()
+        less = partial(part.pop, next(iter(part), None), None)
+        chance.choice((part.clear, lambda: part.update(a=new, z=new), less))()
     else:
         chance.choice((part.clear, part.reverse, lambda: part.append(new)))()
 
@@ -63,8 +69,8 @@ def contents(value: Any) -> Any:
     if isinstance(value, Plain):
         return contents(vars(value))
     if isinstance(value, dict):
-        return {key: contents(each) for key, each in value.items()}
-    return [*map(contents, value)] if isinstance(value, list) else copy.copy(value)
+        return [(key, contents(each)) for key, each in value.items()]
+    return [*map(contents, value)] if isinstance(value, list | tuple) else copy.copy(value)
 
 
 @pytest.mark.parametrize("named", [False, True])
