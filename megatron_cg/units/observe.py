@@ -109,7 +109,7 @@ class Observer:
         self.steps = 0
         self._trained: set[str] = set()
         self._weights: dict[str, ref[nn.Parameter]] = {}
-        """The weights when the last observed step began; a sharding replaces its own."""
+        """The weights when the last observed step began; none if a sharding replaces its own."""
 
     def is_recent(self, *, first: bool) -> bool:
         """Whether the weights that need a gradient are those of the last observed step.
@@ -117,12 +117,9 @@ class Observer:
         What is shared between units depends on it, such as the cast of a weight. ``first`` asks
         whether they were replaced, too: who does so in each step learns it from the guard.
         """
-        is_same = not first or all(
-            one is self._weights.get(name, lambda: None)()
-            for name, one in self._parameters().items()
-            if isinstance(self._sharding, Unsharded)
-        )
-        return is_same and self._trained == self._trainable()
+        before, now = self._weights, self._parameters().items()
+        is_same = not before or all(n in before and before[n]() is one for n, one in now)
+        return (is_same or not first) and self._trained == self._trainable()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         pairs = self._units.items()
@@ -135,11 +132,11 @@ class Observer:
     def observe_step(self) -> Iterator[None]:
         """Observe every call inside the block; a step that raises is forgotten."""
         self._now = {}
-        self._weights = {name: ref(one) for name, one in self._parameters().items()}
         self._views.clear()
         moved, self.moved = self.moved, {}
         if isinstance(self._sharding, Unsharded):
             self._memory = {name: _memory_of(module) for name, module in self._units.items()}
+            self._weights = {name: ref(one) for name, one in self._parameters().items()}
         with ExitStack() as stack:
             stack.callback(self._sharding.observe_step(self._units.values()))
             stack.callback(self.sums.observe_step())

@@ -33,7 +33,7 @@ def test_programs_of_fixed_seeds_are_equal_or_refused_with_a_reason() -> None:
     tries = [outcome_of(seed) for seed in SEEDS]
     kinds = assert_none_fails({f"{one.seed}: {one}": outcome for one, outcome in tries})
     # Of 3,000 programs 61% are; so few of them vary.
-    assert kinds["equal"] >= 0.45 * len(SEEDS), kinds
+    assert kinds["equal"] >= 0.5 * len(SEEDS), kinds
 
 
 @pytest.fixture(scope="module")
