@@ -165,7 +165,7 @@ class ModuleUnit(Unit):
         before = attributes_of(self.graphed)
         gradients = self._counts()
         value = self._eager(*given[0], **given[1])
-        if gradients != self._counts():
+        if [(id(g), n) for g, n in gradients] != [(id(g), n) for g, n in self._counts()]:
             raise self.refused(
                 "runs a backward pass in its forward pass, which adds to gradients of weights",
                 "A replay would not add them. Call torch.autograd.grad and return the gradients.",
@@ -234,10 +234,10 @@ class ModuleUnit(Unit):
             if isinstance(one, torch.Tensor) and (one.requires_grad or kind is not UsedResult):
                 yield kind(one)
 
-    def _counts(self) -> list[tuple[int, int]]:
-        """Which gradients its weights have, and how often these were written."""
+    def _counts(self) -> list[tuple[torch.Tensor, int]]:
+        """The gradients that its weights have, and how often each was written."""
         grads = (weight.grad for weight in self.layer.parameters())
-        return [(id(grad), grad._version) for grad in grads if grad is not None]
+        return [(grad, grad._version) for grad in grads if grad is not None]
 
     def to_graph(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -96,8 +96,9 @@ class Observer:
         when returned."""
         self.written: set[str] = set()
         """The units whose callers write into such a result."""
-        self._given: Mapping[int, tuple[str, Any]] = {}
-        """By id, the names and the memory of the tensors of the call that runs now."""
+        self._given: Mapping[int, tuple[str, Any, torch.Tensor]] = {}
+        """By id, the names, the memory and the tensors of the call that runs now. They are
+        kept: its caller may drop one, or it is a compact copy, and a result could get its id."""
         self._held: Mapping[Any, torch.Tensor] = {}
         """The attributes before it."""
         self._follows: dict[str, set[str]] = {}
@@ -186,7 +187,7 @@ class Observer:
         form = CallSpec.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
         given = {**dict(zip(form.names, tensors, strict=False)), **by_name}
-        self._given = {id(tensor): (name_, key_of(tensor)) for name_, tensor in given.items()}
+        self._given = {id(one): (name_, key_of(one), one) for name_, one in given.items()}
         self._held = attributes_of(module.modules())
         if before_step := self._memory.get(name):
             now = _memory_of(module)
@@ -218,14 +219,16 @@ class Observer:
                 noted.append(self._noted(name, key, tensor, id(tensor) in used))
         self.sums.returned(name, noted)
         memory = {id_: key_of(tensor) for id_, tensor in made.items()}
-        counts = Counter([*(one for _, one in given.values()), *memory.values()])
+        counts = Counter([*(one for _, one, _ in given.values()), *memory.values()])
         shared = {id_: one for id_, one in memory.items() if one and counts[one] > 1}
         self._views += [(name, made[id_], version_of(made[id_])) for id_ in shared]
         call = self._now[name]
         for key, tensor in results:
             if (id_ := id(tensor)) in unwritten or id_ in shared:
                 call.unwritten[key] = id_ in shared or call.unwritten.get(key, False)
-        call.unwritten.update((one, True) for one, key in given.values() if key in shared.values())
+        call.unwritten.update(
+            (one, True) for one, key, _ in given.values() if key in shared.values()
+        )
         return outputs
 
     def _noted(self, name: str, key: Any, tensor: torch.Tensor, is_used: bool) -> Noted:

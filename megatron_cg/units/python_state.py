@@ -165,7 +165,7 @@ class PythonState:
 
     def entries(self) -> Iterator[Entry]:
         """The rows of the table: values and tensors that the code reads, at any depth."""
-        seen: set[int] = set()
+        seen: dict[int, Any] = {}
         for holder, key, what in self._roots():
             value = holder.get(key)
             if isinstance(value, nn.Parameter | nn.Module | ModuleType | property):
@@ -210,16 +210,18 @@ class PythonState:
             if not is_known(module, LIBRARIES):
                 found.append((type(module), type(module).__name__))
                 found += [(value, name) for name, value in vars(module).items()]
-        seen: set[int] = set()
+        seen: dict[int, Any] = {}  # By id; with the values, since no other may get an id.
         for value, what in found:
             for row in self._behind(value, what, seen):
                 yield row.holder, row.key, row.what
 
-    def _behind(self, value: Any, what: str, seen: set[int], depth: int = DEPTH) -> Iterator[Entry]:
+    def _behind(
+        self, value: Any, what: str, seen: dict[int, Any], depth: int = DEPTH
+    ) -> Iterator[Entry]:
         """What code reaches through functions, classes and modules, also inside of other values."""
         if not depth or id(value) in seen or is_plain(value):
             return
-        seen.add(id(value))
+        seen[id(value)] = value
         if isinstance(value, _lru_cache_wrapper):
             self._cached(value)
         rows, inner = list[Entry](), list[tuple[Any, str]]()
@@ -271,13 +273,13 @@ class PythonState:
             if callable(value) or hasattr(value, "__get__"):
                 yield value, name
 
-    def _inside(self, value: Any, what: str, seen: set[int]) -> Iterator[Entry]:
+    def _inside(self, value: Any, what: str, seen: dict[int, Any]) -> Iterator[Entry]:
         """The attributes of plain objects, such as a configuration, also in containers."""
         named = is_object(value)
         is_looked_at = named or isinstance(value, list | tuple | dict | partial | MethodType)
         if not is_looked_at or id(value) in seen or len(seen) > 999:
             return
-        seen.add(id(value))
+        seen[id(value)] = value
         of_transformers = any(k.__name__.lower() == "pretrainedconfig" for k in type(value).__mro__)
         written = _OF_CHECKPOINTS if of_transformers else ()
         for row in held_by(value, what):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from megatron_cg.errors import CaptureError, ConfigurationError, HookError
 from megatron_cg.replay.mismatch_policy import Counters
@@ -118,6 +119,29 @@ def test_units_may_run_under_different_autocast() -> None:
         return nn.ModuleList([UnderItsOwn(None), UnderItsOwn(torch.bfloat16)])
 
     assert_as_eager({"replayed": plain.REPLAYED, "mismatched": 0}, make, units="*.inner")
+
+
+class Expanded(Unit):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * mask
+
+
+def test_units_with_expanded_arguments_are_looked_at_as_others_are() -> None:
+    """A graph takes a compact copy of such an argument; no result is taken for that copy."""
+
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in run.model.children():
+                x = layer(x, torch.ones(1, plain.WIDTH).expand_as(x))
+                x = F.linear(x, layer.linear.weight)
+        return backward(x.float().square().mean())
+
+    plain.refused(
+        ConfigurationError,
+        "each of the units 0 to 19: a weight that torch.autocast has cast once",
+        lambda: nn.ModuleList(Expanded() for _ in range(20)),
+        microbatch,
+    )
 
 
 def test_an_engine_that_swaps_data_in_hooks_is_refused_by_unit() -> None:
