@@ -41,6 +41,8 @@ class Unit:
         self.collectives, self.inputs = collectives, inputs
         self.written: set[nn.Parameter] = set()
         """The frozen parameters that its passes write."""
+        self.nested = False
+        """Whether a backward pass inside its own adds to gradients of weights."""
 
     def entries(self) -> list[Entry]:
         """More rows for the table of what its graph depends on."""

@@ -40,12 +40,13 @@ from megatron_cg.backends.driver import StorageReference
 from megatron_cg.capture.observer import generators_read
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
-from megatron_cg.replay.borders import local, ranks_of_meshes
+from megatron_cg.replay.borders import in_backward_pass, local, ranks_of_meshes
 from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySet, Switches, Watched
 from megatron_cg.replay.plain import KNOWN, attribute, is_known
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
 from megatron_cg.units.python_state import Change, PythonState, tensor_hooks_observed
+from megatron_cg.units.sums import RUN_BACKWARD
 from megatron_cg.upstream.patch import instances, nothing_frozen, replace_function
 
 _MARK = 0x5EED_CA97
@@ -241,6 +242,9 @@ class CodeObserver:
                 stack.enter_context(seeds_refused(self._unit, self._device_type, state.values()))
                 self._of_hooks.clear()
                 stack.enter_context(tensor_hooks_observed(state, self._of_hooks.append))
+            else:
+                run = partial(self._run_backward, RUN_BACKWARD.find())
+                stack.callback(replace_function(*RUN_BACKWARD.place(), run))
             self._operations.notes_reads = forward
             stack.enter_context(self._operations)
             state.begin()
@@ -255,6 +259,11 @@ class CodeObserver:
             self._changes, self._of_backward = changes, []
         else:
             self._of_backward = [c for c in changes if not isinstance(c.after, torch.Tensor)]
+
+    def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the unit's backward pass, or one inside it."""
+        self._unit.nested |= in_backward_pass() and bool(kwargs.get("accumulate_grad"))
+        return run(*args, **kwargs)
 
     def conclude(self) -> None:
         """The warmup is over: refuse what has no row, and make the rows."""

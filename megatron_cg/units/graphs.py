@@ -360,12 +360,11 @@ class GraphedUnits:
         pairs = zip(units, samples, strict=True)
         names = {unit.name: [*unit.inputs, *named] for unit, (_, named) in pairs}
         found = session.mismatches.mismatched_in_backward
-        by_name = {unit.name: unit for unit in units}
         later = Later(
             self._observer.sums.seen,
             names,
             graphs[0].in_flight.nodes,
-            lambda unit: by_name[unit].watched,
+            {unit.name: unit for unit in units},
             found,
         )
         session.on_close(later.observe())

@@ -38,7 +38,8 @@ from megatron_cg.units.observe import (
     results_of,
     tensors_of,
 )
-from megatron_cg.units.sums import Autocast, ReadOnly, UsedResult
+from megatron_cg.units.sums import Autocast
+from megatron_cg.units.used_results import ReadOnly, UsedResult
 from megatron_cg.upstream.patch import combine_undos, replace_function
 
 

@@ -41,8 +41,9 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.units.call import CallSpec, in_parts
 from megatron_cg.units.code_observer import key_of
 from megatron_cg.units.layouts import GradStrides, Layout
-from megatron_cg.units.sums import Autocast, Noted, Sums, autocast_now
+from megatron_cg.units.sums import Autocast, Sums, autocast_now
 from megatron_cg.units.unsharded import Unsharded
+from megatron_cg.units.used_results import Noted
 from megatron_cg.upstream.patch import add_observer
 from megatron_cg.upstream.symbols import Symbol
 

@@ -39,46 +39,46 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize, ref
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_cg.capture.observer import version_of
 from megatron_cg.replay.borders import (
     PassedOn,
     in_backward_pass,
-    laid_out,
-    local,
-    same_placements,
-    spec_of,
 )
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.units.used_results import (
+    READ,
+    WRITTEN,
+    Note,
+    Noted,
+    ObservedResult,
+    ReadOnly,
+    UsedResult,
+)
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
-_RUN = Symbol("torch.autograd:_engine_run_backward", "what every backward pass from Python calls")
+RUN_BACKWARD = Symbol(
+    "torch.autograd:_engine_run_backward", "what every backward pass from Python calls"
+)
 _NUMBER = Symbol("torch.autograd:_get_sequence_nr", "the number of the next node of this thread")
 _HOOKED = Symbol("torch.nn.modules._functions:BackwardHookFunction", "what a backward hook inserts")
-RELIES_ON = (_RUN, _NUMBER, _HOOKED)
+RELIES_ON = (RUN_BACKWARD, _NUMBER, _HOOKED)
 _Edge = tuple[Any, int]
-Note = Callable[[torch.Tensor | None], None]
 Autocast = dict[str, Any]
 """The arguments of a ``torch.autocast``."""
 _DEVICES = ("cpu", "cuda")
 _INPUTS = 3  # Where a backward pass gets the tensors whose gradients it returns.
 _CAUSE = "Autograd sums the gradients of all uses one by one, and a graph its own first. "
-_READ = (
-    "a result that it also uses itself, whose gradient is read or hooked outside",
-    "read the gradient of a view that the loss uses instead (y = y.view_as(y) outside of the unit)",
-)
-_WRITTEN = (
-    "a result that is a view of a tensor that it also uses itself, or of a part of one, and that "
-    "is written outside",
-    "write into a copy (y = y.clone() outside of the unit)",
-)
 _MEMORY = "Results of a replay share no memory with its arguments or, for autograd, with others. "
+_PART = (
+    "those of some tensors alone (torch.autograd.grad, or inputs= of backward)",
+    "call loss.backward(), or let the pass inside return its gradients (torch.autograd.grad)",
+)
 _CAST = (
     "a weight that torch.autocast has cast once, for uses inside and outside",
     "enter torch.autocast with cache_enabled=False, which casts it for each use",
@@ -128,23 +128,13 @@ class _Call:
         return inside
 
 
-@dataclass(frozen=True)
-class Noted:
-    """A result of a unit, and who notes its gradient."""
-
-    tensor: torch.Tensor
-    notes: Sequence[Note]
-    from_outside: Sequence[Note] = ()
-    """If the unit uses it itself: who notes the gradient from uses outside alone."""
-
-
 class Sums:
     """Looks at backward passes of steps: sums across borders of units and, if some vary, inside."""
 
     def __init__(self, varies: bool) -> None:
         self._varies = varies
         self._calls: list[_Call] = []
-        self._used: dict[_Edge, _ObservedResult] = {}
+        self._used: dict[_Edge, ObservedResult] = {}
         self.shared: dict[str, tuple[str, str]] = {}
         """By unit: what is summed across its border, and what to do, in words."""
         self.seen: dict[str, _Call] = {}
@@ -158,7 +148,7 @@ class Sums:
 
     def observe_step(self) -> Undo:
         """Look at every backward pass until the returned function is called."""
-        original = _RUN.find()
+        original = RUN_BACKWARD.find()
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
             around, self._number = self._number, next(self._numbers)
@@ -167,7 +157,7 @@ class Sums:
                 stack.callback(combine_undos(self._look(roots, args[0], args[_INPUTS] or ())))
                 return original(roots, *args, **kwargs)
 
-        return combine_undos((self._forget, replace_function(*_RUN.place(), run)))
+        return combine_undos((self._forget, replace_function(*RUN_BACKWARD.place(), run)))
 
     def _forget(self) -> None:
         """Keep no node of autograd, and so nothing that it keeps, behind a step."""
@@ -213,7 +203,7 @@ class Sums:
             edge = _edge(one.tensor)
             notes = one.notes
             if one.from_outside:
-                used = self._used[edge] = _ObservedResult(unit, one, _NUMBER.find()())
+                used = self._used[edge] = ObservedResult(unit, one, _NUMBER.find()())
                 notes = [*notes, used.end]
             edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], notes))
             if _is_view(one.tensor) and (base := _edge(one.tensor._base)) in bases:  # type: ignore[arg-type]
@@ -244,7 +234,7 @@ class Sums:
         asked = {*_edges(inputs)}
         for edge, one in self._used.items():
             if edge in asked or one.is_found():
-                self.shared.setdefault(one.unit, _READ)
+                self.shared.setdefault(one.unit, READ)
         if self._calls:
             self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
         users = _users(roots)
@@ -265,97 +255,10 @@ class Sums:
         self._used = dict(kept)
 
 
-class ReadOnly:
-    """A result or an argument of a replay that nobody may write into."""
-
-    found = _WRITTEN
-
-    def __init__(self, tensor: torch.Tensor, *, shares: bool) -> None:
-        self.shares = shares
-        """Whether an argument or another result has its memory, until the step is over."""
-        # They count the writes of the tensor, which may be gone before the backward pass, and have
-        # no memory. A write into a DTensor is one into it alone, or into its local tensor alone.
-        self._aliases: list[Any] = [tensor.detach()]
-        if spec_of(tensor) is not None:
-            own: Any = tensor._local_tensor  # type: ignore[attr-defined]
-            self._aliases[0]._local_tensor = own.new_empty(0)
-            self._aliases.append(own.detach())
-        self._aliases[-1].data = self._aliases[-1].new_empty(0)
-        self._versions = [*map(version_of, self._aliases)]
-
-    def is_found(self) -> bool:
-        """Whether it was written into."""
-        return [*map(version_of, self._aliases)] != self._versions
-
-
-class UsedResult:
-    """A result that a unit uses itself, whose gradient may be read outside."""
-
-    found, shares = _READ, False
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # No node: whether one lives says whether a pass still waits for its backward.
-        self._tensor = ref(tensor)
-        tensor.register_hook(lambda _: None).remove()
-        self._hooks: Mapping[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
-        """Those of its value now; torch gives a tensor that autograd writes to new ones."""
-        self._own = set(self._hooks)
-
-    def is_found(self) -> bool:
-        """Whether the gradient is read or hooked outside."""
-        tensor = self._tensor()
-        is_same = tensor is not None and tensor._backward_hooks is self._hooks
-        if is_same and tensor.retains_grad:  # type: ignore[union-attr]
-            return True
-        # FSDP2 has hooks on all that its modules return, and reads no gradient there.
-        hooks = [hook for key, hook in self._hooks.items() if key not in self._own]
-        return any("torch.distributed" not in str(hook) for hook in hooks)
-
-
-class _ObservedResult(UsedResult):
-    """And its gradient from uses outside, in the steps before capture."""
-
-    def __init__(self, unit: str, noted: Noted, last: int) -> None:
-        super().__init__(noted.tensor)
-        self.unit, self._notes, self._last = unit, noted.from_outside, last
-        self._sum: tuple[torch.Tensor, Any] | None = None
-        """Like the gradient so far, without memory, and its spec."""
-
-    @property
-    def is_alive(self) -> bool:
-        return self._tensor() is not None
-
-    def observe(self, edge: _Edge, users: Iterable[Any]) -> Iterator[Undo]:
-        """Add up what uses outside of the unit pass on, until this is undone."""
-        if not in_backward_pass():
-            self._sum = None  # A pass may have ended before it came to this result.
-        for node in {node for node in users if node._sequence_nr() >= self._last}:
-            numbers = [i for i, one in enumerate(node.next_functions) if one == edge]
-
-            def add(gradients: Sequence[Any], _: Any, numbers: Sequence[int] = numbers) -> None:
-                for number in numbers:
-                    self.add(gradients[number])
-
-            yield node.register_hook(add).remove
-
-    def add(self, gradient: torch.Tensor | None) -> None:
-        """Add a gradient in the order of autograd, as far as its layout goes."""
-        if gradient is None:
-            return
-        own, spec = local(gradient), spec_of(gradient)
-        like = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
-        if self._sum is not None and same_placements(spec, self._sum[1]):
-            like = self._sum[0] + like
-        elif self._sum is not None:  # Autograd converts one of them: it varies.
-            self.end()
-        self._sum = like, spec
-
-    def end(self, _: object = None) -> None:
-        """The sum is complete."""
-        made = None if self._sum is None else laid_out(*self._sum)
-        self._sum = None
-        for note in self._notes:
-            note(made)
+class _Watched(Protocol):
+    watched: list[ReadOnly | UsedResult]
+    """Results that its callers may not use in each way."""
+    nested: bool
 
 
 class Later:
@@ -363,8 +266,7 @@ class Later:
 
     It looks at all nodes of autograd, so only if there are others between the replays, or behind
     the last ones, and in each twentieth pass. ``inputs`` are those of each unit's graph, in its
-    order; ``waiting`` returns the nodes of replays by unit, and ``watched`` the results of a unit
-    that its callers may not use in each way.
+    order; ``waiting`` returns the nodes of replays by unit.
     """
 
     def __init__(
@@ -372,17 +274,17 @@ class Later:
         seen: Mapping[str, _Call],
         inputs: Mapping[str, Sequence[str]],
         waiting: Callable[[], Mapping[str, Any]],
-        watched: Callable[[str], list[ReadOnly | UsedResult]],
+        units: Mapping[str, _Watched],
         found: Callable[[Mismatch, str], None],
     ) -> None:
         self._seen, self._inputs, self._waiting, self._found = seen, inputs, waiting, found
-        self._watched = watched
+        self._units = units
         self._last = self._own = self._passes = 0
         self._fine: set[tuple[Any, ...]] = set()
 
     def observe(self) -> Undo:
         """Look at backward passes until the returned function is called, or the model is freed."""
-        original, number, here = _RUN.find(), _NUMBER.find(), ref(self)
+        original, number, here = RUN_BACKWARD.find(), _NUMBER.find(), ref(self)
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
             later = here()  # torch's function must not keep a model that is dropped
@@ -393,7 +295,7 @@ class Later:
             finally:
                 later._last, later._own = number(), PassedOn.made
 
-        self._undo = finalize(self, replace_function(*_RUN.place(), run))
+        self._undo = finalize(self, replace_function(*RUN_BACKWARD.place(), run))
         self._undo.atexit = False
         return self._stop
 
@@ -404,9 +306,9 @@ class Later:
         """Look for writes of a step whose passes had no backward pass, or have none any more."""
         waiting = self._waiting()
         for unit in self._inputs.keys() - waiting.keys():
-            watched = self._watched(unit)
+            watched = self._units[unit].watched
             if any(one.shares and one.is_found() for one in watched):
-                self._refuse(_WRITTEN, unit)
+                self._refuse(WRITTEN, unit)
             watched.clear()
 
     def _begun(self, roots: Any, inputs: Sequence[Any], number: int) -> bool:
@@ -424,11 +326,14 @@ class Later:
                 node = node.next_functions[0][0]
             unit = replays.get(node, "")
             if unit in self._seen and self._seen[unit].uses_results:
-                self._refuse(_READ, unit)
+                self._refuse(READ, unit)
         for unit in replays.values():
-            for one in self._watched(unit):
+            for one in self._units[unit].watched:
                 if one.is_found():
                     self._refuse(one.found, unit)
+        nested = inputs and {node for node, unit in replays.items() if self._units[unit].nested}
+        if nested and (found := nested.intersection(node for node, _ in _users(roots))):
+            self._refuse(_PART, replays[found.pop()])
         self._passes += 1
         if key not in self._fine or self._passes % 20 == 0:
             self._look(_users(roots), replays)
@@ -458,7 +363,10 @@ class Later:
     def _refuse(self, found: tuple[str, str], unit: str) -> None:
         what, remedy = found
         subject, cause = "what is summed with gradients from outside", _CAUSE
-        if found is _WRITTEN:
+        if found is _PART:
+            subject = "which gradients a backward pass computes"
+            cause = "A pass inside its own adds to gradients of weights, and no replay does. "
+        if found is WRITTEN:
             subject, cause = "what is done with its results and arguments outside", _MEMORY
             what = "a write into memory that they share with each other or with its own tensors"
         cause = f"{cause}From the first step on, {remedy}. Or leave the unit out of units."
@@ -513,7 +421,7 @@ def _crossing(
         if edge in call.bases and others:
             if call.bases[edge]:
                 continue
-            return _WRITTEN
+            return WRITTEN
         leaf: Any = getattr(edge[0], "variable", None)
         key, returned = names.get(edge, leaf), edge in call.outputs and edge not in names
         unhooked = _unhooked(edge, users, inside)

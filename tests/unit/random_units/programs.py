@@ -217,6 +217,7 @@ ENDS = {
     _one("plain", "result kept", at=3): "equal",
     Program(1, (("tuple",),), (*_KEPT, (6, "result's gradient taken", 0))): f"{_LATER}a result",
     # A graph has one backward pass, and no second derivative.
+    _one("nested backward", "hidden gradient kept"): "which gradients a backward pass computes",
     _one("backward inside"): "runs a backward pass in its forward pass",
     _one("plain", "two backward passes", at=1): "unit-backward-again",
     _one("plain", "two backward passes"): "or a second time",
