@@ -33,7 +33,7 @@ def main() -> int:
 
 def summary(found: list[Outcome]) -> int:
     kinds = Counter(one.kind for one in found)
-    for kind in ("equal", "refused", "different", "hanging", "crashed"):
+    for kind in ("equal", "refused", "not eager", "different", "hanging", "crashed"):
         print(f"{kinds[kind]:6} {'captured and ' * (kind == 'equal')}{kind}")
         reasons = Counter(one.reason for one in found if one.kind == kind)
         for reason, count in reasons.most_common() if kind == "refused" else ():

@@ -104,7 +104,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice((2, 2, 3)),
         chance.choice((0, 0, 0, 1, 2)),
         chance.choice((0, 0, 0, 1, 2)),
-        chance.random() < 0.3,
+        chance.random() < 0.5,
         chance.choice((0, 0, 1, 2)),
     )
 

@@ -27,7 +27,7 @@ def _work(given: list[int | Program], sent: Connection) -> None:
     with Path(os.devnull).open("w") as unread, redirect_stdout(unread):  # of captures
         for one in given:
             faulthandler.dump_traceback_later(LIMIT, exit=True)
-            sent.send((one, *outcome_of(one)))
+            sent.send((one, *outcome_of(one, sent.send)))
 
 
 def outcomes(
@@ -36,6 +36,8 @@ def outcomes(
     """Seed, program and outcome of all, of so many processes; a dead one is replaced."""
     context = multiprocessing.get_context("spawn")
     running: dict[Any, tuple[Any, list[int | Program]]] = {}
+    graphed: dict[Any, Program] = {}
+    """By pipe, the program whose eager training is over."""
 
     def start(left: list[int | Program]) -> None:
         mine, theirs = context.Pipe(duplex=False)
@@ -51,15 +53,21 @@ def outcomes(
         for pipe in wait([*running]):
             worker, left = running[pipe]
             try:
-                yield pipe.recv()
+                received = pipe.recv()
+                if isinstance(received, Program):
+                    graphed[pipe] = received
+                    continue
+                yield received
                 del left[0]
+                graphed.pop(pipe, None)
             except EOFError:
                 del running[pipe]
                 worker.join()
                 if left:
                     kind = "hanging" if worker.exitcode == 1 else "crashed"
-                    ended = Outcome(kind, f"its process ended with {worker.exitcode}")
                     one = left[0]
-                    yield one, one if isinstance(one, Program) else draw(one), ended
+                    program = graphed.get(pipe) or (one if isinstance(one, Program) else draw(one))
+                    kind = kind if pipe in graphed else "not eager"  # torch's fault
+                    yield one, program, Outcome(kind, f"its process ended with {worker.exitcode}")
                 if left[1:]:
                     start(left[1:])

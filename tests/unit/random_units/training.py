@@ -343,13 +343,16 @@ def _refusal(error: MegatronCGError, where: str) -> Outcome:
     return Outcome("refused", f"{where}{type(error).__name__}: {text[:100]}")
 
 
-def outcome_of(given: int | Program) -> tuple[Program, Outcome]:
+def outcome_of(
+    given: int | Program, eager_done: Callable[[Program], object] = lambda _: None
+) -> tuple[Program, Outcome]:
     """How a program ends, or the first one of a seed that trains eagerly with one result."""
     drawn = [given] if isinstance(given, Program) else (draw(given, one) for one in range(50))
     for program in drawn:
         expected = eager_trace(program)
         if expected is None:
             continue
+        eager_done(program)
         outcome = tried(program, expected)
         # Only a failure asks whether eager training gives the same a second time.
         if not outcome.fails or eager_trace(program) == expected:
