@@ -21,7 +21,6 @@ Range = Literal[
     "eager pass",
     "vote",
     "bucket gradients",
-    "clip gradients",
     "main gradients",
 ]
 """What a range covers. The backward pass of a replay is a node of autograd, which has its own."""

@@ -213,7 +213,6 @@ def install(
         add("main-gradients", lambda: step.install_main_gradients(fsdp, scratch), attaching)
         add("main-weights", lambda: step.install_main_weights(fsdp), installing)
         if optimizers:
-            add("clipping", lambda: step.install_clip(optimizers), step.REPLACES_CLIPPING)
             add("optimizer", lambda: step.install_adam(optimizers), step.REPLACES_STEP)
             reading = host_reads.REPLACES
             add("host-reads", lambda: host_reads.install_host_reads(optimizers), reading)

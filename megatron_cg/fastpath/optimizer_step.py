@@ -1,10 +1,10 @@
-"""What the optimizer reads and writes: main gradients and weights, clipping, and FusedAdam's step.
+"""What the optimizer reads and writes: main gradients and weights, and FusedAdam's step.
 
 The host takes longer for it than the GPU: it walks over the parameters several times, reads
 attributes that do not change, and makes a new DTensor for each access to data. Here main gradients
-and weights are attached and copied from a table, and the same kernels clip and step on the same
-lists of local tensors. Tensors, kernels and numbers are looked up in each call, so the next one
-sees a loaded checkpoint, a new gradient or a replaced moment.
+and weights are attached and copied from a table, and the same kernel steps on the same lists of
+local tensors. Tensors, kernels and numbers are looked up in each call, so the next one sees a
+loaded checkpoint, a new gradient or a replaced moment.
 
 Note [From a table]
     Megatron-FSDP computes in every step which slice of which buffer belongs to which parameter.
@@ -27,16 +27,6 @@ Note [What TE's applier does]
     ``multi_tensor_applier`` (transformer-engine 2.20.2) takes the local tensor of each DTensor,
     drops the entries where the first list's tensor has no elements, adds the chunk size, and calls
     the kernel if any entry is left. It does this tensor by tensor, in Python.
-
-Note [Which gradients count]
-    The norm excludes a shared weight, and a weight that other ranks have as well. Megatron's own
-    function decides this from the parameter's attributes, whether or not it has a gradient in this
-    step. It is called once for the parameters that the optimizer has.
-
-Note [Ranks may differ]
-    Megatron's clipping and this one issue the same collectives, so some ranks may take the shorter
-    way and others not. Parameters may be clipped separately, by a norm of their own. Their rank
-    leaves clipping to Megatron. The others take part in that norm, by Megatron's own function.
 """
 
 import logging
@@ -44,11 +34,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
 from operator import is_
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
@@ -72,41 +60,11 @@ REPLACES_INSTALLING = fsdp_function(
     f"ParamAndGradBuffer.{_INSTALL}", "what copies main weights", fingerprints=("64c2878b6e09f195",)
 )
 _PLAIN = {torch.Tensor, nn.Parameter}
-_CLIP, _MODULE = "clip_grad_norm", "megatron.core.optimizer.optimizer"
-_KERNELS = "megatron.core.optimizer.clip_grads"
-_PRECISION = ("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8")
-_METHODS = {
-    _CLIP: "5b555005885178d7",
-    "get_grads_for_grad_norm": "85f50b4bbe342e75",
-    "_filter_grads_for_norm": "cea6e5b8e038f583",
-    "_compute_grad_norms_by_group": "9313eb31f4623e55",
-    "has_grad_norm_group": "ec8c4b5ded202ff1",
-}
-"""The methods of an optimizer that clip, with the fingerprint of each."""
 
 
 def _symbol(path: str, expected: str, *has: str, body: str = "") -> Symbol:
     return Symbol(path, expected, attributes=has, fingerprints=(body,) if body else ())
 
-
-_OPTIMIZER = _symbol(
-    f"{_MODULE}:MegatronOptimizer",
-    "the optimizer",
-    *("config", "grad_norms_by_group", "get_parameters", "get_grad_stats_parallel_group"),
-)
-_GROUP = _symbol(f"{_MODULE}:GRAD_NORM_GROUP_ATTR", "how a parameter is marked for a norm apart")
-_CLIP_APPLIER, _NORM, _SCALE = (
-    _symbol(f"{_KERNELS}:{name}", "the norm's and the scaling's kernels, and what runs them")
-    for name in ("multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_tensor_impl")
-)
-REPLACES_CLIPPING = (
-    *(
-        _symbol(f"{_OPTIMIZER.path}.{name}", "what clips gradients", body=body)
-        for name, body in _METHODS.items()
-    ),
-    _symbol(f"{_KERNELS}:get_grad_norm_fp32", "the norm", body="b0a60a12290590e0"),
-    _symbol(f"{_KERNELS}:clip_grad_by_total_norm_fp32", "the scaling", body="5649d79e2c3dcbe6"),
-)
 
 _OPTIMIZERS = "transformer_engine.pytorch.optimizers"
 _FUSED = f"{_OPTIMIZERS}.fused_adam"
@@ -131,12 +89,6 @@ RELIES_ON = (
     *fsdp_class("ParamAndGradBuffer", "parameter_groups", "param_to_param_group"),
     *fsdp_class("DataParallelBuffer", "data", "get_item", "param_idx", "dtype"),
     *fsdp_class("DataParallelBuffer", "is_data_distributed"),
-    *(*REPLACES_CLIPPING, _OPTIMIZER, _GROUP, _CLIP_APPLIER, _NORM, _SCALE),
-    _symbol(
-        "megatron.core.optimizer.optimizer_config:OptimizerConfig",
-        "the optimizer's options",
-        *("clip_grad", *_PRECISION),
-    ),
     *(*REPLACES_STEP, _ADAM, _APPLIER, _APPLIES, _AT_MOST),
 )
 
@@ -303,115 +255,6 @@ def _cut(group: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def _are_plain(tensors: Sequence[Any]) -> bool:
     return set(map(type, tensors)) <= _PLAIN and {t.dtype for t in tensors} <= {torch.float32}
-
-
-def install_clip(optimizers: Iterable[Any]) -> Undo:
-    """Shorten ``clip_grad_norm`` of the optimizers that are Megatron's; returns the undo.
-
-    Raises NotApplicableError if none of them clips in the way that this replaces.
-    """
-    if _MODULE not in sys.modules:
-        raise NotApplicableError("no optimizer is Megatron's")
-    whys = {optimizer: _why_not(optimizer) for optimizer in optimizers}
-    mine = [optimizer for optimizer, why in whys.items() if why is None]
-    if not mine:
-        raise NotApplicableError(next(filter(None, whys.values()), "there is no optimizer"))
-    return combine_undos(
-        replace_function(optimizer, _CLIP, LocalClip(optimizer)) for optimizer in mine
-    )
-
-
-def _why_not(optimizer: Any) -> str | None:
-    megatrons = _OPTIMIZER.find()
-    if not isinstance(optimizer, megatrons):
-        return "the optimizer is not Megatron's"
-    if hasattr(optimizer, "chained_optimizers"):
-        # Megatron chains optimizers if a rank has several model chunks.
-        return "optimizers are chained, and the chain clips gradients itself"
-    for name in _METHODS:
-        inherited = getattr(type(optimizer), name) is getattr(megatrons, name)
-        if name in vars(optimizer) or not inherited:
-            return f"the optimizer has a {name} of its own"
-    if any(getattr(optimizer.config, name) for name in _PRECISION):
-        return "the precision-aware optimizer has gradients of another kind"
-    if _SCALE.find() is None or not hasattr(_CLIP_APPLIER.find(), "chunk_size"):
-        return "Transformer Engine is not installed, and gradients are scaled one by one"
-    return None
-
-
-def _counting(optimizer: Any, parameters: Sequence[Any]) -> list[bool]:
-    """See Note [Which gradients count]; empty if gradients must be clipped by Megatron's function.
-
-    Megatron's filter gets places instead of gradients.
-    """
-    group = _GROUP.find()
-    for parameter in parameters:
-        is_apart = getattr(parameter, group, None) is not None
-        if is_apart or not getattr(parameter, "__fsdp_param__", False):
-            return []
-    stand_ins = [
-        SimpleNamespace(**{**vars(parameter), "grad": SimpleNamespace(_local_tensor=place)})
-        for place, parameter in enumerate(parameters)
-    ]
-    counting = frozenset(optimizer._filter_grads_for_norm(stand_ins))
-    return [place in counting for place in range(len(parameters))]
-
-
-class LocalClip:
-    """Replaces ``MegatronOptimizer.clip_grad_norm``."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._original = optimizer, optimizer.clip_grad_norm
-        self._parameters: list[Any] = []
-        self._counts: list[bool] = []
-        self.calls = 0
-        """Number of calls that were not Megatron's own."""
-
-    @in_range("clip gradients")
-    def __call__(self, clip_grad: float) -> Any:
-        """Scale the gradients down if their norm is above ``clip_grad``; returns the norm."""
-        parameters, known = self._optimizer.get_parameters(), self._parameters
-        if len(parameters) != len(known) or not all(map(is_, parameters, known)):
-            self._parameters = parameters
-            self._counts = _counting(self._optimizer, parameters)
-        counted, scaled = self._gradients()
-        chunk_size = getattr(_CLIP_APPLIER.find(), "chunk_size", None)
-        if not counted or chunk_size is None or not clip_grad > 0.0:
-            return self._original(clip_grad)
-        self.calls += 1
-        with torch.no_grad():
-            return self._clip(clip_grad, chunk_size, counted, scaled)
-
-    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Those of the norm, and those to scale; none if Megatron's own function must run."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        given = [gradient is not None for gradient in gradients]
-        if not self._counts:
-            return [], []
-        local = [gradient._local_tensor for gradient in compress(gradients, given)]
-        if not _are_plain(local):
-            return [], []
-        sizes = list(map(torch.Tensor.numel, local))
-        scaled = list(compress(local, sizes))
-        return list(compress(scaled, compress(compress(self._counts, given), sizes))), scaled
-
-    def _clip(
-        self,
-        clip_grad: float,
-        chunk_size: int,
-        counted: list[torch.Tensor],
-        scaled: list[torch.Tensor],
-    ) -> torch.Tensor:
-        flag_of_norm, flag_of_scale = torch.zeros(2, dtype=torch.int, device="cuda").split(1)
-        root, _ = _NORM.find()(chunk_size, flag_of_norm, [counted], False)
-        total: torch.Tensor = root**2.0
-        group = self._optimizer.get_grad_stats_parallel_group()
-        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-        norm = total.pow(1.0 / 2.0)
-        self._optimizer._compute_grad_norms_by_group()
-        factor = (clip_grad / (norm + 1.0e-6)).clamp_max_(1.0)
-        _SCALE.find()(chunk_size, flag_of_scale, [scaled, scaled], factor)
-        return norm
 
 
 def install_adam(optimizers: Iterable[Any]) -> Undo:
