@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.fastpath import bucketing, gather, host_reads, optimizer_step
+from megatron_cg.fastpath import bucketing, gather, optimizer_step
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import (
     DetachedWeights,
@@ -214,8 +214,6 @@ def install(
         add("main-weights", lambda: step.install_main_weights(fsdp), installing)
         if optimizers:
             add("optimizer", lambda: step.install_adam(optimizers), step.REPLACES_STEP)
-            reading = host_reads.REPLACES
-            add("host-reads", lambda: host_reads.install_host_reads(optimizers), reading)
     return path
 
 

@@ -11,8 +11,7 @@ begins. ``train_step`` returns eight values: the first is the loss dictionary, t
 losses.
 
 The recorder reads values after the step returns, so it cannot change what it records.
-A step's time ends when its losses are read, which waits for the optimizer. ``train_step`` waits for
-the gradient norm, which may be there before (``fastpath/host_reads.py``).
+A step's time ends when its losses are read, which waits for the optimizer.
 Python writes a float with as many digits as it takes to read the same bits back; a float holds any
 value of a smaller type.
 """

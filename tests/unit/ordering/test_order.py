@@ -21,8 +21,7 @@ pytest.importorskip("megatron_fsdp")
 
 RANKS = {name: ranks for ranks, runs in RUNS.items() for name in runs}
 FAST_PATH = Path(megatron_cg.__file__).parent / "fastpath"
-FILES = [file for file in sorted(FAST_PATH.rglob("*.py")) if file.stem != "host_reads"]
-"""What the host reads is ordered in ``test_host_reads.py``: no run here has Megatron's loop."""
+FILES = sorted(FAST_PATH.rglob("*.py"))
 PLACES = {place: text for file in FILES for place, text in ordering_places(file)}
 """What orders anything on the fast path."""
 
