@@ -140,11 +140,22 @@ def _changeable(value: Any, depth: int) -> Iterator[Any]:
 
 
 def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
-    """Whether a module, a class, or the class of an object, is of one of ``packages``."""
+    """Whether a module, a class, or the class of an object, is of one of ``packages``.
+
+    FSDP2 and ``torch.nn.utils.parametrize`` make a class of torch's from each class of a user: who
+    makes a class at run time has not written its bases.
+    """
     if isinstance(owner, ModuleType):
         return owner.__name__.partition(".")[0] in packages
     kind = owner if isinstance(owner, type) else type(owner)
-    return (kind.__module__ or "").partition(".")[0] in packages
+    if _package(kind) not in packages:
+        return False
+    named = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
+    return named is kind or all(_package(base) in LIBRARIES for base in kind.__mro__)
+
+
+def _package(kind: type) -> str:
+    return (kind.__module__ or "").partition(".")[0]
 
 
 def attribute(owner: str, name: str) -> str:

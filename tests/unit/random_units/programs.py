@@ -217,6 +217,8 @@ ENDS = {
     _one("plain", "result kept", at=3): "equal",
     Program(1, (("tuple",),), (*_KEPT, (6, "result's gradient taken", 0))): f"{_LATER}a result",
     # A graph has one backward pass, and no second derivative.
+    # FSDP2 makes a class of torch's from a unit's, whose code is observed as before.
+    _one("local class read", "class in a class", sharding="fsdp"): "equal",
     _one("nested backward", "hidden gradient kept"): "which gradients a backward pass computes",
     _one("backward inside"): "runs a backward pass in its forward pass",
     _one("plain", "two backward passes", at=1): "unit-backward-again",
