@@ -5,7 +5,6 @@ Under torchrun on GPUs; by itself (two processes, tapes) without GPU and TE. --e
 
 import os
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,12 +18,13 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-from megatron_cg import GraphedLayers
+import megatron_cg
 from megatron_cg.tape.launch import run_processes
 
 GPU = torch.cuda.is_available()
-SEQUENCE, BATCH, MICROBATCHES, STEPS = 64, 2, 2, 8
+SEQUENCE, BATCH, MICROBATCHES, STEPS, WARMUP = 64, 2, 2, 8, 3
 
 
 def build() -> tuple[Any, Any]:
@@ -33,7 +33,6 @@ def build() -> tuple[Any, Any]:
         num_layers=4, hidden_size=128, num_attention_heads=4, add_bias_linear=False, bf16=True,
         params_dtype=torch.bfloat16, calculate_per_token_loss=True, use_te_rng_tracker=GPU,
         gradient_accumulation_fusion=False, persist_layer_norm=False,
-        # What is captured, after three steps (cuda_graph_warmup_steps).
         cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn", "mlp"],
     )  # fmt: skip
     config.finalize_model_grads_func = finalize_model_grads
@@ -71,21 +70,24 @@ def train() -> None:
     model, optimizer = build()
     shape: Any = {"seq_length": SEQUENCE, "micro_batch_size": BATCH}
     text = torch.randint(256, (world, STEPS * MICROBATCHES, BATCH, SEQUENCE + 1))[rank].cuda()
-    data, graphs = iter(text), None
+    data, helper = iter(text), None
     if "--eager" not in sys.argv:
-        graphs = GraphedLayers(model, optimizer, **shape, backend="te" if GPU else "tape")
-    with graphs or nullcontext():
-        for step in range(STEPS):
-            with graphs.step() if graphs else nullcontext():
-                model.zero_grad_buffer()
-                optimizer.zero_grad()
-                losses = get_forward_backward_func()(
-                    forward_step_func=forward_step, data_iterator=data, model=[model],
-                    num_microbatches=MICROBATCHES, **shape,
-                )  # fmt: skip
-                optimizer.step()
-            if rank == 0:
-                print(f"step {step} losses {[float(item['loss']) for item in losses]}", flush=True)
+        megatron_cg.enable(backend="te" if GPU else "tape")
+        helper = TECudaGraphHelper([model], model.config, **shape, optimizers=[optimizer])
+    for step in range(STEPS):
+        if helper and step == WARMUP:
+            helper.create_cudagraphs()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=data, model=[model],
+            num_microbatches=MICROBATCHES, **shape,
+        )  # fmt: skip
+        optimizer.step()  # A step ends here.
+        if rank == 0:
+            print(f"step {step} losses {[float(item['loss']) for item in losses]}", flush=True)
+    if helper:
+        helper.delete_cuda_graphs()
 
 
 if __name__ == "__main__":

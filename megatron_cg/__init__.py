@@ -2,9 +2,10 @@
 
 ``torchrun ... -m megatron_cg pretrain_gpt.py ...`` runs an unchanged Megatron script.
 :func:`enable` does the same from inside a script, before its arguments are parsed. A custom
-training loop uses :class:`GraphedLayers` for a megatron-core model and :func:`graph_units` for a
-model under the standalone Megatron-FSDP. :func:`compile_together` lets all ranks decide together at
-the guards of ``torch.compile``. All of them import torch; ``import megatron_cg`` alone does not.
+training loop calls it too, before it creates megatron-core's ``TECudaGraphHelper``, or uses
+:func:`graph_units` for a model of another kind. :func:`compile_together` lets all ranks decide
+together at the guards of ``torch.compile``. All of them import torch; ``import megatron_cg`` alone
+does not.
 """
 
 from importlib import import_module
@@ -15,7 +16,6 @@ from megatron_cg.extensions import needed_by
 from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from megatron_cg.clients.loop import GraphedLayers
     from megatron_cg.compiled.together import compile_together
     from megatron_cg.integrations.megatron.patches import counters, disable, enable
     from megatron_cg.units.graphs import GraphedUnits, graph_units
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CaptureError",
     "ConfigurationError",
-    "GraphedLayers",
     "GraphedUnits",
     "MegatronCGError",
     "compile_together",
@@ -34,7 +33,6 @@ __all__ = [
 ]
 
 _LATER = {
-    "GraphedLayers": "megatron_cg.clients.loop",
     "GraphedUnits": "megatron_cg.units.graphs",
     "compile_together": "megatron_cg.compiled.together",
     "counters": "megatron_cg.integrations.megatron.patches",

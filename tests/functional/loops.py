@@ -24,7 +24,7 @@ WARMUP = 3 if torch.cuda.is_available() else 1
 PREPROCESS = ("attn", "moe_router", "moe_preprocess")
 EXPERTS = ("attn", "moe")
 """Without drop and pad: the models' experts compute by torch's grouped GEMM."""
-EAGER, ENABLED, API, NATIVE = "eager", "enable", "api", "native"
+EAGER, ENABLED, NATIVE = "eager", "enable", "native"
 GROUPED = {"moe_grouped_gemm": True}
 EP2 = {"expert_model_parallel_size": 2}
 _HEAD = 64 if torch.cuda.is_available() else 8
@@ -37,9 +37,6 @@ RECOMPUTE = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-DRIVERS = (ENABLED, API)
-"""Megatron's TECudaGraphHelper after ``megatron_cg.enable()``; ``GraphedLayers``. NATIVE is
-``GraphedLayers`` with the native backend."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,8 @@ class Group:
     """Fields of TransformerConfig; sizes of parallelism are among them."""
     scopes: tuple[tuple[str, ...], ...] = (PREPROCESS,)
     dtype: str = "bf16"
-    drivers: tuple[str, ...] = (API,)
+    driver: str = ENABLED
+    """A helper of Megatron after ``megatron_cg.enable()``; NATIVE: with the native backend."""
     local: bool = False
     """The layers are those of Megatron's local spec instead of Transformer Engine's."""
     moe_rows: float | None = None
@@ -65,9 +63,7 @@ class Group:
         return "" if self.fsdp_version == 1 or HAS_V2 else WITHOUT_V2
 
     def runs(self) -> list[Run]:
-        graphed = [
-            Run(self.dtype, scopes, driver) for driver in self.drivers for scopes in self.scopes
-        ]
+        graphed = [Run(self.dtype, scopes, self.driver) for scopes in self.scopes]
         return [Run(self.dtype), *graphed]
 
 
@@ -85,32 +81,27 @@ class Run:
 GROUPS = {
     group.name: group
     for group in (
-        Group("default", scopes=(("attn",), PREPROCESS, ("moe_router",)), drivers=DRIVERS),
+        Group("default", scopes=(("attn",), PREPROCESS, ("moe_router",))),
         Group("tp2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-        Group("ep2", EP2, drivers=(ENABLED,)),
+        Group("ep2", EP2),
         Group("mtp", {"mtp_num_layers": 1}, dtype="fp32"),
         # One layer predicts twice; it stays eager.
         Group("mtp-repeated", {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}),
-        Group("native", drivers=(NATIVE,)),
-        Group(
-            "native-local", {"moe_grouped_gemm": False}, dtype="fp32", drivers=(NATIVE,), local=True
-        ),
+        Group("native", driver=NATIVE),
+        Group("native-local", {"moe_grouped_gemm": False}, dtype="fp32", driver=NATIVE, local=True),
         Group("dropless-ep2", {**GROUPED, **EP2}, scopes=(EXPERTS,)),
         Group(
             "dropless-recompute",
             {**GROUPED, **RECOMPUTE, **EP2, "mtp_num_layers": 1},
             scopes=(EXPERTS,),
         ),
-        Group(
-            "dropless-rows", {**GROUPED, **EP2}, scopes=(EXPERTS,), drivers=DRIVERS, moe_rows=1.0
-        ),
-        Group("v2", drivers=DRIVERS, fsdp_version=2),
+        Group("dropless-rows", {**GROUPED, **EP2}, scopes=(EXPERTS,), moe_rows=1.0),
+        Group("v2", fsdp_version=2),
         Group("v2-dropless-ep2", {**GROUPED, **EP2}, scopes=(EXPERTS,), fsdp_version=2),
         Group(
             "v2-dropless-rows",
             {**GROUPED, **EP2, "mtp_num_layers": 1},
             scopes=(EXPERTS,),
-            drivers=DRIVERS,
             moe_rows=1.0,
             fsdp_version=2,
         ),

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,25 +212,6 @@ def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[lis
     return done, counters
 
 
-def with_api(
-    model: Any, optimizer: Any, step: Step, steps: int, backend: Any = "te"
-) -> tuple[list[Any], Any]:
-    graphs = megatron_cg.GraphedLayers(
-        model,
-        optimizer,
-        seq_length=SEQUENCE,
-        micro_batch_size=loops.BATCH,
-        backend=backend if GPU else "tape",
-        verify_steps=loops.VERIFY_STEPS,
-    )
-    done = []
-    with graphs:
-        for _ in range(steps):
-            with graphs.step():
-                done.append(step())
-        return done, graphs.counters
-
-
 def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
     with ExitStack() as undo:
         if group.fsdp_version == 2:  # before the model is built
@@ -271,12 +251,8 @@ def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
     if run.driver == loops.EAGER:
         done = [step() for _ in range(steps)]
     else:
-        by_native = partial(with_api, backend="native")
-        drive: Any = {loops.API: with_api, loops.NATIVE: by_native, loops.ENABLED: with_helper}[
-            run.driver
-        ]
-        with enabled() if run.driver == loops.ENABLED else nullcontext():
-            done, counters = drive(model, optimizer, step, steps)
+        with enabled("native" if run.driver == loops.NATIVE else "te"):
+            done, counters = with_helper(model, optimizer, step, steps)
         counts = counters.as_dict()
     return {
         "losses": [loss.hex() for loss, _ in done],
@@ -286,10 +262,10 @@ def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def enabled() -> Iterator[None]:
+def enabled(backend: Any) -> Iterator[None]:
     """``megatron_cg.enable()``, and tapes instead of CUDA graphs where there is no GPU."""
     with nullcontext() if GPU else tapes():
-        megatron_cg.enable(verify_steps=loops.VERIFY_STEPS)
+        megatron_cg.enable(backend=backend, verify_steps=loops.VERIFY_STEPS)
         try:
             yield
         finally:

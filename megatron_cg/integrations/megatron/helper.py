@@ -285,13 +285,11 @@ def _require_units(sharding: Any, layers: Sequence[Any]) -> None:
             raise ConfigurationError(broken)
 
 
-def check_model(
-    model: Any, optimizer: Any, given: GraphArguments, backend: str, call: str = ENABLE
-) -> None:
+def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str) -> None:
     """Raise for a model that cannot be graphed, with every reason, in the names of its configs.
 
-    ``model`` is megatron-core's ``FullyShardedDataParallel`` around one model, ``backend`` the name
-    of the capture backend, and ``call`` the function that our settings were given to.
+    ``model`` is megatron-core's ``FullyShardedDataParallel`` around one model, and ``backend`` the
+    name of the capture backend.
 
     Raises:
         ConfigurationError: a rule is broken.
@@ -323,7 +321,7 @@ def check_model(
     elif given.cg_grouped_gemm != "te":
         cause = f"; the model was built before {ENABLE}(), or with another dispatcher than alltoall"
         given = replace(given, cg_grouped_gemm="te")
-    with speaking(CallVoice(call, [(type(config).__name__, config) for config in configs])):
+    with speaking(CallVoice(configs=[(type(config).__name__, config) for config in configs])):
         found = violations(run, given, environment)
     broken = [
         replace(one, reason=one.reason + cause) if one.rule == WITHOUT_FIXED_SHAPES else one

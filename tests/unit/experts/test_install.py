@@ -226,11 +226,11 @@ def test_a_model_without_the_dispatcher_is_refused_for_what_may_be_the_cause(
     undo()
     cause = r"was built before megatron_cg.enable\(\), or with another dispatcher than alltoall"
     with pytest.raises(ConfigurationError) as default:
-        check_model(trainer.model, None, GraphArguments(), "tape", "GraphedLayers")
+        check_model(trainer.model, None, GraphArguments(), "tape")
     assert re.search(cause, str(default.value)) is None
     with pytest.raises(ConfigurationError, match=cause):
         given = GraphArguments(cg_grouped_gemm="torch")
-        check_model(trainer.model, None, given, "tape", "GraphedLayers")
+        check_model(trainer.model, None, given, "tape")
 
 
 @pytest.mark.parametrize(

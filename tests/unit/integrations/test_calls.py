@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 import megatron_cg
-from megatron_cg import GraphedLayers, enable, graph_units
+from megatron_cg import enable, graph_units
 from megatron_cg.arguments.megatron import PACKING
 from megatron_cg.arguments.rules import violations
 from megatron_cg.arguments.schema import GraphArguments, argument_of
@@ -27,11 +27,6 @@ from tests.unit.backends.cuda_double import cuda_double
 
 MODEL = nn.Linear(1, 1)
 """Not looked at: arguments come first."""
-
-
-def layers(**given: Any) -> Any:
-    shape = {"seq_length": 8, "micro_batch_size": 1, "backend": "tape"}
-    return GraphedLayers(MODEL, None, **{**shape, **given})
 
 
 def units(**given: Any) -> Any:
@@ -49,9 +44,7 @@ BOTH: list[dict[str, Any]] = [
     {"fast_path": ("unshard",)},
 ]
 WRONG = [
-    *((make, given) for make in (layers, units, enable) for given in BOTH),
-    (layers, {"seq_length": 0}),
-    (layers, {"micro_batch_size": "2"}),
+    *((make, given) for make in (units, enable) for given in BOTH),
     (units, {"warmup_steps": 0}),
     (units, {"recapture": -1}),
     (units, {"separate_inputs": "no"}),

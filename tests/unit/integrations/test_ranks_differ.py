@@ -6,15 +6,14 @@ from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg import GraphedLayers, compile_together, graph_units
+from megatron_cg import compile_together, graph_units
 from megatron_cg.arguments import schema
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.consensus.decision import AgreementError
-from megatron_cg.errors import HookError
+from megatron_cg.integrations.call_arguments import ENABLE
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.upstream import symbols
 from megatron_cg.upstream.patch import applied
@@ -29,23 +28,12 @@ def units(units: Any = nn.Linear, **given: Any) -> None:
     ).close()
 
 
-def layers(seq_length: int = 8, **given: Any) -> None:
-    """Of a model that is refused afterwards."""
-    with pytest.raises(HookError, match="not under Megatron-FSDP"):
-        GraphedLayers(
-            nn.Linear(1, 1),
-            None,
-            seq_length=seq_length,
-            micro_batch_size=1,
-            backend="tape",
-            **given,
-        )
-
-
-def script(**given: Any) -> None:
+def script(call: str = "", seq_length: int = 8, **given: Any) -> None:
+    """What Megatron's helper of a script meets with, or of a loop that has called ``call``."""
     from megatron_cg.integrations.megatron.helper import meet
 
-    meet("", "tape", GraphArguments(**given), {"config": None}).close()
+    sizes = {"config": None, "seq_length": seq_length}
+    meet(call, "tape", GraphArguments(**given), sizes).close()
 
 
 def compiled(seconds: int = 600) -> None:
@@ -71,8 +59,8 @@ def calls(last: bool) -> Iterator[tuple[Callable[[], None], str]]:
     yield lambda: units(nn.Linear if last else "0"), "units is ['0'] on ranks 0, 1, ['Linear'] on"
     yield lambda: units(warmup_steps=1 + last), "warmup_steps is 1 on ranks 0, 1, 2 on rank 2"
     yield lambda: units(fast_path=last), "fast_path is False on ranks 0, 1, True on rank 2"
-    yield lambda: layers(verify_interval=int(last)), "verify_interval is 0 on ranks 0, 1, 1 on"
-    yield lambda: layers(8 << last), "seq_length is 8 on ranks 0, 1, 16 on rank 2"
+    yield lambda: script(ENABLE, cg_verify_interval=int(last)), "interval is 0 on ranks 0, 1, 1"
+    yield lambda: script(ENABLE, 8 << last), "seq_length is 8 on ranks 0, 1, 16 on rank 2"
     yield lambda: script(cg_layers=("attn:0",) * last), "--cg-layers is () on ranks 0, 1, ('attn:"
     yield lambda: compiled(60 << last), "timeout is 0:01:00 on ranks 0, 1, 0:02:00 on rank 2"
     yield compiled if last else units, "call is graph_units on ranks 0, 1, compile_together on"

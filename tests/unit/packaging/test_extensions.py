@@ -70,7 +70,6 @@ EXAMPLES = {
 }
 CLI = ("-m", "megatron_cg.tools.cli.main")
 USES = {
-    "clients": ("-c", "from megatron_cg import GraphedLayers"),
     "compiled": ("-c", "from megatron_cg import compile_together"),
     "fully_shard": ("-c", "from megatron_cg.extensions import sharding_by_v2 as s; s(None)"),
     "recompute": ("-c", "import megatron_cg as m; m.enable(full_recompute=True)"),

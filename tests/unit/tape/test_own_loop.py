@@ -19,7 +19,7 @@ from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.tape.fakes import replaced
 from megatron_cg.tape.launch import run_processes
 from megatron_cg.upstream.symbols import installed_version
-from tests.functional.loops import API, DRIVERS, ENABLED, EXPERTS, GROUPS, PREPROCESS, Run
+from tests.functional.loops import ENABLED, EXPERTS, GROUPS, PREPROCESS, Run
 from tests.functional.test_own_loop import check
 
 STEPS, RANKS = 3, 2
@@ -27,20 +27,20 @@ ROUTER = ("moe_router",)
 RUNS = {
     "default": (
         Run("bf16", PREPROCESS, ENABLED),
-        Run("fp32", PREPROCESS, API),
+        Run("fp32", PREPROCESS, ENABLED),
         Run("fp32", ("attn",), ENABLED),
-        Run("fp32", ROUTER, API),
+        Run("fp32", ROUTER, ENABLED),
     ),
     "ep2": (Run("bf16", PREPROCESS, ENABLED),),
     "dropless-ep2": (Run("bf16", EXPERTS, ENABLED),),
-    "dropless-recompute": (Run("bf16", EXPERTS, API),),
-    "dropless-rows": tuple(Run("bf16", EXPERTS, driver) for driver in DRIVERS),
+    "dropless-recompute": (Run("bf16", EXPERTS, ENABLED),),
+    "dropless-rows": (Run("bf16", EXPERTS, ENABLED),),
     "mtp": (Run("fp32", PREPROCESS, ENABLED),),
-    "mtp-repeated": (Run("fp32", PREPROCESS, API),),
-    "v2": (Run("bf16", PREPROCESS, ENABLED), Run("fp32", ("attn",), API)),
-    "v2-dropless-ep2": (Run("bf16", EXPERTS, API),),
+    "mtp-repeated": (Run("fp32", PREPROCESS, ENABLED),),
+    "v2": (Run("bf16", PREPROCESS, ENABLED), Run("fp32", ("attn",), ENABLED)),
+    "v2-dropless-ep2": (Run("bf16", EXPERTS, ENABLED),),
     "v2-dropless-rows": (Run("bf16", EXPERTS, ENABLED),),
-    "latent-attention": (Run("bf16", PREPROCESS, API),),
+    "latent-attention": (Run("bf16", PREPROCESS, ENABLED),),
 }
 HERE = {name: runs for name, runs in RUNS.items() if not GROUPS[name].lacks}
 CASES = [(group, run) for group, runs in RUNS.items() for run in runs]

@@ -15,7 +15,6 @@ from packaging.version import Version
 from torch.distributed import distributed_c10d
 
 import megatron_cg
-from megatron_cg import GraphedLayers
 from megatron_cg.capture.session import close_all_sessions, open_sessions
 from megatron_cg.errors import (
     CaptureError,
@@ -119,9 +118,6 @@ def test_a_model_without_a_decoder_is_refused(
         trainer = new_trainer()
         with pytest.raises(ConfigurationError, match=r"a model without a decoder.* type --cuda-gr"):
             helper_for(trainer)
-        given: Any = {"seq_length": 8, "micro_batch_size": 2, "backend": OneMask()}
-        with pytest.raises(ConfigurationError, match=r"a model without a decoder.* graph_units"):
-            GraphedLayers(trainer.model, trainer._optimizer, **given)
         megatron_cg.enable(backend="tape")
         with pytest.raises(ConfigurationError, match=r"a model without .*cuda_graph_impl='none'"):
             TECudaGraphHelper([trainer.model], trainer.model.config, 8, 2, [trainer._optimizer])
