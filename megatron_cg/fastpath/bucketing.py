@@ -21,12 +21,12 @@ Note [What stays Megatron-FSDP's]
     is left to Megatron-FSDP's root hook, which handles all that remain.
 
 Note [Weights detached from autograd]
-    Gradients of grouped GEMMs and graphs arrive all at once, from ``detached_weights.py``. The own
-    hook of such a weight runs only if the weight is also used in another way. Then one part of the
-    gradient waits in the weight's ``grad`` for the other part. If the weights have several buckets
-    (as in a layer with its experts), the last weights are processed first, and a bucket comes
-    before the one whose first weight is earlier: a rank that runs the layer eagerly, alone,
-    completes the buckets in that order.
+    Gradients of graphs arrive all at once, from ``detached_weights.py``. The own hook of such a
+    weight runs only if the weight is also used in another way. Then one part of the gradient waits
+    in the weight's ``grad`` for the other part. If the weights have several buckets (as in a layer
+    with its experts), the last weights are processed first, and a bucket comes before the one whose
+    first weight is earlier: a rank that runs the layer eagerly, alone, completes the buckets in
+    that order.
 
 Note [Passes that fail]
     After a backward pass that ended in an exception, Megatron-FSDP treats the next one as a part of
@@ -325,14 +325,12 @@ class GradientBucketing:
         together: ParamGroup,
         gradients: list[torch.Tensor | None],
         used: Sequence[bool],
-        *,
-        borrowed: bool = False,
     ) -> None:
         """Take gradients of detached weights, on the stream on which they are computed.
 
         ``together`` is what :meth:`detach` returned for the weights. Gradients are in their order
-        and dtype. ``used`` says for each weight whether this backward pass also reaches its own
-        hook, ``borrowed`` whether gradients are in a graph's own memory, where none may wait.
+        and dtype, in a graph's own memory, where none may wait. ``used`` says for each weight
+        whether this backward pass also reaches its own hook.
         """
         expected = self._fsdp._params_require_handle_grad
         if (
@@ -350,7 +348,7 @@ class GradientBucketing:
             if gradient is not None and weight.grad is not None:
                 weight.grad = weight.grad + gradient
             elif gradient is not None:
-                weight.grad = gradient.clone() if borrowed else gradient
+                weight.grad = gradient.clone()
             if also and self._parts.pop(id(weight), None) is None:
                 # Autograd adds the other part, and the weight's own hook gets the sum.
                 self._parts[id(weight)] = weight
@@ -391,10 +389,10 @@ class GradientBucketing:
             weight not in self._fsdp._params_require_handle_grad
         ):
             raise FastPathError(
-                "A weight of a graph or a grouped GEMM got a gradient from another use after its "
-                "gradient was put into its bucket, so the sum would be incomplete. Either the "
-                "weight got another AccumulateGrad node, or it is used again under reentrant "
-                "activation recompute. To mend this, " + say(WITHOUT_FAST_PATH)
+                "A weight of a graph got a gradient from another use after its gradient was put "
+                "into its bucket, so the sum would be incomplete. Either the weight got another "
+                "AccumulateGrad node, or it is used again under reentrant activation recompute. "
+                "To mend this, " + say(WITHOUT_FAST_PATH)
             )
         return True
 

@@ -1,31 +1,28 @@
-"""Weights of grouped GEMMs and of graphs, detached from autograd.
+"""Weights of graphs, detached from autograd.
 
-A grouped GEMM computes the gradients of all its experts' weights at once, as pieces of one tensor.
-Autograd then visits each weight: it runs a node and a hook, stores the gradient and removes it
-again, a thousand times a step. Here the operation runs without its weights among autograd's
-inputs. Its own backward function passes all their gradients on in one call.
-
-A graph's backward replay also computes the gradients of all its weights. The backend returns copies
-of them, which are copied once more, into Megatron-FSDP's bucket. Detached, they are copied once,
-from the graph's own memory into the bucket (Note [Borrowed gradients] in
-``megatron_cg/replay/unit.py``). Only if a weight is also used in another way, they are
-copied out of the graph's memory first.
+A graph's backward replay computes the gradients of all its weights at once. The backend returns
+copies of them. Autograd then visits each weight: it runs a node and a hook, stores the gradient and
+removes it again, and it is copied once more, into Megatron-FSDP's bucket. Here a replay runs
+without its weights among autograd's inputs, and passes all their gradients on in one call. They are
+copied once, from the graph's own memory into the bucket (Note [Borrowed gradients] in
+``megatron_cg/replay/unit.py``). Only if a weight is also used in another way, they are copied out
+of the graph's memory first.
 
 Note [What autograd would have done]
     Autograd sums the gradients from all uses of a weight in one backward pass, and only then calls
-    the weight's hook. Another use may be a second call of the same operation, or anything else that
+    the weight's hook. Another use may be a replay of another microbatch, or anything else that
     reads a weight, such as a penalty on weights. The engine tells which uses a backward pass
     reaches (``_will_engine_execute_node``), so gradients of one pass wait for each other. Those of
-    the operation wait for its last call. If a weight is also used in another way, its gradient from
-    the operation waits for the weight's own hook, or the other way round. A sum of two terms
-    does not depend on their order. Three or more terms may be added in another order than
+    replays wait for the last one. If a weight is also used in another way, its gradient from a
+    replay waits for the weight's own hook, or the other way round. A sum of two terms does not
+    depend on their order. Three or more terms may be added in another order than
     autograd's. The engine's number of a pass identifies it; a pass inside another one (reentrant
     recompute) has its own number.
-    A weight with hooks of its own, or with a gradient that is computed later, is not detached.
+    A weight with hooks of its own is not detached.
 
 Note [Passes that name their inputs]
     ``torch.autograd.grad``, or ``backward`` with ``inputs``, computes gradients of some tensors
-    only. Nothing tells whether detached weights are among them. So the operation has one more
+    only. Nothing tells whether detached weights are among them. So a replay has one more
     input, a leaf that no caller can name. A pass that does not reach the leaf ends with an error.
 
 Note [Nodes that are kept]
@@ -33,24 +30,17 @@ Note [Nodes that are kept]
     reference each query creates a node, which costs thirty times as much as the query itself. So
     the nodes are kept. If a weight still gets another node, its own hook runs after its gradient
     was taken, and the pass ends with an error (``GradientBucketing``).
-
-TE's ``GroupedLinear.forward`` looks up ``_GroupedLinear`` in its module for each call. Its
-``backward`` asks the tensors, and not the context, which gradients are needed.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cached_property
 from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
@@ -58,46 +48,11 @@ from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
 from megatron_cg.replay.borders import CURRENT_PASS, NO_PASS
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.upstream.patch import combine_undos, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
-MODULE, _NAME = "transformer_engine.pytorch.module.grouped_linear", "_GroupedLinear"
-_FORWARD = Symbol(
-    f"{MODULE}:{_NAME}.forward", "a grouped GEMM", parameters=("ctx", "inp", "weights_and_biases")
-)
-_BACKWARD = Symbol(f"{MODULE}:{_NAME}.backward", "its gradients", parameters=("ctx",))
 _EXECUTES = Symbol("torch._C:_will_engine_execute_node", "what a backward pass comes to")
-RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES, CURRENT_PASS)
+RELIES_ON = (_EXECUTES, CURRENT_PASS)
 Gradients = Sequence[torch.Tensor | None]
-
-
-def detach_in_grouped_gemms(detached: DetachedWeights) -> Callable[[], None]:
-    """Detach the weights of Transformer Engine's grouped GEMMs; returns the undo.
-
-    Raises:
-        NotApplicableError: no grouped GEMM is loaded.
-        UpstreamChangedError: the grouped GEMM is not the one that this relies on.
-    """
-    module = sys.modules.get(MODULE)
-    if module is None:
-        raise NotApplicableError("no grouped GEMM of Transformer Engine's is there")
-    for symbol in RELIES_ON:
-        symbol.find()
-    return detach_in(module, _NAME, detached)
-
-
-def detach_in(module: Any, name: str, detached: DetachedWeights) -> Callable[[], None]:
-    """Let an autograd function, looked up in ``module``, run with detached weights.
-
-    Several models may do so. The returned function undoes it for one model.
-    """
-    function = getattr(module, name)
-    # The weights are the last parameter of its ``forward``, and the context is the first.
-    first = len(inspect.signature(function.forward).parameters) - 2
-    replacement = _Replacement(function, first, detached)
-    return combine_undos(
-        (detached.close, replacement.end, set_attribute(module, name, replacement))
-    )
 
 
 def detach_in_graphs(
@@ -114,23 +69,23 @@ def detach_in_graphs(
     with ExitStack() as undo:
         undo.callback(detached.close)
         for replay in replays:
-            replacement = _GraphReplacement(replay, detached, launched)
+            replacement = _Replacement(replay, detached, launched)
             undo.callback(replay.replace(replacement))
             undo.callback(replacement.end)
         return undo.pop_all().close
 
 
 class _Replacement:
-    """Called instead of an autograd function. All but ``apply`` is the function's own.
+    """Called instead of a graph's autograd function. All but ``apply`` is the function's own.
 
-    ``first`` is how many arguments come before the weights. ``detached`` selects those that can be
-    detached, and is not kept alive.
+    ``detached`` selects the weights that can be detached, and is not kept alive.
     """
 
-    of_graph = False
-
-    def __init__(self, function: Any, first: int, detached: DetachedWeights) -> None:
-        self._function, self._first = function, first
+    def __init__(
+        self, replay: ReplayFunction, detached: DetachedWeights, launched: Callable[[], None]
+    ) -> None:
+        self._replay, self._launched = replay, launched
+        self._function, self._first = replay.function, replay.first_weight
         self._detached = weakref.ref(detached)
         self._ended = False
 
@@ -142,30 +97,20 @@ class _Replacement:
         self._ended = True
 
     def apply(self, *args: Any) -> Any:
+        outputs = self._apply(args)
+        if not self._ended:
+            self._launched()
+        return outputs
+
+    def _apply(self, args: Sequence[Any]) -> Any:
         tail, detached = args[self._first :], self._detached()
         if self._ended or detached is None or not torch.is_grad_enabled():
             return self._function.apply(*args)
-        weights = detached.together(tail, of_graph=self.of_graph)
+        weights = detached.together(tail)
         if weights is None:
             return self._function.apply(*args)
         apply: Callable[..., Any] = _Detached.apply
         return apply(self, weights, tail, weights.leaf, *args[: self._first])
-
-
-class _GraphReplacement(_Replacement):
-    of_graph = True
-
-    def __init__(
-        self, replay: ReplayFunction, detached: DetachedWeights, launched: Callable[[], None]
-    ) -> None:
-        super().__init__(replay.function, replay.first_weight, detached)
-        self._replay, self._launched = replay, launched
-
-    def apply(self, *args: Any) -> Any:
-        outputs = super().apply(*args)
-        if not self._ended:
-            self._launched()
-        return outputs
 
     def backward(self, ctx: Any, *gradients: Any) -> Any:
         """Return gradients in the graph's own memory; see :class:`.ReplayFunction`."""
@@ -196,25 +141,19 @@ class _Detached(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         function, weights, head = ctx.detached
         computed = function.backward(ctx, *gradients)
-        weights.computed(ctx, computed[head:], borrowed=function.of_graph)
+        weights.computed(ctx, computed[head:])
         return (None, None, None, None, *computed[:head])
 
 
 class DetachedWeights:
-    """The detached weights of ``model``, the module that Megatron-FSDP wraps.
+    """The detached weights of one model's graphs."""
 
-    ``graphed`` are modules inside graphs: only calls by a graph detach their weights.
-    """
-
-    def __init__(
-        self, model: nn.Module, bucketing: GradientBucketing, graphed: Container[nn.Module] = ()
-    ) -> None:
-        self._modules = [module for module in model.modules() if module not in graphed]
+    def __init__(self, bucketing: GradientBucketing) -> None:
         self._bucketing = bucketing
         self._of: dict[int, DetachedParams] = {}
 
-    def together(self, tail: Sequence[Any], *, of_graph: bool = False) -> DetachedParams | None:
-        """The weights in the last arguments of a call; None: they stay attached to autograd."""
+    def together(self, tail: Sequence[Any]) -> DetachedParams | None:
+        """The weights in the last arguments of a replay; None: they stay attached to autograd."""
         if not tail or not torch.is_tensor(tail[0]):
             return None
         weights = self._of.get(id(tail[0]))
@@ -224,7 +163,7 @@ class DetachedWeights:
             self._of.pop(id(tail[0])).close()
             weights = None
         if weights is None:
-            weights = self._add(tail, of_graph=of_graph)
+            weights = self._add(tail)
         return weights if weights is not None and weights.may_be_detached() else None
 
     def close(self) -> None:
@@ -232,30 +171,22 @@ class DetachedWeights:
             weights.close()
         self._of.clear()
 
-    def _add(self, tail: Sequence[Any], *, of_graph: bool) -> DetachedParams | None:
+    def _add(self, tail: Sequence[Any]) -> DetachedParams | None:
         needed = [place for place, needs in enumerate(_needs(tail)) if needs]
         if not needed or not all(self._bucketing.knows(tail[place]) for place in needed):
             return None
         ids = {id(tail[place]) for place in needed}
         if len(ids) < len(needed):
             return None
-        if not of_graph and not ids <= self._ids_outside_of_graphs:
-            return None
         if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
-            return None  # another operation's weights; their own hooks wait for that operation
+            return None  # another unit's weights; their own hooks wait for that unit's graph
         weights = DetachedParams(tail, needed, self._bucketing)
         self._of[id(tail[0])] = weights
         return weights
 
-    @cached_property
-    def _ids_outside_of_graphs(self) -> frozenset[int]:
-        # Between two steps modules may hold the optimizer's DTensors; in a pass they do not.
-        own = (p for module in self._modules for p in module.parameters(recurse=False))
-        return frozenset(map(id, own))
-
 
 class DetachedParams:
-    """Weights of one operation, and their state in a backward pass."""
+    """Weights of one unit's graphs, and their state in a backward pass."""
 
     def __init__(
         self, tail: Sequence[Any], needed: list[int], bucketing: GradientBucketing
@@ -276,7 +207,7 @@ class DetachedParams:
         self._together = bucketing.detach(self.parameters, self.is_still_to_come)
 
     def are(self, tail: Sequence[Any]) -> bool:
-        """Whether exactly these need gradients among an operation's last arguments."""
+        """Whether exactly these need gradients among a replay's last arguments."""
         return _needs(tail) == self._needs and all(
             map(is_, map(tail.__getitem__, self._places), self.parameters)
         )
@@ -309,21 +240,19 @@ class DetachedParams:
             node is not None and node.computed_in != now and self._executes(node) for node in calls
         )
 
-    def computed(self, node: Any, gradients: Gradients, *, borrowed: bool = False) -> None:
-        """Take a call's gradients of all its last arguments; see the notes above."""
+    def computed(self, node: Any, gradients: Gradients) -> None:
+        """Take a replay's gradients of all its last arguments; see the notes above."""
         now = node.computed_in = self._number_of_pass()
         if not self._executes(self._of_leaf):
             raise FastPathError(
                 "A backward pass that names its inputs, as torch.autograd.grad does, reached a "
-                "graph or a grouped GEMM. The FSDP fast path has detached its weights from "
-                "autograd, and does not know whether the pass names them. To mend this, "
-                + say(WITHOUT_FAST_PATH)
+                "graph. The FSDP fast path has detached its weights from autograd, and does not "
+                "know whether the pass names them. To mend this, " + say(WITHOUT_FAST_PATH)
             )
         if not self.may_be_detached():
             raise FastPathError(
-                "A weight of a graph or a grouped GEMM got a hook, or another AccumulateGrad node, "
-                "after the forward pass that uses it began. Register the hook before, or "
-                + say(WITHOUT_FAST_PATH)
+                "A weight of a graph got a hook, or another AccumulateGrad node, after the forward "
+                "pass that uses it began. Register the hook before, or " + say(WITHOUT_FAST_PATH)
             )
         total = [
             _cast(gradients[place], weight)
@@ -334,12 +263,11 @@ class DetachedParams:
             total = list(map(_sum, before, total))
         if self.is_still_to_come():
             self._before[now] = [
-                gradient.clone() if borrowed and gradient is not None else gradient
-                for gradient in total
+                None if gradient is None else gradient.clone() for gradient in total
             ]
         else:
             used = [self._executes(node) for node in self._nodes]
-            self._bucketing.take_detached(self._together, total, used, borrowed=borrowed)
+            self._bucketing.take_detached(self._together, total, used)
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

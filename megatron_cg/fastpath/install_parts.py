@@ -30,11 +30,7 @@ from torch import nn
 from megatron_cg.backends.base import Backend
 from megatron_cg.fastpath import bucketing, gather, optimizer_step
 from megatron_cg.fastpath.bucketing import GradientBucketing
-from megatron_cg.fastpath.detached_weights import (
-    DetachedWeights,
-    detach_in_graphs,
-    detach_in_grouped_gemms,
-)
+from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.idle_pool import IdlePool
 from megatron_cg.fastpath.part import NotApplicableError
@@ -132,10 +128,8 @@ class FastPath:
         in_turn = fsdp.param_and_grad_buffer.double_buf_units
         if fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
             add("ordered-gradients", lambda: bucketing.order_copies(fsdp))
-        # Both share it: a weight is detached only once.
-        shared: Any = self.bucketing and DetachedWeights(fsdp.module, self.bucketing, graphed)
-        in_graphs = partial(detach_in_graphs, shared, replays, deferred.launched)
-        add("detached-weights", lambda: detach_in_grouped_gemms(shared), needs=["gradients"])
+        detached: Any = self.bucketing and DetachedWeights(self.bucketing)
+        in_graphs = partial(detach_in_graphs, detached, replays, deferred.launched)
         add(_OF_GRAPHS, in_graphs, needs=["gradients"])
         # Only detached weights of graphs report a launch.
         defer = partial(deferred.install, fsdp, graphed)

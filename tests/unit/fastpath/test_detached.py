@@ -1,4 +1,4 @@
-"""Weights that autograd does not see: those of grouped GEMMs and of graphs.
+"""Weights that autograd does not see: those of graphs.
 
 Random programs use them in many ways in each pass, before the real gradient bucketing. Their
 numbers are whole, so that no sum depends on its order. The tape overwrites borrowed memory as its
@@ -6,90 +6,73 @@ next replay begins, so it shows if a gradient was kept there.
 """
 
 import random
-import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.backends.driver import GraphResetError
 from megatron_cg.capture.guarded_capture import forget_accumulators
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.bucketing import GradientBucketing
-from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in, detach_in_graphs
+from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.tape.tape_backend import TapeBackend
 from tests.unit.fastpath.test_bucketing import SIZE, Megatron
 
 PARTS, WIDTH = 6, 4
-PLACE, NAME = sys.modules[__name__], "_Grouped"
 
 
 class _Grouped(torch.autograd.Function):
     """Rows times the sum of all weights; each has a gradient of its own."""
 
     @staticmethod
-    def forward(context: Any, rows: torch.Tensor, *weights: torch.Tensor | None) -> Any:
+    def forward(context: Any, rows: torch.Tensor, *weights: torch.Tensor) -> Any:
         context.save_for_backward(rows, *weights)
-        return rows * sum(weight for weight in weights if weight is not None)
+        return rows * sum(weights)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         rows, *weights = context.saved_tensors
         into = (gradient * rows).reshape(-1, rows.shape[-1]).sum(0)
         found = [(into * (1 + n / Grouped.spread)).to(Grouped.dtype) for n, _ in enumerate(weights)]
-        left_out = [n in Grouped.without or weight is None for n, weight in enumerate(weights)]
-        each = [None if left else one for one, left in zip(found, left_out, strict=True)]
-        return gradient * sum(weight for weight in weights if weight is not None), *each
+        return gradient * sum(weights), *found
 
 
 class Grouped(nn.Module):
-    """Some experts, as a grouped GEMM has them; ``order`` may hold more than its weights."""
+    """A unit whose weights get gradients that are pieces of one computation."""
 
     dtype, spread = torch.float32, 7
     """Of the weights' gradients: their dtype, and how they differ."""
-    without: tuple[int, ...] = ()
-    """Places of weights that get none."""
 
     def __init__(self, weights: Sequence[nn.Parameter] | None = None) -> None:
         super().__init__()
         own = weights or [nn.Parameter(torch.randn(WIDTH) / 4) for _ in range(PARTS)]
         for number, weight in enumerate(own):
             self.register_parameter(f"weight{number}", weight)
-        self.order: list[Any] | None = None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         apply: Callable[..., Any] = _Grouped.apply
-        output: torch.Tensor = apply(rows, *(self.order or self._parameters.values()))
+        output: torch.Tensor = apply(rows, *self._parameters.values())
         return output
-
-
-@pytest.fixture(autouse=True)
-def usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    own = _Grouped
-    for name in ("dtype", "spread", "without"):
-        monkeypatch.setattr(Grouped, name, getattr(Grouped, name))
-    yield
-    assert _Grouped is own
 
 
 GRAPHS = 6
 
 
 class Case:
-    """Weights of one operation, and other parameters of a unit, whose gradients are bucketed.
+    """Weights of a graphed unit, and other parameters around it, whose gradients are bucketed.
 
     Args:
-        graphs: whether the operation is a graph for each microbatch, instead of a grouped GEMM.
+        graphs: whether the unit has a graph for each microbatch.
         sizes: how many parameters each bucket has.
-        weights: how many of them are the operation's.
+        weights: how many of them are the unit's.
     """
 
     def __init__(
-        self, *sizes: int, weights: int, graphs: bool = False, sharded: bool = True
+        self, *sizes: int, weights: int, graphs: bool = True, sharded: bool = True
     ) -> None:
         torch.manual_seed(0)
         self.megatron = Megatron(*sizes, sharded=sharded)
@@ -114,25 +97,18 @@ class Case:
         self.graphs, self.between = list(captured[::2]), captured[1]
         self.replays = [backend.replay_function(graph) for graph in self.graphs]
 
-    def install(self, graphed: Container[nn.Module] = ()) -> Callable[[], None]:
-        """From now on gradients are bucketed, and the operation's weights are detached."""
+    def install(self) -> Callable[[], None]:
+        """From now on gradients are bucketed, and the unit's weights are detached."""
         for parameter in self.megatron.parameters:
             parameter.register_post_accumulate_grad_hook(lambda one: self.bucketing([one]))
-        graphed = {self.layer} if self.graphs else graphed
-        self.detached = DetachedWeights(nn.Sequential(self.layer), self.bucketing, graphed)
-        if self.graphs:
-            return detach_in_graphs(self.detached, self.replays, lambda: None)
-        return detach_in(PLACE, NAME, self.detached)
+        self.detached = DetachedWeights(self.bucketing)
+        return detach_in_graphs(self.detached, self.replays, lambda: None)
 
-    def call(
-        self, rows: torch.Tensor, order: list[Any] | None = None, *, eagerly: bool = False
-    ) -> torch.Tensor:
+    def call(self, rows: torch.Tensor, *, eagerly: bool = False) -> torch.Tensor:
         operation = self.layer
         if self.called < len(self.graphs) and not eagerly:
             operation, self.called = self.graphs[self.called], self.called + 1
-        self.layer.order = order
         output: torch.Tensor = operation(rows)
-        self.layer.order = None
         return output
 
     def replay_another(self, _gradient: Any = None) -> None:
@@ -161,16 +137,12 @@ def given(number: int = 0) -> torch.Tensor:
 class Program:
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
-        self.graphs, self.sharded = draw.random() < 0.5, draw.random() < 0.7
+        self.sharded = draw.random() < 0.7
         self.sizes, self.weights = draw.choice([((4,), 4), ((7,), 4), ((2, 5), 6), ((3, 3), 6)])
         self.in_flight = draw.random() < 0.3
         """Whether all forward passes come before all backward passes."""
-        self.again = not self.graphs and draw.random() < 0.3
-        """Whether there are two backward passes after each forward pass."""
         self.dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16])
-        self.without = draw.choice([(), (), (1, 3)]) if not self.graphs else ()
         kinds = [self.call, self.call, self.chain, self.penalty, self.eager]
-        kinds += [] if self.graphs else [self.recomputed, self.reordered, self.with_constants]
         self.passes = [
             [(draw.choice(kinds), draw.choice([-2, -1, 1, 2])) for _ in range(draw.randint(1, 4))]
             for _ in range(3)
@@ -191,20 +163,6 @@ class Program:
         found.register_hook(case.replay_another)
         return found
 
-    def recomputed(self, case: Case) -> torch.Tensor:
-        output: torch.Tensor = checkpoint(case.call, given(), use_reentrant=False)
-        return output
-
-    def reordered(self, case: Case) -> torch.Tensor:
-        first, *others = case.weights
-        return case.call(given(), [first, *reversed(others)])
-
-    def with_constants(self, case: Case) -> torch.Tensor:
-        """What no gradient is asked of, before, between and after the weights."""
-        first, *others = case.weights
-        constant = torch.ones(SIZE)
-        return case.call(given(), [constant, first, None, constant, *others, None])
-
     def forward(self, case: Case, number: int) -> torch.Tensor:
         case.called *= self.in_flight
         return torch.stack([term(case).sum() * scale for term, scale in self.passes[number]]).sum()
@@ -215,21 +173,18 @@ class Program:
         for number in numbers:
             loss = ahead[number] if ahead else self.forward(case, number)
             case.megatron.begin()
-            loss.backward(retain_graph=self.again)
+            loss.backward()
             found.append(end())
-            if self.again:
-                case.megatron.begin()
-                loss.backward()
-                found.append(end())
         return found
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_what_lies_in_buckets_is_what_autograd_has(seed: int) -> None:
+def test_what_lies_in_buckets_is_what_autograd_has(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = Program(seed)
-    for name in ("dtype", "without"):
-        setattr(Grouped, name, getattr(program, name))
-    Grouped.spread = 1
+    monkeypatch.setattr(Grouped, "dtype", program.dtype)
+    monkeypatch.setattr(Grouped, "spread", 1)
 
     def made(graphs: bool) -> Case:
         return Case(*program.sizes, weights=program.weights, graphs=graphs, sharded=program.sharded)
@@ -243,7 +198,7 @@ def test_what_lies_in_buckets_is_what_autograd_has(seed: int) -> None:
         return found
 
     expected = program.run(plain, gradients)
-    case = made(program.graphs)
+    case = made(True)
     undo, sums = case.install(), None
 
     def compare() -> list[Any]:
@@ -290,22 +245,11 @@ def hooked_after(case: Case) -> None:
     case.weights[1].register_post_accumulate_grad_hook(lambda _: None)
 
 
-def one_is_there_twice(case: Case) -> None:
-    case.layer._parameters["weight3"] = case.layer._parameters["weight0"]
-
-
-@pytest.mark.parametrize(
-    ("change", "graphs"),
-    [
-        *((change, False) for change in (hooked, hooked_after)),
-        (one_is_there_twice, False),
-        (hooked, True),
-    ],
-)
+@pytest.mark.parametrize("change", [hooked, hooked_after])
 def test_weights_that_are_more_than_weights_are_left_to_autograd(
-    change: Callable[[Case], None], graphs: bool, taken: list[int]
+    change: Callable[[Case], None], taken: list[int]
 ) -> None:
-    case = Case(PARTS, weights=PARTS, graphs=graphs)
+    case = Case(PARTS, weights=PARTS)
     undo = case.install()
     one_pass(case)
     assert taken == [PARTS]
@@ -315,15 +259,11 @@ def test_weights_that_are_more_than_weights_are_left_to_autograd(
     assert taken == [PARTS]
 
 
-def test_few_weights_of_a_graph_are_detached_and_those_of_others_are_not(taken: list[int]) -> None:
-    undo = (few_weights := Case(2, weights=2, graphs=True)).install()
+def test_few_weights_of_a_graph_are_detached_and_unknown_ones_are_not(taken: list[int]) -> None:
+    undo = (few_weights := Case(2, weights=2)).install()
     with torch.no_grad():
         assert not few_weights.call(given()).requires_grad and not few_weights.detached._of
     one_pass(few_weights)
-    undo()
-    graphed = Case(PARTS, weights=PARTS)
-    undo = graphed.install(graphed={graphed.layer})
-    one_pass(graphed)
     undo()
     unknown = Case(PARTS, weights=PARTS)
     unknown.bucketing._of_parameter.clear()
@@ -359,23 +299,10 @@ def test_a_pass_that_names_its_inputs_is_refused(taken: list[int]) -> None:
     assert taken == []
 
 
-def test_models_share_the_function_and_leave_in_any_order(taken: list[int]) -> None:
-    own, cases = _Grouped, [Case(PARTS, weights=PARTS), Case(PARTS + 1, weights=PARTS + 1)]
-    undo = [case.install() for case in cases]
-    for case in cases:
-        one_pass(case)
-    undo[0]()
-    for case in cases:
-        one_pass(case)
-    assert taken == [PARTS, PARTS + 1, PARTS + 1]
-    undo[1]()
-    assert _Grouped is own
-
-
 def test_a_graph_returns_copies_again_after_a_pass_that_failed_and_the_undo(
     taken: list[int],
 ) -> None:
-    case = Case(PARTS, weights=PARTS, graphs=True)
+    case = Case(PARTS, weights=PARTS)
     undo = case.install()
     loss, recorded = case.call(given()).sum(), case.graphs[0]._recorded
     whole, recorded.backward = recorded.backward, None
@@ -396,7 +323,7 @@ def test_gradients_of_a_graph_go_into_each_bucket_by_one_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the order of an eager pass: a rank may run the layer eagerly, alone."""
-    case = Case(2, 4, 2, weights=8, graphs=True)
+    case = Case(2, 4, 2, weights=8)
     undo = case.install()
     with monkeypatch.context() as nothing_is_cloned:
         nothing_is_cloned.setattr(torch.Tensor, "clone", None, raising=False)
@@ -407,35 +334,6 @@ def test_gradients_of_a_graph_go_into_each_bucket_by_one_copy(
     one_pass(case)
     assert case.megatron.told == [*(7, 5, 1), *(6, 2, 0)]
     undo()
-
-
-def recomputed_alone(case: Case) -> None:
-    checkpoint(case.call, given(1), use_reentrant=True).sum().backward()
-
-
-def recomputed_between(case: Case) -> None:
-    """A call has a pass of its own, between two that have one together."""
-    between = checkpoint(case.call, case.call(given(1)), use_reentrant=True)
-    case.call(between).sum().backward()
-
-
-@pytest.mark.parametrize("run", [recomputed_alone, recomputed_between])
-def test_reentrant_recompute_leaves_in_the_bucket_what_megatron_fsdp_leaves(
-    run: Callable[[Case], None], taken: list[int]
-) -> None:
-    found = []
-    for detached in (False, True):
-        case = Case(PARTS + 1, weights=PARTS)
-        undo = case.install() if detached else lambda: None
-        for weight in case.weights if not detached else ():
-            weight.register_post_accumulate_grad_hook(
-                lambda one, case=case: case.megatron.take([one])
-            )
-        run(case)
-        case.end_pass()
-        undo()
-        found.append(case.megatron.buffers[0].data)
-    assert torch.equal(*found) and set(taken) == {PARTS}
 
 
 def test_weights_that_got_other_accumulators_end_the_run() -> None:
