@@ -6,13 +6,17 @@ makes a small random model and data. Without a GPU, tapes stand in for CUDA grap
     torchrun --nproc-per-node 2 examples/transformers_trainer.py
     torchrun --nproc-per-node 2 examples/transformers_trainer.py --model qwen3_moe --sharding ddp
     torchrun --nproc-per-node 2 examples/transformers_trainer.py --compare  # also trains eagerly
+    torchrun --nproc-per-node 1 examples/transformers_trainer.py --time  # a Llama of 1.1B, on a GPU
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +60,28 @@ class GraphLayers(transformers.TrainerCallback):
         self.graphs.close()
 
 
+class Clock(transformers.TrainerCallback):
+    """Prints the median time of the steps behind the first 20, eager and captured ones."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.times: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        steps = [after - before for before, after in pairwise(self.times[20:])]
+        print(f"{statistics.median(steps) * 1000:.1f} ms a step, of {len(steps)} steps")
+
+
 ON_GPU = torch.cuda.is_available()
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 # On Hopper, and with weights in BF16, grouped_mm reads no token counts on the host.
 EXPERTS = {"num_experts": 8, "moe_intermediate_size": 48, "experts_implementation": "grouped_mm"}
+TIMED = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
+TIMED |= {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}
 CONFIGS: dict[str, Any] = {"llama": SIZES, "qwen3_moe": SIZES | EXPERTS}
 
 
@@ -73,7 +94,8 @@ def samples(first: int, count: int, length: int = 32) -> list[dict[str, torch.Te
 def train(args: argparse.Namespace, *, graphed: bool) -> list[torch.Tensor]:
     """The losses and gradient norms that Trainer logs, then this rank's part of every weight."""
     torch.manual_seed(1)
-    config = transformers.AutoConfig.for_model(args.model, **CONFIGS[args.model])
+    sizes = TIMED if args.time else CONFIGS[args.model]
+    config = transformers.AutoConfig.for_model(args.model, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     callback = GraphLayers(backend="native" if ON_GPU else "tape", warmup_steps=args.warmup)
     with tempfile.TemporaryDirectory() as folder:
@@ -85,12 +107,15 @@ def train(args: argparse.Namespace, *, graphed: bool) -> list[torch.Tensor]:
             gradient_accumulation_steps=2,
             activation_checkpointing=args.checkpointing,
             use_cpu=not ON_GPU,
-            eval_strategy="steps",
+            eval_strategy="no" if args.time else "steps",
+            save_strategy="no" if args.time else "steps",
             **dict.fromkeys(("eval_steps", "save_steps"), args.warmup + 1),
-            logging_steps=1,
+            logging_steps=10 if args.time else 1,
         )
-        data = {"train_dataset": samples(0, 64), "eval_dataset": samples(64, 8)}
-        trainer = transformers.Trainer(model, arguments, **data, callbacks=[callback] * graphed)
+        length = 512 if args.time else 32
+        data = {"train_dataset": samples(0, 64, length), "eval_dataset": samples(64, 8, length)}
+        callbacks = [*[callback] * graphed, *[Clock()] * args.time]
+        trainer = transformers.Trainer(model, arguments, **data, callbacks=callbacks)
         if arguments.fsdp and not ON_GPU:
             shard_on_cpus(trainer)
         trainer.train()
@@ -117,9 +142,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sharding", choices=("fsdp2", "ddp"), default="fsdp2")
     parser.add_argument("--checkpointing", action="store_true", help="of activations")
     parser.add_argument("--compare", action="store_true", help="eagerly and with graphs")
+    parser.add_argument("--time", action="store_true", help="time 60 steps, as --compare does")
     for name, default in {"steps": 8, "warmup": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(arguments)
+    if args.time:
+        args.steps = 60
+        for with_graphs in (False, True, False, True):
+            train(args, graphed=with_graphs)
+        return
     torch.use_deterministic_algorithms(True)
     graphed = train(args, graphed=True)
     if args.compare:
