@@ -59,7 +59,7 @@ from megatron_cg.capture.observer import positional_names
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.replay.borders import local, same_memory, spec_of
 from megatron_cg.replay.guard import Mismatch, described
-from megatron_cg.replay.plain import contents, is_plain, same_value
+from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.units.layouts import Layout, awaited, is_awaited
 from megatron_cg.upstream.patch import Undo, replace_function
 from megatron_cg.upstream.symbols import Symbol
@@ -247,28 +247,6 @@ class _Expanded(_Input):
         return tensor.expand(self._shape)
 
 
-class _Attributed(_Input):
-    """One with a class or Python attributes of its own, which units may use."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._kind, self._attributes = type(tensor), dict(vars(tensor))
-        names = ", ".join(map(str, self._attributes)) or "no attributes"
-        super().__init__(f"a {self._kind.__name__} with {names}")
-        self._contents = contents(self._attributes)
-
-    def is_like(self, value: Any) -> bool:
-        return type(value) is self._kind and contents(vars(value)) == self._contents
-
-    def to_graph(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.as_subclass(torch.Tensor)
-
-    def from_graph(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not self._kind:
-            tensor = tensor.as_subclass(self._kind)
-        vars(tensor).update(self._attributes)
-        return tensor
-
-
 class _Distributed(_Input):
     """A DTensor, of which the graph gets the local tensor; see ``layouts.py``."""
 
@@ -443,8 +421,7 @@ def _mark_of(value: Any, name: str) -> Any:
     if spec_of(value) is not None:
         return _Distributed(value, name) if _is_plain_tensor(local(value)) else value
     if not _is_plain_tensor(value):
-        is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        return value if is_wrapper else _Attributed(value)
+        return value
     dims = _expanded_dims(value)
     if not dims:
         return _TENSOR
@@ -473,7 +450,10 @@ def _in_words(value: Any) -> str:
     if spec_of(value) is not None:
         return repr(Layout(value, ""))
     if not _is_plain_tensor(value):
-        return f"a {type(value).__name__}, a subclass of torch.Tensor whose methods no graph runs"
+        own = "a subclass of torch.Tensor whose methods no graph runs"
+        if type(value) is torch.Tensor:
+            own = f"with Python attributes that no graph passes on ({', '.join(vars(value))})"
+        return f"a {type(value).__name__}, {own}"
     if value.requires_grad and _expanded_dims(value):
         return (
             f"an expanded tensor of shape {tuple(value.shape)} that needs a gradient; a graph's "

@@ -42,10 +42,10 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
 from megatron_cg.replay.borders import in_backward_pass, local, ranks_of_meshes
 from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySet, Switches, Watched
-from megatron_cg.replay.plain import KNOWN, attribute, is_known
+from megatron_cg.replay.plain import KNOWN, LIBRARIES, attribute, is_known
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
-from megatron_cg.units.python_state import Change, PythonState, tensor_hooks_observed
+from megatron_cg.units.python_state import Change, PythonState, functions_in
 from megatron_cg.units.sums import RUN_BACKWARD
 from megatron_cg.upstream.patch import instances, nothing_frozen, replace_function
 
@@ -203,7 +203,6 @@ class CodeObserver:
         self._operations = Operations(unit.layer)
         self._undo = Restores()
         self._changes: list[Change] = []
-        self._of_hooks: list[Change] = []
         self._of_backward: list[Change] = []
         self.entries: list[Entry] = []
         """The rows for all that the code reads."""
@@ -240,8 +239,8 @@ class CodeObserver:
             if forward:
                 self._operations.forget()
                 stack.enter_context(seeds_refused(self._unit, self._device_type, state.values()))
-                self._of_hooks.clear()
-                stack.enter_context(tensor_hooks_observed(state, self._of_hooks.append))
+                hooks = partial(self._refuse_hook, torch.Tensor.register_hook)
+                stack.callback(replace_function(torch.Tensor, "register_hook", hooks))
             else:
                 run = partial(self._run_backward, RUN_BACKWARD.find())
                 stack.callback(replace_function(*RUN_BACKWARD.place(), run))
@@ -348,13 +347,17 @@ class CodeObserver:
                 "Pass it as an argument, or keep it in a buffer.",
             )
 
-    def _refuse_changes(self) -> None:
-        if self._of_hooks:
+    def _refuse_hook(self, register: Callable[..., Any], tensor: torch.Tensor, hook: Any) -> Any:
+        own = [function.__module__ for function in functions_in(hook)] or [type(hook).__module__]
+        if any(str(module).partition(".")[0] not in LIBRARIES for module in own):
             raise self._error(
-                f"registers a hook on a tensor in its forward pass that changes "
-                f"{self._of_hooks[0].what}",
-                "A replay does not call it. Let hooks on tensors compute gradients and no more.",
+                "registers a hook on a tensor in its forward pass",
+                "A replay does not call it. Change gradients in a torch.autograd.Function instead, "
+                "or hook a result outside of the unit.",
             )
+        return register(tensor, hook)
+
+    def _refuse_changes(self) -> None:
         if self._of_backward:
             raise self._error(
                 f"changes {self._of_backward[0].what} in its backward pass",

@@ -38,7 +38,7 @@ from megatron_cg.replay.plain import (
     same_value,
 )
 from megatron_cg.restore import Restores
-from megatron_cg.upstream.patch import cells_of, replace_function, undone_after
+from megatron_cg.upstream.patch import cells_of, undone_after
 
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
 """Of methods, properties, what decorates a function, and partial functions."""
@@ -76,7 +76,6 @@ class PythonState:
         """Whether code may read attributes by names that it computes."""
         self.asks_for_gradients = False
         """Whether code asks for ``requires_grad``, as torch's reentrant checkpoint does."""
-        self._functions: list[Callable[..., Any]] = []
         self._codes: dict[int, CodeType] = {}
         self._globals: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._owners: dict[int, tuple[Any, str]] = {}
@@ -89,18 +88,6 @@ class PythonState:
         self._values: list[tuple[Any, Any, str, Any]] = []
         """Holder, key and value of what lies elsewhere than in a module."""
         self._profile: Any = None
-
-    def add(self, function: Callable[..., Any]) -> None:
-        """Observe a function too that is called from elsewhere, such as a hook."""
-        self._functions.append(function)
-        for called in functions_in(function):
-            self._called_by(called)
-
-    def learn(self, other: PythonState) -> None:
-        """What the code reads that ``other`` has observed can be state of these modules too."""
-        self.names |= other.names
-        self.own_names |= other.own_names
-        self._any_name = self._any_name or other._any_name
 
     def begin(self) -> None:
         """A pass begins: copy what it may change, and note what it calls."""
@@ -118,8 +105,6 @@ class PythonState:
         self._values = [(h, k, what, h.get(k)) for h, k, what in self._elsewhere()]
         for _, _, what, value in self._values:
             self._copy(value, what)
-        for function in self._functions:
-            self._copy(getattr(function, "__self__", None), "attribute")
         for path, module in self._modules.items():
             if not is_known(module):
                 self._copies[id(vars(module))] = vars(module), dict(vars(module)), path, True
@@ -203,7 +188,6 @@ class PythonState:
         """Those that are no attributes of a module: of globals, classes, functions, and so on."""
         yield from self._globals.values()
         found = [(holder.get(name), what) for holder, name, what in self._globals.values()]
-        found += [(function, "a hook") for function in self._functions]
         found += self._owners.values()
         found += [(sys.modules.get(name), name) for name in self._imports]
         for module in self._modules.values():
@@ -342,37 +326,6 @@ class PythonState:
             self._globals[key] = names, name, what
             self._values.append((*self._globals[key], value))
             self._copy(value, what)
-
-
-def tensor_hooks_observed(
-    unit: PythonState, notice: Callable[[Change], None]
-) -> AbstractContextManager[None]:
-    """Observe the hooks on tensors that are registered in the block, whenever they are called.
-
-    Their operations on gradients are in the graph like all others. But a replay runs no Python, so
-    what else they do would be lost. ``notice`` gets each change of Python state that one of them
-    makes. It is undone. ``unit`` learns what they read.
-    """
-    original = torch.Tensor.register_hook
-
-    def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
-        state = PythonState({})
-        state.add(hook)
-
-        def called(gradient: torch.Tensor) -> Any:
-            state.begin()
-            try:
-                return hook(gradient)
-            finally:
-                state.end()
-                unit.learn(state)
-                for change in state.changes():
-                    notice(change)
-                state.restorer()()
-
-        return original(tensor, called)  # type: ignore[no-untyped-call]
-
-    return undone_after(replace_function(torch.Tensor, "register_hook", register_hook))
 
 
 class Attributes:

@@ -224,5 +224,5 @@ HARD = (
     "counter in backward, iterator, drawn by an object, call count, warmup by the loop, dataclass "
     "given, argument written, view of a used tensor, view of the input "
     "returned, views of one, list filled, dict filled, sparse, tagged, subclass, hook inside, "
-    "backward hook inside, node hook, tensor hook, global hook"
+    "backward hook inside, node hook, tensor hook, hook with state, global hook"
 ).split(", ")
