@@ -112,6 +112,9 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         "moe_use_grouped_tensor": bool(_optional(namespace, "moe_use_grouped_tensor")),
         "fp8_recipe": str(getattr(recipe, "value", recipe)),
         "packs_sequences": _any(namespace, *PACKING),
+        "rotates_positions": _optional(namespace, "position_embedding_type")
+        not in (None, "learned_absolute", "relative", "none"),
+        "micro_batch_size": _optional(namespace, "micro_batch_size") or 1,
     }
     unchanged = {name: _get(namespace, name) for name in _FIELDS if name not in derived}
     return RunArguments(**unchanged, **derived)

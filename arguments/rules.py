@@ -196,6 +196,11 @@ _PACKS = (
     "packed sequences ({flag:--sft}, {flag:--rl-use-sequence-packing} or "
     "{flag:--dataloader-inter-document-masking})"
 )
+_BEHIND = "leave attn out of {flag:--cuda-graph-modules}: name scopes behind attention"
+
+
+def _captures_packs(given: Configuration) -> bool:
+    return given.run.packs_sequences and given.run.captures("attn")
 
 
 def _layer_selection(given: Configuration) -> list[Facts]:
@@ -285,14 +290,45 @@ _OF_SCOPES = (
         "other than attn",
     ),
     Rule(
-        "packed-sequences",
-        lambda c: c.run.packs_sequences and (c.run.captures("attn") or c.run.captures("mamba")),
-        f"{_PACKS} with captured attention or Mamba mixers",
-        "a pack's boundaries reach the layer in a PackedSeqParams, and Megatron's graphs take only "
-        "tensors (cu_seqlens differs from step to step in length and values, max_seqlen is a "
-        "number)",
-        "leave attn and mamba out of {flag:--cuda-graph-modules}: name scopes behind attention, "
-        "such as mlp or moe_router",
+        "packed-mamba",
+        lambda c: (
+            c.run.packs_sequences
+            and (
+                "mamba" in c.run.cuda_graph_modules
+                or any("mamba" in has and captured for has, captured in c.layers or ())
+            )
+        ),
+        f"{_PACKS} with captured Mamba mixers",
+        "which token belongs to which sample reaches them in a PackedSeqParams, and Megatron's "
+        "graphs take only tensors",
+        "leave mamba out of {flag:--cuda-graph-modules}, such as "
+        "{type:--cuda-graph-modules attn mlp}",
+    ),
+    Rule(
+        "packed-rope",
+        lambda c: _captures_packs(c) and c.run.rotates_positions and not c.run.apply_rope_fusion,
+        f"{_PACKS} with {{flag:--no-rope-fusion}} and captured attention",
+        "Megatron then rotates the samples of a pack one after another, and reads where they begin "
+        "on the CPU, which a capture does not allow",
+        f"{{drop:--no-rope-fusion}}, or {_BEHIND}",
+    ),
+    Rule(
+        "packed-context-parallel",
+        lambda c: _captures_packs(c) and c.run.context_parallel_size > 1,
+        f"{_PACKS} with {{flag:--context-parallel-size {{run.context_parallel_size}}}} and "
+        "captured attention",
+        "ranks then divide each sample, at places that depend on its length, and that has not been "
+        "tried in a graph",
+        f"{{type:--context-parallel-size 1}}, or {_BEHIND}",
+    ),
+    Rule(
+        "packed-micro-batch",
+        lambda c: _captures_packs(c) and c.run.micro_batch_size > 1,
+        f"{_PACKS} with {{flag:--micro-batch-size {{run.micro_batch_size}}}} and captured "
+        "attention",
+        "Megatron makes one long pack of a microbatch, with other shapes than its graphs are "
+        "captured with",
+        f"{{type:--micro-batch-size 1}}, with longer packs for as many tokens, or {_BEHIND}",
     ),
 )
 

@@ -173,6 +173,14 @@ class GraphArguments:
         type=int,
         metavar="STEPS",
     )
+    cg_packed_samples: int | None = _flag(
+        None,
+        at_least(1),
+        "Graphs of attention have room for N samples in a pack. By default, for a quarter more "
+        "than the fullest pack of the warmup steps has. A fuller pack runs eagerly.",
+        type=int,
+        metavar="N",
+    )
     cg_no_fsdp_fast_path: bool = _flag(
         False,
         TRUE_OR_FALSE,
@@ -281,6 +289,10 @@ class RunArguments:
     mtp_use_repeated_layer: bool = False  # one MTP layer is run at every depth
     moe_enable_routing_replay: bool = False  # routers record or repeat their choices
     packs_sequences: bool = False  # a flag packs several sequences into one
+    rotates_positions: bool = False  # positions are rotary
+    apply_rope_fusion: bool = True  # one kernel rotates them
+    context_parallel_size: int = 1  # ranks that share a sequence
+    micro_batch_size: int = 1  # sequences of a pass
     te_rng_tracker: bool = False  # the flag as given; Megatron sets it with graphs
 
     @property
@@ -309,6 +321,12 @@ class RunArguments:
     def one_kernel(self) -> str:
         """The ``--cg-grouped-gemm`` that is one kernel for all experts and needs the least."""
         return "cublas" if self.has_low_precision else "torch"
+
+    @property
+    def packs_fit(self) -> bool:
+        """Whether graphs of attention can take packed sequences."""
+        by_one_kernel = self.apply_rope_fusion or not self.rotates_positions
+        return by_one_kernel and self.context_parallel_size == self.micro_batch_size == 1
 
     def captures(self, scope: str) -> bool:
         return not self.cuda_graph_modules or scope in self.cuda_graph_modules

@@ -234,6 +234,11 @@ class Session:
             with nullcontext() if self._run_remaining_hooks else suppress(CaptureError):
                 self._agreement.report_failure(ends=isinstance(error, NotRestoredError))
 
+    @property
+    def holds_collectives(self) -> bool:
+        """Whether a graph does, on any rank."""
+        return any(graph.collectives for graph in self._graphs())
+
     def on_close(self, undo: Callable[[], None]) -> None:
         """Make :meth:`close` run ``undo`` too, before it undoes earlier changes."""
         self._require(Phase.REPLAYING)

@@ -81,7 +81,7 @@ def model_of(cfg: Any) -> Any:
 
 def _configs(cfg: Any) -> list[tuple[str, Any]]:
     """Each overwrites fields of those before it."""
-    names = ("dataset", "optimizer", "ddp", "model", "comm_overlap", "mixed_precision")
+    names = ("train", "dataset", "optimizer", "ddp", "model", "comm_overlap", "mixed_precision")
     return [("cfg.model", model_of(cfg)), *((f"cfg.{name}", getattr(cfg, name)) for name in names)]
 
 
@@ -112,6 +112,7 @@ def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
     # Bridge's default, not Megatron's.
     split = model.expert_tensor_parallel_size or int(model.expert_model_parallel_size > 1)
     others = {"use_megatron_fsdp": True, "sft": packs, "expert_tensor_parallel_size": split}
+    others["micro_batch_size"] = cfg.train.micro_batch_size
     others["te_rng_tracker"] = bool(cfg.rng.te_rng_tracker or model.use_te_rng_tracker)
     run = run_of_configs(cfg.optimizer, cfg.ddp, cfg.model, model, **others)
     environment = Environment.read(BACKENDS[given.cg_backend])

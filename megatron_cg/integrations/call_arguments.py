@@ -35,6 +35,7 @@ _OF_ENABLE = ("grouped_gemm", "moe_rows", "moe_exchange")
 _RENAMED = PACKING | {
     **{"fp8_format": "fp8", "fp4_format": "fp4", "use_nccl_ub": "nccl_ub"},
     "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "no_rope_fusion": "apply_rope_fusion",
     "disable_bias_linear": "add_bias_linear",
 }
 """Fields with another name than their flags."""
@@ -84,7 +85,7 @@ class CallVoice(Voice):
 def _value(name: str, default: Any, verb: str, words: Sequence[str]) -> str:
     """A setting's value in Python; empty if it is only named."""
     if name.startswith(("no_", "disable_")) or argument_of(name) == "fast_path":
-        return "False"
+        return str(verb == "drop")
     if verb == "drop":
         return "[]" if default == () else repr(default)
     if isinstance(default, bool):

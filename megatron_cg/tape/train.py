@@ -21,8 +21,10 @@ from megatron_cg.integrations import repeated_step
 from megatron_cg.integrations.megatron.megatron_unit import (
     ObservedInputs,
     shared_experts_idle,
+    takes_packs,
     units_of,
 )
+from megatron_cg.integrations.megatron.packs import agreed_packs
 from megatron_cg.tape.cpu_model import build, transformer_layers
 from megatron_cg.tape.training_plan import TrainingPlan
 from megatron_cg.upstream.megatron import capturing_flag
@@ -146,12 +148,13 @@ class Trainer:
         agreement: Agreement | None = None,
         *,
         only: Sequence[int] | None = None,
+        packed_samples: int | None = None,
         **options: Any,
     ) -> Session:
         """Capture the transformer layers; they replay until the session is closed.
 
-        ``only`` lists the indices of the layers to capture; None means all. ``agreement`` and
-        ``options`` are the session's.
+        ``only`` lists the indices of the layers to capture; None means all. ``packed_samples`` is
+        as ``--cg-packed-samples``. ``agreement`` and ``options`` are the session's.
 
         Raises what the session and the backend raise; the model is then unchanged.
         """
@@ -160,23 +163,34 @@ class Trainer:
             layers = [layers[index] for index in only]
         sharding = of_megatron(self.model)
         assert sharding is not None
+        packs = None
+        if any(map(takes_packs, layers)):
+            tokens = self.plan.model.sequence_length
+            packs = agreed_packs(self._inputs.packs, agreement, tokens, packed_samples)
         session = Session(
             sharding,
-            units_of(layers),
+            units_of(layers, packs),
             backend,
             agreement,
             **options,
         )
         with ExitStack() as lasting:
             args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
+            for layer, named in zip(layers, kwargs, strict=True):
+                if packs is not None and takes_packs(layer):
+                    named.update(packs.sample(torch.device("cpu")))
             lasting.callback(shared_experts_idle, layers)
             lasting.callback(recompute_in_layers(self.model, self._inputs))
+            if packs is not None:
+                lasting.callback(packs.install(self.model, layers))
             with session.capturing(), capturing_flag():
                 request = CaptureRequest(tuple(layers), [*args], [*kwargs], warmups=2)
                 request.share_buffers = True
                 graphs = session.capture(request)
                 for layer, graph in zip(layers, graphs, strict=True):
                     layer.cuda_graphs = [graph]
+            if packs is not None:
+                packs.begin(session)
             session.on_close(lasting.pop_all().close)
         self._optimizer.zero_grad()
         self.session = session

@@ -19,12 +19,17 @@ RNG_STATES = Symbol(
 )
 FP8_ENABLED = Symbol(f"{FP8}.is_fp8_enabled", "whether quantization is on")
 FP8_RECIPE = Symbol(f"{FP8}.get_fp8_recipe", "the recipe in use")
+_ATTENTION = Symbol(
+    "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    ":_attention_backends",
+    "which kernel computes attention",
+)
 _MODULE = "transformer_engine.pytorch.module.grouped_linear"
 _LAYER = Symbol(f"{_MODULE}:GroupedLinear", "TE's grouped linear layer")
 _VERSION = Symbol(f"{_MODULE}:tex.get_cublasLt_version", "the version of cuBLASLt")
 RELIES_ON = (
     *(START_CAPTURING, IS_CAPTURING, END_CAPTURING, RNG_STATES, FP8_ENABLED, FP8_RECIPE),
-    *(_LAYER, _VERSION),
+    *(_ATTENTION, _LAYER, _VERSION),
 )
 _LEAST = 130801
 """13.8.1: what cuBLASLt itself asks for. Up to 13.7 a graph's second replay is wrong."""
@@ -49,6 +54,11 @@ def fp8_recipe() -> Any:
 
 def rng_states() -> dict[str, Any]:
     return dict(RNG_STATES.find()()) if _is_loaded(RNG_STATES) else {}
+
+
+def fuses_attention() -> bool:
+    """Whether cuDNN computed TE's last attention, or TE computed none."""
+    return not _is_loaded(_ATTENTION) or _ATTENTION.find()["use_fused_attention"] in (True, None)
 
 
 @contextmanager

@@ -29,15 +29,17 @@ def evaluate(trainer: Any) -> float:
     return loss
 
 
-def helper_of(trainer: Any, backend: Any, *layers: str, on_failure: Any = "error") -> Any:
-    """Megatron's capture helper of a trainer, for batches of two sequences."""
+def helper_of(
+    trainer: Any, backend: Any, *layers: str, on_failure: Any = "error", size: int = 2
+) -> Any:
+    """Megatron's capture helper of a trainer, for batches of ``size`` sequences."""
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
     from megatron_cg.arguments.schema import GraphArguments
     from megatron_cg.integrations.megatron.helper import FsdpHelper
 
     length = trainer.plan.model.sequence_length
-    given = [trainer.model], trainer.model.config, length, 2, [trainer._optimizer]
+    given = [trainer.model], trainer.model.config, length, size, [trainer._optimizer]
     settings = GraphArguments(cg_layers=layers, cg_on_failure=on_failure)
     return FsdpHelper(lambda: TECudaGraphHelper(*given), backend, settings)
 

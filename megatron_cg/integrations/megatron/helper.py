@@ -42,9 +42,11 @@ from megatron_cg.integrations.megatron.megatron_unit import (
     LayerScopes,
     ObservedInputs,
     shared_experts_idle,
+    takes_packs,
     units_of,
     without_unused_masks,
 )
+from megatron_cg.integrations.megatron.packs import Packs, agreed_packs
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
@@ -115,6 +117,7 @@ class FsdpHelper:
             self._layers: list[Any] = self.helper.flattened_callables
             _require_units(sharding, self._layers)
             self._inputs = ObservedInputs(self._layers)
+            self._packs: Packs | None = None
             undo.callback(let_gradients_go(self.fsdp))
             self.controller = GraphController(
                 self._agreement,
@@ -176,7 +179,7 @@ class FsdpHelper:
     def _samples(
         self, make: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Megatron's samples in the model's dtype; no rotary table for layers without attention.
+        """Megatron's samples in the model's dtype, and packs; tables for layers with attention.
 
         Megatron decides on the table once for the whole model. With ``--cg-layers`` it depends on
         the layer, and TE requires at replay every keyword that it saw at capture. A replay copies
@@ -194,23 +197,16 @@ class FsdpHelper:
                 if key not in tables:
                     tables[key] = tree_map(torch.clone, table)
                 named[_TABLE] = tables[key]
+            if self._packs is not None and takes_packs(layer):
+                named |= self._packs.sample(sample_args[index][0].device)
         return in_dtype(sample_args, self.helper.config), sample_kwargs
 
     def _capture(self) -> Session:
-        given, sharding = self.given, of_megatron(self.helper.model[0])
-        assert sharding is not None
-        session = Session(
-            sharding,
-            units_of(self._layers),
-            self._backend,
-            self._agreement,
-            run_remaining_hooks=given.cg_on_failure == "eager",
-            policy=ReplayPolicy(
-                given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps
-            ),
-            fast_path=not given.cg_no_fsdp_fast_path,
-            optimizers=self.helper.optimizers,
-        )
+        self._packs = None
+        if any(map(takes_packs, self._layers)):
+            # First: ranks vote on packs, whatever fails later on one of them.
+            tokens, room = self.helper.seq_length, self.given.cg_packed_samples
+            self._packs = agreed_packs(self._inputs.packs, self._agreement, tokens, room)
         captured: list[int] = []
 
         def capture(layers: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,6 +219,7 @@ class FsdpHelper:
         with ExitStack() as changes:
             changes.callback(setattr, self.helper, "_graphs_created", False)
             changes.callback(combine_undos(self._changes()))
+            session = self._new_session()
             with session.capturing(), ExitStack() as stack:
                 stack.callback(replace_function(cuda_graphs, "make_graphed_callables", capture))
                 stack.callback(cuda_graphs._set_capture_end)
@@ -235,8 +232,26 @@ class FsdpHelper:
                     )
                 if (peers := self._peer_memory) is not None:
                     changes.callback(peers.hold())
+            if self._packs is not None:
+                self._packs.begin(session)
             session.on_close(changes.pop_all().close)
         return session
+
+    def _new_session(self) -> Session:
+        given, sharding = self.given, of_megatron(self.helper.model[0])
+        assert sharding is not None
+        return Session(
+            sharding,
+            units_of(self._layers, self._packs),
+            self._backend,
+            self._agreement,
+            run_remaining_hooks=given.cg_on_failure == "eager",
+            policy=ReplayPolicy(
+                given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps
+            ),
+            fast_path=not given.cg_no_fsdp_fast_path,
+            optimizers=self.helper.optimizers,
+        )
 
     @property
     def _peer_memory(self) -> PeerMemory | None:
@@ -248,6 +263,8 @@ class FsdpHelper:
         yield partial(shared_experts_idle, self._layers)
         yield recompute_in_layers(self.helper.model[0], self._inputs)
         yield self._scopes.give(self._layers)
+        if self._packs is not None:
+            yield self._packs.install(self.helper.model[0], self._layers)
 
 
 def meet(call: str, backend: str, settings: GraphArguments, given: Mapping[str, Any]) -> Agreement:

@@ -57,6 +57,7 @@ from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated
 from megatron_cg.capture.observer import positional_names
 from megatron_cg.errors import say
+from megatron_cg.integrations.megatron.packs import PACK, ObservedPacks, Packs
 from megatron_cg.integrations.repeated_step import step_state_kept
 from megatron_cg.replay.borders import in_backward_pass
 from megatron_cg.replay.guard import NOT_INPUTS, Entry, Mismatch, described
@@ -205,27 +206,36 @@ RELIES_ON = (
     Symbol(f"{_METRICS}:MetricEntry", "an entry of its metrics", attributes=("values",)),
 )
 
-_PACK = "packed_seq_params"
-"""The keyword by which a layer gets the boundaries of packed sequences, in an object."""
 HIDDEN = "hidden_states"
 _NOTED = ("hidden_shape", "hidden_shape_before_permute", "num_out_tokens", "capacity")
 
 
-def units_of(layers: Sequence[Any]) -> list[Unit]:
-    """Megatron's layers as the units of a capture, with names that differ; see :func:`name_of`."""
+def units_of(layers: Sequence[Any], packs: Packs | None = None) -> list[Unit]:
+    """Megatron's layers as the units of a capture, with names that differ; see :func:`name_of`.
+
+    ``packs`` is what graphs of attention take of packed sequences.
+    """
     names = [name_of(layer) for layer in layers]
     return [
         MegatronUnit(
-            name if names.count(name) == 1 else f"{name}, captured as number {place}", layer
+            name if names.count(name) == 1 else f"{name}, captured as number {place}",
+            layer,
+            packs if takes_packs(layer) else None,
         )
         for place, (layer, name) in enumerate(zip(layers, names, strict=True))
     ]
 
 
+def takes_packs(layer: Any) -> bool:
+    """Whether the graph of ``layer`` reads where samples of a pack begin: it holds attention."""
+    scopes = layer.config.cuda_graph_modules
+    return isinstance(layer, TransformerLayer) and (not scopes or CudaGraphModule.attn in scopes)
+
+
 class MegatronUnit(Unit):
     """The region of one of Megatron's layers that its graph holds."""
 
-    def __init__(self, name: str, layer: Any) -> None:
+    def __init__(self, name: str, layer: Any, packs: Packs | None = None) -> None:
         covered: Sequence[nn.Module] = layer._get_submodules_under_cudagraphs()
         super().__init__(
             name,
@@ -235,9 +245,8 @@ class MegatronUnit(Unit):
             collectives=layer.config.context_parallel_size > 1
             or layer.config.tensor_model_parallel_size > 1,
         )
-        scopes = layer.config.cuda_graph_modules
-        before = isinstance(layer, TransformerLayer) and bool(scopes)
-        self._is_direct = not before or CudaGraphModule.attn in scopes
+        self._packs = packs
+        self._is_direct = not isinstance(layer, TransformerLayer) or takes_packs(layer)
         """Whether no code of the layer runs before its graph; attention does, if not captured."""
         # Fused attention advances them without dropout too, and an eager pass that recomputes it
         # does so twice. Rules refuse what reads them (``recompute-of-attention``, Megatron's own).
@@ -301,6 +310,11 @@ class MegatronUnit(Unit):
             if is_running_region():  # the captured region is the layer's whole forward
                 return None
             notes.update(noted)
+            if self._packs is not None and kwargs.get(PACK) is not None:
+                split = self._packs.split(kwargs)
+                if isinstance(split, Mismatch):
+                    return split
+                kwargs = split
             missed = (_no_tensor if self._is_direct else _not_passed_on)(args, kwargs)
             return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
 
@@ -327,8 +341,9 @@ def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | Non
                 f"argument {name}",
                 "not given",
                 described(value),
-                "A graph takes only tensors, so the pass runs eagerly. If each step has packed "
-                f"sequences, {say('leave attn out of {flag:--cuda-graph-modules}')}.",
+                "A graph takes only tensors, so the pass runs eagerly. Packed sequences go into "
+                f"graphs that are captured after steps with alike ones; or "
+                f"{say('leave attn out of {flag:--cuda-graph-modules}')}.",
             )
     return None
 
@@ -340,11 +355,11 @@ def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch |
     output alone. The router would count padding, and balance the samples of a pack as one.
     """
     hidden = args[0] if args else kwargs.get(HIDDEN)
-    sample = getattr(kwargs.get(_PACK), "tokens_per_sample", None)
+    sample = getattr(kwargs.get(PACK), "tokens_per_sample", None)
     samples = hidden.shape[0] // sample if sample and hidden is not None else 1
     for name, value in (
         ("argument padding_mask", kwargs.get("padding_mask")),
-        (f"{_PACK}.tokens_per_sample", sample if samples > 1 else None),
+        (f"{PACK}.tokens_per_sample", sample if samples > 1 else None),
     ):
         if value is not None:
             return Mismatch(
@@ -367,6 +382,7 @@ class ObservedInputs:
         self._differentiated: set[tuple[nn.Module, str]] = set()
         self._last: dict[str, ref[torch.Tensor]] = {}
         self._differ: set[str] = set()
+        self.packs = ObservedPacks()
 
     def observe_step(self) -> Undo:
         return combine_undos(add_observer(layer, self._called) for layer in self._layers)
@@ -389,6 +405,8 @@ class ObservedInputs:
         names = positional_names(layer.forward, len(args), kwargs)
         for name, value in (dict(zip(names, args, strict=True)) | dict(kwargs)).items():
             (self._none if value is None else self._given).add((layer, name))
+            if name == PACK:
+                self.packs.add(value)
             if getattr(value, "requires_grad", False):
                 self._differentiated.add((layer, name))
             is_tensor = isinstance(value, torch.Tensor)

@@ -110,6 +110,7 @@ def enable(
     on_mismatch: OnMismatch | None = None,
     verify_interval: int | None = None,
     verify_steps: int | None = None,
+    packed_samples: int | None = None,
     fast_path: bool | None = None,
     grouped_gemm: GroupedGemm | None = None,
     moe_rows: float | None = None,

@@ -329,7 +329,8 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     available = available_scopes(run) or (frozenset({"attn", "moe" if run.is_moe else "mlp"}),)
     here = frozenset().union(*available)
     every = tuple(scope for scope in _ORDER if scope in here)
-    eager = {"attn", "mamba"} if run.packs_sequences else set()
+    eager = {"mamba"} if run.packs_sequences else set()
+    eager |= {"attn"} if run.packs_sequences and not run.packs_fit else set()
     eager |= {"attn"} if run.qk_clip or run.log_max_attention_logit else set()
     base = tuple(scope for scope in every if scope not in eager)
     alone = (*base, "moe_router") if "moe" in here else base

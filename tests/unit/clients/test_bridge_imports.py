@@ -60,6 +60,7 @@ def container(kind: Any, **ddp: bool) -> Any:
         optimizer=OptimizerConfig(),
         dist=SimpleNamespace(use_megatron_fsdp=False),
         rng=SimpleNamespace(te_rng_tracker=fits),
+        train=SimpleNamespace(micro_batch_size=2),
         dataset=SimpleNamespace(enable_in_batch_packing=True),
         comm_overlap=None,
         mixed_precision=None,
@@ -84,9 +85,10 @@ def test_a_configuration_is_checked_before_bridge_does(
     with pytest.raises(ConfigurationError) as error:
         cfg.validate()
     rules = [violation.rule for violation in error.value.violations]
-    assert rules == ["double-buffer", "persistent-fallback", "packed-sequences", "te-rng-tracker"]
+    assert rules == ["double-buffer", "persistent-fallback", "packed-micro-batch", "te-rng-tracker"]
     assert "set cfg.ddp.fsdp_double_buffer=True" in str(error.value)
     assert "cfg.dataset.enable_in_batch_packing" in str(error.value)
+    assert "set cfg.train.micro_batch_size=1" in str(error.value)
     assert not hasattr(cfg.model, "finalized")
     told.cache_clear()
     cfg.ddp.use_megatron_fsdp = False

@@ -49,6 +49,7 @@ WRONG = [
     (units, {"recapture": -1}),
     (units, {"separate_inputs": "no"}),
     (enable, {"record": 5}),
+    (enable, {"packed_samples": 0}),
     (enable, {"moe_rows": True}),
     (enable, {"moe_rows": "2"}),
     (enable, {"grouped_gemm": "torhc"}),
@@ -92,6 +93,7 @@ def test_one_of_several_may_be_given_alone() -> None:
 
 
 CONFIGS: dict[str, Any] = {
+    "cfg.train": SimpleNamespace(micro_batch_size=1),
     "cfg.optimizer": OptimizerConfig(),
     "cfg.ddp": DistributedDataParallelConfig(),
     "cfg.model": TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1),

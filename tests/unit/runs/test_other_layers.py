@@ -1,14 +1,13 @@
 """Packed and padded sequences, and layers with several residual streams (mHC).
 
-A graph is not told of packs. Graphs behind attention replay, unless they would read more than
-attention's output. Graphs of attention are never replayed. Sequences of a pack have other lengths,
-and other numbers, in every step; tokens of a pack do not.
+Graphs behind attention are not told of packs: they replay, unless they would read more than
+attention's output. Sequences of a pack have other lengths, and other numbers, in every step; tokens
+of a pack do not.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from megatron_cg.tape.fakes import replaced
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
+from tests.unit.packs import pack_of, packs_on_cpu
 from tests.unit.trainers import trainer_of
 
 LAYERS, TOKENS, BEFORE, AFTER = 2, 16, 2, 3
@@ -28,40 +28,7 @@ BALANCED = {
     **MOE,
     "options": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
 }
-
-
-def boundaries(starts: tuple[int, ...], **fields: Any) -> Any:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    ends = torch.tensor(starts, dtype=torch.int32)
-    longest = max(end - start for start, end in pairwise(starts))
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        **fields,
-    )
-
-
-def packed(attention: Any) -> Any:
-    """megatron-core's own attention, which takes packs as TE's does: ``[tokens, heads, width]``."""
-
-    class Attention(attention):  # type: ignore[misc]
-        def forward(self, *tensors: Any, packed_seq_params: Any = None, **named: Any) -> Any:
-            if packed_seq_params is None:  # in a capture
-                return super().forward(*tensors, **named)
-            query, key, value = (tensor.unsqueeze(1) for tensor in tensors[:3])
-            starts = packed_seq_params.cu_seqlens_q
-            places = torch.arange(query.shape[0], device=query.device)
-            pack = torch.bucketize(places, starts, right=True)
-            others = pack[:, None] != pack[None, :]
-            later = torch.ones_like(others).triu(1)
-            mask = (others | later).reshape(1, 1, *others.shape)
-            return super().forward(query, key, value, mask, **named)
-
-    return Attention
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
 def train(
@@ -70,41 +37,51 @@ def train(
     graphed: bool,
     model: Mapping[str, Any] | None = None,
     padding_mask: torch.Tensor | None = None,
+    room: int | None = None,
     **fields: Any,
 ) -> tuple[Any, Any]:
     """Losses and norms of all steps, and the counters of the graphs; no packs if padded.
 
     ``model`` has other fields of the model's config, and ``fields`` are of the packs' objects.
     """
-    from megatron.core.models import backends
-
     settings: dict[str, Any] = {"dropout": 0.1, "bf16": False} | dict(model or {})
+    settings["options"] = {"apply_rope_fusion": True} | settings.get("options", {})
     shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, graph_modules=scopes, **settings)
-    with (
-        replaced(backends, "DotProductAttention", packed(backends.DotProductAttention)),
-        trainer_of(shape, micro_batch_size=1, graphs=graphed) as trainer,
-    ):
+    with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=graphed) as trainer:
         whole, numbers = trainer.model, []
         for number, starts in enumerate(PACKS):
             if graphed and number == BEFORE:
-                trainer.capture(TapeBackend())
-            pack = boundaries(starts, **fields) if padding_mask is None else None
+                trainer.capture(TapeBackend(), packed_samples=room)
+            pack = pack_of(starts, **fields) if padding_mask is None else None
             trainer.model = partial(whole, packed_seq_params=pack, padding_mask=padding_mask)
             numbers.append(trainer.step())
             trainer.model = whole
         return numbers, trainer.session and trainer.session.counters
 
 
+ROUTER = ("moe_router", "moe_preprocess")
+
+
 @pytest.mark.parametrize(
-    ("scopes", "model"), [(("mlp",), {}), (("moe_router", "moe_preprocess"), MOE)]
+    ("scopes", "model", "layers"),
+    [
+        (("mlp",), {}, LAYERS),
+        (ROUTER, MOE, LAYERS),
+        (("attn",), {}, LAYERS),
+        ((), {}, LAYERS),
+        (("attn", "mlp"), {"options": {"mtp_num_layers": 1}}, LAYERS + 1),
+        (("attn", *ROUTER), BALANCED, LAYERS),
+        (("attn",), {"dropout": 0.0, "options": RECOMPUTED}, LAYERS),
+    ],
+    ids=str,
 )
-def test_graphs_behind_attention_replay(
-    one_rank: None, scopes: tuple[str, ...], model: dict[str, Any]
+def test_graphs_replay(
+    one_rank: None, scopes: tuple[str, ...], model: dict[str, Any], layers: int
 ) -> None:
     eager, _ = train(scopes, graphed=False, model=model)
     graphed, counters = train(scopes, graphed=True, model=model)
     assert graphed == eager and len(set(eager)) == len(PACKS)
-    expect(counters, replayed=LAYERS * AFTER, mismatched=0, eager=0)
+    expect(counters, replayed=layers * AFTER, backwards=layers * AFTER, mismatched=0, eager=0)
 
 
 def test_a_router_behind_attention_counts_no_padding(one_rank: None) -> None:
@@ -128,17 +105,15 @@ def test_samples_that_a_pack_joins_are_not_balanced_as_one(one_rank: None) -> No
     expect(counters, replayed=LAYERS * AFTER, mismatched=0)
 
 
-@pytest.mark.refuses("packed-sequences")
-def test_a_graph_of_attention_is_never_replayed(
+def test_a_pack_of_more_samples_than_there_is_room_for_runs_eagerly(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loop of one's own has no flag that says so: its graphs would only cost memory."""
-    eager, _ = train(("attn", "mlp"), graphed=False)
-    graphed, counters = train(("attn", "mlp"), graphed=True)
+    eager, _ = train(("attn",), graphed=False)
+    graphed, counters = train(("attn",), graphed=True, room=2)
     assert graphed == eager
-    expect(counters, replayed=0, mismatched=LAYERS * AFTER, eager=LAYERS * AFTER)
-    assert "argument packed_seq_params" in caplog.text
-    assert "leave attn out of --cuda-graph-modules" in caplog.text
+    expect(counters, replayed=LAYERS * (AFTER - 1), mismatched=LAYERS, eager=LAYERS)
+    assert "the pack of sequences was of up to 2 samples at capture and is of 4 now" in caplog.text
+    assert "raise --cg-packed-samples" in caplog.text
 
 
 ALL = 4

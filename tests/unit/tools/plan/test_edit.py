@@ -71,7 +71,9 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
         ("--cuda-graph-modules moe --cg-grouped-gemm torch --cg-moe-exchange peer", "attn moe"),
         ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", "attn moe"),
         ("--moe-expert-capacity-factor 1.0", "attn moe_router"),
-        ("--sft", "moe"),
+        ("--sft", "attn moe"),
+        ("--sft --no-rope-fusion", "moe"),
+        ("--sft --context-parallel-size 2", "moe"),
         ("--log-max-attention-logit", "moe"),
         # Megatron's rules see the scopes as they are.
         (f"{SELECTIVE} core_attn --attention-dropout 0.1 --cuda-graph-modules moe", "moe"),

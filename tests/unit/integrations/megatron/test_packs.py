@@ -1,0 +1,167 @@
+"""Packed sequences in graphs of attention: what ranks agree on, and packs that do not fit."""
+
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import CaptureError
+from megatron_cg.integrations.megatron import packs
+from megatron_cg.replay.mismatch_policy import Counters
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
+from tests.unit.counted import expect
+from tests.unit.packs import pack_of, packs_on_cpu
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import helper_of, microbatch_of, trainer_of
+
+LAYERS, TOKENS, BEFORE = 2, 32, 2
+FUSED = {"apply_rope_fusion": True}
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+DENSE: dict[str, Any] = {"graph_modules": ("attn",), "options": FUSED}
+EXPERTS: dict[str, Any] = {
+    "experts": 4,
+    "expert_parallel": 2,
+    "graph_modules": ("attn", "moe"),
+    "options": FUSED | PADDED,
+}
+MIXED: dict[str, Any] = {"graph_modules": ("attn", "mlp"), "options": FUSED}
+"""Its graphs exchange tokens between ranks."""
+
+
+def even(samples: int) -> Any:
+    """A pack of so many samples, of two tokens but for the last one."""
+    return pack_of((0, *accumulate([2] * (samples - 1)), TOKENS))
+
+
+def numbers_of(trainer: Any, packs: list[Any], capture: Any, **fields: Any) -> list[Any]:
+    """Losses and norms of a step for each pack, with graphs from step ``BEFORE`` on."""
+    whole, numbers = trainer.model, []
+    for step, pack in enumerate(packs):
+        if step == BEFORE and capture is not None:
+            capture()
+        trainer.model = partial(whole, packed_seq_params=pack, **fields)
+        numbers.append([number.hex() for number in trainer.step()])
+        trainer.model = whole
+    return numbers
+
+
+def both(model: dict[str, Any], by_rank: list[list[int]], room: int | None) -> Any:
+    """Whether eager and graphed steps are equal on this rank, and the counters and the room."""
+    runs = []
+    for graphs in (False, True):
+        shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, **model)
+        with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=graphs) as trainer:
+            capture = partial(trainer.capture, TapeBackend(), Agreement(), packed_samples=room)
+            given = [even(samples) for samples in by_rank[dist.get_rank()]]
+            runs.append(numbers_of(trainer, given, capture if graphs else None))
+            if graphs:
+                unit = trainer.session.units[0]
+                return runs[0] == runs[1], dict(trainer.session.counters), unit._packs.room
+    return None
+
+
+def test_all_ranks_have_room_for_the_fullest_pack() -> None:
+    """Of any rank, before the capture; one rank alone runs a fuller one eagerly."""
+    body = partial(both, DENSE, [[1, 3, 14, 16, 1], [2, 12, 1, 17, 16]], None)
+    ranks = on_ranks(body)
+    assert [(equal, room) for equal, _, room in ranks] == [(True, 16)] * 2
+    for (_, counters, _), unfit in zip(ranks, (0, 1), strict=True):
+        expect(Counters(**counters), replayed=LAYERS * (3 - unfit), mismatched=LAYERS * unfit)
+
+
+def test_ranks_run_graphs_with_collectives_eagerly_together() -> None:
+    ranks = on_ranks(partial(both, EXPERTS, [[1, 2, 2, 1, 2], [2, 1, 1, 3, 2]], 2))
+    assert [(equal, room) for equal, _, room in ranks] == [(True, 2)] * 2
+    for _, counters, _ in ranks:
+        expect(Counters(**counters), replayed=LAYERS * 2, mismatched=LAYERS, eager=LAYERS)
+
+
+def test_a_pack_that_joins_samples_stays_eager(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, **DENSE)
+    with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=True) as trainer:
+        given = [pack_of((0, 4, TOKENS), tokens_per_sample=TOKENS // 2)] * 3
+        numbers_of(trainer, given, partial(trainer.capture, TapeBackend()))
+    assert "no graph takes tokens_per_sample of theirs" in caplog.text
+    expect(trainer.session.counters, replayed=0, mismatched=LAYERS)
+
+
+def differing() -> Any:
+    """Rank 1 has boundaries of keys of their own."""
+    shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, **DENSE)
+    with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=True) as trainer:
+        given = [even(2) for _ in range(3)]
+        for pack in given:
+            pack.cu_seqlens_kv = pack.cu_seqlens_q.clone() if dist.get_rank() else pack.cu_seqlens_q
+        numbers_of(trainer, given, partial(trainer.capture, TapeBackend(), Agreement()))
+        return dict(trainer.session.counters)
+
+
+def test_packs_that_differ_between_ranks_stay_eager() -> None:
+    for counters in on_ranks(differing):
+        expect(Counters(**counters), replayed=0, mismatched=LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_seqlen_q": TOKENS + 1}, "was of samples of up to 32 tokens at capture"),
+        ({"pad_between_seqs": True}, "('pad_between_seqs', True)"),
+        ({"cu_seqlens_kv": even(2).cu_seqlens_q}, "(('cu_seqlens_q',), ('cu_seqlens_kv',))"),
+        (None, "argument packed_seq_params.cu_seqlens_q was a tensor at capture"),
+    ],
+    ids=str,
+)
+def test_a_pack_of_another_form_runs_eagerly(
+    one_rank: None, change: dict[str, Any] | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = [even(2) for _ in range(4)]
+    given[2] = None if change is None else pack_of((0, 2, TOKENS), **change)
+    runs = []
+    for graphs in (False, True):
+        shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, **DENSE)
+        with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=graphs) as trainer:
+            capture = partial(trainer.capture, TapeBackend()) if graphs else None
+            runs.append(numbers_of(trainer, given, capture))
+    assert runs[0] == runs[1] and said in caplog.text
+    expect(trainer.session.counters, replayed=LAYERS, mismatched=LAYERS)
+
+
+def test_megatrons_helper_captures_packs(one_rank: None) -> None:
+    """With a scope for some layers alone, and a verified replay."""
+    runs = []
+    for graphs in (False, True):
+        shape = CpuModelConfig(layers=3, sequence_length=TOKENS, **MIXED)
+        with (
+            packs_on_cpu(),
+            microbatch_of(1),
+            trainer_of(shape, micro_batch_size=1, graphs=graphs) as trainer,
+        ):
+            helper = helper_of(trainer, TapeBackend(), "attn:0-1", size=1) if graphs else None
+            if helper is not None:
+                helper.steps.begin(0)
+            given = [even(samples) for samples in (2, 3, 5, 1, 4)]
+            runs.append(numbers_of(trainer, given, helper and helper.capture))
+            if helper is not None:
+                session = helper.session
+                expect(session.counters, captured=3, replayed=3 * 3, mismatched=0, eager=0)
+                helper.close()
+    assert runs[0] == runs[1]
+
+
+def test_only_kernels_whose_bits_are_equal_are_captured(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packs, "fuses_attention", lambda: False)
+    shape = CpuModelConfig(layers=1, sequence_length=TOKENS, **DENSE)
+    with (
+        packs_on_cpu(),
+        trainer_of(shape, micro_batch_size=1, graphs=True) as trainer,
+        pytest.raises(CaptureError, match="--attention-backend fused"),
+    ):
+        numbers_of(trainer, [even(2)] * 3, partial(trainer.capture, TapeBackend()))
