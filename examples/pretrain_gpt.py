@@ -2,7 +2,8 @@
 
 A plain script on ``megatron.training.pretrain`` (megatron-core 0.19): it knows nothing of CUDA
 graphs or of megatron_cg, and takes Megatron's own arguments and no others. Data, tensor, expert
-and context parallel; no pipeline.
+and context parallel; no pipeline. With --sft or --dataloader-inter-document-masking each sample or
+document of a sequence attends to itself alone; without context parallelism.
 
     torchrun --nproc-per-node 2 -m megatron_cg examples/pretrain_gpt.py --mock-data ...
 """
@@ -18,7 +19,12 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.argument_utils import (
     gpt_config_from_args,
@@ -26,6 +32,8 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_hybrid_model
 
 Batch = dict[str, Any]
@@ -43,7 +51,7 @@ def read_batch(data_iterator: Iterator[Batch]) -> Batch:
         }
     whole = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=args.sft or args.dataloader_inter_document_masking,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -55,8 +63,25 @@ def read_batch(data_iterator: Iterator[Batch]) -> Batch:
         mtp_on_this_rank=False,
     )
     group = mpu.get_context_parallel_group()
-    part: Batch = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
+    flat = flatten_batch_for_packed_sequences(whole)
+    part: Batch = get_batch_on_this_cp_rank(flat, is_hybrid_cp=False, cp_group=group)
     return part
+
+
+def pack_of(batch: Batch) -> PackedSeqParams | None:
+    """Where the samples of a pack begin, and the length of the longest; None for no pack."""
+    if batch.get("cu_seqlens") is None:
+        return None
+    starts, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
+    update_seqlen_stats_from_cu_seqlens(starts)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=get_args().seq_length,
+    )
 
 
 def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
@@ -74,7 +99,8 @@ def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tupl
     batch = read_batch(data_iterator)
     timer.stop()
     inputs = (batch["tokens"], batch["position_ids"], batch.get("attention_mask"))
-    output = model(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    named = {name: batch[name] for name in ("labels", "loss_mask")}
+    output = model(*inputs, **named, packed_seq_params=pack_of(batch))
     return output, partial(masked_loss, batch["loss_mask"])
 
 
@@ -94,8 +120,10 @@ def build_datasets(samples: Sequence[int | None]) -> list[Any]:
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        inter_document_masking=args.dataloader_inter_document_masking,
+        context_parallel_size=args.context_parallel_size,
     )
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     reads = mpu.get_tensor_model_parallel_rank() == 0
     builder = BlendedMegatronDatasetBuilder(kind, samples, lambda: reads, config)
     datasets: list[Any] = builder.build()

@@ -44,6 +44,7 @@ SAVED = ("--save", "{directory}/{run}/checkpoints")
 CHECKPOINT = ("--save-interval", "6", *SAVED)
 UNCLIPPED_EP2 = (*EP2, "--clip-grad", "0")
 """Under v2, Megatron's norm of gradients fails with experts on ranks of their own, eagerly too."""
+PACKS = ("--dataloader-inter-document-masking", "--micro-batch-size", "1")
 EXPERTS, MLP = ("attn", "moe"), ("attn", "mlp")
 ONE_EACH = ("--expert-tensor-parallel-size", "1")
 SAVES = "--save-activations-interval"
@@ -255,6 +256,24 @@ def _with_settings(table: str) -> Iterator[Case]:
             )
 
 
+PACKED = _cases("""
+# Documents of a sequence attend to themselves alone: a pack with other boundaries in each pass.
+packed-attn        | DENSE attn | b8 PACKS
+packed-mlp         | DENSE MLP | b8 PACKS | VERIFIED
+packed-layer       | DENSE | b8 PACKS UNIFORM
+packed-recompute   | DENSE MLP | b8 PACKS RECOMPUTE core_attn
+packed-tp2         | DENSE MLP | b4 PACKS TENSOR_PARALLEL
+packed-evaluation  | DENSE MLP | b8 PACKS EVALUATED
+packed-preprocess  | MOE PREPROCESS | b8 PACKS
+packed-dropless    | MOE EXPERTS | b8 EP2 PACKS TORCH_GEMM | TORCH_GEMM
+packed-seq-aux     | MOE ROUTER | b8 PACKS --moe-router-load-balancing-type seq_aux_loss
+packed-mla         | MLA ROUTER | b8 PACKS
+packed-fp8         | DENSE MLP | b8 PACKS TENSORWISE
+packed-native      | DENSE MLP | b8 PACKS | NATIVE
+# Of every pass one rank or both have more samples than there is room for.
+packed-full        | DENSE MLP | b8 PACKS | --cg-packed-samples 5
+packed-full-ep2    | MOE EXPERTS | b8 EP2 PACKS TORCH_GEMM | TORCH_GEMM --cg-packed-samples 5
+""")
 FEATURES = [
     *_with_settings("""
 meta           | dense dropless-ep2 fp8-delayed-weights native-local-dense

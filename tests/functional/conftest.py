@@ -10,13 +10,16 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from filelock import FileLock
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.run import (
+    END_OF_DOCUMENT,
     Plan,
     Run,
     arguments,
@@ -26,7 +29,7 @@ from megatron_cg.tools.align.run import (
     python_text,
     run_and_compare,
 )
-from tests.functional.cases import DEVICE_COUNTS, Case
+from tests.functional.cases import DEVICE_COUNTS, PACKS, Case
 from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.functional.tampered import MUTATION, SCENARIO
 
@@ -111,8 +114,23 @@ def data(shared: Path) -> Path:
         return folder / "text"
 
 
+@pytest.fixture(scope="session")
+def blocks(data: Path) -> Path:
+    """The same text, with a document for each run of lines without an empty one."""
+    made, text = data.with_name("blocks"), Path(f"{data}.bin").read_bytes()
+    with FileLock(data.parent / "lock"):
+        if not Path(f"{made}.idx").exists():
+            builder = IndexedDatasetBuilder(f"{made}.bin", dtype=numpy.uint16)
+            for block in text[::2].split(b"\n\n"):
+                tokens = numpy.frombuffer(block, dtype=numpy.uint8).astype(numpy.int32)
+                builder.add_item(torch.from_numpy(numpy.append(tokens, END_OF_DOCUMENT)))
+                builder.end_document()
+            builder.finalize(f"{made}.idx")
+    return made
+
+
 @pytest.fixture
-def align(data: Path, shared: Path, tmp_path: Path) -> Callable[..., Outcome]:
+def align(data: Path, blocks: Path, shared: Path, tmp_path: Path) -> Callable[..., Outcome]:
     """Train a case eagerly and with graphs and compare.
 
     Cases whose eager runs are the same command in the same environment share one.
@@ -130,16 +148,17 @@ def align(data: Path, shared: Path, tmp_path: Path) -> Callable[..., Outcome]:
         tampered = mutation is not None or case.scenario
         plan = plan_of(case, tmp_path, TAMPERED if tampered else example_script())
         names, record = ["eager", "graphs"], None
+        text = blocks if set(PACKS) <= set(case.flags) else data
         with pytest.MonkeyPatch.context() as patch:
             env = (*case.env, (SCENARIO, case.scenario)) if case.scenario else case.env
             for name, value in env:
                 patch.setenv(name, value)
             if not any("{directory}" in word for word in case.flags):
-                record = baseline(plan, data, env, shared / "baselines")
+                record = baseline(plan, text, env, shared / "baselines")
                 del names[0]
             if mutation is not None:
                 patch.setenv(MUTATION, mutation)
-            runs = [make_run(plan, data, runs_of(case, tmp_path), name) for name in names]
+            runs = [make_run(plan, text, runs_of(case, tmp_path), name) for name in names]
             return run_and_compare(runs, timeout or time_limit(case.gpus), record)
 
     return run

@@ -5,19 +5,22 @@ from collections.abc import Callable
 import pytest
 
 from megatron_cg.tools.align.compare import Outcome
-from tests.functional.cases import CASES, FEATURES, LARGE, SAVES, UNDER_V2, Case
+from tests.functional.cases import CASES, FEATURES, LARGE, PACKED, SAVES, UNDER_V2, Case
 from tests.functional.outcomes import assert_identical
 
 
-@pytest.mark.parametrize("case", [*CASES, *FEATURES, *UNDER_V2], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*CASES, *PACKED, *FEATURES, *UNDER_V2], ids=lambda case: case.name
+)
 def test_losses_norms_and_shards_are_bit_equal(case: Case, align: Callable[..., Outcome]) -> None:
-    """Only evaluation, and steps whose passes are saved, ran captured layers eagerly."""
+    """Only evaluation, saved passes, and packs without room ran captured layers eagerly."""
     outcome = align(case)
     assert_identical(outcome, case.steps)
     comparison = outcome.comparison
     evaluated = any(value.name.startswith("evaluation ") for value in comparison.values)
     assert evaluated == ("--eval-interval" in case.flags)
-    assert (comparison.graphs["eager"] > 0) == (evaluated or SAVES in case.flags)
+    alone = evaluated or SAVES in case.flags or "--cg-packed-samples" in case.graph_flags
+    assert (comparison.graphs["eager"] > 0) == alone
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
