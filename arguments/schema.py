@@ -344,7 +344,7 @@ def mtp_is_repeated(settings: Any) -> bool:
     """Whether one layer predicts all further tokens, so that it runs several times in a pass.
 
     It has no graph: that would keep the activations of one run alone; see Note [Order of replays]
-    in ``replay/in_flight.py``.
+    in ``replay/guarded_graph.py``.
     """
     return bool(settings.mtp_use_repeated_layer and (settings.mtp_num_layers or 0) > 1)
 

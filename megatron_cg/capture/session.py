@@ -42,7 +42,6 @@ from megatron_cg.errors import (
 from megatron_cg.extensions import install_fast_path
 from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.ranges import in_range
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
@@ -175,7 +174,6 @@ class Session:
             report.ended(self.counters, self.fast_path)
             failed.pop_all()
 
-    @in_range("capture")
     def capture(self, request: CaptureRequest) -> tuple[GuardedGraph, ...]:
         """Capture the units by the backend, with FSDP's hooks outside of the graphs.
 

@@ -38,7 +38,6 @@ from megatron_cg.consensus.decision import (
 )
 from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.errors import WITHOUT_GRAPHS, CaptureError, NotRestoredError, PhaseError, say
-from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
@@ -389,7 +388,6 @@ class Agreement:
             raise PhaseError("this agreement is closed: make another, on all ranks together")
         return self._group
 
-    @in_range("vote")
     def _exchange(self, row: torch.Tensor, timeout: timedelta, vote: str) -> torch.Tensor:
         group = self._require_sound()
         if group is None:

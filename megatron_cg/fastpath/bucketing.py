@@ -74,7 +74,6 @@ from torch import nn
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
-from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import (
     Undo,
     combine_undos,
@@ -319,7 +318,6 @@ class GradientBucketing:
         for weight in together.weights:
             self._detached.pop(id(weight), None)
 
-    @in_range("bucket gradients")
     def take_detached(
         self,
         together: ParamGroup,
@@ -370,7 +368,6 @@ class GradientBucketing:
                 "more than once. Start again from the last checkpoint."
             )
 
-    @in_range("bucket gradients")
     def __call__(self, parameters: list[nn.Parameter]) -> None:
         """Take these parameters' gradients, at once or when their bucket is complete."""
         for parameter in parameters:

@@ -44,7 +44,6 @@ from torch.optim import optimizer as torch_optimizer
 from megatron_cg.fastpath.idle_pool import IdlePool
 from megatron_cg.fastpath.part import NotApplicableError, float8_test
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
-from megatron_cg.ranges import in_range
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, wrap_method
 from megatron_cg.upstream.symbols import Symbol
 
@@ -131,7 +130,6 @@ class _GradientTable:
         self.borrowed = False
         """Whether copies may be in memory that the next replay writes to."""
 
-    @in_range("main gradients")
     def __call__(self) -> None:
         moved = any(buffer.data is not data for buffer, data in self._read_from)
         if (moved or not self._read_from) and not self._read():

@@ -1,4 +1,4 @@
-"""The form of a unit's calls: which arguments are tensors, and which are constants.
+"""The form of a unit's calls: which arguments are tensors, which are constants, and what is around.
 
 A graph takes tensors and nothing else. Modules of plain PyTorch also take flags and None
 (``nn.TransformerEncoder`` passes ``is_causal`` to its layers). An argument that is no tensor keeps
@@ -25,6 +25,13 @@ Note [What a mask_mod may read]
     Its arguments, its closure and global numbers; functions and tuples in them are opened too. A
     global tensor, or one in an object such as a ``functools.partial``, would be read where it was
     at capture, and no guard would see a change. So it is refused by name.
+
+Note [Checkpointing around a unit]
+    Activation checkpointing around a unit calls it again in the backward pass. The form without
+    reentrance (torch 2.11, ``torch/utils/checkpoint.py``) pairs the tensors that the two passes
+    save for backward by their number, through saved-tensor hooks. A replay saves none. So if one
+    pass is a replay and the other is eager, tensors are paired wrongly: gradients are wrong, and no
+    error follows. Both passes are told here, and both run eagerly.
 """
 
 from __future__ import annotations
@@ -57,7 +64,7 @@ from torch.utils._pytree import (
 from megatron_cg.backends.driver import is_dense
 from megatron_cg.capture.observer import positional_names
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.replay.borders import local, same_memory, spec_of
+from megatron_cg.replay.borders import in_backward_pass, local, same_memory, spec_of
 from megatron_cg.replay.guard import Mismatch, described
 from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.units.layouts import Layout, awaited, is_awaited
@@ -66,7 +73,16 @@ from megatron_cg.upstream.symbols import Symbol
 
 _ATTRIBUTES = ("_TENSOR_ATTRS", "_CONTEXT_ATTRS")
 _PATH = "torch.nn.attention.flex_attention:BlockMask"
-RELIES_ON = (Symbol(_PATH, "what a block mask consists of", attributes=_ATTRIBUTES),)
+_HOOKS = Symbol(
+    "torch._C:_autograd._top_saved_tensors_default_hooks",
+    "the saved-tensor hooks that apply now, or None",
+)
+_TRANSFORMED = Symbol("torch._C:_are_functorch_transforms_active", "whether torch.func is around")
+_LEVELS = Symbol("torch.autograd:forward_ad", "forward-mode AD", attributes=("_current_level",))
+RELIES_ON = (
+    Symbol(_PATH, "what a block mask consists of", attributes=_ATTRIBUTES),
+    *(_HOOKS, _TRANSFORMED, _LEVELS),
+)
 _FIXED = (ModuleType, type, BuiltinFunctionType)
 """Globals whose own state is not looked at."""
 _CONSTANT = "Only tensors go into a graph; all else is in it as it was at capture."
@@ -470,4 +486,56 @@ def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
         repr(expected) if isinstance(expected, _Mark) else described(expected),
         repr(actual) if isinstance(actual, _Mark) else _in_words(actual),
         _MASK if flips else _CONSTANT,
+    )
+
+
+def is_transformed() -> bool:
+    """Whether a call made now gets the tensors of another way of differentiation."""
+    return bool(_TRANSFORMED.cached()) or _LEVELS.cached._current_level >= 0
+
+
+_TRANSFORM = (
+    "a replay computes the gradients of a backward pass alone",
+    "transform a copy of the unit, or leave the unit out of units",
+)
+_SAVED_TENSORS = (
+    "a replay saves no tensors for backward, so these hooks would get none of the unit's",
+    "enter them around other modules alone, or leave the unit out of units",
+)
+_CHECKPOINT = (
+    "activation checkpointing around the unit calls it again in the backward pass, on what it "
+    "saved; a replay saves nothing",
+    "leave the unit out of units, or put the checkpoint inside the unit",
+)
+
+
+def recompute_around() -> tuple[str, str, str] | None:
+    """What shows that a call made now is, or will be, recomputed; None if nothing does.
+
+    With the reason why it cannot be a replay, and what to do instead.
+    """
+    if is_transformed():
+        return "under torch.func or forward-mode AD", *_TRANSFORM
+    if in_backward_pass():
+        return "inside a backward pass", *_CHECKPOINT
+    hooks = _HOOKS.cached(False)  # False: also while a trace is made
+    if hooks is None:
+        return None
+    pack = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__).partition(".__init__")[0]
+    name = f"{getattr(hooks[0], '__module__', '')}.{pack}"
+    cause = _CHECKPOINT if "checkpoint" in name else _SAVED_TENSORS
+    return f"under saved-tensor hooks ({name})", *cause
+
+
+def not_recomputed() -> Mismatch | None:
+    """A mismatch if the call made now must not be a replay."""
+    if (found := recompute_around()) is None:
+        return None
+    shown, reason, remedy = found
+    return Mismatch(
+        "recompute",
+        "the place of its call",
+        "outside of backward passes, saved-tensor hooks and torch.func",
+        shown,
+        f"{reason[0].upper()}{reason[1:]}. {remedy[0].upper()}{remedy[1:]}.",
     )

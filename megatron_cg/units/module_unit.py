@@ -28,13 +28,12 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
 from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.replay.unit import ManualHook, Unit
-from megatron_cg.units.call import in_parts
+from megatron_cg.units.call import in_parts, not_recomputed
 from megatron_cg.units.layouts import Gradients, Layout, awaited, is_awaited
 from megatron_cg.units.observe import (
     ObservedCall,
     Place,
     attributes_of,
-    not_recomputed,
     results_of,
     tensors_of,
 )

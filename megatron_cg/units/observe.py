@@ -2,13 +2,6 @@
 
 Sample inputs are made from this, so users need not know the shapes of inner modules.
 
-Note [Checkpointing around a unit]
-    Activation checkpointing around a unit calls it again in the backward pass. The form without
-    reentrance (torch 2.11, ``torch/utils/checkpoint.py``) pairs the tensors that the two passes
-    save for backward by their number, through saved-tensor hooks. A replay saves none. So if one
-    pass is a replay and the other is eager, tensors are paired wrongly: gradients are wrong, and no
-    error follows. Both passes are told here, and both run eagerly.
-
 Note [Gradients from outside]
     A unit may use a tensor that it returns. Its gradient is then the sum over uses inside and
     outside, and a graph gets those from outside alone, in their own strides. Autograd adds up the
@@ -36,24 +29,14 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_cg.capture.observer import version_of
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.replay.borders import in_backward_pass, local, spec_of
-from megatron_cg.replay.guard import Mismatch
-from megatron_cg.units.call import CallSpec, in_parts
+from megatron_cg.replay.borders import local, spec_of
+from megatron_cg.units.call import CallSpec, in_parts, is_transformed, recompute_around
 from megatron_cg.units.code_observer import key_of
 from megatron_cg.units.layouts import GradStrides, Layout
 from megatron_cg.units.sums import Autocast, Sums, autocast_now
 from megatron_cg.units.unsharded import Unsharded
 from megatron_cg.units.used_results import Noted
 from megatron_cg.upstream.patch import add_observer
-from megatron_cg.upstream.symbols import Symbol
-
-_HOOKS = Symbol(
-    "torch._C:_autograd._top_saved_tensors_default_hooks",
-    "the saved-tensor hooks that apply now, or None",
-)
-_TRANSFORMED = Symbol("torch._C:_are_functorch_transforms_active", "whether torch.func is around")
-_LEVELS = Symbol("torch.autograd:forward_ad", "forward-mode AD", attributes=("_current_level",))
-RELIES_ON = (_HOOKS, _TRANSFORMED, _LEVELS)
 
 Place = tuple[nn.Module, str]
 """An attribute of a module."""
@@ -298,55 +281,3 @@ def _has_node(value: torch.Tensor) -> bool:
 def _is_trained(module: nn.Module) -> bool:
     """Whether a call made now is one that a replay may stand for."""
     return module.training and torch.is_grad_enabled() and not is_transformed()
-
-
-def is_transformed() -> bool:
-    """Whether a call made now gets the tensors of another way of differentiation."""
-    return bool(_TRANSFORMED.cached()) or _LEVELS.cached._current_level >= 0
-
-
-_TRANSFORM = (
-    "a replay computes the gradients of a backward pass alone",
-    "transform a copy of the unit, or leave the unit out of units",
-)
-_SAVED_TENSORS = (
-    "a replay saves no tensors for backward, so these hooks would get none of the unit's",
-    "enter them around other modules alone, or leave the unit out of units",
-)
-_CHECKPOINT = (
-    "activation checkpointing around the unit calls it again in the backward pass, on what it "
-    "saved; a replay saves nothing",
-    "leave the unit out of units, or put the checkpoint inside the unit",
-)
-
-
-def recompute_around() -> tuple[str, str, str] | None:
-    """What shows that a call made now is, or will be, recomputed; None if nothing does.
-
-    With the reason why it cannot be a replay, and what to do instead.
-    """
-    if is_transformed():
-        return "under torch.func or forward-mode AD", *_TRANSFORM
-    if in_backward_pass():
-        return "inside a backward pass", *_CHECKPOINT
-    hooks = _HOOKS.cached(False)  # False: also while a trace is made
-    if hooks is None:
-        return None
-    pack = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__).partition(".__init__")[0]
-    name = f"{getattr(hooks[0], '__module__', '')}.{pack}"
-    cause = _CHECKPOINT if "checkpoint" in name else _SAVED_TENSORS
-    return f"under saved-tensor hooks ({name})", *cause
-
-
-def not_recomputed() -> Mismatch | None:
-    """A mismatch if the call made now must not be a replay."""
-    if (found := recompute_around()) is None:
-        return None
-    shown, reason, remedy = found
-    return Mismatch(
-        "recompute",
-        "the place of its call",
-        "outside of backward passes, saved-tensor hooks and torch.func",
-        shown,
-        f"{reason[0].upper()}{reason[1:]}. {remedy[0].upper()}{remedy[1:]}.",
-    )

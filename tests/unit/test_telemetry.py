@@ -2,15 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from torch.profiler import ProfilerActivity, profile
 
 from megatron_cg import telemetry
 from megatron_cg.errors import CaptureError, UpstreamChangedError
-from megatron_cg.ranges import Range
-from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
+from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.telemetry import follow_log, recording
@@ -117,19 +115,3 @@ def test_a_capture_is_recorded_and_said_in_one_line(
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "megatron_cg:" in line)
     assert line.startswith("megatron_cg: graphs captured: 2, of 2 layers, in ")
     assert line.endswith("; +312 MiB of GPU memory allocated, -4 MiB reserved")
-
-
-ELSEWHERE = {"eager pass", "vote"}
-"""What one rank, whose guards all hold, does not do."""
-
-
-def test_a_profile_names_what_this_package_does(one_rank: None) -> None:
-    model = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))
-    with trainer_of(model, graphs=True) as trainer:
-        trainer.step()
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            trainer.capture(TapeBackend(), policy=ReplayPolicy("error"))
-            trainer.step()
-    prefix = "megatron_cg: "
-    named = {event.key.removeprefix(prefix) for event in profiled.key_averages()}
-    assert named & set(get_args(Range)) == set(get_args(Range)) - ELSEWHERE

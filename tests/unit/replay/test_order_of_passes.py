@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.replay.in_flight import InFlight
+from megatron_cg.replay.guarded_graph import InFlight
 from megatron_cg.replay.unit import Unit
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
