@@ -73,10 +73,9 @@ from torch import nn
 
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.backends.calls import Place, place_of
-from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.observer import PassObserver, frozen_kept
 from megatron_cg.errors import CaptureError, MegatronCGError
-from megatron_cg.fsdp.roles import UnitHooks
+from megatron_cg.fsdp.roles import HookOrder, UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.hooks import HookSnapshot, module_hooks
 from megatron_cg.replay.borders import laid_out, spec_of

@@ -27,7 +27,6 @@ import torch
 
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.guarded_capture import GuardedCapture, clear_frames, transaction
-from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import clear_exit, exit_without_waiting
@@ -40,7 +39,7 @@ from megatron_cg.errors import (
     say,
 )
 from megatron_cg.extensions import install_fast_path
-from megatron_cg.fsdp.roles import UnitHooks
+from megatron_cg.fsdp.roles import OutOfStepError, UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
@@ -75,7 +74,7 @@ class Session:
     """The graphs of one model, whose ``units`` are in the order of their forward passes.
 
     ``run_remaining_hooks`` says whether a capture that fails on this rank still runs the hooks that
-    other ranks wait for; see ``hook_order.py``. ``fast_path`` is equal on all ranks; ``optimizers``
+    other ranks wait for; see ``fsdp/roles.py``. ``fast_path`` is equal on all ranks; ``optimizers``
     are those of the model's parameters, for it.
     """
 

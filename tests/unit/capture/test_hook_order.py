@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import CaptureRequest
-from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, CaptureTimeHooks
+from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, CaptureTimeHooks, HookOrder
 from megatron_cg.tape.tape_backend import TapeBackend
 from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.te_sources import loops_of_te
