@@ -34,6 +34,7 @@ Note [Switches of torch]
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
@@ -567,7 +568,10 @@ def _hooked(name: str, hook: Callable[..., Any]) -> Mismatch:
 
 
 def _named(value: Any) -> str:
-    return "none" if value is None else str(getattr(value, "name", "")) or described(value)
+    name = ""
+    with suppress(Exception):  # Of a dictionary whose keys are its attributes.
+        name = str(getattr(value, "name", ""))
+    return "none" if value is None else name or described(value)
 
 
 def _switch(value: Any) -> str:

@@ -242,7 +242,7 @@ def replay_instead(
     ``prepare`` takes the arguments of a call in training. ``run_eagerly`` takes
     :meth:`GuardedGraph.run_eagerly` and what that takes.
     """
-    eager = layer.forward
+    eager = forward_of(layer)
     graph: GuardedGraph = layer.cuda_graphs[0]
     conditions = graph.mismatches.conditions
 
@@ -270,6 +270,13 @@ def replay_instead(
         return run_eagerly(graph.run_eagerly, eager, *args, **kwargs)
 
     return replace_function(layer, "forward", forward)
+
+
+def forward_of(layer: Any) -> Callable[..., Any]:
+    """Its forward; that of its class is looked up in each call, since somebody may patch it."""
+    if "forward" in vars(layer):
+        return layer.forward  # type: ignore[no-any-return]
+    return lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
 
 
 class _Tie(torch.autograd.Function):

@@ -6,25 +6,30 @@ them. ``==`` is not enough: 0.0 equals -0.0, 1 equals True, and NaN does not equ
 
 import operator
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Iterator
 from enum import Enum
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
 
 KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
 LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
-RECORDS = LIBRARIES - {"types", "argparse", "_thread"}
-"""Packages whose objects have nothing that a user sets, but namespaces and threading.local."""
+RECORDS = LIBRARIES - {"types", "argparse", "_thread", "threading"}
+"""Packages whose objects have nothing that a user sets, but namespaces, threading.local and
+Event."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, Enum)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_SEQUENCES = (tuple, list, deque)
+_SEQUENCES = (tuple, list, deque, array, bytearray, UserList)
+MAPPINGS = (dict, MappingProxyType, UserDict, ChainMap, WeakKeyDictionary, WeakValueDictionary)
+"""Of a user's own mapping the attributes count, as those of other objects."""
 _SETS = (set, frozenset)
-_LARGE = 4096
+_LARGE = 1 << 16
 """Bytes of an array beyond which it counts by identity."""
 _DEPTH = 6
 """How deep containers inside of containers are looked at."""
@@ -57,7 +62,7 @@ def is_array(value: Any) -> bool:
 
 def is_container(value: Any) -> bool:
     """Whether :func:`contents` looks into ``value``."""
-    return isinstance(value, (*_SEQUENCES, *_SETS, dict)) or is_array(value)
+    return isinstance(value, (*_SEQUENCES, *_SETS, *MAPPINGS)) or is_array(value)
 
 
 def same_value(value: Any, other: Any) -> bool:
@@ -79,7 +84,7 @@ def contents(value: Any, depth: int = _DEPTH) -> Any:
         return type(value), repr(value) if isinstance(value, float | complex) else value
     if depth and isinstance(value, _SEQUENCES):
         return type(value), tuple([contents(inner, depth - 1) for inner in value])
-    if depth and isinstance(value, Mapping):
+    if depth and isinstance(value, MAPPINGS):
         pairs = [(contents(key, 1), contents(value[key], depth - 1)) for key in value]
         return type(value), tuple(pairs)
     if depth and isinstance(value, _SETS):
@@ -103,11 +108,11 @@ class Contents:
     @property
     def can_change(self) -> bool:
         """Whether the value, or a value inside, can be changed in place."""
-        return bool(self._parts)
+        return bool(self._parts) or self._has_array
 
     def are_in(self, value: Any) -> bool:
         """Whether a value, the same object or another one, has the same contents."""
-        if value is self._value:
+        if value is self._value and not self._has_array:
             for part, values, before in self._parts:
                 now = [*part] if values is None else [*part, *values()]
                 if len(now) != len(before) or not all(map(operator.is_, now, before)):
@@ -121,16 +126,20 @@ class Contents:
 
     def _look_at(self, value: Any) -> None:
         self._value, self._parts = value, list[tuple[Any, Any, list[Any]]]()
+        self._has_array = False
         for part in _changeable(value, _DEPTH):
-            values = part.values if isinstance(part, Mapping) else None
+            if is_array(part):
+                self._has_array = True
+                continue
+            values = part.values if isinstance(part, MAPPINGS) else None
             self._parts.append((part, values, [*part, *(values() if values else ())]))
 
 
 def _changeable(value: Any, depth: int) -> Iterator[Any]:
     """The containers that :func:`contents` looks into and that can change, ``value`` included."""
-    mapping = isinstance(value, Mapping)
-    if is_array(value) and value.shape:
-        yield value.reshape(-1)
+    mapping = isinstance(value, MAPPINGS)
+    if is_array(value) and hasattr(value, "__setitem__"):  # Its numbers cannot change.
+        yield value
     if not depth or not (mapping or isinstance(value, (*_SEQUENCES, *_SETS))):
         return
     if not isinstance(value, tuple | frozenset):

@@ -66,6 +66,7 @@ from megatron_cg.capture.observer import positional_names
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.replay.borders import in_backward_pass, local, same_memory, spec_of
 from megatron_cg.replay.guard import Mismatch, described
+from megatron_cg.replay.guarded_graph import forward_of
 from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.units.layouts import Layout, awaited, is_awaited
 from megatron_cg.upstream.patch import Undo, replace_function
@@ -189,7 +190,7 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
 
 def separate(module: nn.Module) -> Undo:
     """Give ``module`` views of its arguments; see Note [Separate inputs] in ``sums.py``."""
-    run = module.forward
+    run = forward_of(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import CellType, FrameType
+from types import CellType, FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_cg.backends.calls import has_wrapper, place_of, run_inside, tensors_in, written
 from megatron_cg.backends.driver import StorageReference
@@ -45,7 +46,7 @@ from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySe
 from megatron_cg.replay.plain import KNOWN, LIBRARIES, attribute, is_known
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
-from megatron_cg.units.python_state import Change, PythonState, functions_in
+from megatron_cg.units.python_state import Change, PythonState, functions_in, referred
 from megatron_cg.units.sums import RUN_BACKWARD
 from megatron_cg.upstream.patch import instances, nothing_frozen, replace_function
 
@@ -221,10 +222,11 @@ class CodeObserver:
         found: list[tuple[nn.Module, str, Any, Any]]
         found = [(m, kind, getattr(m, f"_{kind}s"), None) for m in unknown for kind in kinds]
         found += [(m, "attribute", vars(m), names) for m in unknown]
-        return [
+        sets = (
             KeySet(keys, kind, f"{kind} {attribute(self._paths[m], '')}", reads)
             for m, kind, keys, reads in found
-        ]
+        )
+        return [*sets, *self._state.key_sets()]
 
     @contextmanager
     def observed(self, *, forward: bool) -> Iterator[None]:
@@ -270,10 +272,20 @@ class CodeObserver:
         self._refuse_changes()
         self._refuse_leftovers()
         self.entries = list(state.entries())
+        if state.beyond is not None:
+            raise self._error(
+                f"reads {state.beyond}, which leads to more objects than can be compared",
+                "Pass what it needs of them as arguments, or keep that in attributes.",
+            )
+        if "autocast" in state.own_names:
+            default = SimpleNamespace(get=torch.get_autocast_dtype)
+            what = "the default dtype of torch.autocast"
+            self.entries.append(Entry(default, self._device_type, "state", what))
         if "scaled_dot_product_attention" in state.names:
             self.entries.append(Entry(Switches(SDPA), "", "switches", "the kernels of SDPA"))
         for row in self.entries:
-            if hasattr(type(row.holder.get(row.key)), "__next__"):
+            held = tree_leaves(row.holder.get(row.key))
+            if any(hasattr(type(one), "__next__") and referred(one) is one for one in held):
                 raise self._error(
                     f"reads {row.what}, an iterator",
                     "A replay runs no Python, so it would not go on. Pass its values as arguments.",

@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_cg.replay.borders import spec_of
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.guarded_graph import Prepared, replay_instead
+from megatron_cg.replay.guarded_graph import Prepared, forward_of, replay_instead
 from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.units.call import in_parts, not_recomputed
@@ -121,7 +121,7 @@ class ModuleUnit(Unit):
         self, name: str, module: nn.Module, seen: ObservedCall, backward: Autocast
     ) -> None:
         super().__init__(name, module, tuple(module.modules()), inputs=seen.form.names)
-        self._eager: Callable[..., Any] = module.forward
+        self._eager: Callable[..., Any] = forward_of(module)
         self._form, self._seen, self._backward = seen.form, seen, backward
         used = [key for key, one in seen.gradients.items() if one.inside is not None]
         self._watches: list[tuple[Any, Callable[..., ReadOnly | UsedResult]]] = [
@@ -211,6 +211,11 @@ class ModuleUnit(Unit):
             if not is_tensor and not is_distributed:
                 return leaf
             if id(leaf) not in marks:
+                if type(leaf) is torch.Tensor and vars(leaf):
+                    raise self.refused(
+                        f"returns, or sets, a tensor with an attribute {next(iter(vars(leaf)))}",
+                        "What a replay returns has none. Return the value beside the tensor.",
+                    )
                 number, key = len(tensors), keys.get(id(leaf))
                 marks[id(leaf)], made = _Tensor(number), awaited(leaf)
                 seen = self._seen.gradients.get(key)

@@ -11,10 +11,12 @@ package say what they read.
 from __future__ import annotations
 
 import copy
+import os
 import sys
-from collections import deque
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from dis import get_instructions
@@ -22,14 +24,16 @@ from functools import _lru_cache_wrapper, partial
 from itertools import accumulate
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
+from weakref import CallableProxyType, ProxyType, ReferenceType
 
 import torch
 from torch import nn
 
 from megatron_cg.hooks import RECORDER
-from megatron_cg.replay.guard import Entry
+from megatron_cg.replay.guard import Entry, KeySet
 from megatron_cg.replay.plain import (
     LIBRARIES,
+    MAPPINGS,
     RECORDS,
     attribute,
     is_array,
@@ -49,7 +53,12 @@ _INTERNAL = frozenset(vars(nn.Module())) | {
     *("__deepcopy__", "__reduce_ex__", "_is_full_backward_hook"),
 }
 """Attributes of modules that have rows of their own, or that this package sets."""
-_BY_TEXT = {"getattr", "vars", "__dict__"}
+_BY_TEXT = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "model_dump"}
+_ASK = {"getattr", "hasattr"}
+_CALLED = {"forward", "__call__"}
+_FROM_ENVIRONMENT = {"environ", "getenv"}
+_MOST = 20_000
+"""Objects and containers that are looked at."""
 _OF_CHECKPOINTS = {"architectures", "dtype"}
 """What ``save_pretrained`` of transformers sets in a model's configuration, for the file alone."""
 
@@ -88,6 +97,12 @@ class PythonState:
         self._values: list[tuple[Any, Any, str, Any]] = []
         """Holder, key and value of what lies elsewhere than in a module."""
         self._profile: Any = None
+        self._kinds: dict[int, type] = {}
+        """The classes of users whose objects the code reaches, by id."""
+        self._objects: dict[int, tuple[dict[str, Any], str]] = {}
+        """By id, the attributes of other objects that the code reaches, and what the object is."""
+        self.beyond: str | None = None
+        """What leads to more objects than are looked at."""
 
     def begin(self) -> None:
         """A pass begins: copy what it may change, and note what it calls."""
@@ -150,14 +165,45 @@ class PythonState:
 
     def entries(self) -> Iterator[Entry]:
         """The rows of the table: values and tensors that the code reads, at any depth."""
-        seen: dict[int, Any] = {}
+        seen: dict[int, Any] = {id(module): module for module in self._modules.values()}
         for holder, key, what in self._roots():
             value = holder.get(key)
-            if isinstance(value, nn.Parameter | nn.Module | ModuleType | property):
+            if isinstance(value, nn.Parameter | property):
                 continue
             clause = "attribute" if isinstance(value, torch.Tensor) else "state"
             yield Entry(holder, key, clause, what)
             yield from self._inside(value, what, seen)
+        names = self.names | _CALLED
+        for kind in self._kinds.values():
+            for name, value in vars(kind).items():
+                if name in names and (callable(value) or hasattr(type(value), "__get__")):
+                    what = f"attribute {kind.__name__}.{name}"
+                    yield Entry(vars(kind), name, "state", what)
+        yield from self._of_tensors()
+
+    def _of_tensors(self) -> Iterator[Entry]:
+        """Attributes of parameters and buffers, such as a gain."""
+        for held, path, name, tensor in self._held():
+            for key in self.own_names.intersection(vars(tensor)):
+                what = f"attribute {attribute(path, name)}.{key}"
+                yield Entry(Attributes(held, name), key, "state", what)
+
+    def _held(self) -> Iterator[tuple[Any, str, str, torch.Tensor]]:
+        """Parameters and buffers: the dictionary, the path of its module, name and tensor."""
+        for path, module in self._modules.items():
+            for held in (module._parameters, module._buffers) if not is_known(module) else ():
+                yield from ((held, path, n, t) for n, t in held.items() if t is not None)
+
+    def key_sets(self) -> Iterator[KeySet]:
+        """The objects and classes to which nothing may be added that the code may ask for."""
+        found: list[tuple[Any, str]] = [*self._objects.values()]
+        found += [(vars(kind), kind.__name__) for kind in self._kinds.values()]
+        if not _ASK.isdisjoint(self.own_names):
+            found += [
+                (vars(tensor), attribute(path, name)) for _, path, name, tensor in self._held()
+            ]
+        for keys, what in found:
+            yield KeySet(keys, "attribute", attribute(what, ""), self.own_names | _CALLED)
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """What objects and containers of the modules hold, by name, and what else code has read."""
@@ -187,8 +233,11 @@ class PythonState:
     def _elsewhere(self) -> Iterator[tuple[Any, Any, str]]:
         """Those that are no attributes of a module: of globals, classes, functions, and so on."""
         yield from self._globals.values()
-        found = [(holder.get(name), what) for holder, name, what in self._globals.values()]
-        found += self._owners.values()
+        if not _FROM_ENVIRONMENT.isdisjoint(self.own_names):
+            for name in filter(str.isupper, self.own_names):
+                yield os.environ, name, f"environment variable {name}"
+        found = [*self._owners.values()]
+        found += [(holder.get(name), what) for holder, name, what in self._globals.values()]
         found += [(sys.modules.get(name), name) for name in self._imports]
         for module in self._modules.values():
             if not is_known(module, LIBRARIES):
@@ -223,7 +272,7 @@ class PythonState:
             inner = [*self._functions_of(value)]
         elif not isinstance(value, torch.Tensor | nn.Module):
             inner = [(part, what) for part in parts_of(value)]
-            for function in functions_in(value) if hasattr(value, "cache_clear") else ():
+            for function in functions_in(value) if hasattr(type(value), "cache_clear") else ():
                 self._called_by(function)  # A cached call runs no code.
             rows = self._kept_in(value, what)
             inner += [(row.holder.get(row.key), row.what) for row in held_by(value, what)]
@@ -246,6 +295,7 @@ class PythonState:
     def _functions_of(self, kind: Any) -> Iterator[tuple[Any, str]]:
         """The functions and classes that users wrote in a class; those of autograd are called."""
         own = [k for k in getattr(kind, "__mro__", ()) if not is_known(k, LIBRARIES)]
+        self._kinds.update((id(k), k) for k in own)
         if "super" in self.own_names:  # It reads what a class below has hidden.
             yield from ((one, one.__name__) for one in own)
         for name, value in [pair for owner in own for pair in vars(owner).items()]:
@@ -254,16 +304,24 @@ class PythonState:
             if issubclass(kind, torch.autograd.Function):  # A device's thread runs no profile.
                 for function in functions_in(value):
                     self._called_by(function)
-            if callable(value) or hasattr(value, "__get__"):
+            if callable(value) or hasattr(type(value), "__get__"):
                 yield value, name
 
     def _inside(self, value: Any, what: str, seen: dict[int, Any]) -> Iterator[Entry]:
         """The attributes of plain objects, such as a configuration, also in containers."""
+        value = referred(value)
         named = is_object(value)
-        is_looked_at = named or isinstance(value, list | tuple | dict | partial | MethodType)
-        if not is_looked_at or id(value) in seen or len(seen) > 999:
+        is_looked_at = named or isinstance(value, (*MAPPINGS, list, tuple, partial, MethodType))
+        if not is_looked_at or id(value) in seen:
+            return
+        if isinstance(value, list | tuple) and all(map(is_plain, value)):
+            return
+        if len(seen) > _MOST:
+            self.beyond = what
             return
         seen[id(value)] = value
+        if named and isinstance(getattr(value, "__dict__", None), dict):
+            self._objects[id(value)] = vars(value), what.removeprefix("attribute ")
         of_transformers = any(k.__name__.lower() == "pretrainedconfig" for k in type(value).__mro__)
         written = _OF_CHECKPOINTS if of_transformers else ()
         for row in held_by(value, what):
@@ -274,11 +332,13 @@ class PythonState:
             yield from self._inside(row.holder.get(row.key), row.what, seen)
 
     def _copy(self, value: Any, what: str, depth: int = DEPTH) -> None:
+        value = referred(value)
+        value = value.data if isinstance(value, UserDict | UserList) else value
         has_names = is_object(value)
         held = getattr(value, "__dict__", None) if has_names else value
         if not depth or id(held) in self._copies:
             return
-        if isinstance(held, list | deque | dict | set) or is_array(held):
+        if isinstance(held, list | deque | dict | set | array | bytearray) or is_array(held):
             self._copies[id(held)] = held, copy.copy(held), what, has_names
         for row in held_by(value, what):
             self._copy(row.holder.get(row.key), row.what, depth - 1)
@@ -320,7 +380,8 @@ class PythonState:
             key = id(names), name
             if isinstance(value, ModuleType | type) and not is_known(value, LIBRARIES):
                 self._owners[id(value)] = value, name
-            if value is self or isinstance(value, ModuleType | type) or key in self._globals:
+            is_library = isinstance(value, ModuleType) and is_known(value, LIBRARIES)
+            if value is self or is_library or key in self._globals:
                 continue
             what = f"global {name} of {names.get('__name__')}"
             self._globals[key] = names, name, what
@@ -329,22 +390,36 @@ class PythonState:
 
 
 class Attributes:
-    """Attributes of a class or an object, the free variable of a function, or what a list holds."""
+    """Attributes of a class or an object, the free variable of a function, or what a list holds.
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
+    With ``place``, of what is now at that place of a dictionary.
+    """
+
+    def __init__(self, owner: Any, place: str | None = None) -> None:
+        self._owner, self._place = owner, place
 
     def get(self, key: Any) -> Any:
         try:
+            if self._place is not None:
+                return getattr(self._owner.get(self._place), key, None)
             if isinstance(key, int):
                 return self._owner[key] if key < len(self._owner) else None
             return getattr(self._owner, key, None)
-        except ValueError:  # A variable that is not set yet.
+        except (ValueError, KeyError):  # A variable that is not set yet, a dictionary's key.
             return None
 
     def __setitem__(self, key: str, value: Any) -> None:
         kinds = getattr(self._owner, "__mro__", ())
         setattr(next((kind for kind in kinds if key in vars(kind)), self._owner), key, value)
+
+
+def referred(value: Any) -> Any:
+    """What a weak reference refers to, or the value itself."""
+    if isinstance(value, ProxyType | CallableProxyType):
+        with suppress(ReferenceError):
+            found: Any = value.__init__
+            return found.__self__
+    return value() if isinstance(value, ReferenceType) else value
 
 
 def texts(constants: tuple[Any, ...]) -> Iterator[str]:
@@ -362,8 +437,9 @@ def item(owner: str, key: Any) -> str:
 
 def held_by(value: Any, what: str) -> list[Entry]:
     """A row for each element of a container, or for each attribute of an object."""
-    if isinstance(value, Mapping):
-        return [Entry(value, key, "state", item(what, key)) for key in value]
+    if isinstance(value, MAPPINGS):
+        rows = [Entry(value, key, "state", item(what, key)) for key in value]
+        return [*rows, *attributes_of(value, what)] if is_object(value) else rows
     if isinstance(value, list | tuple | deque):
         items = Attributes(value)
         return [Entry(items, key, "state", f"{what}[{key}]") for key in range(len(value))]
@@ -376,7 +452,10 @@ def held_by(value: Any, what: str) -> list[Entry]:
 def attributes_of(value: Any, what: str) -> list[Entry]:
     """A row for each attribute of an object, a class or a module; of classes for plain ones."""
     own: Any = {} if isinstance(value, type) else getattr(value, "__dict__", {})
-    rows = [Entry(own, key, "state", attribute(what, key)) for key in own]
+    hidden = _INTERNAL if isinstance(value, nn.Module) else ()
+    rows = [Entry(own, key, "state", attribute(what, key)) for key in own if key not in hidden]
+    if isinstance(value, nn.Module):
+        rows += [Entry(value._modules, n, "state", attribute(what, n)) for n in value._modules]
     kinds = (*(value.__mro__ if isinstance(value, type) else ()), *type(value).__mro__)
     names: dict[str, str] = {}
     for kind in kinds if not isinstance(value, ModuleType) else ():
@@ -417,13 +496,13 @@ def _data(kind: type) -> Iterator[str]:
     """The names of what a class holds besides functions, and of slots for what its objects hold."""
     for name, value in vars(kind).items():
         is_slot = isinstance(value, MemberDescriptorType)
-        if is_slot or not (callable(value) or hasattr(value, "__get__") or name[:2] == "__"):
+        if is_slot or not (callable(value) or hasattr(type(value), "__get__") or name[:2] == "__"):
             yield name
 
 
 def is_object(value: Any) -> bool:
     """Whether it is an object of a class that users write, or of one like theirs."""
-    others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, partial)
+    others = (torch.Tensor, type, ModuleType, FunctionType, MethodType, partial)
     if is_plain(value) or isinstance(value, others) or is_known(value, RECORDS):
         return False
     kinds = type(value).__mro__
@@ -472,6 +551,8 @@ def restored_to(holder: Any, before: Any) -> None:
         if not same_value([*map(id, holder)], [*map(id, before)]):
             holder.clear()
             holder.extend(before)
+    elif isinstance(holder, array | bytearray):
+        holder[:] = before
     elif is_array(holder):
         if not same_value(holder, before):  # It may be read-only.
             holder[...] = before

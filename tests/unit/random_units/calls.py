@@ -224,5 +224,9 @@ HARD = (
     "counter in backward, iterator, drawn by an object, call count, warmup by the loop, dataclass "
     "given, argument written, view of a used tensor, view of the input "
     "returned, views of one, list filled, dict filled, sparse, tagged, subclass, hook inside, "
-    "backward hook inside, node hook, tensor hook, hook with state, global hook"
+    "backward hook inside, node hook, tensor hook, hook with state, global hook, other module "
+    "read, other module by weak reference, option asked for, class asked, fields of an object, "
+    "method of a class, global class, environment, user's dict, dict of attributes, array of one "
+    "number, attribute of a weight, attribute of a result, counter of another module, iterator in "
+    "a list"
 ).split(", ")

@@ -1,5 +1,6 @@
 """What happens between the steps of random units, and what the model does between its units."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -105,6 +106,7 @@ _TABLES = {
     "table replaced": lambda run, u: set_(u, "table", u.table * 0.5),
     "table written": lambda run, u: u.table.mul_(0.5),
 }
+_OUTER = {"other module changed": lambda run, u: set_(u.outer[0], "power", 0.25)}
 _WRITES = {"results written": _way(writes=True)}
 _NO_HOOKS = {"hooks removed": lambda run, u: [one.remove() for one in WORLD.handles]}
 AFTER: dict[str, dict[str, Callable[..., Any]]] = {
@@ -123,6 +125,25 @@ AFTER: dict[str, dict[str, Callable[..., Any]]] = {
     "object read": {"object replaced": lambda run, u: set_(u.box, "inner", u.box.inner * 0.5)},
     "hook with state": {"hook's state": lambda run, u: set_(u, "tilt", 0.5)},
     "class attribute read": {"class changed": lambda run, u: set_(type(u), "common", u.common / 2)},
+    "other module read": _OUTER,
+    "other module by weak reference": _OUTER,
+    "option asked for": {"option": lambda run, u: set_(u.options, "power", 0.5)},
+    "class asked": {"power of the class": lambda run, u: set_(type(u), "power", 0.5)},
+    "fields of an object": {"field": lambda run, u: set_(u.fields, "power", 0.25)},
+    "method of a class": {
+        "method patched": lambda run, u: set_(type(u), "power", lambda _: 0.25),
+        "forward of the class": lambda run, u: set_(type(u), "forward", lambda u, x, *_: u.a(x)),
+    },
+    "global class": {"another class": lambda run, u: WORLD.other(nn.Sigmoid)},
+    "environment": {"variable": lambda run, u: os.environ.update(RANDOM_UNITS_POWER="0.25")},
+    "user's dict": {"another power": lambda run, u: u.powers.update(one=0.25)},
+    "dict of attributes": {
+        "key": lambda run, u: u.settings.update(power=0.25),
+        "attribute of a dict": lambda run, u: set_(u.settings, "scale", 0.5),
+        "another dict": lambda run, u: set_(u, "settings", type(u.settings)(power=0.1)),
+    },
+    "array of one number": {"number": lambda run, u: u.power.fill(0.25)},
+    "attribute of a weight": {"gain of a weight": lambda run, u: set_(u.a.weight, "power", 0.25)},
     **dict.fromkeys(("view of a used tensor", "views of one"), _WRITES),
     "view of the input returned": _WRITES,
     **dict.fromkeys(HOOKS, _NO_HOOKS),

@@ -6,9 +6,10 @@ A feature knows nothing of graphs. ``calls.py`` has those of arguments, results 
 import itertools
 import os
 import random
-from collections import Counter
+import weakref
+from collections import Counter, UserDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,13 @@ class World:
         self.refactor(0.5)
         self.calls, self.kept, self.handles = Counter(), [], []
         self.mask = torch.linspace(0.5, 1, W)
+        self.other(nn.Tanh)
+        os.environ.pop("RANDOM_UNITS_POWER", None)
+
+    def other(self, kind: type[nn.Module]) -> None:
+        """Let a global name be another class."""
+        global _Kind
+        _Kind = kind
 
     def refactor(self, factor: float) -> None:
         """Set the factor, and forget what was computed with another one."""
@@ -50,6 +58,28 @@ class World:
 
 
 WORLD = World()
+_Kind: type[nn.Module] = nn.Tanh
+
+
+class Outer(nn.Module):
+    """A module outside of all units."""
+
+    power = 0.5
+
+
+class Settings(dict[str, float]):
+    """A dictionary whose keys are attributes, beside its own."""
+
+    __getattr__ = dict.__getitem__
+
+    def __init__(self, **values: float) -> None:
+        super().__init__(values)
+        vars(self)["scale"] = 1.0
+
+
+@dataclass
+class Fields:
+    power: float = 0.5
 
 
 def counted(name: str, result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
@@ -229,6 +259,15 @@ def _local(u: Any) -> None:
     u.local, u.classes = Local.apply, (Local, Local.Inner)
 
 
+def _outer(u: Any) -> None:
+    u.outer = [Outer()]
+    u.seen = weakref.ref(u.outer[0])
+
+
+def _times(y: Tensor, power: float) -> Tensor:
+    return y * power
+
+
 def _closure(u: Any) -> None:
     held = [torch.full((W,), 0.5)]
     u.closed, u.swap = lambda y: y * held[0], lambda value: held.__setitem__(0, value)
@@ -385,6 +424,42 @@ STATE = {
     "default read": do(lambda u, y, v: y * u.from_default(), from_default=lambda: _from_default),
     "default filled": do(
         lambda u, y, v: keep_loss(u, y, u.to_default), to_default=lambda: _to_default
+    ),
+    "other module read": Feature(lambda u, y, v: y * u.outer[0].power, build=_outer),
+    "other module by weak reference": Feature(lambda u, y, v: y * u.seen().power, build=_outer),
+    "option asked for": do(
+        lambda u, y, v: y * getattr(u.options, "power", 1.0), options=SimpleNamespace
+    ),
+    "class asked": do(lambda u, y, v: y * getattr(u, "power", 1.0)),
+    "fields of an object": do(
+        lambda u, y, v: _times(y, **asdict(u.fields)) * len(u.pairs),
+        # More than are looked at if each counts as an object.
+        pairs=lambda: [(number,) for number in range(1500)],
+        fields=Fields,
+    ),
+    "method of a class": Feature(
+        lambda u, y, v: y * u.power(), build=lambda u: set_(type(u), "power", lambda _: 0.5)
+    ),
+    "global class": do(lambda u, y, v: _Kind()(y)),
+    "environment": do(lambda u, y, v: y * float(os.environ.get("RANDOM_UNITS_POWER", "0.5"))),
+    "user's dict": do(lambda u, y, v: y * u.powers["one"], powers=lambda: UserDict(one=0.5)),
+    "dict of attributes": do(
+        lambda u, y, v: y * u.settings.power * u.settings.scale,
+        settings=lambda: Settings(power=0.5),
+    ),
+    "array of one number": do(lambda u, y, v: y * float(u.power), power=lambda: np.array(0.5)),
+    "attribute of a weight": do(lambda u, y, v: y * getattr(u.a.weight, "power", 1.0)),
+    "attribute of a result": Feature(
+        wrap=lambda u, x, y: first(y, set_(y, "power", 0.5)),
+        unwrap=lambda run, u, out: out * getattr(out, "power", 1.0),
+    ),
+    "counter of another module": Feature(
+        lambda u, y, v: first(y, set_(u.outer[0], "power", u.outer[0].power + 1)),
+        unwrap=lambda run, u, out: first(out, run.see("power", u.outer[0].power)),
+        build=_outer,
+    ),
+    "iterator in a list": do(
+        lambda u, y, v: y * next(u.turns[0]), turns=lambda: [itertools.repeat(0.5)]
     ),
     "local class read": Feature(lambda u, y, v: u.local(y), build=_local),
     "closure read": Feature(lambda u, y, v: u.closed(y), build=_closure),

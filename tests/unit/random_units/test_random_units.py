@@ -16,7 +16,8 @@ REFUSED = (
     "buffer replaced, attribute replaced, list attribute filled, dict attribute filled, "
     "global filled, default filled, nested backward beside, counter, iterator, "
     "drawn by an object, counter in backward, list filled, dict filled, hook inside, tensor hook, "
-    "hook with state, tagged, subclass, global hook, returned view written, whole and part written"
+    "hook with state, tagged, subclass, global hook, returned view written, whole and part "
+    "written, attribute of a result, counter of another module, iterator in a list"
 ).split(", ")
 """What no graph can do, also where a program does not show it."""
 
