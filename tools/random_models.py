@@ -79,6 +79,8 @@ class Draw:
     """One of ``BUFFERS``."""
     verify_steps: int = 0
     """As ``--cg-verify-steps``."""
+    packs: int | None = None
+    """As ``--cg-packed-samples``, 0 for none: a sample of a sequence ends behind each space."""
 
 
 def draw(seed: int) -> Draw:
@@ -129,7 +131,8 @@ def _more(chance: random.Random, drawn: Draw, *, exchanges: bool) -> Draw:
     buffers = chance.choice(BUFFERS) if not drawn.on_meta else ""
     more = replace(drawn, model=model, events=events, rows=rows)
     verify_steps = chance.choice((0, 0, 0, 1, 2))
-    return replace(more, schedule=schedule, buffers=buffers, verify_steps=verify_steps)
+    more = replace(more, schedule=schedule, buffers=buffers, verify_steps=verify_steps)
+    return replace(more, packs=chance.choice((None, None, 0, 2, 4)))
 
 
 def _frozen(chance: random.Random, model: CpuModelConfig, *, is_full: bool) -> tuple[str, ...]:
@@ -245,6 +248,7 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
     from megatron_cg.tape import cpu_model
     from megatron_cg.tape.fakes import replaced
     from tests.unit.grouped_linear import in_place_of_te
+    from tests.unit.packs import pack_at_spaces, packs_on_cpu
 
     make = cpu_model.gpt_model
 
@@ -253,13 +257,18 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
         for name, weight in made.named_parameters():
             weight.requires_grad_(not any(part in name for part in drawn.frozen))
         _add_buffer(made, drawn.buffers)
+        if drawn.packs is not None:
+            pack_at_spaces(made)
         return made
 
     destroy_moe_metrics_tracker()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     options = {**drawn.model.options, "init_model_with_meta_device": drawn.on_meta}
+    options["apply_rope_fusion"] = drawn.packs is not None
     with ExitStack() as undo:
         undo.enter_context(replaced(cpu_model, "gpt_model", gpt_model))
+        if drawn.packs is not None:
+            undo.enter_context(packs_on_cpu())
         if drawn.torch_gemm:
             undo.enter_context(in_place_of_te())
             undo.enter_context(replaced(row_bound, "MULTIPLE", 1))
@@ -302,6 +311,7 @@ def training(drawn: Draw, *, graphs: bool) -> Iterator[Any]:
     random.seed(1)
     numpy.random.seed(1)
     plan: dict[str, Any] = {"graphs": graphs, "microbatches": drawn.microbatches}
+    plan["micro_batch_size"] = 2 if drawn.packs is None else 1
     with settings(drawn, graphs=graphs) as shape, ExitStack() as undo:
         made = trainers.trainer_of(shape, **plan)
         if drawn.schedule:
@@ -355,8 +365,10 @@ def _capture(trainer: Any, drawn: Draw, step: int, event: str, close: Any) -> No
     if step == drawn.captured_after or (step > drawn.captured_after and event == LATER[0]):
         every = drawn.verify_interval, drawn.verify_steps
         policy = ReplayPolicy(verify_interval=every[0], verify_steps=every[1])
-        only, fast = drawn.only, drawn.fast_path
-        trainer.capture(TapeBackend(), Agreement(), only=only, fast_path=fast, policy=policy)
+        given = {"only": drawn.only, "packed_samples": drawn.packs or None}
+        trainer.capture(
+            TapeBackend(), Agreement(), **given, fast_path=drawn.fast_path, policy=policy
+        )
 
 
 def _passes(trainer: Any, event: str) -> Iterator[str]:

@@ -164,8 +164,8 @@ class Packs:
 
         def changes() -> Iterator[Undo]:
             for layer in layers:
-                run = layer._te_cuda_graph_capture
-                yield replace_function(layer, run.__name__, partial(self._joined, run))
+                region = partial(self._joined, layer._te_cuda_graph_capture)
+                yield replace_function(layer, "_te_cuda_graph_capture", region)
             for module in model.modules():
                 if isinstance(module, LanguageModule):
                     passes = partial(self._pass, module, module.forward)
