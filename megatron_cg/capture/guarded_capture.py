@@ -332,7 +332,8 @@ class GuardedCapture:
             observer, replay = self._observers[index], self._backend.replay_function(graph)
             asks = observer.asks_for_gradients
             args, kwargs = request.args[index], request.kwargs[index]
-            inputs = Inputs(args, kwargs, unit.inputs, same_gradients=asks)
+            one = unit.any_stride_of_one
+            inputs = Inputs(args, kwargs, unit.inputs, same_gradients=asks, any_stride_of_one=one)
             made.append(
                 GuardedGraph(
                     graph,

@@ -178,7 +178,8 @@ class Inputs:
 
     They are taken from the samples, as they are after capture. ``names`` are those of positional
     samples.
-    ``same_gradients`` says that all inputs that needed a gradient at capture must need one.
+    ``same_gradients`` says that all inputs that needed a gradient at capture must need one, and
+    ``any_stride_of_one`` that the stride of a dimension of size 1 does not matter.
     """
 
     def __init__(
@@ -188,8 +189,9 @@ class Inputs:
         names: Sequence[str] = ("hidden_states",),
         *,
         same_gradients: bool = False,
+        any_stride_of_one: bool = False,
     ) -> None:
-        self._same_gradients = same_gradients
+        self._same_gradients, self._any_stride_of_one = same_gradients, any_stride_of_one
         labels = [*names, *(f"number {index}" for index in range(len(names), len(args)))]
         tensors = [*args, *kwargs.values()]
         storages = [tensor.untyped_storage() for tensor in tensors]
@@ -230,6 +232,9 @@ class Inputs:
             # An input that needs no gradient any more gets one that nobody reads. But code may look
             # at that: torch's reentrant checkpoint then computes no gradients of weights either.
             is_allowed = clause == "requires_grad" and before and not self._same_gradients
+            if clause == "stride" and self._any_stride_of_one:
+                pairs = zip(before, now, tensor.shape, strict=True)
+                is_allowed = all(size == 1 or old == new for old, new, size in pairs)
             if before != now and not is_allowed:
                 return _mismatch(clause, f"{clause} of argument {name}", str(before), str(now))
         return None

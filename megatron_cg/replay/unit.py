@@ -25,6 +25,9 @@ class Unit:
     sets_attributes = False
     """Whether :meth:`run` returns the tensors too that modules get as attributes in a pass, so that
     a replay can set them."""
+    any_stride_of_one = False
+    """Whether no kernel is chosen by the stride of an input's dimension of size 1, as convolutions
+    choose a layout."""
     draws_as_eager = True
     """Whether replays leave random states on the device as eager passes do."""
 

@@ -235,6 +235,9 @@ def takes_packs(layer: Any) -> bool:
 class MegatronUnit(Unit):
     """The region of one of Megatron's layers that its graph holds."""
 
+    any_stride_of_one = True
+    """Embeddings of one sequence are transposed: (s, 1, h) with the strides of (1, s, h)."""
+
     def __init__(self, name: str, layer: Any, packs: Packs | None = None) -> None:
         covered: Sequence[nn.Module] = layer._get_submodules_under_cudagraphs()
         super().__init__(

@@ -21,7 +21,9 @@ from tests.unit.trainers import helper_of, microbatch_of, trainer_of
 LAYERS, TOKENS, BEFORE = 2, 32, 2
 FUSED = {"apply_rope_fusion": True}
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-DENSE: dict[str, Any] = {"graph_modules": ("attn",), "options": FUSED}
+ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+"""The first layer then gets the transposed embeddings as they are."""
+DENSE: dict[str, Any] = {"graph_modules": ("attn",), "options": FUSED, "fsdp_options": ZERO1}
 EXPERTS: dict[str, Any] = {
     "experts": 4,
     "expert_parallel": 2,

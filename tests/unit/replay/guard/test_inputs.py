@@ -67,6 +67,16 @@ def test_a_call_is_broken_by_what_has_changed_in_it(same_gradients: bool) -> Non
         assert found is None if not clauses else found.key[0] in clauses, names
 
 
+def test_the_stride_of_a_dimension_of_size_1_may_not_matter() -> None:
+    sample = torch.ones(4, 1, 3)
+    transposed, other = torch.ones(1, 4, 3).transpose(0, 1), torch.ones(3, 1, 4).transpose(0, 2)
+    assert transposed.stride() != sample.stride()
+    for lax in (False, True):
+        inputs = Inputs([sample], {}, any_stride_of_one=lax)
+        assert (inputs.broken([transposed], {}) is None) is lax
+        assert inputs.broken([other], {}) is not None
+
+
 def test_outputs_in_the_memory_of_two_inputs_are_found() -> None:
     one, two = torch.ones(4), torch.ones(4)
     assert are_returned(Inputs([one, two], {}).memory, [None, two[1:]])
