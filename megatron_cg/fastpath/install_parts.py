@@ -32,7 +32,7 @@ from megatron_cg.fastpath import bucketing, gather, optimizer_step
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.gather import DeferredPrefetch
-from megatron_cg.fastpath.idle_pool import IdlePool
+from megatron_cg.fastpath.optimizer_step import IdlePool
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_v2, unknown_bodies
 from megatron_cg.fsdp.sharding import Sharding

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_cg.fastpath import idle_pool
-from megatron_cg.fastpath.idle_pool import SMALL, IdlePool
+from megatron_cg.fastpath import optimizer_step
+from megatron_cg.fastpath.optimizer_step import SMALL, IdlePool
 
 POOL, CAPTURE_STREAM = (0, 7), 0x51
 MIB = (1 << 20) // 4
@@ -85,9 +85,9 @@ class Allocator:
 
             return SimpleNamespace(find=lambda: called)
 
-        patch.setattr(idle_pool, "_BEGIN", call("begin", True))
-        patch.setattr(idle_pool, "_END", call("end", False))
-        patch.setattr(idle_pool, "_RELEASE", call("release", None))
+        patch.setattr(optimizer_step, "_BEGIN", call("begin", True))
+        patch.setattr(optimizer_step, "_END", call("end", False))
+        patch.setattr(optimizer_step, "_RELEASE", call("release", None))
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
         patch.setattr(torch.cuda, "memory_reserved", lambda _device: self.reserved)
