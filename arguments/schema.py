@@ -206,6 +206,16 @@ class GraphArguments:
         type=float,
         metavar="FACTOR",
     )
+    cg_moe_stash: float | None = _flag(
+        None,
+        _NUMBER,
+        "Graphs with dropless experts keep for the backward pass only the rows that were used, in "
+        "one buffer with room for FACTOR times the most rows of a step before the capture. A step "
+        "with more is repeated eagerly. FACTOR is at least 1.0. Default: each layer keeps room for "
+        "any routing.",
+        type=float,
+        metavar="FACTOR",
+    )
     cg_moe_exchange: Literal["nccl", "peer"] = _flag(
         "nccl",
         Exchange,

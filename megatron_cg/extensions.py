@@ -41,6 +41,7 @@ EXTENSIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "experts": {
         "cg_grouped_gemm": ("cublas", "torch"),
         "cg_moe_rows": (),
+        "cg_moe_stash": (),
         "cg_moe_exchange": ("peer",),
     },
     "fastpath": {},
@@ -129,10 +130,12 @@ def experts_of(model: nn.Module) -> ModelExperts | None:
     return None if found is None else found.experts_of(model)
 
 
-def use_device_counts(gemm: str, *, rows: float | None, by_peers: bool) -> Undo:
+def use_device_counts(
+    gemm: str, *, rows: float | None, stash: float | None, by_peers: bool
+) -> Undo:
     """Let models built from now on have dropless experts; see ``experts/install.py``."""
     install = _needed("experts.install", "one kernel for all experts")
-    bound = None if rows is None else install.RowBound(rows)
+    bound = install.RowBound(rows, stash) if rows or stash else None
     return install.use_device_counts(bound, by_peers=by_peers, gemm=gemm)
 
 

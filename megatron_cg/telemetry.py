@@ -128,16 +128,17 @@ def graphs_deleted(counters: Counters, total: Counters) -> None:
     _print(f"graphs of rank 0: {counts_text(counters.as_dict())}.")
 
 
-def step_repeated(step: int | None, rows: int, bound: int, enough: float) -> None:
-    """Report a step in which a rank had ``rows`` for another, and graphs room for ``bound``.
+def step_repeated(step: int | None, rows: int, bound: int, enough: float, flag: str) -> None:
+    """Report a step in which a rank had ``rows``, and graphs room for ``bound``.
 
-    With ``enough`` as ``--cg-moe-rows`` they fit. ``step`` is as in the log; None if unknown.
+    With ``enough`` as ``flag`` they fit. ``step`` is as in the log; None if unknown.
     """
     if is_first_rank():
-        setting = say("{flag:--cg-moe-rows {enough:g}}", enough=enough)
+        setting = say("{flag:{name} {enough:g}}", name=flag, enough=enough)
+        where = "for another in a MoE layer" if flag == "--cg-moe-rows" else "of all MoE layers"
         logger.warning(
-            f"megatron_cg: {_named(step)} repeated: a rank had {rows:,} rows for another in a MoE "
-            f"layer, bound {bound:,}. With {setting} or more it would have fitted."
+            f"megatron_cg: {_named(step)} repeated: a rank had {rows:,} rows {where}, bound "
+            f"{bound:,}. With {setting} or more it would have fitted."
         )
 
 

@@ -73,6 +73,8 @@ class Draw:
     """Whether the layers are made on the meta device, as ``--init-model-with-meta-device``."""
     rows: float | None = None
     """As ``--cg-moe-rows``, with room for single rows."""
+    stash: float | None = None
+    """As ``--cg-moe-stash``."""
     schedule: bool = False
     """Whether Megatron's schedule runs the passes, so that the experts' bias is trained."""
     buffers: str = ""
@@ -118,18 +120,19 @@ def draw(seed: int) -> Draw:
 
 
 def _more(chance: random.Random, drawn: Draw, *, exchanges: bool) -> Draw:
-    model, rows, events = drawn.model, None, drawn.events
+    model, rows, stash, events = drawn.model, None, None, drawn.events
     if exchanges and chance.random() < 0.6:
-        rows = chance.choice((1.0, 1.05, 1.2, 1.6))
+        rows = chance.choice((1.0, 1.05, 1.2, 1.6, None, None, None))
+        stash = chance.choice((1.0, 1.25, 4.0)) if rows is None or chance.random() < 0.5 else None
     trains_bias = "moe_router_enable_expert_bias" in model.options
-    schedule = rows is not None or (trains_bias and chance.random() < 0.7)
+    schedule = bool(rows or stash) or (trains_bias and chance.random() < 0.7)
     if schedule:
         outside = EVENTS[1:3]  # Megatron's schedule runs no such passes.
         events = {step: event for step, event in events.items() if event not in outside}
     if chance.random() < 0.2:
         model = replace(model, options={**model.options, "mtp_num_layers": 1})
     buffers = chance.choice(BUFFERS) if not drawn.on_meta else ""
-    more = replace(drawn, model=model, events=events, rows=rows)
+    more = replace(drawn, model=model, events=events, rows=rows, stash=stash)
     verify_steps = chance.choice((0, 0, 0, 1, 2))
     more = replace(more, schedule=schedule, buffers=buffers, verify_steps=verify_steps)
     return replace(more, packs=chance.choice((None, None, 0, 2, 4)))
@@ -272,8 +275,8 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
         if drawn.torch_gemm:
             undo.enter_context(in_place_of_te())
             undo.enter_context(replaced(row_bound, "MULTIPLE", 1))
-            bounded = graphs and drawn.rows is not None
-            bound = row_bound.RowBound(drawn.rows or 1.0) if bounded else None
+            bounded = graphs and (drawn.rows or drawn.stash)
+            bound = row_bound.RowBound(drawn.rows, drawn.stash) if bounded else None
             undo.callback(use_device_counts(bound, by_peers=graphs and drawn.peers))
             undo.callback(repeat_steps())
         if graphs:

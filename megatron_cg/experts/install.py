@@ -27,8 +27,8 @@ Note [Grouped GEMMs]
 """
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any, Literal
@@ -50,8 +50,9 @@ from megatron_cg.experts.slots import (
     exchange,
     find_places,
 )
+from megatron_cg.experts.stash import Stash
 from megatron_cg.upstream.megatron import is_capturing, relax_rules
-from megatron_cg.upstream.patch import Undo, replace_function, set_attribute
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version
 from megatron_cg.upstream.te import fp8_recipe, lacks_device_counts
 
@@ -94,7 +95,11 @@ _PADS = Symbol(
     "whether experts leave the padding of their rows to others",
     parameters=("config",),
 )
-RELIES_ON = (*DISPATCHING, _GEMM, _LAYER_OF_TE, _SUPPORTED, _DISPATCHER, _PADS)
+_COMPUTE = Symbol(
+    "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
+    "what computes received rows",
+)
+RELIES_ON = (*DISPATCHING, _GEMM, _LAYER_OF_TE, _SUPPORTED, _DISPATCHER, _PADS, _COMPUTE)
 KernelName = Literal["cublas", "torch"]
 """The values of ``--cg-grouped-gemm`` that are one kernel for all experts."""
 _in_place: list[KernelName] = []
@@ -128,7 +133,9 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """
 
     bound: RowBound | None = None
-    """Bounds what a slot has room for; None is room for any routing."""
+    """Bounds what a slot, and all layers, have room for; None is room for any routing."""
+    average: int
+    """Rows that this rank sends, and receives on average."""
     transport: Transport | None = None
     """The way to other ranks; None is a :class:`Collective`."""
     gemm: KernelName = "torch"
@@ -173,6 +180,8 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, Any, torch.Tensor]:
         """In a capture rows are sorted by local expert already."""
         if not is_capturing():
+            if (stash := self.stash) is not None and torch.is_grad_enabled():
+                stash.saw(self, len(global_input_tokens))
             return super().dispatch_postprocess(global_input_tokens, global_probs)  # type: ignore[no-any-return]
         counts, self.tokens_per_expert = self.tokens_per_expert, None
         assert counts is not None
@@ -203,6 +212,19 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return results
 
     @property
+    def stash(self) -> Stash | None:
+        """What keeps received rows; one rank alone has room for no others."""
+        return self.bound.stash if self.bound is not None and self.ep_size > 1 else None
+
+    def keeping(self, experts: nn.Module) -> AbstractContextManager[None]:
+        """A block in which ``experts`` compute the received rows, and save them."""
+        counts = self.tokens_per_expert
+        if self.stash is None or counts is None or not is_capturing():
+            return nullcontext()
+        rows = len(self._received.in_slots)
+        return self.stash.keeping(experts, counts, rows, self)
+
+    @property
     def _moves(self) -> bool:
         """Whether rows do not lie as experts need them; those of one rank are sorted already."""
         return self.ep_size > 1 or self.multiple > 1
@@ -220,7 +242,9 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             received = self.output_splits.unsqueeze(1)
         sends = self.input_splits if self.ep_size > 1 else received.sum(1)
         if self.bound is not None:
+            self.average = sent
             slot = self.bound.slot(sent, self.ep_size, slot)
+        if self.bound is not None and self.bound.factor is not None:
             self.bound.watch(sends)
             received = clipped(received, slot)
             self.tokens_per_expert = received.sum(0)
@@ -288,8 +312,24 @@ def use_device_counts(
         _in_place.append(gemm)
         undo.callback(partial(_in_place.remove, gemm))
         undo.callback(replace_function(*_DISPATCHER.place(), make_dispatcher))
+        if bound is not None and bound.stash is not None:
+            undo.callback(replace_function(*_COMPUTE.place(), _keeping_rows(_COMPUTE.find())))
         undo.callback(allow_dropless_experts())
         return undo.pop_all().close
+
+
+def _keeping_rows(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """``MoELayer.routed_experts_compute``, which saves used rows alone; see ``stash.py``."""
+
+    @wraps(compute)
+    def keeping_rows(self: Any, *args: Any, **named: Any) -> Any:
+        dispatcher = self.token_dispatcher
+        if not isinstance(dispatcher, DeviceDispatcher):
+            return compute(self, *args, **named)
+        with dispatcher.keeping(self.experts):
+            return compute(self, *args, **named)
+
+    return keeping_rows
 
 
 def _by_one_kernel(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -350,6 +390,31 @@ class ModelExperts:
     gemm: KernelName
     bound: RowBound | None
     peers: PeerMemory | None
+
+    def expect(self, layers: Iterable[nn.Module]) -> None:
+        """Size the memory of the next capture for these layers, by what was received eagerly."""
+        if self.bound is not None and self.bound.stash is not None:
+            modules = (module for layer in layers for module in layer.modules())
+            found = [(one, getattr(one, "token_dispatcher", None)) for one in modules]
+            self.bound.stash.expected = [
+                made
+                for one, made in found
+                if isinstance(made, DeviceDispatcher) and captures_experts(one.config)
+            ]
+
+    def hold(self) -> Undo:
+        """Keep the memory that graphs of a capture address; returns the undo, for their end."""
+        return combine_undos(one.hold() for one in self._memories)
+
+    def forget(self) -> None:
+        """Free that of a capture which failed on all ranks."""
+        for one in self._memories:
+            one.forget()
+
+    @property
+    def _memories(self) -> list[PeerMemory | Stash]:
+        stash = None if self.bound is None else self.bound.stash
+        return [one for one in (self.peers, stash) if one is not None]
 
 
 def experts_of(model: nn.Module) -> ModelExperts | None:

@@ -1,4 +1,4 @@
-"""A bound of the rows that ranks exchange, below the worst case.
+"""Bounds of the rows that ranks exchange, and keep for the backward pass, below the worst case.
 
 Note [Beyond the bound]
     A slot (``slots.py``) has room for a fixed number of rows. If a rank has more rows for another
@@ -16,12 +16,27 @@ Every tensor here names its device: layers may be made inside of ``torch.device(
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_cg.experts.stash import Stash
+
 MULTIPLE = 128
 """Rows of an expert that a grouped GEMM computes at a time."""
+
+
+class Excess(NamedTuple):
+    """More rows than graphs have room for."""
+
+    rows: int
+    """The most that a rank had for another, or that its layers had to keep."""
+    bound: int
+    """What graphs have room for."""
+    enough: float
+    """The factor of ``flag`` with which they fit."""
+    flag: str
 
 
 def clipped(counts: torch.Tensor, slot: int) -> torch.Tensor:
@@ -31,13 +46,18 @@ def clipped(counts: torch.Tensor, slot: int) -> torch.Tensor:
 
 
 class RowBound:
-    """The bound of all models that are built with it, and whether a step exceeded it.
+    """The bounds of all models that are built with it, and whether a step exceeded them.
 
-    ``factor`` is how many times the rows that a rank sends to each on average; at least 1.
+    ``factor`` is how many times the rows that a rank sends to each on average, at least 1; None is
+    room for any routing. ``stash`` is the factor of :class:`~megatron_cg.experts.stash.Stash`; None
+    is that each layer keeps all rows.
     """
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    def __init__(self, factor: float | None, stash: float | None = None) -> None:
+        self.factor, self.kept = factor, stash
+        self.stash = None if stash is None else Stash(stash)
+        self.flag = "--cg-moe-stash" if factor is None else "--cg-moe-rows"
+        """The flag that it was made for."""
         self.bound = 0
         """Rows of a slot, in the last exchange that was captured."""
         self._average = 0.0
@@ -48,11 +68,17 @@ class RowBound:
     def place(self) -> None:
         """Make the memory that graphs write to. A second call does nothing."""
         if not self._most.numel():
-            self._most = torch.zeros(1, dtype=torch.int32, device="cuda")
-            self._host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+            # The most rows beyond the bound of a slot, and beyond the stash.
+            self._most = torch.zeros(2, dtype=torch.int32, device="cuda")
+            self._host = torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=True)
+            if self.stash is not None:
+                self.stash.place(self._most[1:])
 
     def slot(self, sent: int, ranks: int, worst: int) -> int:
         """Rows of a slot if a rank sends ``sent`` to ``ranks``; ``worst`` at most."""
+        if self.factor is None:
+            self.bound = worst
+            return worst
         self._average = sent / ranks
         multiples = math.ceil(min(self.factor * self._average, worst) / MULTIPLE)
         self.bound = min(multiples * MULTIPLE, worst)
@@ -60,9 +86,9 @@ class RowBound:
 
     def watch(self, counts: torch.Tensor) -> None:
         """Notice rows beyond the bound, on the device, of int64 ``[ranks]`` that are sent."""
-        most = counts.amax()
-        exceeded = torch.where(most > self.bound, most, 0).to(self._most.dtype)
-        self._most.copy_(torch.maximum(self._most, exceeded))
+        most, before = counts.amax(), self._most[0]
+        exceeded = torch.where(most > self.bound, most, 0).to(before.dtype)
+        before.copy_(torch.maximum(before, exceeded))
 
     def enough(self, rows: int) -> float:
         """The factor with which ``rows`` would have fitted, rounded up to hundredths."""
@@ -72,6 +98,8 @@ class RowBound:
         """Forget what earlier passes exceeded, such as those of a capture."""
         self._most.zero_()
         self._shared = None
+        if self.stash is not None:
+            self.stash.begin_step()
 
     def share(self) -> None:
         """Let all ranks know the largest number of rows. A collective call; nothing waits."""
@@ -80,8 +108,8 @@ class RowBound:
         self._shared = torch.cuda.Event()
         self._shared.record()
 
-    def exceeded(self) -> int:
-        """The largest number of rows beyond the bound on any rank in this step; 0 if none is.
+    def exceeded(self) -> Excess | None:
+        """The largest number of rows beyond a bound on any rank in this step; None if none is.
 
         Waits for what :meth:`share` queued, and calls it first unless this step did.
         """
@@ -89,10 +117,16 @@ class RowBound:
             self.share()
         assert self._shared is not None
         self._shared.synchronize()
-        return int(self._host)
+        rows, kept = self._host.tolist()
+        if rows:
+            return Excess(rows, self.bound, self.enough(rows), "--cg-moe-rows")
+        if kept and self.stash is not None:
+            stash = self.stash
+            return Excess(kept, stash.rows, stash.enough(kept), "--cg-moe-stash")
+        return None
 
     def holds(self) -> bool:
         """Whether no rank has exceeded the bound in this step so far. A collective call; waits."""
         most = self._most.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return not most
+        return not most.any()

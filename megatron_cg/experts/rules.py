@@ -145,8 +145,9 @@ def _exchanges_nothing(given: Configuration) -> list[Facts]:
 
 
 def _of_exchange(given: Configuration) -> dict[str, str]:
-    rows = given.graph.cg_moe_rows
-    found = {} if rows is None else {"--cg-moe-rows": f"{rows:g}"}
+    rows, stash = given.graph.cg_moe_rows, given.graph.cg_moe_stash
+    factors = {"--cg-moe-rows": rows, "--cg-moe-stash": stash}
+    found = {name: f"{factor:g}" for name, factor in factors.items() if factor is not None}
     return found | ({"--cg-moe-exchange": "peer"} if given.graph.cg_moe_exchange == "peer" else {})
 
 
@@ -228,7 +229,7 @@ RULES = (
         "no-exchange",
         _exchanges_nothing,
         "{flag:{name} {value}} in a run whose graphs hold no dropless experts of several ranks",
-        "it is about the rows that such graphs exchange between expert-parallel ranks",
+        "it is about the rows that such graphs receive from other expert-parallel ranks",
         "{drop:{name}}, or let graphs hold such experts: docs/experts.md",
     ),
 )

@@ -30,7 +30,7 @@ BackendName = Literal["transformer_engine", "te", "native", "tape"]
 
 ENABLE, UNITS = "megatron_cg.enable", "graph_units"
 _OF_UNITS = ("cg_layers", "cuda_graph_modules")
-_OF_ENABLE = ("grouped_gemm", "moe_rows", "moe_exchange")
+_OF_ENABLE = ("grouped_gemm", "moe_rows", "moe_stash", "moe_exchange")
 """Settings that models are built with: of our functions, this one alone has them."""
 _RENAMED = PACKING | {
     **{"fp8_format": "fp8", "fp4_format": "fp4", "use_nccl_ub": "nccl_ub"},
@@ -128,9 +128,9 @@ def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
         yield from takes.check(name, value)
         if name == "layers":
             yield from read_tokens(map(str, several(value)))[1]
-        elif name == "moe_rows" and takes.accepts(value):
-            given_rows = Configuration(graph=GraphArguments(cg_moe_rows=value))
-            yield from rows_below_average(given_rows)
+        elif name in ("moe_rows", "moe_stash") and takes.accepts(value):
+            graph = with_settings(GraphArguments(), {name: value})
+            yield from rows_below_average(Configuration(graph=graph))
 
 
 def _missing_extensions(given: Mapping[str, Any]) -> Iterator[Violation]:

@@ -1,8 +1,9 @@
 """Trains a step by graphs and, if there is a reason, once more eagerly.
 
-A reason is that a rank had more rows for another than the graphs have room for (``--cg-moe-rows``),
-or that the step is verified (``--cg-verify-steps``): then the digests of all numbers that it leaves
-for the optimizer are compared. Either way training continues with the eager numbers.
+A reason is that a rank had more rows than the graphs have room for (``--cg-moe-rows``,
+``--cg-moe-stash``), or that the step is verified (``--cg-verify-steps``): then the digests of all
+numbers that it leaves for the optimizer are compared. Either way training continues with the eager
+numbers.
 
 Note [Numbers that differ by themselves]
     Without deterministic algorithms two eager steps differ too. So a difference then counts only if
@@ -146,10 +147,10 @@ def train_step(
         return by_graphs()
     state = StepState([session.sharding.network], session.units)
     result = by_graphs()
-    rows = bound.exceeded() if bound is not None else 0
-    if not rows and not verifies:
+    excess = bound.exceeded() if bound is not None else None
+    if excess is None and not verifies:
         return result
-    replayed = _digests(session, state, result) if not rows else None
+    replayed = _digests(session, state, result) if excess is None else None
     del result
 
     def repeated() -> Any:
@@ -157,8 +158,8 @@ def train_step(
         with undone_after(set_attribute(mismatches.conditions, "repeats", True)):
             return eagerly()
 
-    if bound is not None and rows:
-        step_repeated(number, rows, bound.bound, bound.enough(rows))
+    if excess is not None:
+        step_repeated(number, *excess)
         counters.repeated += 1
     eager_passes = counters.eager
     result = repeated()

@@ -24,6 +24,7 @@ PEER_MEMORY = ("--cg-moe-exchange", "peer")
 """For the graph run alone: tokens go to the memory of other GPUs directly."""
 PEERS = (*TORCH_GEMM, *PEER_MEMORY)
 CUBLAS_GEMM = ("--cg-grouped-gemm", "cublas")
+STASH = ("--cg-moe-stash", "4")
 BLOCKWISE = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
 LONG = (*EP2, *CUBLAS_GEMM, "--moe-ffn-hidden-size", "7168")
 WIDE = (*EP2, "--num-layers", "2", *TORCH_GEMM)
@@ -151,6 +152,18 @@ dropless-ep2-no-fast-path    | MOE EXPERTS | b8 EP2 | TORCH_GEMM --cg-no-fsdp-fa
 dropless-ep2-layers          | MOE EXPERTS | b8 EP2 | TORCH_GEMM --cg-layers attn:0-1 moe:1-
 # As many rows as any routing sends to one of two ranks: no step is repeated.
 dropless-ep2-rows-evaluation | MOE EXPERTS | b8 EP2 EVALUATED | TORCH_GEMM --cg-moe-rows 2
+# Graphs that keep the rows that were used; with the factor 1 some steps are repeated.
+stash-ep2             | MOE EXPERTS | b8 EP2 | TORCH_GEMM STASH
+stash-ep2-tp2         | MOE EXPERTS | b8 EP2 TENSOR_PARALLEL ONE_EACH | TORCH_GEMM STASH
+stash-whole-layer     | MOE | b8 EP2 --moe-permute-fusion | TORCH_GEMM STASH
+stash-overflows       | MOE EXPERTS | b8 EP2 | TORCH_GEMM --cg-moe-stash 1
+stash-verified        | MOE EXPERTS | b8 EP2 | TORCH_GEMM STASH VERIFIED --cg-verify-steps 3
+stash-native          | MOE EXPERTS | b8 EP2 | TORCH_GEMM STASH NATIVE
+stash-evaluation      | MOE EXPERTS | b16 EP2 EVALUATED | PEERS STASH
+stash-shared-experts  | MLA EXPERTS | b8 EP2 RECOMPUTED OVERLAP | TORCH_GEMM STASH
+stash-full-recompute  | MOE EXPERTS | b8 FULL block --recompute-num-layers 1 EP2 | TORCH_GEMM STASH
+cublas-stash          | MOE EXPERTS | b8 EP2 | CUBLAS_GEMM PEER_MEMORY STASH
+cublas-fp8-stash      | MOE EXPERTS | b8 EP2 TENSORWISE | CUBLAS_GEMM PEER_MEMORY STASH
 # Widths of real models, two layers. Both runs have torch's grouped GEMM: see experts.md.
 dropless-realistic-qwen3       | QWEN3 EXPERTS | b4 WIDE
 dropless-realistic-deepseek-v3 | DEEPSEEK EXPERTS | b4 WIDE --moe-layer-freq ([0]*1+[1]*1)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer import cuda_graphs, transformer_layer
@@ -51,9 +51,6 @@ from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_nee
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed
-
-if TYPE_CHECKING:
-    from megatron_cg.experts.slots import PeerMemory
 
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
 _HELPER = f"{_GRAPHS}:TECudaGraphHelper"
@@ -151,8 +148,8 @@ class FsdpHelper:
         if self.controller.gave_up:
             self.helper._reset_after_capture()
             self.helper._capture_finished = True
-            if (peers := self._peer_memory) is not None:
-                peers.forget()
+            if (experts := experts_of(self.fsdp)) is not None:
+                experts.forget()
 
     def delete(self) -> None:
         self.controller.delete()
@@ -220,6 +217,8 @@ class FsdpHelper:
             changes.callback(setattr, self.helper, "_graphs_created", False)
             changes.callback(combine_undos(self._changes()))
             session = self._new_session()
+            if (experts := experts_of(self.fsdp)) is not None:
+                experts.expect(self._layers)
             with session.capturing(), ExitStack() as stack:
                 stack.callback(replace_function(cuda_graphs, "make_graphed_callables", capture))
                 stack.callback(cuda_graphs._set_capture_end)
@@ -230,8 +229,8 @@ class FsdpHelper:
                         f"{_HELPER}.create_cudagraphs",
                         "one call of that module's make_graphed_callables for all layers",
                     )
-                if (peers := self._peer_memory) is not None:
-                    changes.callback(peers.hold())
+                if experts is not None:
+                    changes.callback(experts.hold())
             if self._packs is not None:
                 self._packs.begin(session)
             session.on_close(changes.pop_all().close)
@@ -252,11 +251,6 @@ class FsdpHelper:
             fast_path=not given.cg_no_fsdp_fast_path,
             optimizers=self.helper.optimizers,
         )
-
-    @property
-    def _peer_memory(self) -> PeerMemory | None:
-        experts = experts_of(self.fsdp)
-        return None if experts is None else experts.peers
 
     def _changes(self) -> Iterator[Undo]:
         yield without_unused_masks(self._layers, self._inputs)
@@ -331,10 +325,12 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
     # What counts is what the model was built with.
     experts, cause = experts_of(fsdp), ""
     if experts is not None:
-        rows = experts.bound.factor if experts.bound is not None else None
+        bound = experts.bound
+        rows, stash = (bound.factor, bound.kept) if bound is not None else (None, None)
         gemm: Any = experts.gemm
         exchange: Any = "nccl" if experts.peers is None else "peer"
-        given = replace(given, cg_grouped_gemm=gemm, cg_moe_rows=rows, cg_moe_exchange=exchange)
+        given = replace(given, cg_grouped_gemm=gemm, cg_moe_exchange=exchange)
+        given = replace(given, cg_moe_rows=rows, cg_moe_stash=stash)
     elif given.cg_grouped_gemm != "te":
         cause = f"; the model was built before {ENABLE}(), or with another dispatcher than alltoall"
         given = replace(given, cg_grouped_gemm="te")

@@ -114,6 +114,7 @@ def enable(
     fast_path: bool | None = None,
     grouped_gemm: GroupedGemm | None = None,
     moe_rows: float | None = None,
+    moe_stash: float | None = None,
     moe_exchange: Exchange | None = None,
     record: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
@@ -133,12 +134,12 @@ def enable(
     and models that are made from now on. None is the flag's own default, or what an earlier call
     gave. :func:`disable` forgets it, and alone takes another grouped GEMM away.
 
-    With ``moe_rows`` a loop runs all passes of a step by one call of the function that
-    ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns from now on. ``record``
-    and ``report`` need Megatron's ``train`` or Megatron-Bridge's; in another loop the creation of a
-    helper raises ConfigurationError. ``full_recompute`` is for such loops: whether configs that are
-    made from now on may have ``recompute_granularity="full"`` beside graphs, which Megatron
-    refuses.
+    With ``moe_rows`` or ``moe_stash`` a loop runs all passes of a step by one call of the function
+    that ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns from now on.
+    ``record`` and ``report`` need Megatron's ``train`` or Megatron-Bridge's; in another loop the
+    creation of a helper raises ConfigurationError. ``full_recompute`` is for such loops: whether
+    configs that are made from now on may have ``recompute_granularity="full"`` beside graphs, which
+    Megatron refuses.
 
     Raises:
         ArgumentError: with every argument that is wrong; then nothing is changed.
@@ -196,12 +197,13 @@ def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
 
     def changes() -> Iterator[Undo]:
         yield extensions.allow_graphs_under_v2()
-        gemm, factor = given.cg_grouped_gemm, given.cg_moe_rows
-        if (gemm != "te" and factor is not None) or given.cg_verify_steps:
+        gemm, factor, stash = given.cg_grouped_gemm, given.cg_moe_rows, given.cg_moe_stash
+        bounded = gemm != "te" and (factor or stash)
+        if bounded or given.cg_verify_steps:
             yield repeat_steps()
         if gemm != "te":
             by_peers = given.cg_moe_exchange == "peer"
-            yield extensions.use_device_counts(gemm, rows=factor, by_peers=by_peers)
+            yield extensions.use_device_counts(gemm, rows=factor, stash=stash, by_peers=by_peers)
         if full_recompute:
             yield extensions.allow_full_recompute()
 

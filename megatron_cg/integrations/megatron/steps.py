@@ -4,9 +4,10 @@ In Megatron's loop a step is a call of ``train_step``. A loop that creates Megat
 has no such function, and its step ends with the optimizer's.
 
 Loops on megatron-core get the function of a step's passes from ``get_forward_backward_func``. Here
-this function runs the passes once by graphs. If the bound of ``--cg-moe-rows`` was exceeded on any
-rank, or ``--cg-verify-steps`` asks for it, all ranks restore what the passes changed and run them
-once more eagerly (``integrations/repeated_step.py``), where Megatron's dispatcher drops nothing.
+this function runs the passes once by graphs. If a bound (``--cg-moe-rows``, ``--cg-moe-stash``)
+was exceeded on any rank, or ``--cg-verify-steps`` asks for it, all ranks restore what the passes
+changed and run them once more eagerly (``integrations/repeated_step.py``), where Megatron's
+dispatcher drops nothing.
 
 Note [What a bound costs]
     Without a repeat: one all-reduce of four bytes, copies of the model's buffers, and a wait
@@ -68,7 +69,7 @@ _PASSES = Symbol(
     parameters=(_FORWARD, _DATA, _MODEL, _MICROBATCHES, _EVALUATES),
 )
 RELIES_ON = (_STEP, _PASSES)
-_BOUND, _VERIFIED = "--cg-moe-rows", "--cg-verify-steps"
+_VERIFIED = "--cg-verify-steps"
 
 
 class Steps:
@@ -246,7 +247,7 @@ class _Repeater:
             return
         replays, step = self._seen.get(session, (0, -1))
         if self._bound is not None and session.counters.replayed != replays:
-            raise _refused("repeat-outside-schedule", _BOUND)
+            raise _refused("repeat-outside-schedule", self._bound.flag)
         if session.mismatches.verifies_step and session.mismatches.verifications.step != step:
             raise _refused("repeat-outside-schedule", _VERIFIED)
 
@@ -263,7 +264,7 @@ class _Repeater:
         conditions = mismatches.conditions
         is_second, self._ran = self._ran, True
         if is_second and bound is not None:
-            raise _refused("repeat-second-call", _BOUND)
+            raise _refused("repeat-second-call", bound.flag)
         self._seen[session] = self._seen.get(session, (0, 0))[0], mismatches.verifications.step
         if bound is None and (is_second or not mismatches.verifies_step):
             return passes(**options)
@@ -276,14 +277,16 @@ class _Repeater:
             with ExitStack() as stack:
                 given = options
                 if bound is not None:
-                    bound.begin_step()
+                    # Not inside of a step of another model that is bounded by the same object.
+                    if not any(one.running and one is not self for one in _repeaters.values()):
+                        bound.begin_step()
                     stack.callback(set_attribute(conditions, "within_row_bound", bound.holds))
                     given = options | {_FORWARD: self._sharing(bound, options)}
                 result = passes(**given)
             self._seen[session] = session.counters.replayed, mismatches.verifications.step
             if batches is not None and not batches.was_read:
                 raise _refused(
-                    "repeat-batches-elsewhere", _BOUND if bound is not None else _VERIFIED
+                    "repeat-batches-elsewhere", bound.flag if bound is not None else _VERIFIED
                 )
             return result
 

@@ -104,6 +104,12 @@ class Shape:
             slot = min(slot, most)
         return int(slot * ranks)
 
+    @property
+    def kept_rows(self) -> int:
+        """Of these, rows that a layer keeps for the backward pass."""
+        stash, average = self.graph.cg_moe_stash, self.average_rows
+        return self.rows if stash is None or self.rows == average else int(stash * average)
+
 
 def layers_of(settings: Settings) -> tuple[Layer, ...]:
     """All layers of the model: the decoder's by number, then those of multi-token prediction.
@@ -222,7 +228,7 @@ def _moe(shape: Shape) -> Iterator[Part]:
     latent = 2 * hidden * args.moe_latent_size if args.moe_latent_size else 0
     columns = (shape.gated + (not run.recomputes("moe_act"))) * wide
     columns = inner + columns // args.expert_tensor_parallel_size
-    saved = shape.norm + (0 if run.recomputes("moe") else shape.rows * columns * width)
+    saved = shape.norm + (0 if run.recomputes("moe") else shape.kept_rows * columns * width)
     experts = count * inner * wide * (shape.gated + 1)
     yield Part("experts", "moe", whole=latent, experts=experts, saved=saved)
 
@@ -393,6 +399,10 @@ class _Rank:
         if layer.holds("experts"):
             sends = args.expert_model_parallel_size > 1 and shape.graph.cg_moe_exchange != "peer"
             widest = max(widest, shape.row_bytes * shape.rows * (3 if sends else 1))
+            if shape.kept_rows != shape.rows:
+                # The layer that runs has room for any routing.
+                saved = next(part.saved for part in layer.captured if part.name == "experts")
+                widest += (saved - shape.norm) * shape.rows // shape.kept_rows
         repeated = _activations(shape, layer) if recomputes_layers(shape.run) else 0
         return int(self.held(layer.captured) * shape.width + widest + repeated)
 
@@ -424,7 +434,7 @@ def _eager_activations(shape: Shape, layers: Sequence[Layer]) -> int:
     kept = max(saved, default=0) if recomputes_layers(shape.run) else sum(saved)
     # An eager layer keeps its input, and what joins its two halves.
     kept += shape.hidden * len(saved)
-    if shape.graph.cg_moe_rows is not None:
+    if shape.graph.cg_moe_rows is not None or shape.graph.cg_moe_stash is not None:
         # A step that is repeated runs eagerly, beside the graphs' pool.
         kept += sum(_activations(shape, layer) for layer in layers)
     return kept

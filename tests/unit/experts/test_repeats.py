@@ -3,9 +3,11 @@
 import hashlib
 import random
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +15,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -22,6 +25,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.experts import row_bound
 from megatron_cg.experts.install import use_device_counts
 from megatron_cg.experts.row_bound import RowBound
+from megatron_cg.experts.stash import Stash
 from megatron_cg.integrations import repeated_step
 from megatron_cg.integrations.megatron.steps import repeat_steps
 from megatron_cg.recompute.layers import allow_full_recompute
@@ -35,9 +39,12 @@ from tests.unit.ranks import on_ranks
 
 WARMUP, LAYERS, MICROBATCHES, RANKS, FACTOR = 1, 2, 2, 2, 1.05
 Passes = frozenset[tuple[int, int, int]]
-"""In which the bound counts as exceeded, on the rank's device: rank, microbatch and layer."""
+"""In which the bound counts as exceeded, on the rank's device: rank, microbatch and layer.
+
+The layer of multi-token prediction comes last.
+"""
 NEVER: Passes = frozenset()
-EVERY: Passes = frozenset(product(range(RANKS), range(MICROBATCHES), range(LAYERS)))
+EVERY: Passes = frozenset(product(range(RANKS), range(MICROBATCHES), range(LAYERS + 1)))
 
 
 def of(place: int, number: int) -> Passes:
@@ -53,6 +60,8 @@ class Case:
 
     exceeds: tuple[Passes, ...] = (NEVER, EVERY, NEVER)
     real: bool = False
+    stash: bool = False
+    """Whether the bound is of the rows that all layers keep, and not of those of one exchange."""
     options: Mapping[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     fast_path: bool = True
@@ -62,6 +71,10 @@ class Case:
     """The step before which graphs are deleted and captured again."""
     evaluated: int | None = None
     """The step before which the model is evaluated."""
+
+    @property
+    def layers(self) -> int:
+        return LAYERS + int(self.options.get("mtp_num_layers", 0))
 
     @property
     def steps(self) -> int:
@@ -94,6 +107,7 @@ SIGMOID = {
 }
 LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
 RECOMPUTED = {**RECOMPUTE, **SIGMOID}
+MOE_ACT = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 FIRST_OF_ONE = of(0, 1) & of(1, 0) & of(2, 0)
 PLACES: dict[str, Passes] = {
     "every pass, at first": EVERY,
@@ -127,31 +141,70 @@ CASES = {
         real=True, options=ALL_AT_ONCE | ON_META, dropout=0.2
     ),
     "a real bound, recomputed, verified": Case(real=True, options=RECOMPUTED, verify_interval=2),
+    "kept, each layer on one rank and on all, MTP": Case(
+        (NEVER, *(of(2, n) & part for n in range(LAYERS + 1) for part in (of(0, n % 2), EVERY))),
+        stash=True,
+        options={"mtp_num_layers": 1},
+    ),
+    "kept, captured again, evaluated, all at once": Case(
+        (NEVER, EVERY, EVERY, NEVER, EVERY),
+        stash=True,
+        options=ALL_AT_ONCE,
+        dropout=0.2,
+        again=3,
+        evaluated=4,
+        verifies_steps=True,
+    ),
+    "kept, verified": Case(
+        (NEVER, EVERY, NEVER, FIRST_OF_ONE, NEVER), stash=True, verify_interval=1
+    ),
+    "kept, a real bound": Case(real=True, stash=True, options=ALL_AT_ONCE | ON_META, dropout=0.2),
+    "kept, recomputed": Case((NEVER,) * 3, stash=True, options=RECOMPUTED, verify_interval=2),
+    "kept, activations recomputed": Case((NEVER, EVERY, NEVER), stash=True, options=MOE_ACT),
 }
 """What a step changes is compared after each, so one case has all that draws numbers or counts."""
 
 
-def forced_bound(steps: tuple[Passes, ...]) -> Any:
-    """A bound that counts as exceeded in these passes of each step with graphs."""
+class Forced:
+    """A bound that counts as exceeded in some passes of each step with graphs."""
 
-    class Forced(RowBound):
-        called = 0
-        switches = torch.zeros(LAYERS, dtype=torch.int64)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.switches, self.called = torch.zeros(LAYERS + 1, dtype=torch.int64), 0
 
-        def watch(self, counts: torch.Tensor) -> None:
-            switch = self.switches[self.called % LAYERS]
-            self.called += 1
-            super().watch(counts * (1 + 1000 * switch))
-            # Nothing is sent then, so the numbers are wrong.
-            counts.mul_(1 - switch)
+    def before(self, steps: tuple[Passes, ...], step: int, microbatch: int) -> None:
+        exceeds = steps[step - WARMUP] if step >= WARMUP else NEVER
+        here = dist.get_rank(), microbatch
+        on = [(*here, layer) in exceeds for layer in range(LAYERS + 1)]
+        self.switches.copy_(torch.tensor(on))
 
-        def before(self, step: int, microbatch: int) -> None:
-            exceeds = steps[step - WARMUP] if step >= WARMUP else NEVER
-            here = dist.get_rank(), microbatch
-            on = [(*here, layer) in exceeds for layer in range(LAYERS)]
-            self.switches.copy_(torch.tensor(on))
 
-    return Forced(1000.0)
+class ForcedBound(Forced, RowBound):
+    def watch(self, counts: torch.Tensor) -> None:
+        switch = self.switches[self.called % LAYERS]
+        self.called += 1
+        super().watch(counts * (1 + 1000 * switch))
+        # Nothing is sent then, so the numbers are wrong.
+        counts.mul_(1 - switch)
+
+
+class ForcedStash(Forced, Stash):
+    def __init__(self, factor: float) -> None:
+        super().__init__(factor)
+        self.layers: dict[Any, int] = {}
+
+    def keeping(self, experts: Any, counts: torch.Tensor, rows: int, layer: Any) -> Any:
+        switch = self.switches[self.layers.setdefault(layer, len(self.layers))]
+        return super().keeping(experts, counts * (1 + 1000 * switch), rows, layer)
+
+
+def bound_of(case: Case) -> RowBound:
+    factor = FACTOR if case.real else 1000.0
+    if not case.stash:
+        return RowBound(factor) if case.real else ForcedBound(factor)
+    bound = RowBound(None, 1.25)
+    bound.stash = Stash(0.4) if case.real else ForcedStash(1.25)
+    return bound
 
 
 def listed(tensor: Any) -> Any:
@@ -197,18 +250,27 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
     plan = TrainingPlan(shape, graphs=ours, microbatches=MICROBATCHES)
     random.seed(1)
     numpy.random.seed(1)
+    of_te = SimpleNamespace(is_fp8_enabled=lambda: False)
     with ExitStack() as undo:
         undo.enter_context(patch.object(row_bound, "MULTIPLE", 1))
+        for name, value in {
+            "FP8GlobalStateManager": of_te,
+            "activation_recompute_forward": lambda **_named: nullcontext(),
+            "fp8_autocast": lambda **_named: nullcontext(),
+        }.items():
+            undo.enter_context(patch.object(tensor_parallel.random, name, value, create=True))
         repeated = undo.enter_context(patch.object(repeated_step, "step_repeated"))
         verified = undo.enter_context(patch.object(repeated_step, "step_verified"))
         undo.callback(allow_full_recompute())
         if ours:
             undo.enter_context(in_place_of_te())
-            bound = RowBound(FACTOR) if case.real else forced_bound(case.exceeds)
+            bound = bound_of(case)
             undo.callback(use_device_counts(bound))
         trainer = undo.enter_context(trainer_of(plan))
         if ours:
-            trainer.before = getattr(bound, "before", trainer.before)
+            forced = bound.stash or bound
+            if isinstance(forced, Forced):
+                trainer.before = partial(forced.before, case.exceeds)
             undo.callback(repeat_steps())
             undo.callback(repeats(trainer))
         numbers, states = [], []
@@ -279,6 +341,6 @@ def test_everything_is_as_after_eager_steps_and_those_beyond_the_bound_are_repea
         assert counts["mismatched"] == 0
         if case.again is None and case.evaluated is None:
             assert counts["repeated"] == len(case.repeated)
-            assert counts["replayed"] == LAYERS * MICROBATCHES * len(case.exceeds)
-            assert counts["eager"] == LAYERS * MICROBATCHES * len(case.repeated)
+            assert counts["replayed"] == case.layers * MICROBATCHES * len(case.exceeds)
+            assert counts["eager"] == case.layers * MICROBATCHES * len(case.repeated)
         assert (counts["verified"] > 0) == (case.verify_interval > 0)

@@ -14,6 +14,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import HookError
 from megatron_cg.experts import grouped_gemm
 from megatron_cg.experts.install import experts_of, use_device_counts
+from megatron_cg.experts.row_bound import RowBound
 from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
@@ -59,9 +60,9 @@ DENSE: dict[str, Any] = {"experts": 0, "grouped": False, "ways": ("dense",)}
 ONE_CHOICE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 AVERAGED = {"calculate_per_token_loss": False}
 MODELS = {
-    "one rank has all experts": Model(options=AVERAGED),
+    "one rank has all experts": Model(options=AVERAGED, ways=("fast", "stash")),
     "experts on two ranks": Model(
-        2, AVERAGED, ways=("eager", "graphs", "fast", "router", "layer", "peer")
+        2, AVERAGED, ways=("eager", "graphs", "fast", "router", "layer", "peer", "stash")
     ),
     "one expert a rank, probabilities on the input": Model(
         2, {**ONE_CHOICE, "moe_apply_probs_on_input": True}, experts=2
@@ -73,7 +74,7 @@ MODELS = {
 """``tools.random_models`` draws other routers, losses and ways of sharding."""
 LAYOUTS = {
     "EP 2 x FSDP 2": Model(2, ways=("fast", "router")),
-    "EP 4": Model(4, experts=8),
+    "EP 4": Model(4, experts=8, ways=("fast", "stash")),
     "TP 2 x FSDP 2": Model(tensor_parallel=2, **DENSE),
     "HSDP 2 x 2": Model(fsdp=TWO_GROUPS, **DENSE),
     "HFSDP 2 x 2": Model(fsdp=OUTER_SHARDS, ways=("fast", "router")),
@@ -87,8 +88,19 @@ CASES = [
     for way in model.ways
 ]
 SCOPES = {"eager": EXPERTS, "graphs": EXPERTS, "fast": EXPERTS, "layer": ()} | {"peer": EXPERTS}
-SCOPES |= {"router": ROUTER, "alone": ALONE, "dense": ("attn", "mlp")}
-FAST = ("fast", "dense", "peer")
+SCOPES |= {"stash": EXPERTS, "router": ROUTER, "alone": ALONE, "dense": ("attn", "mlp")}
+FAST = ("fast", "dense", "peer", "stash")
+
+
+def saved_bytes(trainer: Any) -> int:
+    """Of all that forward graphs leave for backward graphs."""
+    graphs = (one for m in trainer.model.modules() for one in getattr(m, "cuda_graphs", ()))
+    passes = [one.graph._recorded for one in graphs]
+    return sum(
+        one.forward.pool._own[key].nbytes()
+        for one in passes
+        for key in one.forward.made & one.backward.used
+    )
 
 
 def fit(model: Model, way: str) -> dict[str, Any]:
@@ -97,6 +109,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()
     lie, distance = list[Any](), grouped_gemm._distance
+    bound = RowBound(None, 4.0) if way == "stash" else None
 
     def watched(weights: Any) -> int | None:
         lie.append(distance(weights))
@@ -106,7 +119,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         undo.callback(set_attribute(grouped_gemm, "_distance", watched))
         if ours:
             undo.enter_context(in_place_of_te())
-            undo.callback(use_device_counts(by_peers=way == "peer"))
+            undo.callback(use_device_counts(bound, by_peers=way == "peer"))
         shape = CpuModelConfig(
             layers=LAYERS,
             experts=model.experts,
@@ -126,12 +139,17 @@ def fit(model: Model, way: str) -> dict[str, Any]:
                 counters = session.counters
                 parts = session.fast_path.parts if session.fast_path is not None else []
             steps.append([number.hex() for number in trainer.step()])
+        if bound is not None and model.expert_parallel > 1:
+            # Each backward pass has freed what its forward pass has kept.
+            assert bound.stash is not None and not bound.stash._top and bound.stash.rows > 0
+            assert bound.exceeded() is None
+        kept = saved_bytes(trainer) if graphs else 0
         experts = experts_of(trainer.model)
         device = experts is not None and experts.gemm == "torch"
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
         copied = None in lie
         made: dict[str, Any] = {"peers": experts is not None and experts.peers is not None}
-        made |= {"device": device, "parts": list(parts)}
+        made |= {"device": device, "parts": list(parts), "kept": kept}
         return {"copied": copied, "steps": steps, **made, **shown}
 
 
@@ -156,6 +174,10 @@ def check(found: dict[str, Any], model: Model, way: str) -> None:
     assert not one["copied"]  # Weights lie in a bucket.
     assert one["device"] == on_device and not megatron["device"]
     assert one["peers"] == (way == "peer")
+    if way == "stash":
+        # One rank has no rows beyond those that are used.
+        part = one["kept"] / found["fast"]["kept"]
+        assert part < 0.8 if model.expert_parallel > 1 else part == 1
     replayed = LAYERS * MICROBATCHES * (STEPS - WARMUP)
     assert one["captured"] == LAYERS * graphs and one["eager"] == 0
     assert one["replayed"] == replayed * graphs

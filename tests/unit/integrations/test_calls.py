@@ -136,6 +136,7 @@ def test_every_message_names_what_there_is(case: Case) -> None:
         ("{flag:--moe-input-jitter-eps -0.5}", "cfg.model.moe_input_jitter_eps=-0.5"),
         ("{type:--bf16 --fp8-format e4m3}", "set cfg.mixed_precision.bf16=True and "
          "cfg.mixed_precision.fp8='e4m3'"),
+        ("{flag:--cg-moe-stash 0.5}", "megatron_cg.enable(moe_stash=0.5)"),
         ("{flag:--cg-moe-rows -1}", "megatron_cg.enable(moe_rows=-1)"),
         ("{flag:--cg-layers attn:0,x}", "f(layers=['attn:0,x'])"),
         ("{drop:--cg-moe-rows}", "call megatron_cg.enable(moe_rows=None)"),

@@ -63,7 +63,12 @@ LINE += "--num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --
 LINE += "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-3 --mock-data "
 LINE += "--tokenizer-type NullTokenizer --vocab-size 128 --transformer-impl transformer_engine"
 EXAMPLES = {
-    "experts": [{"grouped_gemm": "torch"}, {"moe_rows": 2.0}, {"moe_exchange": "peer"}],
+    "experts": [
+        {"grouped_gemm": "torch"},
+        {"moe_rows": 2.0},
+        {"moe_stash": 2.0},
+        {"moe_exchange": "peer"},
+    ],
     "native": [{"backend": "native"}],
     "tape": [{"backend": "tape"}],
     "tools": [{"record": "somewhere"}, {"report": "somewhere"}],

@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -266,3 +267,17 @@ def test_a_stated_kernel_and_its_exchange_are_kept_where_they_can_be(plan: Plan)
     te = plan(preset("qwen3-moe", "--cg-grouped-gemm te")).best
     assert te.settings.run.cuda_graph_modules == ("attn", "moe_router", "moe_preprocess")
     assert te.line.has("--cg-grouped-gemm")
+
+
+def test_with_a_stash_one_layer_at_a_time_has_room_for_any_routing(plan: Plan) -> None:
+    def pool(more: str) -> Any:
+        four = "torchrun --nproc-per-node 4"
+        best = plan(preset("qwen3-moe", f"--expert-model-parallel-size 4 {more}", four), 999).best
+        assert best.memory is not None and best.layers[-1].holds("experts")
+        return best.memory.terms["graphs' pool"], len(best.layers)
+
+    (without, layers), (kept, _) = pool(""), pool("--cg-moe-stash 1")
+    less = without["saved activations"] - kept["saved activations"]
+    once = kept["gradients and workspace"] - without["gradients and workspace"]
+    # Any routing has four times the average of rows.
+    assert once > 0 and less * 4 == once * 3 * layers
