@@ -36,7 +36,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from functools import cache, lru_cache
+from functools import cache, partial
+from operator import is_, itemgetter
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -145,7 +147,7 @@ def train_step(
     verifies = mismatches.verifies_step
     if mismatches.conditions.repeats or not (verifies or bound):
         return by_graphs()
-    state = StepState([session.sharding.network], session.units)
+    state = _saved(session)
     result = by_graphs()
     excess = bound.exceeded() if bound is not None else None
     if excess is None and not verifies:
@@ -183,6 +185,19 @@ def train_step(
     return result
 
 
+_states: dict[Session, StepState] = {}
+"""What was saved last, until the graphs are deleted: it holds what modules had."""
+
+
+def _saved(session: Session) -> StepState:
+    """What a step may change, as it is now."""
+    if (state := _states.get(session)) is not None:
+        state.save()
+        return state
+    session.on_close(partial(_states.__delitem__, session))
+    return _states.setdefault(session, StepState([session.sharding.network], session.units))
+
+
 def _digests(session: Session, state: StepState, result: Any) -> Digests:
     """Of what a step has left, the last layer's gradients first."""
 
@@ -216,7 +231,12 @@ _CONTAINERS = frozenset({dict, list, set, deque, defaultdict, Counter, tuple})
 _STATE = _CONTAINERS | {torch.Tensor, torch.Generator}
 _DATA = _STATE | {bool, int, float, complex, str, bytes, type(None)}
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_CODE = (FunctionType, BuiltinFunctionType, ModuleType, type, staticmethod, classmethod, property)
 _DEPTH = 4
+
+
+_Check = tuple[Any, int, Callable[[Any], Iterable[Any]], list[Any]]
+"""Something with parts, how many, what gets those that count, and those that were there."""
 
 
 class _Holder:
@@ -231,49 +251,92 @@ class _Holder:
     ) -> None:
         self.name, self.parts, self.is_compared = name, parts, is_compared
         self._namespace = namespace
-        self.saved = self._now()
+        self._now: Any = vars(parts) if isinstance(parts, type) else parts
+        """What has the parts, always as they are."""
+        self._names = {*self._now} if namespace else set()
+        self.saved = self._copy()
 
-    def below(self, written_by: str) -> Iterable[tuple[Any, Any]]:
+    def checks(self) -> Iterator[_Check]:
+        """How to find out whether its parts are others now."""
+        now, saved = self._now, self.saved
+        if self._namespace:
+            # With one name alone it would return no tuple.
+            get = itemgetter(*saved, *[*saved][:1]) if saved else _nothing
+            yield now, len(now), get, [*saved.values()]
+        elif isinstance(now, dict):
+            yield now, len(now), iter, [*saved]
+            yield now, len(now), dict.values, [*saved.values()]
+        elif type(now) is not tuple:
+            yield now, len(now), iter, [*saved.values()]
+
+    def below(self, written_by: str) -> list[tuple[Any, Any]]:
         """The parts that may change in place, with objects of classes ``written_by`` these."""
         saved = self.saved
-        if not self._namespace:
-            kinds = {k for k in set(map(type, saved.values())) if _may_change(k, written_by)}
-            return [pair for pair in saved.items() if type(pair[1]) in kinds]
-        names = _changing(tuple(saved), tuple(map(type, saved.values())), written_by)
-        return [(name, saved[name]) for name in names]
+        kinds = {k for k in set(map(type, saved.values())) if _may_change(k, written_by)}
+        return [pair for pair in saved.items() if type(pair[1]) in kinds]
 
     def restore(self) -> None:
         """Let the parts be the same objects again, no more and no less."""
-        saved, now, parts = self._data(self.saved), self._data(self._now()), self.parts
+        saved, now, parts = self._data(self.saved), self._data(self._copy()), self.parts
         if {key: id(value) for key, value in saved} == {key: id(value) for key, value in now}:
             return
         if not isinstance(parts, dict | type):
             parts.clear()
             (parts.update if isinstance(parts, set) else parts.extend)([v for _, v in saved])
             return
-        for key in dict(now).keys() - dict(saved).keys():
+        for key in dict(now).keys() - dict(saved).keys() - self._names:
             delattr(parts, key) if isinstance(parts, type) else parts.pop(key)
         for key, value in saved:
             setattr(parts, key, value) if isinstance(parts, type) else parts.update({key: value})
 
-    def _now(self) -> dict[Any, Any]:
-        if isinstance(self.parts, type):
-            return dict(vars(self.parts))
-        return dict(self.parts if isinstance(self.parts, dict) else enumerate(self.parts))
+    def _copy(self) -> dict[Any, Any]:
+        """The parts that may count."""
+        now = self._now
+        if not self._namespace:
+            return dict(now if isinstance(now, dict) else enumerate(now))
+        return {k: v for k, v in now.items() if _is_own(k) and not isinstance(v, _CODE)}
 
     def _data(self, parts: dict[Any, Any]) -> list[tuple[Any, Any]]:
-        pairs = list(parts.items())
-        return [
-            (k, v) for k, v in pairs if not self._namespace or (type(v) in _DATA and _is_own(k))
-        ]
+        return [(k, v) for k, v in parts.items() if not self._namespace or type(v) in _DATA]
 
 
 def _is_own(name: str) -> bool:
     return name not in _OF_TORCH and name[:2] != "__"
 
 
+class _Root:
+    """A holder, and the holders, tensors and generators in it; ``written_by`` as in ``below``."""
+
+    def __init__(self, name: str, parts: Any, written_by: str, **kind: bool) -> None:
+        self.holders = list[_Holder]()
+        self.tensors = list[tuple[str, torch.Tensor, bool]]()
+        """With their names, and whether they are compared."""
+        self.generators = list[tuple[str, torch.Generator]]()
+        self._seen = set[int]()
+        self._add(_Holder(name, parts, **kind), written_by, _DEPTH)
+        self.again = partial(_Root, name, parts, written_by, **kind)
+        """Looks into it anew."""
+        self.checks = [check for holder in self.holders for check in holder.checks()]
+
+    def _add(self, holder: _Holder, written_by: str, depth: int) -> None:
+        self.holders.append(holder)
+        for key, value in holder.below(written_by):
+            if id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            name, compared = holder.name.format(key), holder.is_compared
+            if type(value) is torch.Tensor:
+                self.tensors.append((name, value, compared))
+            elif type(value) is torch.Generator:
+                self.generators.append((name, value))
+            elif depth:
+                inner = value if type(value) in _CONTAINERS else vars(value)
+                one = _Holder(f"{name}[{{}}]", inner, is_compared=compared)
+                self._add(one, _below(type(value), written_by), depth - 1)
+
+
 class StepState:
-    """The state of ``model``, its modules, and of megatron-core, as it is now.
+    """The state of ``model``, its modules, and of megatron-core, as it is when it was last saved.
 
     Attributes in graphs of ``units``, if replays do not set them, are restored and not compared;
     nor are random states of a device where units do not leave them as eager passes do.
@@ -284,13 +347,20 @@ class StepState:
         self._graphed = {m for unit in units if not unit.sets_attributes for m in unit.graphed}
         self._written = [parameter for unit in units for parameter in unit.written]
         self._draws = all(unit.draws_as_eager for unit in units)
-        self._holders, tensors, generators = self._found()
-        copies = [torch.empty_like(tensor) for tensor, _ in tensors]
+        self._roots, self._spaces, self._children = list[_Root](), list[Any](), list[_Check]()
+        self.save()
+
+    def save(self) -> None:
+        """Save what is now; looks only into what has other parts than when it was last saved."""
+        self._roots = self._look()
+        tensors = [(name, one) for name, one, _ in self._found_tensors(self._roots)]
+        copies = [torch.empty_like(tensor) for _, tensor in tensors]
         if copies:
             with torch.no_grad():  # with few launches, since a step with a bound of rows saves too
-                torch._foreach_copy_(copies, [tensor for tensor, _ in tensors])
-        self._tensors = [(h, t, t.data, c) for (t, h), c in zip(tensors, copies, strict=True)]
-        self._random = [(name, one, one.get_state()) for name, one in generators]
+                torch._foreach_copy_(copies, [tensor for _, tensor in tensors])
+        self._tensors = [(h, t, t.data, c) for (h, t), c in zip(tensors, copies, strict=True)]
+        found = self._found_generators(self._roots)
+        self._random = [(name, one, one.get_state()) for name, one in found]
         self._host = random.getstate(), numpy.random.get_state()
 
     def restore(self) -> None:
@@ -302,58 +372,78 @@ class StepState:
                 stack.restore(f"the random state {name}", generator.set_state, state)
             for name, tensor, memory, values in self._tensors:
                 stack.restore(name, put_back, tensor, memory, values)
-            for holder in self._holders:
-                stack.restore(holder.name.format("..."), holder.restore)
+            for root in self._roots:
+                for holder in root.holders:
+                    stack.restore(holder.name.format("..."), holder.restore)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the step has made of all this by now, by name."""
-        _, tensors, generators = self._found(compared=True)
-        yield from ((name, tensor) for tensor, name in tensors)
-        for name, generator in generators:
+        roots = self._look()
+        yield from ((name, one) for name, one, compared in self._found_tensors(roots) if compared)
+        for name, generator in self._found_generators(roots):
             if self._draws or generator.device.type == "cpu":
                 yield f"random state {name}", generator.get_state()
 
-    def _found(self, *, compared: bool = False) -> tuple[list[_Holder], list[Any], list[Any]]:
-        """All holders, and the tensors and generators in them, or in those to be compared alone."""
-        holders, seen = list[_Holder](), set[int]()
-        tensors: list[Any] = [(one, "a frozen parameter") for one in self._written]
-        generators = [("of the host", torch.default_generator)]
-        generators += [("of the device", one) for one in device_generator()]
-        generators += [one for one in rng_states().items() if type(one[1]) is torch.Generator]
+    def _look(self) -> list[_Root]:
+        """All roots, those without changes as they were."""
+        spaces, roots = _namespaces(len(sys.modules)), self._roots
+        if spaces is not self._spaces or _are_others(self._children):
+            self._spaces = spaces
+            roots = list(self._all())
+            modules = [module._modules for _, module in _modules(self._model)]
+            self._children = [check for one in modules for check in _Holder("", one).checks()]
+        return [root.again() if _are_others(root.checks) else root for root in roots]
 
-        def add(holder: _Holder, depth: int = _DEPTH, *, written_by: str = "packages") -> None:
-            holders.append(holder)
-            for key, value in holder.below(written_by):
-                if id(value) in seen:
-                    continue
-                seen.add(id(value))
-                name = holder.name.format(key)
-                if type(value) is torch.Tensor:
-                    if (holder.is_compared or not compared) and _has_memory(value):
-                        tensors.append((value, name))
-                elif type(value) is torch.Generator:
-                    generators.append((name, value))
-                elif depth:
-                    is_object = type(value) not in _CONTAINERS
-                    inner = vars(value) if is_object else value
-                    one = _Holder(f"{name}[{{}}]", inner, is_compared=holder.is_compared)
-                    add(one, depth - 1, written_by=_below(type(value), written_by))
-
+    def _all(self) -> Iterator[_Root]:
         classes: dict[Any, None] = {}
         for path, module in _modules(self._model):
             classes[type(module)] = None
-            own = module not in self._graphed
-            add(_Holder(f"buffer {path}{{}}", module._buffers))
-            one = _Holder(f"attribute {path}{{}}", vars(module), namespace=True, is_compared=own)
-            add(one, written_by="users")
+            yield _Root(f"buffer {path}{{}}", module._buffers, "packages")
+            own, name = module not in self._graphed, f"attribute {path}{{}}"
+            yield _Root(name, vars(module), "users", namespace=True, is_compared=own)
         kinds = dict.fromkeys(kind for one in classes for kind in one.__mro__)
-        for kind in (k for k in kinds if not is_known(k, LIBRARIES) and _has_data(k)):
-            add(
-                _Holder(f"attribute {kind.__name__}.{{}}", kind, namespace=True), written_by="users"
-            )
-        for path, space in _namespaces(len(sys.modules)):
-            add(_Holder(f"{path}.{{}}", space, namespace=True))
-        return holders, tensors, generators
+        for kind in (k for k in kinds if not is_known(k, LIBRARIES)):
+            yield _Root(f"attribute {kind.__name__}.{{}}", kind, "users", namespace=True)
+        for path, space in self._spaces:
+            yield _Root(f"{path}.{{}}", space, "packages", namespace=True)
+
+    def _found_tensors(self, roots: list[_Root]) -> Iterable[tuple[str, torch.Tensor, bool]]:
+        """Each once, with its name and whether it is compared."""
+        found: list[tuple[str, torch.Tensor, bool]]
+        found = [("a frozen parameter", one, True) for one in self._written]
+        found += [one for root in roots for one in root.tensors if _has_memory(one[1])]
+        return _once(found)
+
+    @staticmethod
+    def _found_generators(roots: list[_Root]) -> Iterable[tuple[str, torch.Generator]]:
+        found = [("of the host", torch.default_generator)]
+        found += [("of the device", one) for one in device_generator()]
+        found += [one for one in rng_states().items() if type(one[1]) is torch.Generator]
+        found += [one for root in roots for one in root.generators]
+        return _once(found)
+
+
+def _are_others(checks: list[_Check]) -> bool:
+    """Whether parts are not the same objects in the same order; this runs in each step."""
+    try:
+        for now, size, get, parts in checks:
+            if len(now) != size or not all(map(is_, get(now), parts)):
+                return True
+    except KeyError:
+        return True
+    return False
+
+
+def _once[T: tuple[Any, ...]](found: Iterable[T]) -> Iterable[T]:
+    """Of those with the same second part the first."""
+    first: dict[int, T] = {}
+    for one in found:
+        first.setdefault(id(one[1]), one)
+    return first.values()
+
+
+def _nothing(_now: Any) -> tuple[()]:
+    return ()
 
 
 def _below(kind: type, written_by: str) -> str:
@@ -388,13 +478,6 @@ def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
             children = module._modules.items()
             left += [(f"{path}{name}.", child) for name, child in children if child is not None]
-
-
-@lru_cache(maxsize=4096)
-def _changing(names: tuple[str, ...], kinds: tuple[type, ...], written_by: str) -> list[str]:
-    """Most modules have the attributes, by name and class, of many others, in every step."""
-    pairs = zip(names, kinds, strict=True)
-    return [name for name, kind in pairs if _is_own(name) and _may_change(kind, written_by)]
 
 
 def _may_change(kind: type, written_by: str) -> bool:
