@@ -395,12 +395,8 @@ class ModelExperts:
         """Size the memory of the next capture for these layers, by what was received eagerly."""
         if self.bound is not None and self.bound.stash is not None:
             modules = (module for layer in layers for module in layer.modules())
-            found = [(one, getattr(one, "token_dispatcher", None)) for one in modules]
-            self.bound.stash.expected = [
-                made
-                for one, made in found
-                if isinstance(made, DeviceDispatcher) and captures_experts(one.config)
-            ]
+            found = [getattr(module, "token_dispatcher", None) for module in modules]
+            self.bound.stash.expect([one for one in found if isinstance(one, DeviceDispatcher)])
 
     def hold(self) -> Undo:
         """Keep the memory that graphs of a capture address; returns the undo, for their end."""

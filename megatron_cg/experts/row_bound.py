@@ -76,11 +76,8 @@ class RowBound:
 
     def slot(self, sent: int, ranks: int, worst: int) -> int:
         """Rows of a slot if a rank sends ``sent`` to ``ranks``; ``worst`` at most."""
-        if self.factor is None:
-            self.bound = worst
-            return worst
         self._average = sent / ranks
-        multiples = math.ceil(min(self.factor * self._average, worst) / MULTIPLE)
+        multiples = math.ceil(min((self.factor or math.inf) * self._average, worst) / MULTIPLE)
         self.bound = min(multiples * MULTIPLE, worst)
         return self.bound
 

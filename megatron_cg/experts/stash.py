@@ -10,7 +10,7 @@ Note [What is kept]
 Note [One push of a pass]
     What a layer's experts save is moved when their forward pass ends. So views of one tensor are
     kept once, and what was discarded by then, to be computed again (``moe_act``), is left alone.
-    Weights, counts and indices have another number of rows, and are left alone too.
+    So are weights, copies of them in another dtype, counts and indices.
 
 Note [Any order of passes]
     A counter on the device says where the next push goes. A pop moves it back if nothing was pushed
@@ -24,8 +24,8 @@ Note [Beyond the buffer]
 
 Note [Sizes]
     The first warmup pass of a capture decides: the factor times the most rows that a rank's layers
-    have received in one microbatch of eager training, the most of all expert-parallel ranks. The
-    layers of a model are alike, so the first one's bytes of a row are those of all.
+    have received in one microbatch of eager training, the most of all ranks. The layers of a model
+    are alike, so the first one's bytes of a row are those of all.
 """
 
 import logging
@@ -145,7 +145,7 @@ class Stash:
         self.factor = factor
         self._seen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """By dispatcher: the most rows that it has received in an eager pass of training."""
-        self.expected: Sequence[Any] = ()
+        self._expected: Sequence[Any] = ()
         """The dispatchers of the next capture; all that have received rows if empty."""
         self._buffer: Buffer | None = None
         self.rows = self._voted = 0
@@ -169,6 +169,10 @@ class Stash:
         """The factor with which ``rows`` would have fitted, rounded up to hundredths."""
         return math.ceil(100 * rows / self._voted) / 100
 
+    def expect(self, layers: Sequence[Any]) -> None:
+        """The next capture is of the dispatchers ``layers``. All ranks make its memory anew."""
+        self._expected, self._buffer = layers, None
+
     def hold(self) -> Callable[[], None]:
         """Keep the memory for the graphs that were captured; returns the undo."""
         held, self._buffer = [self._buffer], None
@@ -187,10 +191,13 @@ class Stash:
         ``layer`` is their dispatcher.
         """
         saved: list[_Saved] = []
-        parameters = {parameter.data_ptr(): parameter for parameter in experts.parameters()}
-        sizes = {size for parameter in parameters.values() for size in parameter.shape}
-        # Quantized weights and their scales may have as many rows. A pass that is computed again in
-        # a backward pass is used at once.
+        weights = [*experts.parameters()]
+        parameters = {weight.data_ptr(): weight for weight in weights}
+        dtypes = {weight.dtype for weight in weights}
+        numbers = {weight.numel() * many for weight in weights for many in (1, len(counts))}
+        sizes = {size for weight in weights for size in weight.shape}
+        # Scales of quantized weights may have as many rows. A pass that is computed again in a
+        # backward pass is used at once.
         is_quantized = fp8_recipe() is not None
         unclear = is_quantized and rows in sizes | {len(counts)}
         if unclear or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
@@ -202,6 +209,9 @@ class Stash:
             parameter = parameters.get(tensor.data_ptr())
             if parameter is not None and parameter.shape == tensor.shape:
                 return parameter
+            tensor = tensor.detach()  # It may be a result of what saves it.
+            if tensor.dtype not in dtypes and tensor.numel() in numbers:
+                return tensor  # It may be a copy of weights.
             saved.append(_Saved(tensor))
             return saved[-1]
 
@@ -214,7 +224,7 @@ class Stash:
         self, storages: Sequence[list[_Saved]], counts: torch.Tensor, rows: int, layer: Any
     ) -> None:
         widths = [_size(one[0]) // rows for one in storages]
-        if not any(widths):
+        if not widths:
             return
         if self._buffer is None:
             if torch.cuda.is_current_stream_capturing():
@@ -238,11 +248,11 @@ class Stash:
             before += width
 
     def _made(self, width: int, layer: Any) -> Buffer:
-        """A collective call of the expert-parallel ranks."""
-        layers = self.expected or [*self._seen] or [layer]
+        """A collective call."""
+        layers = self._expected or [*self._seen] or [layer]
         most = sum(self._seen.get(one, layer.average) for one in layers)
         voted = torch.tensor([most], dtype=torch.int64, device=self._top.device)
-        dist.all_reduce(voted, op=dist.ReduceOp.MAX, group=layer.ep_group)
+        dist.all_reduce(voted, op=dist.ReduceOp.MAX)
         self._voted = int(voted)
         self.rows = math.ceil(self.factor * self._voted / _MULTIPLE) * _MULTIPLE
         width += -width % _MULTIPLE
@@ -282,12 +292,11 @@ def _size(saved: _Saved) -> int:
 def _has_rows(saved: _Saved, rows: int, *, flat: bool) -> bool:
     """Whether a storage has ``rows`` rows and nothing else, of which this is a part of each."""
     tensor: Any = saved.tensor
-    width, rest = divmod(_size(saved), rows)
-    is_number = tensor.is_floating_point() or tensor.dtype is torch.uint8
-    if not (width and is_number and tensor.dim()) or rest:
+    columns, rest = divmod(_size(saved), rows * tensor.itemsize)
+    is_float = tensor.is_floating_point()
+    if rest or not (columns and tensor.dim()) or not (is_float or tensor.dtype is torch.uint8):
         return False
-    if flat and tensor.dim() == 1 and tensor.is_floating_point():
+    if flat and is_float and tensor.dim() == 1:
         return bool(tensor.is_contiguous() and tensor.nbytes == _size(saved))
-    in_row = tensor.storage_offset() * tensor.itemsize < width
-    is_row_wise = tensor.shape[0] == rows and tensor.stride(0) * tensor.itemsize == width
-    return bool(in_row and is_row_wise)
+    in_row = tensor.storage_offset() < columns
+    return bool(in_row and tensor.shape[0] == rows and tensor.stride(0) == columns)

@@ -10,7 +10,7 @@ changed and run them once more eagerly (``integrations/repeated_step.py``), wher
 dispatcher drops nothing.
 
 Note [What a bound costs]
-    Without a repeat: one all-reduce of four bytes, copies of the model's buffers, and a wait
+    Without a repeat: one all-reduce of eight bytes, copies of the model's buffers, and a wait
     of the host until the last forward pass is done (Note [When the host knows] in
     ``experts/row_bound.py``). The GPU still has the last backward pass to run then.
 
@@ -278,7 +278,8 @@ class _Repeater:
                 given = options
                 if bound is not None:
                     # Not inside of a step of another model that is bounded by the same object.
-                    if not any(one.running and one is not self for one in _repeaters.values()):
+                    outer = (one for one in _repeaters.values() if one is not self and one.running)
+                    if all(one._bound is not bound for one in outer):
                         bound.begin_step()
                     stack.callback(set_attribute(conditions, "within_row_bound", bound.holds))
                     given = options | {_FORWARD: self._sharing(bound, options)}

@@ -1,5 +1,7 @@
 """Rows that are kept for the backward pass, in any order of passes."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -25,20 +27,39 @@ class Experts(nn.Module):
         return x.tanh().exp()
 
 
+class WithWeights(nn.Module):
+    """Saves a result of weights with a multiple of the kept rows, as one row after the other."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*shape, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.weight.float().view(-1).exp()
+        self.saved = weakref.ref(flat)
+        return x.tanh() + flat.sum()
+
+
 class Pass:
     """A pass with ``used`` rows, and the gradients of these that eager training has."""
 
-    def __init__(self, stash: Stash, layer: Layer, used: int) -> None:
+    def __init__(
+        self, stash: Stash, layer: Layer, used: int, experts: nn.Module | None = None
+    ) -> None:
         torch.manual_seed(used)
-        self.x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        self._used, experts = used, Experts()
-        self._eager = torch.autograd.grad(experts(self.x).sum(), self.x)[0]
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        self._used, experts = used, experts or Experts()
+        self._inputs = [x, *experts.parameters()]
+        self._eager = self._gradients(experts(x))
         with stash.keeping(experts, torch.tensor([used - 2, 2]), ROWS, layer):
-            self._y = experts(self.x)
+            self._y = experts(x)
+
+    def _gradients(self, y: torch.Tensor) -> list[torch.Tensor]:
+        rows, *weights = torch.autograd.grad(y.sum(), self._inputs)
+        return [rows[: self._used], *weights]
 
     def is_right(self) -> bool:
-        found = torch.autograd.grad(self._y.sum(), self.x)[0]
-        return torch.equal(found[: self._used], self._eager[: self._used])
+        return all(map(torch.equal, self._gradients(self._y), self._eager))
 
 
 @pytest.fixture
@@ -103,3 +124,25 @@ def test_a_pass_that_fails_or_has_no_backward_leaves_nothing_behind(bound: RowBo
     bound.begin_step()
     later = passes(stash, 32, 31, 30, 29)
     assert bound.holds() and all(one.is_right() for one in reversed(later))
+
+
+def test_each_capture_makes_its_own_memory_for_its_layers(bound: RowBound) -> None:
+    stash, layers = stash_of(bound), [Layer(), Layer()]
+    one = Pass(stash, layers[0], 32)
+    stash.expect(layers)  # The first capture has failed.
+    assert stash.rows == 128 and Pass(stash, layers[0], 31).is_right() and stash.rows == 256
+    assert one.is_right()
+    undo = stash.hold()
+    stash.saw(layers[1], 48)
+    stash.expect(layers)
+    assert Pass(stash, layers[1], 30).is_right() and stash.rows == 320
+    undo()
+
+
+@pytest.mark.parametrize("shape", [(2 * ROWS,), (6, 16)])
+def test_what_is_computed_of_weights_is_no_row(bound: RowBound, shape: tuple[int, ...]) -> None:
+    experts = WithWeights(*shape)
+    assert Pass(stash_of(bound), Layer(), 5, experts).is_right()
+    Pass(stash_of(bound), Layer(), 5, experts)  # without a backward pass
+    gc.collect()
+    assert experts.saved() is None

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
 from megatron_cg.capture.session import Session
 from megatron_cg.errors import ConfigurationError
+from megatron_cg.experts.row_bound import Excess
 from megatron_cg.integrations.megatron import steps as repeat
 from megatron_cg.integrations.megatron.steps import Steps, by_train_step
 from megatron_cg.tape.tape_backend import TapeBackend
@@ -22,9 +23,10 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def bound_of(events: list[Any]) -> Any:
     """Stands for a ``RowBound`` that is exceeded in some steps."""
-    bound = SimpleNamespace(bound=128, rows=0, enough=lambda rows: rows / 100)
+    bound = SimpleNamespace(rows=0, flag="--cg-moe-rows")
     bound.begin_step, bound.share = partial(events.append, "begin"), partial(events.append, "share")
-    bound.exceeded, bound.holds = lambda: bound.rows, lambda: not bound.rows
+    bound.holds = lambda: not bound.rows
+    bound.exceeded = lambda: Excess(bound.rows, 128, 2.0, bound.flag) if bound.rows else None
     return bound
 
 
@@ -204,6 +206,15 @@ def test_a_schedule_that_is_replaced_twice_runs_a_step_once(loop: Loop) -> None:
     undo()
     assert loop.events.count("begin") == 1 and loop.events.count("eager") == 1
     assert loop.session.counters.repeated == 1
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_step_inside_of_another_models_forgets_nothing_of_it(loop: Loop, shares: bool) -> None:
+    other, outer = torch.nn.Linear(1, 1), SimpleNamespace(running=True, _bound=None)
+    outer._bound = loop.bound if shares else None
+    repeat._repeaters[other] = outer  # type: ignore[assignment]
+    loop.step(batches())
+    assert loop.events.count("begin") == (not shares)
 
 
 @pytest.mark.parametrize("fails", [False, True])
