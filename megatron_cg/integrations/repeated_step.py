@@ -37,8 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import cache, partial
-from operator import is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -47,7 +46,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from megatron_cg.backends.base import device_generator
-from megatron_cg.capture.session import Session
+from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import TIMEOUT
 from megatron_cg.errors import STEP_DIFFERS
 from megatron_cg.fsdp.sharding import Sharding
@@ -147,7 +146,7 @@ def train_step(
     verifies = mismatches.verifies_step
     if mismatches.conditions.repeats or not (verifies or bound):
         return by_graphs()
-    state = _saved(session)
+    state = _saved(session, again=bound is not None)
     result = by_graphs()
     excess = bound.exceeded() if bound is not None else None
     if excess is None and not verifies:
@@ -186,16 +185,19 @@ def train_step(
 
 
 _states: dict[Session, StepState] = {}
-"""What was saved last, until the graphs are deleted: it holds what modules had."""
+"""Of sessions with a bound, which save it in each step, until their graphs are deleted."""
 
 
-def _saved(session: Session) -> StepState:
-    """What a step may change, as it is now."""
+def _saved(session: Session, *, again: bool) -> StepState:
+    """What a step may change, as it is now; with ``again`` a later call takes less time."""
     if (state := _states.get(session)) is not None:
         state.save()
         return state
-    session.on_close(partial(_states.__delitem__, session))
-    return _states.setdefault(session, StepState([session.sharding.network], session.units))
+    state = StepState([session.sharding.network], session.units)
+    if again and session.phase is Phase.REPLAYING:
+        _states[session] = state
+        session.on_close(partial(_states.__delitem__, session))
+    return state
 
 
 def _digests(session: Session, state: StepState, result: Any) -> Digests:
@@ -231,12 +233,7 @@ _CONTAINERS = frozenset({dict, list, set, deque, defaultdict, Counter, tuple})
 _STATE = _CONTAINERS | {torch.Tensor, torch.Generator}
 _DATA = _STATE | {bool, int, float, complex, str, bytes, type(None)}
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_CODE = (FunctionType, BuiltinFunctionType, ModuleType, type, staticmethod, classmethod, property)
 _DEPTH = 4
-
-
-_Check = tuple[Any, int, Callable[[Any], Iterable[Any]], list[Any]]
-"""Something with parts, how many, what gets those that count, and those that were there."""
 
 
 class _Holder:
@@ -250,54 +247,48 @@ class _Holder:
         self, name: str, parts: Any, *, namespace: bool = False, is_compared: bool = True
     ) -> None:
         self.name, self.parts, self.is_compared = name, parts, is_compared
-        self._namespace = namespace
+        self._namespace, self._has_keys = namespace, isinstance(parts, dict | type)
         self._now: Any = vars(parts) if isinstance(parts, type) else parts
         """What has the parts, always as they are."""
-        self._names = {*self._now} if namespace else set()
         self.saved = self._copy()
 
-    def checks(self) -> Iterator[_Check]:
-        """How to find out whether its parts are others now."""
+    def has_changed(self) -> bool:
+        """Whether its parts are not the same objects in the same order; this runs in each step."""
         now, saved = self._now, self.saved
-        if self._namespace:
-            # With one name alone it would return no tuple.
-            get = itemgetter(*saved, *[*saved][:1]) if saved else _nothing
-            yield now, len(now), get, [*saved.values()]
-        elif isinstance(now, dict):
-            yield now, len(now), iter, [*saved]
-            yield now, len(now), dict.values, [*saved.values()]
-        elif type(now) is not tuple:
-            yield now, len(now), iter, [*saved.values()]
+        if len(now) != len(saved) or (self._has_keys and not all(map(is_, now, saved))):
+            return True
+        return not all(map(is_, now.values() if self._has_keys else now, saved.values()))
 
     def below(self, written_by: str) -> list[tuple[Any, Any]]:
         """The parts that may change in place, with objects of classes ``written_by`` these."""
         saved = self.saved
         kinds = {k for k in set(map(type, saved.values())) if _may_change(k, written_by)}
-        return [pair for pair in saved.items() if type(pair[1]) in kinds]
+        found = [pair for pair in saved.items() if type(pair[1]) in kinds]
+        return [pair for pair in found if _is_own(pair[0])] if self._namespace else found
 
     def restore(self) -> None:
         """Let the parts be the same objects again, no more and no less."""
-        saved, now, parts = self._data(self.saved), self._data(self._copy()), self.parts
-        if {key: id(value) for key, value in saved} == {key: id(value) for key, value in now}:
+        saved, now, parts = self.saved, self._copy(), self.parts
+        if not self.has_changed():
             return
-        if not isinstance(parts, dict | type):
+        if not self._has_keys:
             parts.clear()
-            (parts.update if isinstance(parts, set) else parts.extend)([v for _, v in saved])
+            (parts.update if isinstance(parts, set) else parts.extend)(saved.values())
             return
-        for key in dict(now).keys() - dict(saved).keys() - self._names:
-            delattr(parts, key) if isinstance(parts, type) else parts.pop(key)
-        for key, value in saved:
-            setattr(parts, key, value) if isinstance(parts, type) else parts.update({key: value})
+        for key in now.keys() - saved.keys():
+            if self._counts(key, now[key]):
+                delattr(parts, key) if isinstance(parts, type) else parts.pop(key)
+        for key, value in saved.items():
+            other = now.get(key, self)
+            if other is not value and (self._counts(key, value) or self._counts(key, other)):
+                change = partial(setattr, parts) if isinstance(parts, type) else parts.__setitem__
+                change(key, value)
 
     def _copy(self) -> dict[Any, Any]:
-        """The parts that may count."""
-        now = self._now
-        if not self._namespace:
-            return dict(now if isinstance(now, dict) else enumerate(now))
-        return {k: v for k, v in now.items() if _is_own(k) and not isinstance(v, _CODE)}
+        return dict(self._now if self._has_keys else enumerate(self._now))
 
-    def _data(self, parts: dict[Any, Any]) -> list[tuple[Any, Any]]:
-        return [(k, v) for k, v in parts.items() if not self._namespace or type(v) in _DATA]
+    def _counts(self, key: Any, value: Any) -> bool:
+        return not self._namespace or (type(value) in _DATA and _is_own(key))
 
 
 def _is_own(name: str) -> bool:
@@ -316,7 +307,6 @@ class _Root:
         self._add(_Holder(name, parts, **kind), written_by, _DEPTH)
         self.again = partial(_Root, name, parts, written_by, **kind)
         """Looks into it anew."""
-        self.checks = [check for holder in self.holders for check in holder.checks()]
 
     def _add(self, holder: _Holder, written_by: str, depth: int) -> None:
         self.holders.append(holder)
@@ -347,12 +337,14 @@ class StepState:
         self._graphed = {m for unit in units if not unit.sets_attributes for m in unit.graphed}
         self._written = [parameter for unit in units for parameter in unit.written]
         self._draws = all(unit.draws_as_eager for unit in units)
-        self._roots, self._spaces, self._children = list[_Root](), list[Any](), list[_Check]()
+        self._roots, self._spaces, self._children = list[_Root](), list[Any](), list[_Holder]()
+        self._tensors = list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]()
         self.save()
 
     def save(self) -> None:
         """Save what is now; looks only into what has other parts than when it was last saved."""
         self._roots = self._look()
+        self._tensors.clear()
         tensors = [(name, one) for name, one, _ in self._found_tensors(self._roots)]
         copies = [torch.empty_like(tensor) for _, tensor in tensors]
         if copies:
@@ -387,12 +379,11 @@ class StepState:
     def _look(self) -> list[_Root]:
         """All roots, those without changes as they were."""
         spaces, roots = _namespaces(len(sys.modules)), self._roots
-        if spaces is not self._spaces or _are_others(self._children):
+        if spaces is not self._spaces or _have_changed(self._children):
             self._spaces = spaces
             roots = list(self._all())
-            modules = [module._modules for _, module in _modules(self._model)]
-            self._children = [check for one in modules for check in _Holder("", one).checks()]
-        return [root.again() if _are_others(root.checks) else root for root in roots]
+            self._children = [_Holder("", module._modules) for _, module in _modules(self._model)]
+        return [root.again() if _have_changed(root.holders) else root for root in roots]
 
     def _all(self) -> Iterator[_Root]:
         classes: dict[Any, None] = {}
@@ -423,15 +414,8 @@ class StepState:
         return _once(found)
 
 
-def _are_others(checks: list[_Check]) -> bool:
-    """Whether parts are not the same objects in the same order; this runs in each step."""
-    try:
-        for now, size, get, parts in checks:
-            if len(now) != size or not all(map(is_, get(now), parts)):
-                return True
-    except KeyError:
-        return True
-    return False
+def _have_changed(holders: Iterable[_Holder]) -> bool:
+    return any(holder.has_changed() for holder in holders)
 
 
 def _once[T: tuple[Any, ...]](found: Iterable[T]) -> Iterable[T]:
@@ -440,10 +424,6 @@ def _once[T: tuple[Any, ...]](found: Iterable[T]) -> Iterable[T]:
     for one in found:
         first.setdefault(id(one[1]), one)
     return first.values()
-
-
-def _nothing(_now: Any) -> tuple[()]:
-    return ()
 
 
 def _below(kind: type, written_by: str) -> str:

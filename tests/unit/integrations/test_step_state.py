@@ -32,7 +32,7 @@ class Counting(nn.Module):
         self.logits: Any = torch.zeros(2)
         self.steps, self.counts = 0, SimpleNamespace(steps=[0])
         self.history = [torch.zeros(1)]
-        self.sums: dict[str, Any] = {"loss": torch.zeros(1), "of": {"layer": 0}}
+        self.sums: dict[str, Any] = {"loss": torch.zeros(1), "of": {"layer": 0}, "none": None}
         # Transformer Engine's modules have such a dictionary, with objects of its own in it.
         tracker: Any = MoEMetricsTracker()
         tracker.scale = torch.zeros(1)
@@ -69,27 +69,64 @@ def mix(module: Counting) -> None:
     module.history.append(2)
     module.sums["of"]["layer"] += 1
     module.sums["new"] = 1
+    del module.sums["none"]
     module.made = 1
 
 
+def state_of(module: Counting) -> list[Any]:
+    found = [flat(vars(module)), flat(module._buffers), flat(module.counts.steps)]
+    return [*found, flat(module.fp8_meta["scaling_fwd"].scale), Counting.passes]
+
+
 @pytest.mark.parametrize("change", [rebind, write, mix])
-def test_buffers_and_attributes_of_modules(change: Callable[[Counting], None]) -> None:
+def test_buffers_and_attributes_of_modules(
+    change: Callable[[Counting], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More than once: a step whose numbers differ is trained a third time."""
+    monkeypatch.setattr(Counting, "passes", 0)
     module = Counting()
-    before, seen, logits = flat(vars(module)), module.seen, module.logits
-    buffers = flat(module._buffers)
-    state = StepState([nn.ModuleList([module, nn.Linear(2, 2)])])
-    for _ in range(2):
+
+    def run() -> None:
         change(module)
-        assert (flat(vars(module)), flat(module._buffers)) != (before, buffers)
         module.counts.steps = [module.counts.steps.pop() + 1]
         module.fp8_meta["scaling_fwd"].scale.add_(1)
         Counting.passes += 1
-        state.restore()
-        assert (module.counts.steps, Counting.passes) == ([0], 0)
-        assert module.fp8_meta["scaling_fwd"].scale == 0
-        assert flat(vars(module)) == before and flat(module._buffers) == buffers
-        assert module.seen is seen and module.logits is logits  # graphs write there
+
+    state = StepState([nn.ModuleList([module, nn.Linear(2, 2)])])
+    for _ in range(2):
+        before, seen, logits = state_of(module), module.seen, module.logits
+        for _ in range(2):
+            run()
+            assert all(a != b for a, b in zip(state_of(module), before, strict=True))
+            state.restore()
+            assert state_of(module) == before
+            assert module.seen is seen and module.logits is logits  # graphs write there
+        write(module)
+        module.fp8_meta["scaling_fwd"].scale, module.counts = torch.ones(1), SimpleNamespace()
+        module.counts.steps = [7]
+        state.save()
+
+
+def test_what_was_no_data_and_new_modules_are_saved_again() -> None:
+    module: Any = nn.Sequential(Counting())
+    module.made = flat
+    state = StepState([module])
+    module.append(Counting())
+    module.made = torch.zeros(2)
+    state.save()
+    module[1].seen.add_(1)
+    module.made.add_(1)
+    state.restore()
+    assert module.made.tolist() == module[1].seen.tolist() == [0, 0]
+    module.made = made = SimpleNamespace()
+    module.table = {"a": None}
+    state.save()
+    module.table["b"] = module.table.pop("a")
+    state.save()
+    module.table.clear()
+    module.made = None
+    state.restore()
+    assert module.made is made and module.table == {"b": None}
 
 
 def test_tensors_without_memory_to_copy_are_left_alone() -> None:
