@@ -74,7 +74,7 @@ class Draw:
     rows: float | None = None
     """As ``--cg-moe-rows``, with room for single rows."""
     stash: float | None = None
-    """As ``--cg-moe-stash``."""
+    """As ``--cg-moe-stash``, and below 1, with which most steps are repeated."""
     schedule: bool = False
     """Whether Megatron's schedule runs the passes, so that the experts' bias is trained."""
     buffers: str = ""
@@ -123,7 +123,7 @@ def _more(chance: random.Random, drawn: Draw, *, exchanges: bool) -> Draw:
     model, rows, stash, events = drawn.model, None, None, drawn.events
     if exchanges and chance.random() < 0.6:
         rows = chance.choice((1.0, 1.05, 1.2, 1.6, None, None, None))
-        stash = chance.choice((1.0, 1.25, 4.0)) if rows is None or chance.random() < 0.5 else None
+        stash = chance.choice((0.7, 1.0, 4.0)) if rows is None or chance.random() < 0.5 else None
     trains_bias = "moe_router_enable_expert_bias" in model.options
     schedule = bool(rows or stash) or (trains_bias and chance.random() < 0.7)
     if schedule:
