@@ -54,6 +54,8 @@ class Group:
     """The layers are those of Megatron's local spec instead of Transformer Engine's."""
     moe_rows: float | None = None
     """As ``--cg-moe-rows``; steps that exceed it are repeated."""
+    moe_stash: float | None = None
+    """As ``--cg-moe-stash``; no step exceeds it."""
     fsdp_version: int = 1
     """As ``--megatron-fsdp-version``; 2 is of megatron-core 0.20."""
 
@@ -96,6 +98,7 @@ GROUPS = {
             scopes=(EXPERTS,),
         ),
         Group("dropless-rows", {**GROUPED, **EP2}, scopes=(EXPERTS,), moe_rows=1.0),
+        Group("dropless-stash", {**GROUPED, **EP2}, scopes=(EXPERTS,), moe_stash=4.0),
         Group("v2", fsdp_version=2),
         Group("v2-dropless-ep2", {**GROUPED, **EP2}, scopes=(EXPERTS,), fsdp_version=2),
         Group(

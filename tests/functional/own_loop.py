@@ -38,6 +38,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 import megatron_cg
 from megatron_cg.experts import row_bound
+from megatron_cg.experts.install import experts_of
 from megatron_cg.tape.fakes import replaced
 from megatron_cg.tape.tape_backend import TapeBackend
 from tests.functional import loops
@@ -218,19 +219,22 @@ def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
             megatron_cg.enable()
             undo.callback(megatron_cg.disable)
         if run.scopes == loops.EXPERTS:
-            undo.enter_context(dropless(group.moe_rows))
+            undo.enter_context(dropless(group))
         return train_model(group, run, steps)
 
 
 @contextmanager
-def dropless(rows: float | None) -> Iterator[None]:
+def dropless(group: Group) -> Iterator[None]:
     """Models that are built in the block may have dropless experts, and recompute, in graphs."""
     with ExitStack() as undo:
         if not GPU:
             undo.enter_context(in_place_of_te())
             # A small model has fewer rows than a grouped GEMM computes at a time.
             undo.enter_context(replaced(row_bound, "MULTIPLE", 1))
-        megatron_cg.enable(grouped_gemm="torch", moe_rows=rows, full_recompute=True)
+        rows, stash = group.moe_rows, group.moe_stash
+        megatron_cg.enable(
+            grouped_gemm="torch", moe_rows=rows, moe_stash=stash, full_recompute=True
+        )
         undo.callback(megatron_cg.disable)
         yield
 
@@ -248,6 +252,8 @@ def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
         return train_step(model, optimizer, data)
 
     counts: dict[str, Any] = {}
+    experts = experts_of(model)
+    bound = None if experts is None else experts.bound
     if run.driver == loops.EAGER:
         done = [step() for _ in range(steps)]
     else:
@@ -258,6 +264,7 @@ def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
         "losses": [loss.hex() for loss, _ in done],
         "norms": [norm.hex() for _, norm in done],
         "graphs": counts,
+        "kept": 0 if bound is None or bound.stash is None else bound.stash.rows,
     }
 
 

@@ -69,7 +69,8 @@ def test_losses_and_gradient_norms_are_equal_to_eager(
 def check(group: Group, eager: dict[str, Any], graphs: dict[str, Any], steps: int) -> None:
     """Both trained every step, to the same bits, and each graph was replayed in each pass.
 
-    With a bound of rows some steps were repeated eagerly, and only these.
+    With a bound of rows some steps were repeated eagerly, and only these. With a stash there was
+    memory for the rows that were kept.
     """
     assert "error" not in eager, eager["error"]
     assert "error" not in graphs, graphs["error"]
@@ -80,6 +81,7 @@ def check(group: Group, eager: dict[str, Any], graphs: dict[str, Any], steps: in
     replays = counts["captured"] * (steps - WARMUP) * MICROBATCHES
     assert counts["captured"] > 0 and counts["replayed"] == replays
     assert (counts["repeated"] > 0) == (group.moe_rows is not None)
+    assert (graphs["kept"] > 0) == (group.moe_stash is not None)
     eager_passes = counts["captured"] * counts["repeated"] * MICROBATCHES
     assert counts["eager"] == eager_passes and counts["mismatched"] == 0
     # A step beyond the bound is repeated and not compared.

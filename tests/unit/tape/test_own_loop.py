@@ -35,6 +35,7 @@ RUNS = {
     "dropless-ep2": (Run("bf16", EXPERTS, ENABLED),),
     "dropless-recompute": (Run("bf16", EXPERTS, ENABLED),),
     "dropless-rows": (Run("bf16", EXPERTS, ENABLED),),
+    "dropless-stash": (Run("bf16", EXPERTS, ENABLED),),
     "mtp": (Run("fp32", PREPROCESS, ENABLED),),
     "mtp-repeated": (Run("fp32", PREPROCESS, ENABLED),),
     "v2": (Run("bf16", PREPROCESS, ENABLED), Run("fp32", ("attn",), ENABLED)),
