@@ -48,7 +48,12 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
 from megatron_cg.units.python_state import Change, PythonState, functions_in, referred
 from megatron_cg.units.sums import RUN_BACKWARD
-from megatron_cg.upstream.patch import instances, nothing_frozen, replace_function
+from megatron_cg.upstream.patch import (
+    instances,
+    nothing_frozen,
+    replace_function,
+    set_attribute,
+)
 
 _MARK = 0x5EED_CA97
 """The seed of all generators while a forward pass is observed."""
@@ -240,6 +245,7 @@ class CodeObserver:
             stack.callback(self._operations.restore_parameters)
             if forward:
                 self._operations.forget()
+                stack.enter_context(questions_refused(self._unit, self._samples))
                 stack.enter_context(seeds_refused(self._unit, self._device_type, state.values()))
                 hooks = partial(self._refuse_hook, torch.Tensor.register_hook)
                 stack.callback(replace_function(torch.Tensor, "register_hook", hooks))
@@ -520,6 +526,35 @@ def seeds_refused(
             "A replay runs no Python, so what was drawn at capture would hold for all steps. "
             "Draw outside of the unit and pass the result as an argument.",
         )
+
+
+@contextmanager
+def questions_refused(unit: Unit, samples: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Refuse code that asks what a capture answers otherwise than training does.
+
+    Samples are leaves of autograd, and weights have no gradient. Raises CaptureError from the pass.
+    """
+    given = {id(one): name for name, one in samples.items() if one.requires_grad}
+    weights = {id(one): name for name, one in unit.layer.named_parameters()}
+
+    def asked(name: str, of: Mapping[int, str]) -> property:
+        own: Any = getattr(torch.Tensor, name)
+
+        def get(tensor: torch.Tensor) -> Any:
+            package = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+            if id(tensor) in of and package not in LIBRARIES:
+                raise unit.refused(
+                    f"reads {of[id(tensor)]}.{name} in its forward pass",
+                    "It is another in the capture. Pass what depends on it as an argument.",
+                )
+            return own.__get__(tensor)
+
+        return property(get, getattr(own, "__set__", None), getattr(own, "__delete__", None))
+
+    with ExitStack() as undo:
+        for name, of in (("is_leaf", given), ("grad_fn", given), ("grad", given | weights)):
+            undo.callback(set_attribute(torch.Tensor, name, asked(name, of)))
+        yield
 
 
 def _refusing(original: Callable[..., Any], unit: Unit, name: str) -> Callable[..., Any]:

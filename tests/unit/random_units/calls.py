@@ -227,6 +227,6 @@ HARD = (
     "backward hook inside, node hook, tensor hook, hook with state, global hook, other module "
     "read, other module by weak reference, option asked for, class asked, fields of an object, "
     "method of a class, global class, environment, user's dict, dict of attributes, array of one "
-    "number, attribute of a weight, attribute of a result, counter of another module, iterator in "
-    "a list"
+    "number, leaf asked, node asked, gradient of a weight read, attribute of a weight, attribute "
+    "of a result, counter of another module, iterator in a list"
 ).split(", ")

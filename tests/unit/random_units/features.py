@@ -458,6 +458,9 @@ STATE = {
         unwrap=lambda run, u, out: first(out, run.see("power", u.outer[0].power)),
         build=_outer,
     ),
+    "leaf asked": do(lambda u, y, v: y * (1.0 if y.is_leaf else 0.5)),
+    "node asked": do(lambda u, y, v: y * (1.0 if y.grad_fn is None else 0.5)),
+    "gradient of a weight read": do(lambda u, y, v: y * (1.0 if u.a.weight.grad is None else 0.5)),
     "iterator in a list": do(
         lambda u, y, v: y * next(u.turns[0]), turns=lambda: [itertools.repeat(0.5)]
     ),

@@ -17,7 +17,8 @@ REFUSED = (
     "global filled, default filled, nested backward beside, counter, iterator, "
     "drawn by an object, counter in backward, list filled, dict filled, hook inside, tensor hook, "
     "hook with state, tagged, subclass, global hook, returned view written, whole and part "
-    "written, attribute of a result, counter of another module, iterator in a list"
+    "written, attribute of a result, counter of another module, iterator in a list, leaf asked, "
+    "node asked, gradient of a weight read"
 ).split(", ")
 """What no graph can do, also where a program does not show it."""
 
