@@ -133,10 +133,25 @@ class _Function:
         return FunctionType(self.code, self.scope, closure=cells)
 
 
+@dataclass(frozen=True)
+class _Fields:
+    """Makes objects of a dataclass without its ``__post_init__``, which has set its fields."""
+
+    kind: type
+    same: tuple[tuple[str, str], ...]
+    """Fields that hold the tensor of another: code may ask, as attention does of boundaries."""
+
+    def __call__(self, **parts: Any) -> Any:
+        made: Any = object.__new__(self.kind)
+        for name, part in (parts | {one: parts[other] for one, other in self.same}).items():
+            object.__setattr__(made, name, part)
+        return made
+
+
 def in_parts(value: Any) -> Any:
     """``value`` with the parts of each block mask and dataclass in it, for torch's tree functions.
 
-    Dataclasses that their fields alone do not make, or that torch knows, stay as they are.
+    Dataclasses with more than their fields, or that torch knows, stay as they are.
     """
     kind = type(value)
     if kind in _LEAVES:  # Most, and each replay asks.
@@ -149,12 +164,25 @@ def in_parts(value: Any) -> Any:
         return kind(map(in_parts, value))
     if kind is dict:
         return {key: in_parts(one) for key, one in value.items()}
-    if not hasattr(kind, "__dataclass_fields__") or kind in SUPPORTED_NODES:
-        return value
+    is_dataclass = hasattr(kind, "__dataclass_fields__") and kind not in SUPPORTED_NODES
+    return _fields_of(value) if is_dataclass else value
+
+
+def _fields_of(value: Any) -> Any:
+    kind: Any = type(value)
     parts = {one.name: in_parts(getattr(value, one.name)) for one in fields(kind) if one.init}
-    is_whole = len(parts) == len(fields(kind)) and not hasattr(kind, "__post_init__")
+    is_whole = len(parts) == len(fields(kind))
     is_whole = is_whole and getattr(value, "__dict__", parts).keys() == parts.keys()
-    return Parts(kind, parts) if is_whole else value
+    if not is_whole or not hasattr(kind, "__post_init__"):
+        return Parts(kind, parts) if is_whole else value
+    if kind.__new__ is not object.__new__:
+        return value
+    first: dict[int, str] = {}
+    tensors = ((name, id(one)) for name, one in parts.items() if isinstance(one, torch.Tensor))
+    same = tuple((name, first[key]) for name, key in tensors if first.setdefault(key, name) != name)
+    for name, _ in same:
+        del parts[name]
+    return Parts(_Fields(kind, same), parts)
 
 
 def _opened(value: Any, depth: int) -> Any:
