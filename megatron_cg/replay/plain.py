@@ -6,10 +6,12 @@ them. ``==`` is not enough: 0.0 equals -0.0, 1 equals True, and NaN does not equ
 
 import operator
 import sys
+import sysconfig
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 from types import MappingProxyType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -23,6 +25,7 @@ RECORDS = LIBRARIES - {"types", "argparse", "_thread", "threading"}
 """Packages whose objects have nothing that a user sets, but namespaces, threading.local and
 Event."""
 
+_STDLIB = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, Enum)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _SEQUENCES = (tuple, list, deque, array, bytearray, UserList)
@@ -155,7 +158,7 @@ def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
     makes a class at run time has not written its bases.
     """
     if isinstance(owner, ModuleType):
-        return owner.__name__.partition(".")[0] in packages
+        return package_of(owner.__name__) in packages
     kind = owner if isinstance(owner, type) else type(owner)
     if _package(kind) not in packages:
         return False
@@ -164,7 +167,16 @@ def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
 
 
 def _package(kind: type) -> str:
-    return (kind.__module__ or "").partition(".")[0]
+    return package_of(kind.__module__)
+
+
+@cache
+def package_of(module: str | None) -> str:
+    """The package of a module of this name, which a user may have given a name of Python's own."""
+    package = (module or "").partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None)
+    is_own = not file or (file.startswith(_STDLIB) and "site-packages" not in file)
+    return package if is_own or package not in sys.stdlib_module_names else f"user's {package}"
 
 
 def attribute(owner: str, name: str) -> str:

@@ -43,7 +43,7 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
 from megatron_cg.replay.borders import in_backward_pass, local, ranks_of_meshes
 from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySet, Switches, Watched
-from megatron_cg.replay.plain import KNOWN, LIBRARIES, attribute, is_known
+from megatron_cg.replay.plain import KNOWN, LIBRARIES, attribute, is_known, package_of
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
 from megatron_cg.units.python_state import Change, PythonState, functions_in, referred
@@ -541,7 +541,7 @@ def questions_refused(unit: Unit, samples: Mapping[str, torch.Tensor]) -> Iterat
         own: Any = getattr(torch.Tensor, name)
 
         def get(tensor: torch.Tensor) -> Any:
-            package = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+            package = package_of(sys._getframe(1).f_globals.get("__name__"))
             if id(tensor) in of and package not in LIBRARIES:
                 raise unit.refused(
                     f"reads {of[id(tensor)]}.{name} in its forward pass",

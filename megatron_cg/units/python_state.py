@@ -15,7 +15,7 @@ import os
 import sys
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ from megatron_cg.replay.plain import (
     is_array,
     is_known,
     is_plain,
+    package_of,
     same_value,
 )
 from megatron_cg.restore import Restores
@@ -173,6 +174,7 @@ class PythonState:
             clause = "attribute" if isinstance(value, torch.Tensor) else "state"
             yield Entry(holder, key, clause, what)
             yield from self._inside(value, what, seen)
+        yield Entry(_Classes(self._modules.values()), "", "state", "the classes of its modules")
         names = self.names | _CALLED
         for kind in self._kinds.values():
             for name, value in vars(kind).items():
@@ -351,7 +353,7 @@ class PythonState:
         """What ``lru_cache`` wraps counts as called: a pass may get what it has returned before."""
         for function in functions_in(value):
             own, is_new = function.__globals__, id(function.__code__) not in self._codes
-            if is_new and str(own.get("__name__")).partition(".")[0] not in LIBRARIES:
+            if is_new and package_of(own.get("__name__")) not in LIBRARIES:
                 self._called_by(function)
                 for name in function.__code__.co_names:
                     self._cached(own.get(name))
@@ -364,7 +366,7 @@ class PythonState:
         self._codes[id(code)] = code
         self.names.update(code.co_names, texts(code.co_consts))
         module = str(names.get("__name__"))
-        package = module.partition(".")[0]
+        package = package_of(module)
         # torch.autograd itself asks at the start of each backward pass.
         own = package == "megatron_cg" or module == "torch.autograd"
         self.asks_for_gradients |= not own and "requires_grad" in code.co_names
@@ -387,6 +389,20 @@ class PythonState:
             self._globals[key] = names, name, what
             self._values.append((*self._globals[key], value))
             self._copy(value, what)
+
+
+class _Classes:
+    """The classes of some modules, as a row: one object as long as they are the same."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [*modules]
+        self._last = tuple(map(type, self._modules))
+
+    def get(self, _key: str) -> tuple[type, ...]:
+        now = tuple(map(type, self._modules))
+        if now != self._last:
+            self._last = now
+        return self._last
 
 
 class Attributes:
@@ -469,7 +485,7 @@ def attributes_of(value: Any, what: str) -> list[Entry]:
 def variables_of(function: FunctionType) -> list[Entry]:
     """A row for each free variable of a function, each attribute, and defaults that can change."""
     name, rows = function.__qualname__, list[Entry]()
-    if str(function.__module__).partition(".")[0] in LIBRARIES:
+    if package_of(function.__module__) in LIBRARIES:
         return rows
     for variable, cell in cells_of(function).items():
         if variable != "__class__":

@@ -77,6 +77,7 @@ _CHANGES = {
     ),
     "head tied": lambda run, u: set_(run.net.head, "weight", u.a.weight),
     "module replaced": lambda run, u: set_(u, "act", nn.Sigmoid()),
+    "class of a module": lambda run, u: set_(u.act, "__class__", nn.Sigmoid),
     "buffer added": lambda run, u: u.register_buffer("bonus", torch.full((W,), 0.5)),
     "gain": lambda run, u: set_(u, "gain", torch.full((W,), 0.45 + run.s / 10)),
     "no gain": lambda run, u: set_(u, "gain", None),

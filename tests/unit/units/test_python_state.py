@@ -1,14 +1,18 @@
 """What a pass changes of Python's state, at any depth, is restored: random states and changes."""
 
 import copy
+import sys
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from torch import nn
 
-from megatron_cg.replay.plain import same_value
+from megatron_cg.replay import plain
+from megatron_cg.replay.plain import LIBRARIES, is_known, same_value
 from megatron_cg.units.python_state import PythonState
 
 
@@ -98,3 +102,22 @@ def test_what_a_pass_changes_is_found_and_restored(named: bool) -> None:
         assert [*map(id, parts_of(module.state))] == [*map(id, parts)], seed
         found += differs
     assert found > 100
+
+
+def test_a_user_may_give_a_file_a_name_of_the_standard_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its classes and globals are looked at, as those of any file of a user."""
+    file = tmp_path / "profile.py"
+    file.write_text("class Settings:\n    power = 1.0\n")
+    spec: Any = spec_from_file_location("profile", file)
+    made = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "profile", made)
+    spec.loader.exec_module(made)
+    plain.package_of.cache_clear()
+    try:
+        assert not is_known(made, LIBRARIES)
+        assert not is_known(made.Settings, LIBRARIES)
+        assert is_known(Path, LIBRARIES)
+    finally:
+        plain.package_of.cache_clear()
