@@ -62,10 +62,12 @@ def detach_in_graphs(
 
     ``replays`` says how autograd sees each graph. ``launched`` is called after each forward replay.
 
-    Raises NotApplicableError if there are no graphs.
+    Raises NotApplicableError if there are no graphs, and UpstreamChangedError if torch is another.
     """
     if not replays:
         raise NotApplicableError("there are no graphs")
+    for symbol in RELIES_ON:  # Now, and not in the first replay.
+        symbol.find()
     with ExitStack() as undo:
         undo.callback(detached.close)
         for replay in replays:

@@ -57,8 +57,8 @@ def rng_states() -> dict[str, Any]:
 
 
 def fuses_attention() -> bool:
-    """Whether cuDNN computed TE's last attention, or TE computed none."""
-    return not _is_loaded(_ATTENTION) or _ATTENTION.find()["use_fused_attention"] in (True, None)
+    """Whether cuDNN computed TE's last attention; also true where none of TE's is loaded."""
+    return not _is_loaded(_ATTENTION) or bool(_ATTENTION.find()["use_fused_attention"])
 
 
 @contextmanager

@@ -345,7 +345,7 @@ def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | Non
                 "not given",
                 described(value),
                 "A graph takes only tensors, so the pass runs eagerly. Packed sequences go into "
-                f"graphs that are captured after steps with alike ones; or "
+                "graphs only if all steps before the capture had packs of one form. Or "
                 f"{say('leave attn out of {flag:--cuda-graph-modules}')}.",
             )
     return None

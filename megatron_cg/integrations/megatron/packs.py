@@ -138,8 +138,6 @@ class Packs:
 
     def join(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a layer's call, from those of a graph."""
-        if self._names[0] not in kwargs:
-            return dict(kwargs)
         made = object.__new__(PackedSeqParams)
         parts = dict(self._form.constants) | dict.fromkeys(_LONGEST, self._tokens)
         for field in fields(PackedSeqParams):
@@ -178,8 +176,15 @@ class Packs:
         self._mismatches, self._votes = session.mismatches, session.holds_collectives
 
     def _joined(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = run(*args, **self.join(kwargs))
-        if self._names[0] in kwargs and not fuses_attention():
+        if self._names[0] not in kwargs:
+            return run(*args, **kwargs)
+        try:
+            result = run(*args, **self.join(kwargs))
+        except ValueError as error:  # TE's, where flags allow no other kernel.
+            if not fuses_attention():
+                raise CaptureError(say(_NOT_FUSED, room=self.room)) from error
+            raise
+        if not fuses_attention():
             raise CaptureError(say(_NOT_FUSED, room=self.room))
         return result
 
@@ -212,7 +217,8 @@ class Packs:
         longest = [value for name in _LONGEST if (value := getattr(pack, name)) is not None]
         if not all(type(one) is int and one <= self._tokens for one in longest):
             bound = f"of samples of up to {self._tokens} tokens"
-            return _mismatch(bound, f"of {longest}", "Keep the sequence length of the capture.")
+            remedy = "Give numbers, and keep the sequence length of the capture."
+            return _mismatch(bound, f"of {longest}", remedy)
         return None
 
     def _prepared(self, pack: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.backends.driver import GraphResetError
 from megatron_cg.capture.guarded_capture import forget_accumulators
-from megatron_cg.errors import FastPathError
+from megatron_cg.errors import FastPathError, UpstreamChangedError
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.tape.tape_backend import TapeBackend
@@ -285,6 +285,14 @@ def test_weights_that_change_between_the_passes_end_the_run(
         loss.backward()
     undo()
     assert taken == []
+
+
+def test_a_torch_without_what_it_relies_on_is_told_before_a_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    with pytest.raises(UpstreamChangedError, match="_will_engine_execute_node"):
+        Case(PARTS, weights=PARTS).install()
 
 
 def test_a_pass_that_names_its_inputs_is_refused(taken: list[int]) -> None:

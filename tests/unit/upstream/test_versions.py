@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 
 import megatron_cg
 from megatron_cg.upstream.symbols import installed_version
-from megatron_cg.upstream.te import NOT_LOADED, lacks_device_counts
+from megatron_cg.upstream.te import _ATTENTION, NOT_LOADED, fuses_attention, lacks_device_counts
 
 MEGATRON = 'MAJOR = 0\nMINOR = 99\nPATCH = 1\nPRE_RELEASE = "rc3"\nVERSION = (MAJOR, MINOR)\n'
 TORCH = "__version__ = '2.99.0a0+git123'\n"
@@ -102,3 +102,15 @@ def test_what_is_missing_is_said(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "B")
     assert re.match(missing, lacks_device_counts())
+
+
+@pytest.mark.parametrize(("chosen", "fused"), [(None, False), (0, False), (1, True)])
+def test_attention_is_fused_if_te_says_so_or_is_not_there(
+    chosen: int | None, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = ModuleType(_ATTENTION.path.partition(":")[0])
+    monkeypatch.delitem(sys.modules, module.__name__, raising=False)
+    assert fuses_attention()
+    module._attention_backends = {"use_fused_attention": chosen}
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert fuses_attention() is fused

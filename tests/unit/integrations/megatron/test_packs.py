@@ -30,8 +30,8 @@ EXPERTS: dict[str, Any] = {
     "graph_modules": ("attn", "moe"),
     "options": FUSED | PADDED,
 }
-MIXED: dict[str, Any] = {"graph_modules": ("attn", "mlp"), "options": FUSED}
 """Its graphs exchange tokens between ranks."""
+MIXED: dict[str, Any] = {"graph_modules": ("attn", "mlp"), "options": FUSED}
 
 
 def even(samples: int) -> Any:
@@ -156,14 +156,23 @@ def test_megatrons_helper_captures_packs(one_rank: None) -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("has_another", [True, False])
 def test_only_kernels_whose_bits_are_equal_are_captured(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, has_another: bool
 ) -> None:
-    monkeypatch.setattr(packs, "fuses_attention", lambda: False)
+    """Where TE has no other kernel, it raises a ValueError."""
     shape = CpuModelConfig(layers=1, sequence_length=TOKENS, **DENSE)
-    with (
-        packs_on_cpu(),
-        trainer_of(shape, micro_batch_size=1, graphs=True) as trainer,
-        pytest.raises(CaptureError, match="--attention-backend fused"),
-    ):
-        numbers_of(trainer, [even(2)] * 3, partial(trainer.capture, TapeBackend()))
+    with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=True) as trainer:
+
+        def capture() -> None:
+            monkeypatch.setattr(packs, "fuses_attention", lambda: False)
+            if not has_another:
+                monkeypatch.setattr(packs.Packs, "join", refusing)
+            trainer.capture(TapeBackend())
+
+        with pytest.raises(CaptureError, match="--attention-backend fused"):
+            numbers_of(trainer, [even(2)] * 3, capture)
+
+
+def refusing(*_given: Any) -> None:
+    raise ValueError("No dot product attention backend is available for the provided inputs.")
