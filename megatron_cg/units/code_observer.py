@@ -367,7 +367,7 @@ class CodeObserver:
 
     def _refuse_hook(self, register: Callable[..., Any], tensor: torch.Tensor, hook: Any) -> Any:
         own = [function.__module__ for function in functions_in(hook)] or [type(hook).__module__]
-        if any(str(module).partition(".")[0] not in LIBRARIES for module in own):
+        if any(package_of(module) not in LIBRARIES for module in own):
             raise self._error(
                 "registers a hook on a tensor in its forward pass",
                 "A replay does not call it. Change gradients in a torch.autograd.Function instead, "

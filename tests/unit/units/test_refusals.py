@@ -1,9 +1,11 @@
 """What is refused and what is not: layouts, skipped units, autocasts; sparse and nested tensors."""
 
 import re
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 
 from megatron_cg.errors import CaptureError, ConfigurationError, HookError
 from megatron_cg.replay.mismatch_policy import Counters
+from megatron_cg.replay.plain import package_of
 from megatron_cg.units.unsharded import OtherLeaves
 from tests.unit.counted import expect
 from tests.unit.units import plain
@@ -142,6 +145,32 @@ def test_units_with_expanded_arguments_are_looked_at_as_others_are() -> None:
         lambda: nn.ModuleList(Expanded() for _ in range(20)),
         microbatch,
     )
+
+
+def doubled(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 2
+
+
+class Hooking(Unit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x).tanh()
+        y.register_hook(doubled)
+        return y.sin()
+
+
+@pytest.mark.parametrize("name", [__name__, "profile"])
+def test_a_hook_on_a_tensor_is_refused_also_in_a_file_named_as_one_of_pythons(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType(name)
+    module.__file__ = __file__
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(doubled, "__module__", name)
+    package_of.cache_clear()
+    try:
+        plain.refused(CaptureError, "registers a hook on a tensor", partial(units, Hooking), train)
+    finally:
+        package_of.cache_clear()
 
 
 def test_an_engine_that_swaps_data_in_hooks_is_refused_by_unit() -> None:
