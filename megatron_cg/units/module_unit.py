@@ -75,6 +75,11 @@ class Results:
         return tree_unflatten(filled, self.spec)
 
     @cached_property
+    def returned(self) -> set[Any]:
+        """The names of arguments and the numbers of outputs that are returned or set."""
+        return {m.key for m in (*self.leaves, *self.attributes.values()) if isinstance(m, _Tensor)}
+
+    @cached_property
     def _only_set(self) -> set[Any]:
         """The outputs of the graph that are set and not returned."""
         returned = {leaf.key for leaf in self.leaves if isinstance(leaf, _Tensor)}
@@ -203,7 +208,9 @@ class ModuleUnit(Unit):
         tensors: list[torch.Tensor] = []
         layouts: dict[int, Layout] = {}
         keys = {id(tensor): key for key, tensor in results_of(value, attributes)}
-        marks = {id(tensor): _Tensor(name) for name, tensor in arguments.items()}
+        # With separate_inputs the graph returned a view of an argument that needs no gradient now.
+        known = None if self._results is None else self._results.returned
+        marks = {id(t): _Tensor(n) for n, t in arguments.items() if known is None or n in known}
 
         def marked(leaf: Any) -> Any:
             is_distributed = spec_of(leaf) is not None
@@ -267,9 +274,14 @@ class ModuleUnit(Unit):
             def replay() -> Any:
                 for hook, arguments in before_replay:
                     hook(*arguments)
+                # A result may lie in the graph's own inputs, which the next replay writes.
+                watched = [w for w in self.watched if isinstance(w, ReadOnly) and w.shares]
+                watched = [one for one in watched if not one.is_found()]
                 if (mismatch := graph.forbids(inputs, by_name)) is not None:
                     return mismatch
                 made = graph.replay(inputs, by_name)
+                for one in watched:
+                    one.begin()
                 given = self._form.by_name(inputs, by_name)
                 value = results.rebuild(made, given)
                 if self._watches:

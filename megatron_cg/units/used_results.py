@@ -49,6 +49,10 @@ class ReadOnly:
             self._aliases[0]._local_tensor = own.new_empty(0)
             self._aliases.append(own.detach())
         self._aliases[-1].data = self._aliases[-1].new_empty(0)
+        self.begin()
+
+    def begin(self) -> None:
+        """Writes count from now on."""
         self._versions = [*map(version_of, self._aliases)]
 
     def is_found(self) -> bool:

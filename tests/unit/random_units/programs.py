@@ -217,6 +217,11 @@ ENDS = {
     _one("plain", "result kept", at=3): "equal",
     Program(1, (("tuple",),), (*_KEPT, (6, "result's gradient taken", 0))): f"{_LATER}a result",
     # A graph has one backward pass, and no second derivative.
+    # A unit returns its argument, which needs a gradient in the second call of a step alone.
+    Program(
+        1, (("input returned",),), order=(0, 0), frozen="embed", verify_interval=1, separate=True
+    ): "equal",
+    _one("view of the input returned", micro=2): "equal",
     # FSDP2 makes a class of torch's from a unit's, whose code is observed as before.
     _one("local class read", "class in a class", sharding="fsdp"): "equal",
     _one("nested backward", "hidden gradient kept"): "which gradients a backward pass computes",
