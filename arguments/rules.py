@@ -313,6 +313,14 @@ _OF_SCOPES = (
         f"{{drop:--no-rope-fusion}}, or {_BEHIND}",
     ),
     Rule(
+        "packed-unmeasured",
+        lambda c: _captures_packs(c) and c.run.unmeasured_with_packs != "",
+        f"{_PACKS} with {{flag:{{run.unmeasured_with_packs}}}} and captured attention",
+        "whether attention gives the same bits in a graph, which takes the longest sample to be as "
+        "long as the pack, was measured without",
+        f"leave that out ({{type:--attention-dropout 0}} for Megatron's 0.1), or {_BEHIND}",
+    ),
+    Rule(
         "packed-context-parallel",
         lambda c: _captures_packs(c) and c.run.context_parallel_size > 1,
         f"{_PACKS} with {{flag:--context-parallel-size {{run.context_parallel_size}}}} and "

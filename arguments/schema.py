@@ -303,6 +303,9 @@ class RunArguments:
     apply_rope_fusion: bool = True  # one kernel rotates them
     context_parallel_size: int = 1  # ranks that share a sequence
     micro_batch_size: int = 1  # sequences of a pass
+    window_size: Any = None  # sliding-window attention
+    softmax_type: str = "vanilla"  # other ones have attention sinks
+    multi_latent_attention: bool = False  # MLA
     te_rng_tracker: bool = False  # the flag as given; Megatron sets it with graphs
 
     @property
@@ -336,7 +339,19 @@ class RunArguments:
     def packs_fit(self) -> bool:
         """Whether graphs of attention can take packed sequences."""
         by_one_kernel = self.apply_rope_fusion or not self.rotates_positions
-        return by_one_kernel and self.context_parallel_size == self.micro_batch_size == 1
+        is_single = self.context_parallel_size == self.micro_batch_size == 1
+        return by_one_kernel and is_single and not self.unmeasured_with_packs
+
+    @property
+    def unmeasured_with_packs(self) -> str:
+        """The flags with which the bits of packs in graphs were not measured."""
+        found = {
+            "--attention-dropout": self.attention_dropout,
+            "--window-size": self.window_size is not None,
+            "--softmax-type": self.softmax_type != "vanilla",
+            "--multi-latent-attention": self.multi_latent_attention,
+        }
+        return " ".join(flag for flag, is_given in found.items() if is_given)
 
     def captures(self, scope: str) -> bool:
         return not self.cuda_graph_modules or scope in self.cuda_graph_modules

@@ -3,7 +3,6 @@
 Under torchrun on GPUs; by itself (two processes, tapes) without GPU and TE. --eager: no graphs.
 """
 
-import os
 import sys
 from typing import Any
 
@@ -69,8 +68,8 @@ def train() -> None:
     init_num_microbatches_calculator(rank, None, size * world, BATCH, world)
     model, optimizer = build()
     shape: Any = {"seq_length": SEQUENCE, "micro_batch_size": BATCH}
-    text = torch.randint(256, (world, STEPS * MICROBATCHES, BATCH, SEQUENCE + 1))[rank].cuda()
-    data, helper = iter(text), None
+    text = torch.randint(256, (world, STEPS * MICROBATCHES, BATCH, SEQUENCE + 1))
+    data, helper = iter(text[rank].cuda()), None
     if "--eager" not in sys.argv:
         megatron_cg.enable(backend="te" if GPU else "tape")
         helper = TECudaGraphHelper([model], model.config, **shape, optimizers=[optimizer])
@@ -92,8 +91,8 @@ def train() -> None:
 
 if __name__ == "__main__":
     if GPU:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
+        torch.cuda.set_device(dist.get_node_local_rank())
         train()
         dist.destroy_process_group()
     else:

@@ -280,7 +280,6 @@ packed-evaluation  | DENSE MLP | b8 PACKS EVALUATED
 packed-preprocess  | MOE PREPROCESS | b8 PACKS
 packed-dropless    | MOE EXPERTS | b8 EP2 PACKS TORCH_GEMM | TORCH_GEMM
 packed-seq-aux     | MOE ROUTER | b8 PACKS --moe-router-load-balancing-type seq_aux_loss
-packed-mla         | MLA ROUTER | b8 PACKS
 packed-fp8         | DENSE MLP | b8 PACKS TENSORWISE
 packed-native      | DENSE MLP | b8 PACKS | NATIVE
 # Of every pass one rank or both have more samples than there is room for.

@@ -73,6 +73,7 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
         ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", "attn moe"),
         ("--moe-expert-capacity-factor 1.0", "attn moe_router"),
         ("--sft", "attn moe"),
+        ("--sft --attention-dropout 0.1", "moe"),
         ("--sft --no-rope-fusion", "moe"),
         ("--sft --context-parallel-size 2", "moe"),
         ("--log-max-attention-logit", "moe"),
