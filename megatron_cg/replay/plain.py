@@ -11,7 +11,6 @@ from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from enum import Enum
-from functools import cache
 from types import MappingProxyType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -170,13 +169,14 @@ def _package(kind: type) -> str:
     return package_of(kind.__module__)
 
 
-@cache
 def package_of(module: str | None) -> str:
     """The package of a module of this name, which a user may have given a name of Python's own."""
     package = (module or "").partition(".")[0]
-    file = getattr(sys.modules.get(package), "__file__", None)
-    is_own = not file or (file.startswith(_STDLIB) and "site-packages" not in file)
-    return package if is_own or package not in sys.stdlib_module_names else f"user's {package}"
+    found = sys.modules.get(package) if package in sys.stdlib_module_names else None
+    # Python's own modules have a file there, or are built in; a folder without a file is a user's.
+    file = getattr(found, "__file__", None) or ("/" if hasattr(found, "__path__") else _STDLIB[0])
+    is_own = file.startswith(_STDLIB) and "site-packages" not in file
+    return package if is_own else f"user's {package}"
 
 
 def attribute(owner: str, name: str) -> str:

@@ -211,6 +211,9 @@ class Packs:
         for before, now in zip(*parts, strict=False):
             if before != now:
                 return _mismatch(f"with {before}", f"with {now}", "Make all packs alike.")
+        if any(one.dim() != 1 for one in boundaries):
+            shapes = f"of shapes {[tuple(one.shape) for one in boundaries]}"
+            return _mismatch("with boundaries in one row", shapes, "Give them in one dimension.")
         samples = max(len(one) for one in boundaries) - 1
         if samples > self.room:
             return _mismatch(f"of up to {self.room} samples", f"of {samples}", _REMEDY)

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from megatron_cg.errors import CaptureError, ConfigurationError, HookError
 from megatron_cg.replay.mismatch_policy import Counters
-from megatron_cg.replay.plain import package_of
 from megatron_cg.units.unsharded import OtherLeaves
 from tests.unit.counted import expect
 from tests.unit.units import plain
@@ -166,11 +165,7 @@ def test_a_hook_on_a_tensor_is_refused_also_in_a_file_named_as_one_of_pythons(
     module.__file__ = __file__
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(doubled, "__module__", name)
-    package_of.cache_clear()
-    try:
-        plain.refused(CaptureError, "registers a hook on a tensor", partial(units, Hooking), train)
-    finally:
-        package_of.cache_clear()
+    plain.refused(CaptureError, "registers a hook on a tensor", partial(units, Hooking), train)
 
 
 def test_an_engine_that_swaps_data_in_hooks_is_refused_by_unit() -> None:
