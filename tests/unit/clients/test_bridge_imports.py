@@ -85,7 +85,9 @@ def test_a_configuration_is_checked_before_bridge_does(
     with pytest.raises(ConfigurationError) as error:
         cfg.validate()
     rules = [violation.rule for violation in error.value.violations]
-    assert rules == ["double-buffer", "persistent-fallback", "packed-micro-batch", "te-rng-tracker"]
+    packed = ["packed-unmeasured", "packed-micro-batch"]
+    assert rules == ["double-buffer", "persistent-fallback", *packed, "te-rng-tracker"]
+    assert "cfg.model.attention_dropout=0" in str(error.value)
     assert "set cfg.ddp.fsdp_double_buffer=True" in str(error.value)
     assert "cfg.dataset.enable_in_batch_packing" in str(error.value)
     assert "set cfg.train.micro_batch_size=1" in str(error.value)

@@ -1,9 +1,9 @@
 """Units are captured again after a change that lasts, if that was asked for."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,8 +106,11 @@ def test_units_that_are_no_more_are_a_capture_that_fails() -> None:
 
 
 class Unguarded(Growing):
+    file: Path
+    """No guard reads files."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * float(os.environ["UNGUARDED"])
+        return super().forward(x) * float(self.file.read_text())
 
 
 OFF = [
@@ -118,12 +121,13 @@ OFF = [
 
 @pytest.mark.parametrize(("options", "counts"), OFF)
 def test_what_a_verification_has_turned_off_stays_off(
-    options: Any, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    options: Any, counts: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one unit in the third step with graphs, while the other one has a mismatch."""
+    monkeypatch.setattr(Unguarded, "file", tmp_path / "scale", raising=False)
 
     def before(run: Training) -> None:
-        monkeypatch.setenv("UNGUARDED", "1" if run.step < CHANGE - 1 else "0.5")
+        Unguarded.file.write_text("1" if run.step < CHANGE - 1 else "0.5")
         if run.step == CHANGE - 1:
             set_schedule(run)
 
