@@ -274,14 +274,15 @@ class ModuleUnit(Unit):
             def replay() -> Any:
                 for hook, arguments in before_replay:
                     hook(*arguments)
-                # A result may lie in the graph's own inputs, which the next replay writes.
+                # A result may lie in the graph's own inputs, which any replay writes.
                 watched = [w for w in self.watched if isinstance(w, ReadOnly) and w.shares]
-                watched = [one for one in watched if not one.is_found()]
-                if (mismatch := graph.forbids(inputs, by_name)) is not None:
-                    return mismatch
-                made = graph.replay(inputs, by_name)
-                for one in watched:
+                unwritten = [one for one in watched if not one.is_found()]
+                mismatch = graph.forbids(inputs, by_name)
+                made: Any = None if mismatch is not None else graph.replay(inputs, by_name)
+                for one in unwritten:
                     one.begin()
+                if mismatch is not None:
+                    return mismatch
                 given = self._form.by_name(inputs, by_name)
                 value = results.rebuild(made, given)
                 if self._watches:

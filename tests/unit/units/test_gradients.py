@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -45,6 +46,31 @@ def test_a_pass_without_gradients_may_fill_a_list() -> None:
     assert_as_eager(
         {"replayed": plain.REPLAYED}, partial(units, Filling), microbatch, separate_inputs=True
     )
+
+
+class Peeking(Unit):
+    """Returns a view of its argument, and reads what no guard sees."""
+
+    file: Path
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x) * float(self.file.read_text()), x[:, :1]
+
+
+def test_a_verified_replay_writes_into_inputs_as_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It differs in the second microbatch, which is eager then; the first one's view was kept."""
+    monkeypatch.setattr(Peeking, "file", tmp_path / "scale", raising=False)
+
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        Peeking.file.write_text("1" if (run.step, run.number) < (3, 1) else "0.5")
+        y, first = run.model[0](x)
+        return backward(y.square().mean() + first.sin().mean())
+
+    counts = {"replayed": 3, "eager": 3}
+    make = partial(units, Peeking)
+    assert_as_eager(counts, make, microbatch, 2, units="0", verify_interval=1)
 
 
 class _NanUnlessZero(torch.autograd.Function):
