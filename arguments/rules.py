@@ -215,6 +215,43 @@ def _captures_router(given: Configuration) -> bool:
     return run.is_moe and (run.captures("moe") or run.captures("moe_router"))
 
 
+PACKED_ATTENTION = (
+    Rule(
+        "packed-rope",
+        lambda c: _captures_packs(c) and c.run.rotates_positions and not c.run.apply_rope_fusion,
+        f"{_PACKS} with {{flag:--no-rope-fusion}} and captured attention",
+        "Megatron then rotates the samples of a pack one after another, and reads where they begin "
+        "on the CPU, which a capture does not allow",
+        f"{{drop:--no-rope-fusion}}, or {_BEHIND}",
+    ),
+    Rule(
+        "packed-unmeasured",
+        lambda c: _captures_packs(c) and c.run.unmeasured_with_packs != "",
+        f"{_PACKS} with {{flag:{{run.unmeasured_with_packs}}}} and captured attention",
+        "whether attention gives the same bits in a graph, which takes the longest sample to be as "
+        "long as the pack, was measured without",
+        f"leave that out ({{type:--attention-dropout 0}} for Megatron's 0.1), or {_BEHIND}",
+    ),
+    Rule(
+        "packed-context-parallel",
+        lambda c: _captures_packs(c) and c.run.context_parallel_size > 1,
+        f"{_PACKS} with {{flag:--context-parallel-size {{run.context_parallel_size}}}} and "
+        "captured attention",
+        "ranks then divide each sample, at places that depend on its length, and that has not been "
+        "tried in a graph",
+        f"{{type:--context-parallel-size 1}}, or {_BEHIND}",
+    ),
+    Rule(
+        "packed-micro-batch",
+        lambda c: _captures_packs(c) and c.run.micro_batch_size > 1,
+        f"{_PACKS} with {{flag:--micro-batch-size {{run.micro_batch_size}}}} and captured "
+        "attention",
+        "Megatron makes one long pack of a microbatch, with other shapes than its graphs are "
+        "captured with",
+        f"{{type:--micro-batch-size 1}}, with longer packs for as many tokens, or {_BEHIND}",
+    ),
+)
+"""Of packed sequences with attention in graphs."""
 _OF_SCOPES = (
     Rule(
         "preprocess-shared-expert",
@@ -304,40 +341,7 @@ _OF_SCOPES = (
         "leave mamba out of {flag:--cuda-graph-modules}, such as "
         "{type:--cuda-graph-modules attn mlp}",
     ),
-    Rule(
-        "packed-rope",
-        lambda c: _captures_packs(c) and c.run.rotates_positions and not c.run.apply_rope_fusion,
-        f"{_PACKS} with {{flag:--no-rope-fusion}} and captured attention",
-        "Megatron then rotates the samples of a pack one after another, and reads where they begin "
-        "on the CPU, which a capture does not allow",
-        f"{{drop:--no-rope-fusion}}, or {_BEHIND}",
-    ),
-    Rule(
-        "packed-unmeasured",
-        lambda c: _captures_packs(c) and c.run.unmeasured_with_packs != "",
-        f"{_PACKS} with {{flag:{{run.unmeasured_with_packs}}}} and captured attention",
-        "whether attention gives the same bits in a graph, which takes the longest sample to be as "
-        "long as the pack, was measured without",
-        f"leave that out ({{type:--attention-dropout 0}} for Megatron's 0.1), or {_BEHIND}",
-    ),
-    Rule(
-        "packed-context-parallel",
-        lambda c: _captures_packs(c) and c.run.context_parallel_size > 1,
-        f"{_PACKS} with {{flag:--context-parallel-size {{run.context_parallel_size}}}} and "
-        "captured attention",
-        "ranks then divide each sample, at places that depend on its length, and that has not been "
-        "tried in a graph",
-        f"{{type:--context-parallel-size 1}}, or {_BEHIND}",
-    ),
-    Rule(
-        "packed-micro-batch",
-        lambda c: _captures_packs(c) and c.run.micro_batch_size > 1,
-        f"{_PACKS} with {{flag:--micro-batch-size {{run.micro_batch_size}}}} and captured "
-        "attention",
-        "Megatron makes one long pack of a microbatch, with other shapes than its graphs are "
-        "captured with",
-        f"{{type:--micro-batch-size 1}}, with longer packs for as many tokens, or {_BEHIND}",
-    ),
+    *PACKED_ATTENTION,
 )
 
 _SEEN = {

@@ -336,13 +336,6 @@ class RunArguments:
         return "cublas" if self.has_low_precision else "torch"
 
     @property
-    def packs_fit(self) -> bool:
-        """Whether graphs of attention can take packed sequences."""
-        by_one_kernel = self.apply_rope_fusion or not self.rotates_positions
-        is_single = self.context_parallel_size == self.micro_batch_size == 1
-        return by_one_kernel and is_single and not self.unmeasured_with_packs
-
-    @property
     def unmeasured_with_packs(self) -> str:
         """The flags with which the bits of packs in graphs were not measured."""
         found = {

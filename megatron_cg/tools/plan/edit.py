@@ -11,6 +11,8 @@ from typing import Any
 
 from megatron_cg.arguments.layers import available_scopes
 from megatron_cg.arguments.megatron import scope_names
+from megatron_cg.arguments.rule import Configuration
+from megatron_cg.arguments.rules import PACKED_ATTENTION
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.memory import Layer, Memory, layers_of, memory_of
@@ -330,7 +332,9 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     here = frozenset().union(*available)
     every = tuple(scope for scope in _ORDER if scope in here)
     eager = {"mamba"} if run.packs_sequences else set()
-    eager |= {"attn"} if run.packs_sequences and not run.packs_fit else set()
+    with_attention = Configuration(run=replace(run, cuda_graph_modules=("attn",)))
+    unfit = any(rule.broken(with_attention) for rule in PACKED_ATTENTION)
+    eager |= {"attn"} if unfit else set()
     eager |= {"attn"} if run.qk_clip or run.log_max_attention_logit else set()
     base = tuple(scope for scope in every if scope not in eager)
     alone = (*base, "moe_router") if "moe" in here else base
