@@ -268,9 +268,9 @@ class _Holder:
 
     def restore(self) -> None:
         """Let the parts be the same objects again, no more and no less."""
-        saved, now, parts = self.saved, self._copy(), self.parts
         if not self.has_changed():
             return
+        saved, now, parts = self.saved, self._copy(), self.parts
         if not self._has_keys:
             parts.clear()
             (parts.update if isinstance(parts, set) else parts.extend)(saved.values())

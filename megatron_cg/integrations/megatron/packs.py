@@ -193,17 +193,18 @@ class Packs:
         if mismatches is None or not model.training or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         if (given is not None or self._votes) and not mismatches.conditions.repeats:
-            self._unfit = self._found(given)
+            found = self._boundaries_of(given)
+            self._unfit = found if isinstance(found, Mismatch) else None
             if self._votes and mismatches.on_any_rank("a pack", self._unfit is not None, TIMEOUT):
                 self._unfit = self._unfit or _mismatch(
                     "one that fits", "one that does not, on another rank", _REMEDY
                 )
-            if self._unfit is None:
-                kwargs[PACK] = self._prepared(given)
+            if self._unfit is None and not isinstance(found, Mismatch):
+                kwargs[PACK] = self._prepared(given, found)
         return run(*args, **kwargs)
 
-    def _found(self, pack: Any) -> Mismatch | None:
-        """Why graphs cannot take a pack."""
+    def _boundaries_of(self, pack: Any) -> list[torch.Tensor] | Mismatch:
+        """A pack's boundaries, or why graphs cannot take it."""
         if not isinstance(pack, PackedSeqParams):
             return _mismatch("a pack", described(pack), "Pass packs in each step, or in none.")
         form, boundaries = PackForm.of(pack)
@@ -222,13 +223,12 @@ class Packs:
             bound = f"of samples of up to {self._tokens} tokens"
             remedy = "Give numbers, and keep the sequence length of the capture."
             return _mismatch(bound, f"of {longest}", remedy)
-        return None
+        return boundaries
 
-    def _prepared(self, pack: Any) -> Any:
+    def _prepared(self, pack: Any, boundaries: Sequence[torch.Tensor]) -> Any:
         made = copy.copy(pack)
         for name in _LONGEST:
             setattr(made, name, self._tokens)
-        _, boundaries = PackForm.of(pack)
         pairs = zip(self._names, boundaries, strict=True)
         vars(made)[_INPUTS] = {name: self._padded(one) for name, one in pairs}
         return made
