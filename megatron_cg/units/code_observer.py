@@ -185,7 +185,7 @@ class Operations(TorchDispatchMode):
     def _use(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> Use:
         frames = list(traceback.walk_stack(sys._getframe(2)))
         place = place_of(frames, self._root)
-        packages = (str(f.f_globals.get("__name__")).partition(".")[0] for f, _ in frames)
+        packages = (package_of(f.f_globals.get("__name__")) for f, _ in frames)
         package = next((name for name in packages if name not in _BETWEEN), "")
         at = str(place) if place is not None else ""
         return Use(tensor, str(func), at, package, tensor.requires_grad, tensor.device.type)
