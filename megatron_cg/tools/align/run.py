@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megatron_cg.arguments.megatron import PACKING
 from megatron_cg.arguments.rules import ANY_RUN
 from megatron_cg.arguments.schema import VERIFY_STEPS, GraphArguments, flag_of
 from megatron_cg.errors import STEP_DIFFERS, MegatronCGError
@@ -44,6 +45,9 @@ BASE_FLAGS = (
 The generator of ``--te-rng-tracker`` draws other numbers than the default one, so the eager run
 needs the flag too.
 """
+
+_PACKS = {flag_of(name) for name in PACKING}
+"""Flags that pack several samples into one sequence."""
 
 FLAGS_OF_V1 = ("--use-distributed-optimizer",)
 """Those of them that Megatron-FSDP v2 refuses."""
@@ -126,6 +130,8 @@ def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) ->
     words = [sys.executable, "-P", "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", str(plan.nproc)]
     base = [flag for flag in BASE_FLAGS if plan.bf16 or flag != "--bf16"]
+    if not _PACKS.isdisjoint(plan.extra):
+        base.remove("--no-rope-fusion")  # Graphs of attention that take packs need it.
     if plan.fsdp_version != 1:
         base = [flag for flag in base if flag not in FLAGS_OF_V1]
         base += ["--megatron-fsdp-version", str(plan.fsdp_version)]

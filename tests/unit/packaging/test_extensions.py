@@ -10,6 +10,11 @@ import pytest
 
 import megatron_cg
 from megatron_cg.extensions import EXTENSIONS
+from megatron_cg.tools.align.run import arguments, data_flags, example_script
+from megatron_cg.tools.launch_line import read_line
+from megatron_cg.tools.plan.settings import settings_of
+from tests.functional.cases import CASES, FEATURES, LARGE, PACKED, Case
+from tests.functional.conftest import plan_of
 from tests.unit.interpreted import python, run
 
 TRAINS = """
@@ -140,3 +145,12 @@ FOLDER = Path(__file__).parents[2] / "functional"
 @pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("test_*.py")))
 def test_functional_tests_can_be_imported_without_a_gpu(name: str) -> None:
     importlib.import_module(f"tests.functional.{name}")
+
+
+@pytest.mark.parametrize("case", [*CASES, *PACKED, *FEATURES, *LARGE], ids=lambda case: case.name)
+def test_no_rule_refuses_a_functional_case(case: Case) -> None:
+    plan = plan_of(case, Path("folder"), example_script())
+    words = arguments(
+        plan, graphs=True, data=data_flags(Path("text"), Path("cache")), record=FOLDER
+    )
+    assert settings_of(read_line(words), case.gpus, megatron=False).broken == ()
