@@ -3,9 +3,11 @@
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -87,7 +89,8 @@ OVERDUE = "did not end within --timeout"
 _TAIL = 40
 _STOP_SECONDS = 20.0
 """How long processes have to end by themselves before they are killed."""
-_SUPERVISOR = str(Path(__file__).with_name("supervise.py"))
+_MARK = "MEGATRON_CG_RUN"
+"""The variable by which the processes of a run are found, whatever session or parent they have."""
 _DIFFERED = re.compile(rf".* {STEP_DIFFERS}: .*")
 # The exception that torch.multiprocessing prints first has no text in its line.
 _NAMED = re.compile(
@@ -250,6 +253,10 @@ class Run:
     directory: Path
 
     @property
+    def _mark(self) -> str:
+        return f"{os.getpid()} {self.directory}"
+
+    @property
     def record(self) -> Path:
         return self.directory / "record"
 
@@ -260,21 +267,22 @@ class Run:
     def make(self, timeout: float) -> str:
         """Start it and wait for its end; returns why it failed, as a clause, or nothing.
 
-        Leaves no process behind.
+        Leaves no process behind, also after an interrupt.
         """
-        process = self.start()
         try:
+            process = self.start()
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             # Read before stopping it: torchrun would report the signal as an error.
             named = named_error(self.text())
             overdue = (f"said {named!r} and " if named else "") + f"{OVERDUE} {timeout:g} s"
-            _stop(process)
+            _stop(self._mark)
+            process.wait()
             with self.log.open("a") as log:
                 log.write(f"\nTimeoutError: the run {overdue}\n")
             return overdue
         finally:
-            _stop(process)
+            _stop(self._mark)
         return _end(code, self.text()) if code else ""
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -283,9 +291,9 @@ class Run:
         print(f"{self.name} run started", file=sys.stderr, flush=True)
         with self.log.open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-I", _SUPERVISOR, str(_STOP_SECONDS), *self.words],
-                env=self.env,
-                stdin=subprocess.PIPE,
+                self.words,
+                env={**self.env, _MARK: self._mark},
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -295,11 +303,32 @@ class Run:
         return self.log.read_text(errors="replace")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Let ``supervise.py`` end everything; it goes on if this wait is interrupted."""
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait()
+def _stop(mark: str) -> None:
+    """End all processes of a run: those that a signal does not end in time are killed."""
+    try:
+        _end_all(mark, signal.SIGTERM)
+    finally:  # also after a second Ctrl-C
+        _end_all(mark, signal.SIGKILL)
+
+
+def _end_all(mark: str, number: int) -> None:
+    """Send a signal to each process with this mark, and wait until none is left, or that long."""
+    deadline, told = time.monotonic() + _STOP_SECONDS, set[int]()
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        for pid in left - told:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        told |= left
+        time.sleep(0.1)
+
+
+def _marked(mark: str) -> set[int]:
+    variable, found = os.fsencode(f"{_MARK}={mark}"), set()
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # It may have ended, or be another user's.
+            if variable in (place / "environ").read_bytes().split(b"\0"):
+                found.add(int(place.name))
+    return found
 
 
 def make_run(plan: Plan, data: Path, directory: Path, name: str) -> Run:
