@@ -29,10 +29,7 @@ from megatron_cg.version import __version__
 
 INCOMPLETE = 3  # the exit code when a run failed
 _TAIL = 20  # lines of a failed run's log
-SCHEMA = {"name": "megatron_cg.bench", "version": 4}
-"""Versions 1 to 3 were those of another measurement."""
-_PEAKS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
-"""Dense BF16 TFLOP/s by the whole name: those of other cards (PCIe, NVL) are lower."""
+SCHEMA = {"name": "megatron_cg.bench", "version": 5}
 
 # Ranks write to one log, so nothing is asked of the beginnings of lines.
 _STEP = re.compile(
@@ -134,7 +131,7 @@ def chosen(only: str | None, line: LaunchLine) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def edited(line: LaunchLine, name: str, *, steps: int, every: int = 1) -> LaunchLine:
+def edited(line: LaunchLine, name: str, *, steps: int) -> LaunchLine:
     configuration = CONFIGURATIONS[name]
     made = line.kept(lambda flag: flag not in _LEFT_OUT and not _is_of_graphs(flag))
     if not configuration.fsdp:
@@ -146,7 +143,7 @@ def edited(line: LaunchLine, name: str, *, steps: int, every: int = 1) -> Launch
         made = made.with_launcher()
     made = made.followed_by(*_graph_flags(line, name))
     made = made.followed_by("--eval-iters", "0", "--exit-interval", str(steps))
-    made = made.followed_by("--log-interval", str(every), "--log-throughput")
+    made = made.followed_by("--log-interval", "1", "--log-throughput")
     return made.followed_by("--log-memory-interval", str(steps))
 
 
@@ -218,7 +215,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             line = preset_line(preset, data, **sizes, steps=steps, extra=extra)
         names = chosen(args.only, line)
         runs = [
-            (name, number, edited(line, name, steps=steps, every=args.log_interval))
+            (name, number, edited(line, name, steps=steps))
             for number in range(1, args.rounds + 1)
             # Every other round is in reverse, against a steady drift.
             for name in (names if number % 2 else reversed(names))
@@ -232,7 +229,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             raise MegatronCGError(
                 f"{text} lines anywhere, and megatron-cg plan computes the memory."
             )
-        settings = {n: getattr(args, n) for n in ("settle_steps", "steps", "log_interval")}
+        settings = {"settle_steps": args.settle_steps, "steps": args.steps}
         results: dict[str, Any] = {"schema": SCHEMA, "machine": here, "settings": settings}
         results["runs"] = []
         _write(args.out, results)  # It may not be writable, and the runs take long.
@@ -270,7 +267,7 @@ def _made(
     try:
         if failure:
             raise MegatronCGError(failure)
-        made |= read_log(text, settle=args.settle_steps, steps=args.steps, every=args.log_interval)
+        made |= read_log(text, settle=args.settle_steps, steps=args.steps)
     except MegatronCGError as error:
         made["error"] = str(error)
         made["tail"] = align.log_tail(text).splitlines()[-_TAIL:]
@@ -279,19 +276,17 @@ def _made(
     return made
 
 
-def read_log(text: str, *, settle: int, steps: int, every: int = 1) -> dict[str, Any]:
+def read_log(text: str, *, settle: int, steps: int) -> dict[str, Any]:
     """What a run's log says of ``steps`` steps after the first ``settle`` ones, for JSON.
 
-    ``step_ms`` and ``tflops`` (per GPU, as Megatron counts operations) of each line, the mean of
-    ``every`` so many steps, none of them a first one; ``tokens`` per second and GPU in a step of
-    median length; ``allocated_mib`` and ``reserved_mib`` (the peaks of torch's allocator since the
-    start, on the printed rank that has most); and the last ``loss``. What the log has not is None.
-    Raises MegatronCGError if it has fewer steps.
+    ``step_ms`` and ``tflops`` (per GPU, as Megatron counts operations) of each step; ``tokens`` per
+    second and GPU in a step of median length; ``allocated_mib`` and ``reserved_mib`` (the peaks of
+    torch's allocator since the start, on the printed rank that has most); and the last ``loss``.
+    What the log has not is None. Raises MegatronCGError if it has fewer steps.
     """
     lines = list(_STEP.finditer(text))
-    begin, end = settle + every, settle + steps
-    timed = [line for line in lines if begin <= int(line["iteration"]) <= end]
-    if not timed or len(timed) < end // every - (begin - 1) // every:
+    timed = [line for line in lines if settle < int(line["iteration"]) <= settle + steps]
+    if len(timed) < steps:
         raise MegatronCGError(
             f"the log has {len(lines)} steps, and {settle} + {steps} were asked for: give a "
             "smaller --settle-steps or --steps, or a longer training"
@@ -339,25 +334,20 @@ def summaries(results: Mapping[str, Any], names: Sequence[str]) -> dict[str, dic
     runs = ((name, [run for run in timed if run["configuration"] == name]) for name in names)
     made = {name: found for name, found in runs if found}
     base = {run["round"]: _median(run["step_ms"]) for run in next(iter(made.values()), ())}
-    peak = _PEAKS.get(next(iter(results["machine"]["gpus"]), ""))
-    return {name: _summary(found, base, peak) for name, found in made.items()}
+    return {name: _summary(found, base) for name, found in made.items()}
 
 
-def _summary(
-    runs: Sequence[Mapping[str, Any]], base: Mapping[int, Any], peak: float | None
-) -> dict[str, Any]:
+def _summary(runs: Sequence[Mapping[str, Any]], base: Mapping[int, Any]) -> dict[str, Any]:
     """Of the rounds of one configuration; ``base`` has the median step of the first one's."""
     times = [time for run in runs for time in run["step_ms"]]
     quarters = statistics.quantiles(times, method="inclusive") if len(times) > 1 else times
     medians = {run["round"]: statistics.median(run["step_ms"]) for run in runs}
     ratios = [median / base[number] for number, median in medians.items() if number in base]
-    tflops = _median([value for run in runs for value in run["tflops"]])
     return {
         "ms": statistics.median(times),
         "ms_quartiles": [quarters[0], quarters[-1]],
         "ms_of_rounds": [*medians.values()],
-        "tflops": tflops,
-        "mfu": tflops / peak if tflops is not None and peak else None,
+        "tflops": _median([value for run in runs for value in run["tflops"]]),
         "tokens": _median([run["tokens"] for run in runs if run["tokens"] is not None]),
         "allocated_mib": max(run["allocated_mib"] or 0 for run in runs) or None,
         "reserved_mib": max(run["reserved_mib"] or 0 for run in runs) or None,
@@ -385,10 +375,10 @@ def print_results(results: dict[str, Any]) -> None:
 
 def _rows(results: dict[str, Any]) -> list[list[str]]:
     first = next(iter(results["summary"]))
-    head = ["run", "captured", "ms a step", "quartiles", f"of {first}", "TFLOP/s per GPU", "MFU"]
+    head = ["run", "captured", "ms a step", "quartiles", f"of {first}", "TFLOP/s per GPU"]
     rows = [[*head, "tokens/s per GPU", "allocated MiB", "reserved MiB"]]
     of_runs = {run["configuration"]: run["captured"] for run in results["runs"]}
-    forms = {"ratio": ".3f", "tflops": ".1f", "mfu": ".1%", "tokens": ",.0f"}
+    forms = {"ratio": ".3f", "tflops": ".1f", "tokens": ",.0f"}
     forms |= {"allocated_mib": ",.0f", "reserved_mib": ",.0f"}
     for name, found in results["summary"].items():
         low, high = found["ms_quartiles"]

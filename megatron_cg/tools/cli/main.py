@@ -81,7 +81,7 @@ def align(add: Add) -> None:
 
 
 def bench(add: Add) -> None:
-    """Measure what graphs save: step time, TFLOP/s, MFU, tokens/s, memory, from Megatron's own log.
+    """Measure what graphs save: step time, TFLOP/s, tokens/s, memory, from Megatron's own log.
 
     Starts one training in turn: under Megatron-FSDP eagerly, under DDP with Megatron's own graphs,
     and under Megatron-FSDP with graphs. Give the launch line of your script after a bare --, with
@@ -97,8 +97,6 @@ def bench(add: Add) -> None:
     add("--steps", type=positive, default=20, help="steps that are measured (default 20)")
     text = "steps before them, capture included (default 30)"
     add("--settle-steps", type=positive, default=30, help=text)
-    text = "Megatron logs the mean of N steps, and waits for the GPU to do so (default 1)"
-    add("--log-interval", type=positive, default=1, metavar="N", help=text)
     text = "make all runs in turn N times (default 1); ratios are taken within a round"
     add("--rounds", type=positive, default=1, metavar="N", help=text)
     add("--out", type=Path, metavar="JSON", help="write all numbers, commands and versions here")
