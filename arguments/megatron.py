@@ -135,8 +135,7 @@ def validate(
     UpstreamChangedError as :func:`read_run` does.
     """
     graph = read_graph(namespace)
-    record, report = graph.cg_record, graph.cg_report
-    others = dataclasses.replace(defaults, cg_record=record, cg_report=report)
+    others = dataclasses.replace(defaults, cg_record=graph.cg_record)
     if not wants_graphs(namespace) and graph == others:
         return
     run = read_run(namespace)

@@ -24,7 +24,7 @@ from megatron_cg.arguments.schema import (
 from megatron_cg.errors import Violation
 from megatron_cg.upstream.te import INSTALL
 
-ANY_RUN = ("cg_record", "cg_report", "cg_grouped_gemm")
+ANY_RUN = ("cg_record", "cg_grouped_gemm")
 """Fields of GraphArguments that are useful without graphs."""
 
 

@@ -227,16 +227,9 @@ class GraphArguments:
     cg_record: str | None = _flag(
         None,
         _FOLDER,
-        "Write each step's loss and gradient norm, and at the end the digest of every parameter "
-        "shard, as JSON into this folder; 'megatron-cg report DIR --against DIR' compares two such "
-        "folders.",
-        metavar="DIR",
-    )
-    cg_report: str | None = _flag(
-        None,
-        _FOLDER,
         "Write how the run goes as JSON into this folder: losses, norms and times of steps, "
-        "captures, memory, counters, mismatches. 'megatron-cg report DIR' prints it.",
+        "captures, memory, counters, mismatches, and at the end the digest of every parameter "
+        "shard. 'megatron-cg report DIR' prints it, and with '--against DIR2' compares two runs.",
         metavar="DIR",
     )
 

@@ -170,8 +170,9 @@ def main() -> int:
             steps=steps,
             extra=words[words.index("--") + 1 : -1],
         )
+        line = bench.edited(line, bench.GRAPHS, steps=steps)
         # A step that is logged ends with Megatron's synchronize().
-        line = bench.edited(line, bench.GRAPHS, steps=steps, every=100)
+        line = line.followed_by("--log-interval", "100")
         line = replace(line, script=str(Path(__file__).resolve()))
         env = align.environment({CACHE_VARIABLE: str(CACHE_ENTRIES), **os.environ})
         env = {n: env[n] for n in env if n not in align.DETERMINISTIC_ENVIRONMENT}

@@ -51,7 +51,7 @@ EXTENSIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "compiled": {},
     "native": {"cg_backend": ("native",)},
     "tape": {"cg_backend": ("tape",)},
-    "tools": {"cg_record": (), "cg_report": ()},
+    "tools": {"cg_record": ()},
 }
 """By folder, the settings that need it (fields of GraphArguments, or of RunArguments for graphs),
 each with the values that do; empty: every value but None."""
@@ -205,7 +205,6 @@ def backend(name: str) -> Backend:
     return getattr(module, f"{name.title()}Backend")()
 
 
-def install_recorder(folder: str, loop: str, *, digests: bool) -> Undo:
+def install_recorder(folder: str, loop: str) -> Undo:
     """Record the run of this process, in ``loop`` ``"megatron"`` or ``"bridge"``."""
-    record = _needed("tools.record.record", "a record of the run")
-    return record.install_recorder(folder, loop, digests=digests)
+    return _needed("tools.record.record", "a record of the run").install_recorder(folder, loop)

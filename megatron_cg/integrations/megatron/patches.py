@@ -187,7 +187,7 @@ def counters() -> list[Counters]:
 def settings_now() -> GraphArguments:
     """The settings of a user's own loop. Raises ConfigurationError if it cannot have them."""
     now = GraphArguments() if _enabled is None else _enabled.settings
-    if (now.cg_record or now.cg_report) and not is_recorded():
+    if now.cg_record and not is_recorded():
         raise ConfigurationError([_NOT_RECORDED])
     return now
 
@@ -268,9 +268,8 @@ class _Enabled:
         """
         full_recompute = run is not None and recomputes_layers(run)
         self.undo.callback(_build_models_for(settings, full_recompute=full_recompute))
-        for folder, digests in (settings.cg_record, True), (settings.cg_report, False):
-            if folder is not None and records:
-                self.undo.callback(extensions.install_recorder(folder, loop, digests=digests))
+        if settings.cg_record is not None and records:
+            self.undo.callback(extensions.install_recorder(settings.cg_record, loop))
 
     def _help_models_under_fsdp(self) -> None:
         """Help each ``TECudaGraphHelper`` that is created; see Note [Every helper].

@@ -53,8 +53,7 @@ _OF_FSDP = (
 """Flags that only Megatron-FSDP has, besides those with ``fsdp`` in their names."""
 _LEFT_OUT = (
     *("--save", "--load", "--finetune", "--pretrained-checkpoint", "--exit-on-missing-checkpoint"),
-    *("--tensorboard-dir", "--wandb-project", "--cg-record", "--cg-report"),
-    "--exit-duration-in-mins",
+    *("--tensorboard-dir", "--wandb-project", "--cg-record", "--exit-duration-in-mins"),
 )
 """Flags that no run has, so that it reads and leaves nothing."""
 

@@ -133,7 +133,7 @@ def plan(add: Add) -> None:
 def report(add: Add) -> None:
     """Print what a run recorded: outcome, last losses, memory, graphs, faults.
 
-    DIR is what 'megatron-cg align --work-dir' or a run with --cg-report or --cg-record has left.
+    DIR is what 'megatron-cg align --work-dir' or a run with --cg-record has left.
     Exit code 0: printed; 2: cannot be done.
     """
     add("directory", type=Path, metavar="DIR", help="records of a run, or of align's two")

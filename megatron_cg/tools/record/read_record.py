@@ -34,7 +34,7 @@ def read_run(directory: Path) -> dict[int, dict[str, Any]]:
     if not files:
         raise RecordError(
             f"{directory} holds no record (rank0.jsonl, ...): training did not begin, the record "
-            "could not be written, or the run was not started with --cg-record or --cg-report."
+            "could not be written, or the run was not started with --cg-record."
         )
     ranks = {data["rank"]: data for data in map(_read, files)}
     sizes = sorted({data["world_size"] for data in ranks.values()})

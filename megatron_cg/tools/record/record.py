@@ -26,11 +26,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import torch
 from torch import nn
@@ -165,22 +165,19 @@ RELIES_ON = (
 
 _VARIABLES = ("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_NCCL_", "MAMBA_")
 """How the environment variables begin that affect CUDA, NCCL, TE and the allocator."""
-_WRITE_SECONDS = 10.0
-"""Steps are written that often; a killed run lacks at most those of this time."""
 
 
-def install_recorder(
-    directory: str | Path, loop: LoopName = "megatron", *, digests: bool = True
-) -> Callable[[], None]:
+def install_recorder(directory: str | Path, loop: LoopName = "megatron") -> Callable[[], None]:
     """Record the run of this process into ``directory/rank<N>.jsonl``; returns the undo.
 
     Raises UpstreamChangedError when a function of ``loop`` is not as relied on.
     """
-    recorder = Recorder(Path(directory), digests=digests)
+    recorder = Recorder(Path(directory))
     functions = (recorder.train, recorder.train_step, recorder.evaluate)
     with ExitStack() as stack:
         for symbol, function in zip(_LOOPS[loop], functions, strict=True):
             stack.callback(run_instead(symbol, function))
+        stack.callback(recorder.close)
         stack.enter_context(recording(recorder))
         return stack.pop_all().close
 
@@ -188,18 +185,16 @@ def install_recorder(
 class Recorder(logging.Handler):
     """The record of one rank; its file grows step by step, from the begin of training.
 
-    As a handler of logging it records warnings and errors. ``digests`` says whether to read every
-    parameter shard at the end, as comparisons need.
+    As a handler of logging it records warnings and errors.
     """
 
-    def __init__(self, directory: Path, *, digests: bool = True) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__(logging.WARNING)
         rank = int(os.environ.get("RANK", "0"))
         self._path = directory / f"rank{rank}.jsonl"
-        self._digests = digests
         self._lines: list[str] = []
-        self._is_open = self._failed = False
-        self._written = 0.0
+        self._has_begun = self._failed = False
+        self._file: TextIO | None = None
         self._steps = 0
         self._add(
             format=FORMAT,
@@ -215,12 +210,11 @@ class Recorder(logging.Handler):
 
     def begin(self, setup: Setup) -> None:
         """Begin the file; only ``setup`` distinguishes the run from a run of another model."""
-        self._is_open = True
+        self._has_begun = True
         self.note("setup", setup)
 
     def note(self, key: str, value: Any) -> None:
         self._add(**{key: value})
-        self._write()
 
     def add_capture(self, capture: Mapping[str, Any]) -> None:
         """Add a capture, and the number of steps trained before it."""
@@ -275,48 +269,51 @@ class Recorder(logging.Handler):
             "milliseconds": (time.perf_counter() - start) * 1e3,
         }
         self._add(steps=[step])
-        if time.monotonic() - self._written >= _WRITE_SECONDS:
-            self._write()
 
     def finish(self, model: list[Any]) -> None:
         """Record the parameter shards of every model chunk and the peak memory."""
-        for index, chunk in enumerate(model if self._digests else ()):
+        for index, chunk in enumerate(model):
             prefix = "" if len(model) == 1 else f"{index}:"
             found = parameter_digests(chunk).items()
             self._add(parameters={f"{prefix}{name}": digest for name, digest in found})
         if torch.cuda.is_available():
             self._add(peak_allocated_bytes=torch.cuda.max_memory_allocated())
-        self._is_open = True
-        self.note("finished", True)
+        self._has_begun = True
+        self._add(finished=True)
 
     def fail(self, error: BaseException) -> None:
         """Record the error that ended the run."""
-        self._is_open = True
-        self.note("error", f"{type(error).__name__}: {error}")
+        self._has_begun = True
+        self._add(error=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # A full disk was told.
+                self._file.close()
+        super().close()
 
     def _add(self, **entry: Any) -> None:
-        if not self._failed:
-            self._lines.append(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
-
-    def _write(self) -> None:
-        """Write the lines so far, if training has begun; the first ones replace an older file.
+        """Write a line, if training has begun; the first ones replace an older file.
 
         A full disk is logged once and ends no run: other ranks would wait for this one forever,
         and the checkpoint after training would be lost.
         """
-        if not self._is_open or not self._lines:
+        if self._failed:
+            return
+        self._lines.append(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
+        if not self._has_begun:
             return
         lines, self._lines = self._lines, []
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._written:  # Also a link or a pipe that lies there.
-                self._path.unlink(missing_ok=True)
-            # A path in it may have bytes that are no UTF-8.
-            with self._path.open("a", encoding="utf-8", errors="replace") as file:
-                file.writelines(lines)
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.unlink(missing_ok=True)  # Also a link or a pipe that lies there.
+                # A path in it may have bytes that are no UTF-8.
+                self._file = self._path.open("a", encoding="utf-8", errors="replace")
+            self._file.writelines(lines)
+            self._file.flush()  # A killed run lacks nothing.
         except OSError as error:
             # Before the warning, which is an event of this record.
             self._failed = True
             reason = f"{error.filename or self._path} cannot be written: {error.strerror}"
             logger.warning("megatron_cg: %s. Training goes on without a record.", reason)
-        self._written = time.monotonic()

@@ -129,16 +129,13 @@ def test_the_flag_records_an_eager_run_too(
     monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
     megatron_cg.enable()
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    words = ["--use-megatron-fsdp", "--cg-report", str(tmp_path), "--log-interval", "3"]
+    words = ["--use-megatron-fsdp", "--cg-record", str(tmp_path), "--log-interval", "3"]
     arguments.validate_args(parser.parse_args(words), {})
-    undo = install_recorder(tmp_path / "record")
     training.train(None, [*model, torch.nn.Linear(2, 2)], nothing)
-    undo()
     data = read(tmp_path)
     assert data["finished"] and len(data["steps"]) == STEPS
-    # Only a comparison needs them; the chunks of a model are kept apart.
-    assert data["parameters"] == {}
-    assert set(read(tmp_path / "record")["parameters"]) == {
+    # The chunks of a model are kept apart.
+    assert set(data["parameters"]) == {
         f"{chunk}:parameter:{name}" for chunk in (0, 1) for name in ("weight", "bias")
     }
 
@@ -160,9 +157,8 @@ def test_a_run_that_exits_is_recorded_whole_and_one_that_fails_says_so(
 
 
 def test_a_killed_run_has_left_what_it_had_done(
-    recorded: Any, model: list[torch.nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: Any, model: list[torch.nn.Module], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(record, "_WRITE_SECONDS", 0.0)
     path, seen = tmp_path / "rank0.jsonl", []
 
     def look(_number: int) -> None:
