@@ -72,14 +72,9 @@ def outcome(run: align.Run) -> str:
 def compared(run: align.Run, reference: align.Run) -> str:
     """Whether both have the same bits, by the rules of ``megatron-cg align``."""
     found = align.compare(reference, run)
-    count = f"{len(found.values)} losses and gradient norms and {found.shards} parameter shards"
-    if found.status == align.IDENTICAL:
-        return f"Identical to the other run, to the last bit: all {count}."
-    unequal = sum(not value.same for value in found.values)
-    if found.status == align.FAILED and not unequal:
-        return f"Not shown to be equal to the other run: {found.reason}."
-    status = "Not comparable with" if found.status == align.NOT_COMPARABLE else "Different from"
-    return f"{status} the other run: {unequal} of {count} differ: {found.reason}."
+    count = f"{len(found.values)} losses and gradient norms, {found.shards} parameter shards"
+    reason = f": {found.reason}" if found.reason else ", to the last bit"
+    return f"{found.status.upper()}{reason}. Compared with the other run: {count}."
 
 
 def last_step(record: Mapping[str, Any]) -> str:

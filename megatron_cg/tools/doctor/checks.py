@@ -25,14 +25,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.arguments import rules, schema
 from megatron_cg.arguments.rule import Configuration
-from megatron_cg.arguments.schema import FRAMEWORKS, PACKAGES
+from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.errors import Violation
 from megatron_cg.upstream import te
 from megatron_cg.upstream.symbols import Symbol, installed_version
@@ -40,23 +39,17 @@ from megatron_cg.upstream.symbols import Symbol, installed_version
 SECONDS = 300.0
 """Time limit of the other process; imports from a cold network disk take minutes."""
 _PACKAGE = Path(__file__).resolve().parents[2]
+LEVELS = ERROR, WARNING, OK = "error", "warning", "ok"
+"""The severity of a finding, the worst first; only ERROR means that the run is impossible."""
 Answers = dict[str, dict[str, Any]]
 """By stage of :func:`probe`: ``{"found": ...}``, or ``{"error": text}``."""
-
-
-class Level(StrEnum):
-    """The severity of a finding, the worst first; only ERROR means that the run is impossible."""
-
-    ERROR = "error"
-    WARNING = "warning"
-    OK = "ok"
 
 
 @dataclass(frozen=True)
 class Finding:
     """What was found, why it matters, and what to type."""
 
-    level: Level
+    level: str
     found: str
     why: str = ""
     remedy: str = ""
@@ -64,7 +57,7 @@ class Finding:
     """The name of the check, set when findings are collected."""
 
 
-ok, warning, error = (partial(Finding, level) for level in (Level.OK, Level.WARNING, Level.ERROR))
+ok, warning, error = (partial(Finding, level) for level in (OK, WARNING, ERROR))
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,6 @@ INSTALL = {
     "megatron-core": "pip install 'megatron-core==0.19.2'",
     "megatron-fsdp": "pip install 'megatron-fsdp==0.6.1'",
     "megatron-bridge": "pip install --no-deps 'megatron-bridge==0.6.2'",
-    "torchtitan": "pip install --no-deps 'torchtitan==0.3.0'",
     _TE: te.INSTALL,
 }
 """What installs the versions that were measured."""
@@ -130,8 +122,6 @@ _ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 def versions(system: System) -> Iterator[Finding]:
     yield ok(f"Python {platform.python_version()}, {system.told('machine')}")
     for name, version in system.told("versions").items():
-        if name in FRAMEWORKS and version is None:
-            continue
         if name != _TE or system.backend == schema.TRANSFORMER_ENGINE:
             yield _package(system, name, version)
 
@@ -212,8 +202,6 @@ def symbols(system: System) -> Iterator[Finding]:
         broken = [row["symbol"] for row in states if row.get("error")]
         unknown = [row["symbol"] for row in states if row.get("unknown")]
         remedy = INSTALL.get(package, f"python -c 'import {states[0]['module']}'")
-        if package in FRAMEWORKS:  # pip install --no-deps leaves out what it requires.
-            remedy = f"pip check  # or: {remedy}"
         if broken:
             names = ", ".join(broken)
             found = f"symbols of {package} are missing or changed: {names}"
@@ -280,28 +268,28 @@ def examine(system: System) -> list[Finding]:
         if "error" in answer:
             repeat = f"python -m megatron_cg.tools.doctor.checks /dev/stdout {system.backend}"
             why = "a run would fail in the same place, and what depends on it is not known"
-            failed = error(f"looking at {stage} failed: {answer['error']}", why, repeat)
-            findings.append(replace(failed, check=stage))
+            found = f"looking at {stage} failed: {answer['error']}"
+            findings.append(error(found, why, repeat, stage))
     for check, stage in CHECKS.items():
         if system.told(stage) is None or (system.backend == schema.TAPE and check in _OF_GPUS):
             continue
         findings += [replace(finding, check=check.__name__) for finding in check(system)]
-    return sorted(findings, key=lambda finding: list(Level).index(finding.level))
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def can_run(findings: Iterable[Finding]) -> bool:
-    return all(finding.level is not Level.ERROR for finding in findings)
+    return all(finding.level is not ERROR for finding in findings)
 
 
 def print_report(system: System, findings: Sequence[Finding]) -> None:
     """What is wrong and what to type, then the facts, a line for each check."""
     what = "the comparison on the CPU tape" if system.backend == schema.TAPE else "CUDA graphs"
-    errors = sum(finding.level is Level.ERROR for finding in findings)
+    errors = sum(finding.level is ERROR for finding in findings)
     things = "thing prevents" if errors == 1 else "things prevent"
     print(f"{errors} {things} {what} here" if errors else f"{what} can run here")
     facts: dict[str, list[str]] = {}
     for finding in findings:
-        if finding.level is Level.OK:
+        if finding.level is OK:
             facts.setdefault(finding.check, []).append(finding.found)
             continue
         print(f"\n{finding.level}  {finding.check}: {finding.found}\n  why:  {finding.why}")
@@ -334,7 +322,7 @@ def probe(out: Path, backend: str) -> None:
 def stages(backend: str) -> dict[str, Callable[[], Any]]:
     stages_here: dict[str, Callable[[], Any]] = {
         "machine": platform.platform,
-        "versions": lambda: {n: installed_version(n) for n in (*PACKAGES, *FRAMEWORKS)},
+        "versions": lambda: {n: installed_version(n) for n in PACKAGES},
     }
     if installed_version("torch"):
         stages_here["torch"] = look_at_torch

@@ -38,23 +38,23 @@ def test_folders_of_align_of_one_run_and_of_two_are_found(made_up: Path) -> None
 @pytest.mark.parametrize(
     ("record", "reference", "said"),
     [
-        (make_record(), EAGER, "to the last bit: all 120 losses and gradient norms and 2 param"),
-        (make_record(off=17), EAGER, "Different from the other run: 24 of 120 losses"),
+        (make_record(), EAGER, "IDENTICAL, to the last bit. Compared with the other run: 120"),
+        (make_record(off=17), EAGER, "DIFFERENT: first difference at step 17, rank 0, lm loss"),
         (
             make_record() | {"parameters": {}},
             EAGER | {"parameters": {}},
-            "Not shown to be equal to the other run: the eager run, rank 0: no parameter shard",
+            "FAILED: the eager run, rank 0: no parameter shard",
         ),
-        (EAGER, EAGER, "Not shown to be equal to the other run: the graph run captured no graph"),
-        (make_record() | FAILED, EAGER, "Not shown to be equal"),
-        (make_record() | {"device": "another"}, EAGER, "Not comparable with the other run"),
+        (EAGER, EAGER, "FAILED: the graph run captured no graph"),
+        (make_record() | FAILED, EAGER, "FAILED"),
+        (make_record() | {"device": "another"}, EAGER, "NOT COMPARABLE"),
     ],
 )
 def test_a_comparison_claims_no_more_than_was_compared(
     record: dict[str, Any], reference: dict[str, Any], said: str
 ) -> None:
     found = compared({0: record}, {0: reference})
-    assert said in found and ("Identical" in found) == ("to the last bit" in said)
+    assert said in found and ("IDENTICAL" in found) == ("to the last bit" in said)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_a_record_holds_is_printed(made_up: Path, cli: Cli) -> None:
     code, text, said = cli("report", made_up)
     assert (code, said) == (0, "")
     for part in (
-        *("2 ranks on a made-up GPU", "Different from the other run", "- ranks 0, 1: after step"),
+        *("2 ranks on a made-up GPU", "DIFFERENT: first", "- ranks 0, 1: after step"),
         *("Step 40: lm loss ", "of the rank that had most: 26900", "2 not allowed by a guard"),
     ):
         assert part in text, part

@@ -15,9 +15,11 @@ from packaging.requirements import Requirement
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.doctor import checks
 from megatron_cg.tools.doctor.checks import (
+    ERROR,
     INSTALL,
+    OK,
+    WARNING,
     Finding,
-    Level,
     System,
     can_run,
     examine,
@@ -65,14 +67,14 @@ def system(found: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any)
     return System({stage: {"found": one} for stage, one in stages.items()}, **changes)
 
 
-def of_level(findings: Iterable[Finding], level: Level) -> list[Finding]:
+def of_level(findings: Iterable[Finding], level: str) -> list[Finding]:
     """Those of one level; all but facts must say why they matter and what to type."""
     found = [finding for finding in findings if finding.level is level]
-    assert level is Level.OK or all(finding.why and finding.remedy for finding in found)
+    assert level is OK or all(finding.why and finding.remedy for finding in found)
     return found
 
 
-def only(here: System, level: Level) -> Finding:
+def only(here: System, level: str) -> Finding:
     (found,) = of_level(examine(here), level)
     return found
 
@@ -92,40 +94,39 @@ def with_te(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", [TRANSFORMER_ENGINE, NATIVE, TAPE])
 def test_a_good_machine_has_facts_alone(backend: str) -> None:
     found = examine(system(backend=backend))
-    assert {finding.level for finding in found} == {Level.OK} and can_run(found)
+    assert {finding.level for finding in found} == {OK} and can_run(found)
     assert ("driver" in {finding.check for finding in found}) is (backend != TAPE)
 
 
 @pytest.mark.parametrize(
     ("found", "level", "said"),
     [
-        (packages(transformer_engine="2.18.0"), Level.ERROR, "transformer-engine 2.18.0"),
-        (packages(megatron_core="0.18.1"), Level.WARNING, "megatron-core 0.18.1"),
-        (packages(torch=None), Level.ERROR, "torch is not installed"),
-        (packages(torch="2.15.0"), Level.WARNING, "torch 2.15.0 was run with this package on"),
-        (packages(megatron_bridge="0.7.0"), Level.WARNING, "megatron-bridge 0.7.0 was never run"),
-        ({"torch": {"cuda": None}}, Level.ERROR, "without CUDA"),
-        (driver(error="no NVIDIA driver"), Level.ERROR, "no NVIDIA driver"),
-        (driver(said=["sm_120 is not compatible"]), Level.WARNING, "sm_120"),
-        (driver(gpus=[["T4", 7, 5]] * 2), Level.ERROR, "2 x T4 (sm_75)"),
-        (driver(gpus=[["A100", 8, 0]]), Level.WARNING, "1 x A100 (sm_80)"),
-        (with_te(error="ImportError: undefined symbol"), Level.ERROR, "undefined symbol"),
+        (packages(transformer_engine="2.18.0"), ERROR, "transformer-engine 2.18.0"),
+        (packages(megatron_core="0.18.1"), WARNING, "megatron-core 0.18.1"),
+        (packages(torch=None), ERROR, "torch is not installed"),
+        (packages(torch="2.15.0"), WARNING, "torch 2.15.0 was run with this package on"),
+        ({"torch": {"cuda": None}}, ERROR, "without CUDA"),
+        (driver(error="no NVIDIA driver"), ERROR, "no NVIDIA driver"),
+        (driver(said=["sm_120 is not compatible"]), WARNING, "sm_120"),
+        (driver(gpus=[["T4", 7, 5]] * 2), ERROR, "2 x T4 (sm_75)"),
+        (driver(gpus=[["A100", 8, 0]]), WARNING, "1 x A100 (sm_80)"),
+        (with_te(error="ImportError: undefined symbol"), ERROR, "undefined symbol"),
         (
             with_te(loaded=LOADED | {"cuDNN": [OTHER_CUDNN, CUDNN]}),
-            Level.WARNING,
+            WARNING,
             f"{OTHER_CUDNN} is loaded beside torch's {CUDNN}",
         ),
         (
             with_te(loaded=LOADED | {"NCCL": [OTHER_NCCL, NCCL]}),
-            Level.WARNING,
+            WARNING,
             f"{OTHER_NCCL} is loaded beside torch's {NCCL}",
         ),
     ],
 )
-def test_what_is_wrong_is_found_once(found: dict[str, Any], level: Level, said: str) -> None:
+def test_what_is_wrong_is_found_once(found: dict[str, Any], level: str, said: str) -> None:
     here = system(found)
     assert said in only(here, level).found
-    assert can_run(examine(here)) is (level is not Level.ERROR)
+    assert can_run(examine(here)) is (level is not ERROR)
     assert examine(here)[0].level is level  # The worst is first.
 
 
@@ -140,19 +141,19 @@ def test_what_is_wrong_is_found_once(found: dict[str, Any], level: Level, said: 
 def test_what_can_compute_experts_in_graphs_is_said(lacks: str, said: str) -> None:
     found = examine(system(with_te(experts_lack=lacks)))
     (one,) = (finding for finding in found if "experts" in finding.found)
-    assert said in one.found and one.level is Level.OK
+    assert said in one.found and one.level is OK
 
 
 def test_remedies_lead_to_what_was_measured() -> None:
-    assert only(system(packages(torch=None)), Level.ERROR).remedy == INSTALL["torch"]
+    assert only(system(packages(torch=None)), ERROR).remedy == INSTALL["torch"]
     first, _, second = INSTALL["transformer-engine"].partition(" && ")
     assert second.startswith("pip install --no-build-isolation")
     lines = (ROOT / "requirements" / "gpu-build.txt").read_text().splitlines()
     assert first.split()[2:] == [Requirement(line).name for line in lines]
     second_copy = system(with_te(loaded=LOADED | {"cuDNN": [OTHER_CUDNN, CUDNN]}))
-    assert only(second_copy, Level.WARNING).remedy == "export CUDNN_HOME=/venv/nvidia/cudnn"
+    assert only(second_copy, WARNING).remedy == "export CUDNN_HOME=/venv/nvidia/cudnn"
     hidden = system(driver(error="none"), variables={"CUDA_VISIBLE_DEVICES": ""})
-    assert only(hidden, Level.ERROR).remedy.startswith("unset CUDA_VISIBLE_DEVICES")
+    assert only(hidden, ERROR).remedy.startswith("unset CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize("backend", [NATIVE, TAPE])
@@ -164,19 +165,19 @@ def test_what_a_backend_does_not_need_is_not_missed(backend: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "level"),
     [
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", Level.ERROR),
-        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", Level.ERROR),
-        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", Level.WARNING),
-        ("NVTE_FUSED_ATTN", "0", Level.WARNING),
-        ("CUDA_LAUNCH_BLOCKING", "1", Level.WARNING),
-        ("CUDNN_HOME", "/nowhere", Level.WARNING),
-        ("CUDNN_PATH", "", Level.WARNING),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", ERROR),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", ERROR),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", WARNING),
+        ("NVTE_FUSED_ATTN", "0", WARNING),
+        ("CUDA_LAUNCH_BLOCKING", "1", WARNING),
+        ("CUDNN_HOME", "/nowhere", WARNING),
+        ("CUDNN_PATH", "", WARNING),
     ],
 )
-def test_a_variable_that_is_likely_not_meant(name: str, value: str, level: Level) -> None:
+def test_a_variable_that_is_likely_not_meant(name: str, value: str, level: str) -> None:
     here = system(variables={name: value})
     assert f"{name}={value}" in only(here, level).found
-    assert f"{name}={value}" in of_level(examine(here), Level.OK)[-1].found
+    assert f"{name}={value}" in of_level(examine(here), OK)[-1].found
 
 
 def test_other_variables_that_matter_are_facts(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_other_variables_that_matter_are_facts(tmp_path: Path) -> None:
     matter = {"NCCL_NEW": "1", "CUDNN_HOME": str(tmp_path), "NCCL_GRAPH_REGISTER": "0"}
     matter |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     found = examine(system(variables=matter | {"HOME": "/root", "NCCLX": "1"}))
-    assert {finding.level for finding in found} == {Level.OK}
+    assert {finding.level for finding in found} == {OK}
     shown = ", ".join(f"{name}={matter[name]}" for name in sorted(matter))
     assert found[-1].found == shown
 
@@ -194,7 +195,7 @@ def test_a_stage_that_failed_is_an_error_and_what_depends_on_it_is_not_looked_at
     here = system()
     answers = here.answers | {"torch": {"error": "ImportError: no libcudart"}, "driver": {}}
     found = examine(System(answers))
-    (failed,) = of_level(found, Level.ERROR)
+    (failed,) = of_level(found, ERROR)
     assert failed.check == "torch" and "no libcudart" in failed.found
     assert {"driver", "libraries"}.isdisjoint({finding.check for finding in found})
 
@@ -263,7 +264,7 @@ def test_what_torch_says_of_its_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert found["gpus"] == [("GPU 0", 9, 0), ("GPU 1", 9, 1)]
     assert found["said"] == ["sm_120 is not compatible"]
     failed = system({"driver": {"error": "none"}}).answers | {"driver": {"found": {"error": "no"}}}
-    assert only(System(failed), Level.ERROR).found == "torch finds no GPU: no"
+    assert only(System(failed), ERROR).found == "torch finds no GPU: no"
 
 
 def test_libraries_of_this_process_are_found() -> None:
@@ -297,7 +298,7 @@ def test_a_missing_symbol_and_a_broken_module_are_said(
     ]
     here = system()
     here.answers["symbols"] = {"found": rows}
-    found = of_level(examine(here), Level.ERROR)
+    found = of_level(examine(here), ERROR)
     assert [one.found for one in found] == [
         "symbols of megatron-cg are missing or changed: relying.two",
         "symbols of torch are missing or changed: torch:gone",
