@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,16 +212,10 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             data = align.python_text(folder / "data")
             sizes = {"nproc": args.nproc or preset.nproc, "microbatches": args.microbatches}
             line = preset_line(preset, data, **sizes, steps=steps, extra=extra)
-        names = chosen(args.only, line)
-        runs = [
-            (name, number, edited(line, name, steps=steps))
-            for number in range(1, args.rounds + 1)
-            # Every other round is in reverse, against a steady drift.
-            for name in (names if number % 2 else reversed(names))
-        ]
+        runs = {name: edited(line, name, steps=steps) for name in chosen(args.only, line)}
         if args.dry_run:
-            for name, number, line in runs:
-                print(f"# {name}.{number}\n{shlex.join(line.command)}")
+            for name, line in runs.items():
+                print(f"# {name}\n{shlex.join(line.command)}")
             return 0
         if not (here := machine())["gpus"]:
             text = "nvidia-smi finds no GPU: start it where there are some. --dry-run prints its"
@@ -232,9 +226,8 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         results: dict[str, Any] = {"schema": SCHEMA, "machine": here, "settings": settings}
         results["runs"] = []
         _write(args.out, results)  # It may not be writable, and the runs take long.
-        for run in runs:
-            results["runs"].append(_made(*run, folder, args))
-            results["summary"] = summaries(results, names)
+        for name, line in runs.items():
+            results["runs"].append(_made(name, line, folder, args))
             _write(args.out, results)
     print_results(results)
     if args.out is not None:
@@ -250,17 +243,15 @@ def _write(out: Path | None, results: Mapping[str, Any]) -> None:
         whole.replace(out)
 
 
-def _made(
-    name: str, number: int, line: LaunchLine, folder: Path, args: argparse.Namespace
-) -> dict[str, Any]:
+def _made(name: str, line: LaunchLine, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Make one run; returns what is known of it, for JSON. A failure is printed."""
     # Without our launcher too, cuBLASLt's cache is as large as with it.
     env = {CACHE_VARIABLE: str(CACHE_ENTRIES), **os.environ}
     if args.preset is not None:
         env = align.environment(env)
         env = {n: env[n] for n in env if n not in align.DETERMINISTIC_ENVIRONMENT}
-    run = align.Run(f"{name}.{number}", line.command, env, folder / f"{name}.{number}")
-    made: dict[str, Any] = {"configuration": name, "round": number, "captured": captured(line)}
+    run = align.Run(name, line.command, env, folder / name)
+    made: dict[str, Any] = {"configuration": name, "captured": captured(line)}
     made |= {"command": line.command, "error": ""}
     failure, text = run.make(args.timeout), run.text()
     try:
@@ -278,10 +269,11 @@ def _made(
 def read_log(text: str, *, settle: int, steps: int) -> dict[str, Any]:
     """What a run's log says of ``steps`` steps after the first ``settle`` ones, for JSON.
 
-    ``step_ms`` and ``tflops`` (per GPU, as Megatron counts operations) of each step; ``tokens`` per
-    second and GPU in a step of median length; ``allocated_mib`` and ``reserved_mib`` (the peaks of
-    torch's allocator since the start, on the printed rank that has most); and the last ``loss``.
-    What the log has not is None. Raises MegatronCGError if it has fewer steps.
+    ``step_ms`` of each, their median ``ms`` and ``quartiles``; in a step of median length
+    ``tflops`` (per GPU, as Megatron counts operations) and ``tokens`` per second and GPU;
+    ``allocated_mib`` and ``reserved_mib`` (the peaks of torch's allocator since the start, on the
+    printed rank that has most); and the last ``loss``. What the log has not is None. Raises
+    MegatronCGError if it has fewer steps.
     """
     lines = list(_STEP.finditer(text))
     timed = [line for line in lines if settle < int(line["iteration"]) <= settle + steps]
@@ -291,16 +283,18 @@ def read_log(text: str, *, settle: int, steps: int) -> dict[str, Any]:
             "smaller --settle-steps or --steps, or a longer training"
         )
     times = [float(line["ms"]) for line in timed]
+    two = times if len(times) > 1 else times * 2
+    low, median, high = statistics.quantiles(two, method="inclusive")
+    tflops = [float(line["tflops"]) for line in timed if line["tflops"]]
     sizes = {name: int(number) for name, number in _ARGUMENT.findall(text)}
-    tokens = None
-    if len(sizes) == 2:
-        batch = int(timed[-1]["batch"]) * sizes["seq_length"] / sizes["world_size"]
-        tokens = batch / statistics.median(times) * 1e3
+    batch = int(timed[-1]["batch"]) * sizes.get("seq_length", 0) / sizes.get("world_size", 1)
     peaks = list(_MEMORY.finditer(text))
     return {
         "step_ms": times,
-        "tflops": [float(line["tflops"]) for line in timed if line["tflops"]],
-        "tokens": tokens,
+        "ms": median,
+        "quartiles": [low, high],
+        "tflops": statistics.median(tflops) if tflops else None,
+        "tokens": batch / median * 1e3 or None,
         "allocated_mib": max((float(peak["allocated"]) for peak in peaks), default=None),
         "reserved_mib": max((float(peak["reserved"]) for peak in peaks), default=None),
         "loss": float(timed[-1]["loss"]) if timed[-1]["loss"] else None,
@@ -323,70 +317,28 @@ def machine() -> dict[str, Any]:
     }
 
 
-def summaries(results: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The numbers of each configuration that has any, in the order of ``names``.
-
-    Ratios are to the first of them, within a round, because machines drift. What no log has is
-    None.
-    """
-    timed = [run for run in results["runs"] if not run["error"]]
-    runs = ((name, [run for run in timed if run["configuration"] == name]) for name in names)
-    made = {name: found for name, found in runs if found}
-    base = {run["round"]: _median(run["step_ms"]) for run in next(iter(made.values()), ())}
-    return {name: _summary(found, base) for name, found in made.items()}
-
-
-def _summary(runs: Sequence[Mapping[str, Any]], base: Mapping[int, Any]) -> dict[str, Any]:
-    """Of the rounds of one configuration; ``base`` has the median step of the first one's."""
-    times = [time for run in runs for time in run["step_ms"]]
-    quarters = statistics.quantiles(times, method="inclusive") if len(times) > 1 else times
-    medians = {run["round"]: statistics.median(run["step_ms"]) for run in runs}
-    ratios = [median / base[number] for number, median in medians.items() if number in base]
-    return {
-        "ms": statistics.median(times),
-        "ms_quartiles": [quarters[0], quarters[-1]],
-        "ms_of_rounds": [*medians.values()],
-        "tflops": _median([value for run in runs for value in run["tflops"]]),
-        "tokens": _median([run["tokens"] for run in runs if run["tokens"] is not None]),
-        "allocated_mib": max(run["allocated_mib"] or 0 for run in runs) or None,
-        "reserved_mib": max(run["reserved_mib"] or 0 for run in runs) or None,
-        "ratio": _median(ratios),
-        "ratio_range": [min(ratios), max(ratios)] if ratios else None,
-    }
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
 def print_results(results: dict[str, Any]) -> None:
     here = results["machine"]
     gpus = here["gpus"]
     kinds = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
     versions = ", ".join(f"{name} {found}" for name, found in here["versions"].items() if found)
     print(f"\n{kinds}, driver {here['driver']}; {versions}\n")
-    if results["summary"]:
-        print(align.table(_rows(results)))
+    made = [run for run in results["runs"] if not run["error"]]
+    if made:
+        print(align.table([*_rows(made)]))
     for run in results["runs"]:
         if run["error"]:
-            print(f"\n{run['configuration']} failed in round {run['round']}: {run['error']}")
+            print(f"\n{run['configuration']} failed: {run['error']}")
 
 
-def _rows(results: dict[str, Any]) -> list[list[str]]:
-    first = next(iter(results["summary"]))
-    head = ["run", "captured", "ms a step", "quartiles", f"of {first}", "TFLOP/s per GPU"]
-    rows = [[*head, "tokens/s per GPU", "allocated MiB", "reserved MiB"]]
-    of_runs = {run["configuration"]: run["captured"] for run in results["runs"]}
-    forms = {"ratio": ".3f", "tflops": ".1f", "tokens": ",.0f"}
-    forms |= {"allocated_mib": ",.0f", "reserved_mib": ",.0f"}
-    for name, found in results["summary"].items():
-        low, high = found["ms_quartiles"]
-        cells = {
-            key: "-" if found[key] is None else format(found[key], form)
-            for key, form in forms.items()
-        }
-        if found["ratio"] is not None and len(found["ms_of_rounds"]) > 1:
-            cells["ratio"] += " ({:.3f} to {:.3f})".format(*found["ratio_range"])
-        what = f"{name}: {CONFIGURATIONS[name].title}", of_runs[name] or "-"
-        rows.append([*what, f"{found['ms']:.1f}", f"{low:.1f} to {high:.1f}", *cells.values()])
-    return rows
+def _rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """A table of runs; ratios are to the first."""
+    head = ["run", "captured", "ms a step", "quartiles", f"of {runs[0]['configuration']}"]
+    yield [*head, "TFLOP/s per GPU", "tokens/s per GPU", "allocated MiB", "reserved MiB"]
+    forms = {"tflops": ".1f", "tokens": ",.0f", "allocated_mib": ",.0f", "reserved_mib": ",.0f"}
+    for run in runs:
+        name, ratio = run["configuration"], run["ms"] / runs[0]["ms"]
+        title = f"{name}: {CONFIGURATIONS[name].title}"
+        times = [f"{run['ms']:.1f}", "{:.1f} to {:.1f}".format(*run["quartiles"]), f"{ratio:.3f}"]
+        cells = ["-" if run[key] is None else format(run[key], form) for key, form in forms.items()]
+        yield [title, run["captured"] or "-", *times, *cells]

@@ -97,8 +97,6 @@ def bench(add: Add) -> None:
     add("--steps", type=positive, default=20, help="steps that are measured (default 20)")
     text = "steps before them, capture included (default 30)"
     add("--settle-steps", type=positive, default=30, help=text)
-    text = "make all runs in turn N times (default 1); ratios are taken within a round"
-    add("--rounds", type=positive, default=1, metavar="N", help=text)
     add("--out", type=Path, metavar="JSON", help="write all numbers, commands and versions here")
     add("--work-dir", type=Path, metavar="DIR", help="keep logs here")
     add("--timeout", type=positive, default=1800, help="seconds that a run may take")
