@@ -72,16 +72,17 @@ def compare(eager: Run, graphed: Run) -> Comparison:
 
     They are ``identical`` only if every loss, gradient norm and parameter shard of every rank has
     the same bits, training ran to its end and changed the parameters, all numbers are finite, and
-    the second run captured and replayed graphs. Otherwise equal numbers prove nothing. Runs of
-    different models, layouts, data or versions are ``not comparable``; none of their numbers are
-    compared.
+    the second run captured and replayed graphs. Otherwise equal numbers prove nothing. Runs with
+    different ranks, versions or devices are ``not comparable``; none of their numbers are compared.
     """
     counts = graph_counts(graphed)
     for label, run in zip(_LABELS, (eager, graphed), strict=True):
         if ranks := missing_ranks(run):
             return Comparison(FAILED, f"{label} has {ranks}", graphs=counts)
-    if unlike := _differences(eager[0], graphed[0]):
-        reason = f"{' and '.join(_LABELS)} have different setups: {'; '.join(unlike)}"
+    made, also_made = _setup(eager[0]), _setup(graphed[0])
+    if unlike := _unequal(made, also_made):
+        said = [f"{name} {made.get(name)} and {also_made.get(name)}" for name in unlike]
+        reason = f"{' and '.join(_LABELS)} have different setups: {'; '.join(said)}"
         return Comparison(NOT_COMPARABLE, reason, graphs=counts)
     values = tuple(_values(eager, graphed))
     shards, different = _shards(eager, graphed)
@@ -102,25 +103,10 @@ def compare(eager: Run, graphed: Run) -> Comparison:
     return Comparison(DIFFERENT if reason else IDENTICAL, reason, *facts)
 
 
-def _differences(eager: Rank, graphed: Rank) -> list[str]:
-    """How the setups of two records differ, as ``"model: hidden_size 64 and 128"``.
-
-    The version of this package may differ, because it changes no number of an eager run.
-    """
-    own = {"megatron-cg": None}
-    groups = {
-        "ranks": ({"world_size": eager["world_size"]}, {"world_size": graphed["world_size"]}),
-        "versions": (eager["versions"] | own, graphed["versions"] | own),
-        "machine": ({"device": eager["device"]}, {"device": graphed["device"]}),
-    }
-    for group, values in eager["setup"].items():
-        if group in graphed["setup"]:
-            groups[group] = values, graphed["setup"][group]
-    return [
-        f"{group}: {name} {values.get(name)} and {others.get(name)}"
-        for group, (values, others) in groups.items()
-        for name in _unequal(values, others)
-    ]
+def _setup(rank: Rank) -> dict[str, Any]:
+    """What compared runs have in common; this package changes no number of an eager run."""
+    versions = {name: found for name, found in rank["versions"].items() if name != "megatron-cg"}
+    return {"world_size": rank["world_size"], "device": rank["device"], **versions}
 
 
 def _unequal(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
@@ -215,6 +201,6 @@ def _before_capture(first: Value, eager: Run, graphed: Run) -> str:
         return ""
     return (
         f". The graphs were captured after step {captured}, so both runs were still eager: the "
-        "training itself is not deterministic here. Align again, and if it stays, look for what "
-        "--deterministic-mode does not cover"
+        "training itself is not deterministic here, or the runs had other settings. Align again, "
+        "and if it stays, look for what --deterministic-mode does not cover"
     )

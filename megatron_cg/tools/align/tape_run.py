@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -28,18 +27,8 @@ from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.train import Trainer
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.telemetry import recording
-from megatron_cg.tools.record.record import Recorder, Setup
+from megatron_cg.tools.record.record import Recorder
 from megatron_cg.upstream.patch import undone_after
-
-
-def setup_of(plan: TrainingPlan) -> Setup:
-    """What a record says of the run; captured scopes, buffers and its length may differ."""
-    model = asdict(plan.model)
-    del model["graph_modules"], model["grouped"]
-    for name in ("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"):
-        model["fsdp_options"].pop(name, None)
-    training = {n: getattr(plan, n) for n in ("microbatches", "micro_batch_size", "learning_rate")}
-    return {"model": model, "training": training}
 
 
 def record_steps(plan: TrainingPlan, trainer: Trainer, recorder: Recorder) -> None:
@@ -62,7 +51,7 @@ def train(plan: TrainingPlan, directory: Path) -> None:
     The record's file is written also when training fails, with the error's name and text.
     """
     recorder = Recorder(directory)
-    recorder.begin(setup_of(plan))
+    recorder.begin()
     try:
         full = plan.model.options.get("recompute_granularity") == "full"
         with (

@@ -61,7 +61,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():  # To open a pipe would wait for its writer.
         raise RecordError(f"{path} is not a record of this package: it is not a regular file.")
     data: dict[str, Any] = {name: [] for name in _GROWING}
-    data |= {"setup": {}, "parameters": {}, "graphs": None, "finished": False, "error": None}
+    data |= {"parameters": {}, "graphs": None, "finished": False, "error": None}
     *lines, last = path.read_bytes().split(b"\n")
     with suppress(ValueError, RecursionError):  # A killed run may leave a part of a line.
         json.loads(last)

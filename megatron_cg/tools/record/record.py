@@ -1,8 +1,7 @@
 """Records what a run trained, bit for bit: losses, gradient norms and parameter shards.
 
-Compared runs must agree on the setup: what is trained, on which data and in which layout. For
-``megatron-cg report`` there are also step times, counters, captures, and warnings of this package.
-``read_record.py`` has the format.
+For ``megatron-cg report`` there are also step times, counters, captures, and warnings of this
+package. ``read_record.py`` has the format.
 
 Megatron looks up ``train``, ``train_step`` and ``evaluate`` as globals of their module for each
 call; Megatron-Bridge (0.6.2) does so in several modules, for ``train_step`` once when ``train``
@@ -46,55 +45,7 @@ from megatron_cg.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_ARGS = Symbol("megatron.training.global_vars:get_args", "the run's arguments")
 _BUFFERS = {kind: f"{kind}_weight_buffer" for kind in ("main", "model", "transpose")}
-Setup = dict[str, dict[str, Any]]
-"""By group (``model``, ``parallel``, ``data``, ``training``), then by name."""
-
-_NAMES: Mapping[str, str] = {
-    "model": """
-        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
-        seq_length padded_vocab_size untie_embeddings_and_output_weights position_embedding_type
-        rotary_base rotary_percent normalization layernorm_epsilon swiglu squared_relu
-        add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout init_method_std
-        num_experts moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
-        moe_router_topk moe_router_score_function moe_router_load_balancing_type moe_aux_loss_coeff
-        moe_expert_capacity_factor multi_latent_attention q_lora_rank kv_lora_rank mtp_num_layers
-        hybrid_layer_pattern mamba_state_dim mamba_head_dim
-        bf16 fp16 fp8 fp8_recipe fp8_param_gather fp4""",
-    "parallel": """
-        tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size
-        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
-        use_megatron_fsdp data_parallel_sharding_strategy num_distributed_optimizer_instances""",
-    "data": "mock_data split tokenizer_type tokenizer_model",
-    "training": """
-        seed train_iters micro_batch_size global_batch_size rampup_batch_size optimizer lr min_lr
-        lr_decay_style lr_warmup_iters weight_decay clip_grad adam_beta1 adam_beta2 adam_eps""",
-}
-
-
-def of_megatron() -> Setup:
-    """The setup of the run in this process; empty if Megatron has no arguments."""
-    try:
-        args = _ARGS.find()()
-    except AssertionError:
-        # A custom training loop: it calls Megatron's functions and parses no flags.
-        return {}
-    setup = {
-        group: {name: getattr(args, name, None) for name in names.split()}
-        for group, names in _NAMES.items()
-    }
-    setup["data"]["data_path"] = [dataset(word) for word in args.data_path or ()]
-    return setup
-
-
-def dataset(prefix: str) -> str:
-    """A dataset by name and size, wherever it lies; a word that is no dataset stays as it is."""
-    path = Path(f"{prefix}.bin")
-    try:
-        return f"{path.name} of {path.stat().st_size:,} bytes"
-    except OSError:
-        return prefix
 
 
 def parameter_digests(model: nn.Module) -> dict[str, str]:
@@ -157,7 +108,6 @@ _LOOPS: Mapping[str, tuple[Symbol, ...]] = {
 }
 RELIES_ON = (
     *chain(*_LOOPS.values()),
-    _ARGS,
     *fsdp_class("ParamAndGradBuffer", "parameter_groups", "param_to_name"),
     *fsdp_class("ParameterGroup", "params", *_BUFFERS.values()),
     *fsdp_class("DataParallelBuffer", "get_item", "is_data_distributed"),
@@ -200,7 +150,6 @@ class Recorder(logging.Handler):
             format=FORMAT,
             rank=rank,
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            began=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={name: installed_version(name) for name in PACKAGES}
             | {"megatron-cg": __version__},
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -208,10 +157,10 @@ class Recorder(logging.Handler):
             environment={n: os.environ[n] for n in sorted(os.environ) if n.startswith(_VARIABLES)},
         )
 
-    def begin(self, setup: Setup) -> None:
-        """Begin the file; only ``setup`` distinguishes the run from a run of another model."""
+    def begin(self) -> None:
+        """Begin the file."""
         self._has_begun = True
-        self.note("setup", setup)
+        self.note("began", datetime.now(UTC).isoformat(timespec="seconds"))
 
     def note(self, key: str, value: Any) -> None:
         self._add(**{key: value})
@@ -250,7 +199,7 @@ class Recorder(logging.Handler):
     def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``train``; begin the file, and end it with the parameters or with the error."""
         model = inspect.signature(train).bind(*args, **kwargs).arguments["model"]
-        self.begin(of_megatron())
+        self.begin()
         try:
             result = train(*args, **kwargs)
         except BaseException as error:

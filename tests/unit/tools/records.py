@@ -28,7 +28,6 @@ def make_record(
     capture = {"after_step": CAPTURED, "layers": LAYERS, "graphs": LAYERS, "error": None}
     return {
         **{"rank": rank, "format": FORMAT, "world_size": ranks},
-        "setup": {"model": {"hidden_size": 32}, "data": {"data_path": ["9 bytes"]}},
         "versions": {"torch": "0.0", "megatron-cg": "0.0"},
         "device": "a made-up GPU",
         "command": ["train.py", "--seed", "1", *(["--cuda-graph-modules", "attn"] * graphs)],

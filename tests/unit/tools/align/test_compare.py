@@ -156,18 +156,11 @@ def test_a_difference_before_capture_is_not_blamed_on_graphs(
     assert ("both runs were still eager" in result.reason) is blamed
 
 
-def changed(group: str, name: str, value: Any) -> Callable[[Record], object]:
-    return lambda rank: rank["setup"][group].update({name: value})
-
-
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        (changed("model", "hidden_size", 64), "model: hidden_size 32 and 64"),
-        (changed("model", "num_experts", 4), "model: num_experts None and 4"),
-        (changed("data", "data_path", ["8 bytes"]), "data: data_path ['9 bytes'] and ['8 bytes']"),
-        (lambda rank: rank["versions"].update(torch="1.0"), "versions: torch 0.0 and 1.0"),
-        (lambda rank: rank.update(device="cpu"), "machine: device a made-up GPU and cpu"),
+        (lambda rank: rank["versions"].update(torch="1.0"), "torch 0.0 and 1.0"),
+        (lambda rank: rank.update(device="cpu"), "device a made-up GPU and cpu"),
     ],
 )
 def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_compared(
@@ -184,4 +177,4 @@ def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_c
 
 def test_another_number_of_ranks_is_not_comparable(eager: Run) -> None:
     result = compare(eager, {0: make_record(steps=8)})
-    assert result.status == NOT_COMPARABLE and "ranks: world_size 2 and 1" in result.reason
+    assert result.status == NOT_COMPARABLE and "world_size 2 and 1" in result.reason

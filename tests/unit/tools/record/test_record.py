@@ -16,7 +16,6 @@ import torch
 import megatron_cg
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.telemetry import note, recording
-from megatron_cg.tools.record import record
 from megatron_cg.tools.record.read_record import RecordError, read_run
 from megatron_cg.tools.record.record import Recorder, digest, install_recorder, parameter_digests
 from tests.unit.ranks import on_ranks
@@ -286,27 +285,6 @@ def test_folders_without_the_records_of_one_run_are_refused(tmp_path: Path) -> N
     (tmp_path / "rank1.jsonl").write_text(line(rank=1, world_size=3))
     with pytest.raises(RecordError, match="records of runs with 2 and 3 ranks"):
         read_run(tmp_path)
-
-
-def test_the_setup_is_read_from_megatrons_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.training.arguments import add_megatron_arguments
-
-    (tmp_path / "text.bin").write_bytes(b"some")
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    words = f"--hidden-size 64 --seed 7 --data-path 0.5 {tmp_path}/text".split()
-    args = parser.parse_args(words)
-    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", args)
-    setup = record.of_megatron()
-    assert setup["model"]["hidden_size"] == 64 and setup["training"]["seed"] == 7
-    assert setup["parallel"]["context_parallel_size"] == 1
-    assert setup["data"]["data_path"] == ["0.5", "text.bin of 4 bytes"]
-    assert record.dataset(str(tmp_path / "absent")) == str(tmp_path / "absent")
-    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", None)
-    assert record.of_megatron() == {}
-    known = {*vars(args), "padded_vocab_size"}
-    assert not set(" ".join(record._NAMES.values()).split()) - known
 
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
