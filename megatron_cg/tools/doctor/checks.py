@@ -1,8 +1,7 @@
-"""What another process finds on this machine, the checks of that, and what is printed.
+"""What is found on this machine, the checks of that, and what is printed.
 
-``python -m megatron_cg.tools.doctor.checks FILE BACKEND`` is that process. It imports and loads
-what a run would, and writes a line of JSON when a stage begins and one when it ends, so that a
-crash loses no earlier finding and is that of its stage.
+What a run would import and load is imported and loaded here, in stages, and one that raises hides
+no other. If one ends the process, Python says where.
 
 Note [Two copies of cuDNN]
     Torch's wheels find their own libraries first. TE opens ``libcudnn.so`` by that bare name, which
@@ -11,19 +10,18 @@ Note [Two copies of cuDNN]
     ``CUDNN_HOME`` first (transformer-engine 2.20.2, ``_load_cuda_library_from_system``).
 """
 
+import faulthandler
 import importlib
 import json
 import os
 import platform
 import re
-import subprocess
 import sys
-import tempfile
 import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,13 +34,9 @@ from megatron_cg.errors import Violation
 from megatron_cg.upstream import te
 from megatron_cg.upstream.symbols import Symbol, installed_version
 
-SECONDS = 300.0
-"""Time limit of the other process; imports from a cold network disk take minutes."""
 _PACKAGE = Path(__file__).resolve().parents[2]
 LEVELS = ERROR, WARNING, OK = "error", "warning", "ok"
 """The severity of a finding, the worst first; only ERROR means that the run is impossible."""
-Answers = dict[str, dict[str, Any]]
-"""By stage of :func:`probe`: ``{"found": ...}``, or ``{"error": text}``."""
 
 
 @dataclass(frozen=True)
@@ -64,42 +58,10 @@ ok, warning, error = (partial(Finding, level) for level in (OK, WARNING, ERROR))
 class System:
     """Everything that checks read, so that no check reads the machine itself."""
 
-    answers: Answers
+    found: Mapping[str, Any]
+    """By stage of :func:`stages`; a stage that failed is not there."""
     backend: str = schema.TRANSFORMER_ENGINE
     variables: Mapping[str, str] = field(default_factory=dict)
-
-    def told(self, stage: str) -> Any:
-        """What the other process found at a stage; None if it failed or was not run."""
-        return self.answers.get(stage, {}).get("found")
-
-
-def run_probe(backend: str, variables: Mapping[str, str], seconds: float = SECONDS) -> Answers:
-    """The answers of the other process, as far as it got.
-
-    If it ended during a stage, by a signal or by the time limit, that stage has an error that says
-    so; later stages are missing.
-    """
-    answers: Answers = {"machine": {}}
-    paths = filter(None, [variables.get("PYTHONPATH", ""), str(_PACKAGE.parent)])
-    env = {**variables, "PYTHONPATH": os.pathsep.join(paths)}
-    with tempfile.TemporaryDirectory(prefix="megatron-cg-doctor-") as folder:
-        out, log = Path(folder, "answers"), Path(folder, "log")
-        words = [sys.executable, "-P", "-m", "megatron_cg.tools.doctor.checks", str(out), backend]
-        with log.open("wb") as file:
-            streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
-            end = "ended early"
-            try:
-                subprocess.run(words, check=True, env=env, timeout=seconds, **streams)
-            except subprocess.SubprocessError as failure:
-                end = str(failure)
-        # A line that the end of the process cut short is left out.
-        with suppress(FileNotFoundError, ValueError):
-            for line in out.read_text(encoding="utf-8").splitlines():
-                answers |= json.loads(line)
-        said = log.read_text(errors="replace").strip()[-600:]
-    for stage in [name for name, answer in answers.items() if not answer]:
-        answers[stage] = {"error": f"the process that looks: {end} It said last: {said}"}
-    return answers
 
 
 _TE = "transformer-engine"
@@ -120,8 +82,8 @@ _ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def versions(system: System) -> Iterator[Finding]:
-    yield ok(f"Python {platform.python_version()}, {system.told('machine')}")
-    for name, version in system.told("versions").items():
+    yield ok(f"Python {platform.python_version()}, {system.found['machine']}")
+    for name, version in system.found["versions"].items():
         if name != _TE or system.backend == schema.TRANSFORMER_ENGINE:
             yield _package(system, name, version)
 
@@ -142,8 +104,8 @@ def _package(system: System, name: str, version: str | None) -> Finding:
 
 
 def driver(system: System) -> Iterator[Finding]:
-    seen = system.told("driver")
-    if system.told("torch")["cuda"] is None:
+    seen = system.found["driver"]
+    if system.found.get("torch", {"cuda": ""})["cuda"] is None:
         yield error("torch was built without CUDA", "graphs are captured by CUDA", INSTALL["torch"])
     elif seen["error"] is not None:
         hidden = system.variables.get("CUDA_VISIBLE_DEVICES")
@@ -164,8 +126,8 @@ def driver(system: System) -> Iterator[Finding]:
 
 
 def libraries(system: System) -> Iterator[Finding]:
-    torch = system.told("torch")
-    with_te = system.told(_TE) or torch
+    torch = system.found["torch"]
+    with_te = system.found.get(_TE, torch)
     yield ok(f"CUDA {torch['cuda']}, torch in {torch['folder']}")
     if with_te.get("error"):
         yield error(
@@ -196,7 +158,7 @@ def libraries(system: System) -> Iterator[Finding]:
 
 
 def symbols(system: System) -> Iterator[Finding]:
-    rows = system.told("symbols")
+    rows = system.found["symbols"]
     for package in sorted({row["package"] for row in rows}):
         states = [row for row in rows if row["package"] == package]
         broken = [row["symbol"] for row in states if row.get("error")]
@@ -253,8 +215,13 @@ _OF_GPUS = (driver, libraries, variables)
 
 
 def invoke(args: Namespace, _extra: Sequence[str]) -> int:
-    here = System(run_probe(args.backend, os.environ), args.backend, os.environ)
-    findings = examine(here)
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # It names the import that ends the process.
+    with redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages about others that they can do without
+        found, failed = look(args.backend)
+    here = System(found, args.backend, os.environ)
+    findings = [*failed, *examine(here)]
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
@@ -262,16 +229,23 @@ def invoke(args: Namespace, _extra: Sequence[str]) -> int:
     return 0 if can_run(findings) else 1
 
 
+def look(backend: str) -> tuple[dict[str, Any], list[Finding]]:
+    """What each stage finds, and an error for each that fails."""
+    found: dict[str, Any] = {}
+    failed = []
+    for name, stage in stages(backend).items():
+        try:
+            found[name] = stage()
+        except (Exception, SystemExit) as raised:
+            why = "a run would fail in the same place, and what depends on it is not known"
+            failed.append(error(f"looking at {name} failed: {_text(raised)}", why, check=name))
+    return found, failed
+
+
 def examine(system: System) -> list[Finding]:
     findings: list[Finding] = []
-    for stage, answer in system.answers.items():
-        if "error" in answer:
-            repeat = f"python -m megatron_cg.tools.doctor.checks /dev/stdout {system.backend}"
-            why = "a run would fail in the same place, and what depends on it is not known"
-            found = f"looking at {stage} failed: {answer['error']}"
-            findings.append(error(found, why, repeat, stage))
     for check, stage in CHECKS.items():
-        if system.told(stage) is None or (system.backend == schema.TAPE and check in _OF_GPUS):
+        if stage not in system.found or (system.backend == schema.TAPE and check in _OF_GPUS):
             continue
         findings += [replace(finding, check=check.__name__) for finding in check(system)]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
@@ -305,18 +279,6 @@ _DECLARED = re.compile(r"^RELIES_ON\b", re.MULTILINE)
 _OF_THE_TAPE, _OF_TE = "megatron_cg.tape.", "megatron_cg.backends.te_"
 _NOT_USED = {schema.TAPE: (_OF_TE,), schema.NATIVE: (_OF_THE_TAPE, _OF_TE)}
 """Modules that a backend has no use for. With ``native``, TE's layers may be in the model."""
-
-
-def probe(out: Path, backend: str) -> None:
-    """Run the stages of the backend in turn. If one raises, its error is written."""
-    with out.open("a", encoding="utf-8", buffering=1) as file:
-        for name, stage in stages(backend).items():
-            file.write(json.dumps({name: {}}) + "\n")
-            try:
-                answer = {"found": stage()}
-            except (Exception, SystemExit) as error:
-                answer = {"error": _text(error)}
-            file.write(json.dumps({name: answer}) + "\n")
 
 
 def stages(backend: str) -> dict[str, Callable[[], Any]]:
@@ -439,7 +401,3 @@ def _state(symbol: Symbol) -> dict[str, Any]:
 def _text(error: BaseException) -> str:
     cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
     return f"{type(error).__name__}: {error}{cause}"
-
-
-if __name__ == "__main__":
-    probe(Path(sys.argv[1]), sys.argv[2])

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import time
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,9 +22,9 @@ from megatron_cg.tools.doctor.checks import (
     can_run,
     examine,
     loaded,
+    look,
     look_at_driver,
     look_up,
-    run_probe,
 )
 from megatron_cg.upstream.symbols import installed_version
 from tests.unit.tools.conftest import Cli
@@ -64,7 +62,7 @@ def system(found: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any)
     stages = FOUND | {
         stage: FOUND[stage] | dict(differs) for stage, differs in (found or {}).items()
     }
-    return System({stage: {"found": one} for stage, one in stages.items()}, **changes)
+    return System(stages, **changes)
 
 
 def of_level(findings: Iterable[Finding], level: str) -> list[Finding]:
@@ -191,57 +189,18 @@ def test_other_variables_that_matter_are_facts(tmp_path: Path) -> None:
     assert found[-1].found == shown
 
 
-def test_a_stage_that_failed_is_an_error_and_what_depends_on_it_is_not_looked_at() -> None:
-    here = system()
-    answers = here.answers | {"torch": {"error": "ImportError: no libcudart"}, "driver": {}}
-    found = examine(System(answers))
-    (failed,) = of_level(found, ERROR)
-    assert failed.check == "torch" and "no libcudart" in failed.found
-    assert {"driver", "libraries"}.isdisjoint({finding.check for finding in found})
-
-
-PROBE = """
-import json, os, signal, sys, time
-out, end = sys.argv[1:]
-print("last words")
-sys.stdout.flush()
-with open(out, "a") as file:
-    file.write('{"first": {"found": 1}}\\n{"second": {}}\\n{"cut')
-if end == "signal":
-    os.kill(os.getpid(), signal.SIGSEGV)
-if end == "wait":
-    time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "said", "seconds"),
-    [
-        ("signal", "died with <Signals.SIGSEGV", 60.0),
-        ("wait", "timed out", 2.0),
-        ("early", "ended early", 60.0),
-    ],
-)
-def test_what_was_seen_before_the_other_process_ended_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, said: str, seconds: float
+def test_a_stage_that_failed_is_an_error_and_what_depends_on_it_is_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = tmp_path / "megatron_cg" / "tools" / "doctor"
-    folder.mkdir(parents=True)
-    for place in (folder.parent.parent, folder.parent, folder):
-        (place / "__init__.py").touch()
-    (folder / "checks.py").write_text(PROBE)
-    monkeypatch.chdir(tmp_path)
-    communicate = subprocess.Popen.communicate
+    def fails() -> None:
+        raise ImportError("no libcudart")
 
-    def once_written(process: Any, *given: Any, **named: Any) -> Any:
-        while end == "wait" and not Path(process.args[-2]).exists():
-            time.sleep(0.01)
-        return communicate(process, *given, **named)
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", once_written)
-    answers = run_probe(end, {"PYTHONPATH": str(tmp_path)}, seconds)
-    assert answers["first"] == {"found": 1} and "third" not in answers
-    assert said in answers["second"]["error"] and "last words" in answers["second"]["error"]
+    monkeypatch.setattr(checks, "stages", lambda _: {"machine": lambda: "Linux", "torch": fails})
+    found, (failed,) = look(TAPE)
+    assert found == {"machine": "Linux"} and (failed.check, failed.level) == ("torch", ERROR)
+    assert failed.found == "looking at torch failed: ImportError: no libcudart"
+    rest = {name: one for name, one in FOUND.items() if name != "torch"}
+    assert "libraries" not in {finding.check for finding in examine(System(rest))}
 
 
 def test_what_torch_says_of_its_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +222,7 @@ def test_what_torch_says_of_its_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -
     found = look_at_driver()
     assert found["gpus"] == [("GPU 0", 9, 0), ("GPU 1", 9, 1)]
     assert found["said"] == ["sm_120 is not compatible"]
-    failed = system({"driver": {"error": "none"}}).answers | {"driver": {"found": {"error": "no"}}}
+    failed = FOUND | {"driver": {"error": "no"}}
     assert only(System(failed), ERROR).found == "torch finds no GPU: no"
 
 
@@ -296,8 +255,7 @@ def test_a_missing_symbol_and_a_broken_module_are_said(
         ("not_there", False, True),
         ("relying.two", True, False),
     ]
-    here = system()
-    here.answers["symbols"] = {"found": rows}
+    here = System(FOUND | {"symbols": rows})
     found = of_level(examine(here), ERROR)
     assert [one.found for one in found] == [
         "symbols of megatron-cg are missing or changed: relying.two",
@@ -338,12 +296,8 @@ def test_the_tape_can_run_here(elsewhere: None, cli: Cli) -> None:
 
 
 def test_findings_are_one_line_of_json(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    monkeypatch.setattr(checks, "run_probe", lambda *_: {**system().answers, "end": {"error": "x"}})
+    monkeypatch.setattr(checks, "look", lambda _: (FOUND, [Finding(ERROR, "it failed")]))
     ended = cli("doctor --json")
     first, *rest = json.loads(ended.out)
-    assert (
-        ended.code == 1
-        and first["level"] == "error"
-        and "looking at end failed: x" in first["found"]
-    )
+    assert ended.code == 1 and (first["level"], first["found"]) == ("error", "it failed")
     assert "versions" in {finding["check"] for finding in rest}
