@@ -50,6 +50,8 @@ EXPERTS, MLP = ("attn", "moe"), ("attn", "mlp")
 ONE_EACH = ("--expert-tensor-parallel-size", "1")
 SAVES = "--save-activations-interval"
 """Steps whose activations are saved run eagerly."""
+WITHOUT_ROOM = ("packed-full", "packed-full-ep2", "stash-overflows")
+"""Passes and steps with more samples or rows than there is room for run eagerly."""
 
 
 @dataclass(frozen=True)
