@@ -5,7 +5,16 @@ from collections.abc import Callable
 import pytest
 
 from megatron_cg.tools.align.compare import Outcome
-from tests.functional.cases import CASES, FEATURES, LARGE, PACKED, SAVES, UNDER_V2, WITHOUT_ROOM, Case
+from tests.functional.cases import (
+    CASES,
+    FEATURES,
+    LARGE,
+    PACKED,
+    SAVES,
+    UNDER_V2,
+    WITHOUT_ROOM,
+    Case,
+)
 from tests.functional.outcomes import assert_identical
 
 
