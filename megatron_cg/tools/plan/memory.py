@@ -53,7 +53,7 @@ class Layer:
 
 
 class Shape:
-    """Sizes of one microbatch on one rank.
+    """Sizes of one rank and its microbatches.
 
     In bytes: the ``width`` of an element, the ``hidden`` states between layers, and a ``norm``'s
     output that is saved. ``tensor`` parallelism splits ``tokens``; ``gated`` is 2 if an MLP
@@ -71,6 +71,17 @@ class Shape:
         self.norm = 0 if self.run.recomputes("layernorm") else self.hidden
         self.gated = 2 if args.swiglu or args.quick_geglu else 1
         self.keeps_quantized = self.run.fp8 is not None and not self.run.fp8_param_gather
+        instances = int(args.num_distributed_optimizer_instances)
+        self.expert_split = int(args.expert_tensor_parallel_size * args.expert_model_parallel_size)
+        self.sharing: int = args.data_parallel_size * args.context_parallel_size // instances
+        self.sharing_experts: int = max(1, args.world_size // (self.expert_split * instances))
+        strategy = args.data_parallel_sharding_strategy
+        self.shards_weights = strategy == "optim_grads_params"
+        self.shards_gradients = strategy in ("optim_grads_params", "optim_grads")
+        self.shards_optimizer = strategy != "no_shard"
+        # ``auto`` is the dtype of the parameters; Megatron replaces the flag's names by dtypes.
+        dtype = args.megatron_fsdp_main_grads_dtype
+        self.gradient_width = getattr(dtype, "itemsize", self.width)
 
     def bytes_of(self, columns: int) -> int:
         """Bytes of an activation with so many columns, which tensor parallelism splits."""
@@ -109,6 +120,63 @@ class Shape:
         """Of these, rows that a layer keeps for the backward pass."""
         stash, average = self.graph.cg_moe_stash, self.average_rows
         return self.rows if stash is None or self.rows == average else int(stash * average)
+
+    def _counts(self, parts: Sequence[Part]) -> tuple[int, int]:
+        dense = sum(part.split // self.tensor + part.whole for part in parts)
+        return dense, sum(part.experts for part in parts) // self.expert_split
+
+    def held(self, parts: Sequence[Part], *, sharded: bool = False) -> int:
+        dense, experts = self._counts(parts)
+        if sharded:
+            return -(-dense // self.sharing) - (-experts // self.sharing_experts)
+        return dense + experts
+
+    def state(self, parts: Sequence[Part]) -> dict[str, int]:
+        args, width = self.args, self.width
+        moments = 8 if args.optimizer == "adam" else 4
+        if args.use_precision_aware_optimizer:
+            moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+        optimizer = self.held(parts, sharded=self.shards_optimizer)
+        return {
+            "weights": self.held(parts, sharded=self.shards_weights) * width,
+            "gradients": self.held(parts, sharded=self.shards_gradients) * self.gradient_width,
+            "main weights": optimizer * (4 if width == 2 else 0),
+            "optimizer state": optimizer * moments,
+        }
+
+    def buffers(self, layers: Sequence[Layer], ends: Part) -> int:
+        """Bytes of unsharded weights and gradients.
+
+        Two buffers are for the units of the most frequent size, and with
+        ``--fsdp-db-use-persist-buf-on-alloc-fail`` each other has its own.
+        """
+        sizes = Counter(self._gathered(layer.parts) for layer in layers)
+        common, count = sizes.most_common(1)[0]
+        others = sum(size * count for size, count in sizes.items()) - common * count
+        if self.args.megatron_fsdp_max_pool_double_buffer:
+            common, others = max(sizes), 0
+        width = self.width * self.shards_weights
+        width += self.gradient_width * self.shards_gradients
+        return int((2 * common + others + self._gathered([ends])) * width)
+
+    def _gathered(self, parts: Sequence[Part]) -> int:
+        dense, experts = self._counts(parts)
+        return dense * (self.sharing > 1) + experts * (self.sharing_experts > 1)
+
+    def workspace(self, layer: Layer) -> int:
+        """Bytes of a layer's weight gradients, and of the widest activations of its backward."""
+        args = self.args
+        heads = args.num_attention_heads * (args.kv_channels or 0) // self.tensor
+        widest = 4 * self.tokens * max(args.hidden_size, heads) * self.width
+        if layer.holds("experts"):
+            sends = args.expert_model_parallel_size > 1 and self.graph.cg_moe_exchange != "peer"
+            widest = max(widest, self.row_bytes * self.rows * (3 if sends else 1))
+            if self.kept_rows != self.rows:
+                # The layer that runs has room for any routing.
+                saved = next(part.saved for part in layer.captured if part.name == "experts")
+                widest += (saved - self.norm) * self.rows // self.kept_rows
+        repeated = _activations(self, layer) if recomputes_layers(self.run) else 0
+        return int(self.held(layer.captured) * self.width + widest + repeated)
 
 
 def layers_of(settings: Settings) -> tuple[Layer, ...]:
@@ -289,14 +357,13 @@ class Memory:
 
 def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memory:
     layers = layers_of(settings) if layers is None else layers
-    rank, args = _Rank(settings), settings.args
-    shape = rank.shape
+    shape, args = Shape(settings), settings.args
     vocabulary = _vocabulary(args)
     tables = 2 if args.untie_embeddings_and_output_weights else 1
     ends = Part("embedding", None, split=vocabulary * args.hidden_size * tables)
     parts = [*(part for layer in layers for part in layer.parts), ends]
     graphed = [layer for layer in layers if layer.captured]
-    state = rank.state(parts)
+    state = shape.state(parts)
     outputs = [_outputs(shape, layer) for layer in graphed]
     masks = args.micro_batch_size * args.seq_length**2 // args.context_parallel_size
     masks *= args.create_attention_mask_in_dataloader
@@ -306,8 +373,8 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
         _ALWAYS: {
             **state,
             # With its transpose each quantized weight of a rank has a byte twice, not sharded.
-            "quantized weights": rank.held(parts[:-1]) * 2 * shape.keeps_quantized,
-            "FSDP buffers": rank.buffers(layers, ends),
+            "quantized weights": shape.held(parts[:-1]) * 2 * shape.keeps_quantized,
+            "FSDP buffers": shape.buffers(layers, ends),
             "workspaces": _MISCELLANEOUS,
             "static inputs": shape.hidden * len(graphed),
             "attention masks": masks * sum(layer.holds("attention") for layer in graphed),
@@ -316,13 +383,13 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
         _POOL: {
             "saved activations": sum(_saved(shape, *numbered) for numbered in enumerate(graphed)),
             "outputs": sum(outputs),
-            "gradients and workspace": max(map(rank.workspace, graphed), default=0),
+            "gradients and workspace": max(map(shape.workspace, graphed), default=0),
         },
         _PASSES: {
             "eager activations": _eager_activations(shape, layers),
             "logits": logits + logits * 4 // shape.width,  # again in fp32, for the loss
         },
-        _STEP: {"fp32 copies of gradients": state["gradients"] * 2 * (rank.gradient_width == 2)},
+        _STEP: {"fp32 copies of gradients": state["gradients"] * 2 * (shape.gradient_width == 2)},
         _OUTSIDE: {
             "CUDA and NCCL": _CONTEXT + _EXPERT_GROUPS * (args.expert_model_parallel_size > 1),
             # One set of slots for all layers, for rows and what places them.
@@ -330,81 +397,8 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
         },
     }
     count = sum(part.split + part.whole + part.experts for part in parts)
-    sharded = rank.held(parts, sharded=rank.shards_weights)
-    return Memory((count, rank.held(parts), sharded), terms)
-
-
-class _Rank:
-    def __init__(self, settings: Settings) -> None:
-        self.shape, args = Shape(settings), settings.args
-        instances = int(args.num_distributed_optimizer_instances)
-        self.expert_split = int(args.expert_tensor_parallel_size * args.expert_model_parallel_size)
-        self.sharing: int = args.data_parallel_size * args.context_parallel_size // instances
-        self.sharing_experts: int = max(1, args.world_size // (self.expert_split * instances))
-        strategy = args.data_parallel_sharding_strategy
-        self.shards_weights = strategy == "optim_grads_params"
-        self.shards_gradients = strategy in ("optim_grads_params", "optim_grads")
-        self.shards_optimizer = strategy != "no_shard"
-        # ``auto`` is the dtype of the parameters; Megatron replaces the flag's names by dtypes.
-        dtype = args.megatron_fsdp_main_grads_dtype
-        self.gradient_width = getattr(dtype, "itemsize", self.shape.width)
-
-    def _counts(self, parts: Sequence[Part]) -> tuple[int, int]:
-        dense = sum(part.split // self.shape.tensor + part.whole for part in parts)
-        return dense, sum(part.experts for part in parts) // self.expert_split
-
-    def held(self, parts: Sequence[Part], *, sharded: bool = False) -> int:
-        dense, experts = self._counts(parts)
-        if sharded:
-            return -(-dense // self.sharing) - (-experts // self.sharing_experts)
-        return dense + experts
-
-    def state(self, parts: Sequence[Part]) -> dict[str, int]:
-        args, width = self.shape.args, self.shape.width
-        moments = 8 if args.optimizer == "adam" else 4
-        if args.use_precision_aware_optimizer:
-            moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
-        optimizer = self.held(parts, sharded=self.shards_optimizer)
-        return {
-            "weights": self.held(parts, sharded=self.shards_weights) * width,
-            "gradients": self.held(parts, sharded=self.shards_gradients) * self.gradient_width,
-            "main weights": optimizer * (4 if width == 2 else 0),
-            "optimizer state": optimizer * moments,
-        }
-
-    def buffers(self, layers: Sequence[Layer], ends: Part) -> int:
-        """Bytes of unsharded weights and gradients.
-
-        Two buffers are for the units of the most frequent size, and with
-        ``--fsdp-db-use-persist-buf-on-alloc-fail`` each other has its own.
-        """
-        sizes = Counter(self._gathered(layer.parts) for layer in layers)
-        common, count = sizes.most_common(1)[0]
-        others = sum(size * count for size, count in sizes.items()) - common * count
-        if self.shape.args.megatron_fsdp_max_pool_double_buffer:
-            common, others = max(sizes), 0
-        width = self.shape.width * self.shards_weights
-        width += self.gradient_width * self.shards_gradients
-        return int((2 * common + others + self._gathered([ends])) * width)
-
-    def _gathered(self, parts: Sequence[Part]) -> int:
-        dense, experts = self._counts(parts)
-        return dense * (self.sharing > 1) + experts * (self.sharing_experts > 1)
-
-    def workspace(self, layer: Layer) -> int:
-        """Bytes of a layer's weight gradients, and of the widest activations of its backward."""
-        shape, args = self.shape, self.shape.args
-        heads = args.num_attention_heads * (args.kv_channels or 0) // shape.tensor
-        widest = 4 * shape.tokens * max(args.hidden_size, heads) * shape.width
-        if layer.holds("experts"):
-            sends = args.expert_model_parallel_size > 1 and shape.graph.cg_moe_exchange != "peer"
-            widest = max(widest, shape.row_bytes * shape.rows * (3 if sends else 1))
-            if shape.kept_rows != shape.rows:
-                # The layer that runs has room for any routing.
-                saved = next(part.saved for part in layer.captured if part.name == "experts")
-                widest += (saved - shape.norm) * shape.rows // shape.kept_rows
-        repeated = _activations(shape, layer) if recomputes_layers(shape.run) else 0
-        return int(self.held(layer.captured) * shape.width + widest + repeated)
+    sharded = shape.held(parts, sharded=shape.shards_weights)
+    return Memory((count, shape.held(parts), sharded), terms)
 
 
 def _vocabulary(args: Any) -> int:
