@@ -63,8 +63,7 @@ RELIES_ON = (
 class FullyShard(PerModule):
     """See :class:`megatron_cg.fully_shard.per_module.PerModule`.
 
-    No hook of FSDP2 matters in a capture: it removes all hooks of units, and no other hooks are
-    left in them; see Note [Sharded modules in a unit] in ``per_module.py``.
+    No hook of FSDP2 matters in a capture: it removes all hooks of units, and none are in them.
     """
 
     name = "FSDP2"
@@ -81,20 +80,25 @@ class FullyShard(PerModule):
         """By group."""
 
     def refusals_of(self, name: str, module: nn.Module) -> Iterator[Violation]:
-        """Units without parameters of their own, or whose parameters are of an unknown kind."""
-        if _own_parameters(module):
-            for each in sharded_in(module):
-                yield from _unknown_parameters(name, each)
-                if each is not module:
-                    yield from _unknown_policy(name, module, each)
-                    yield from self.elsewhere(name, module, each)
-            return
-        yield Violation(
-            "fsdp2-no-parameters",
-            f"unit {name} is a {type(module).__name__} without parameters of its own",
-            "fully_shard gathers nothing for it",
-            "leave the unit out of units, or name the modules in it that have parameters",
-        )
+        """Units with sharded modules in them, without parameters, or with some of unknown kinds."""
+        yield from _unknown_parameters(name, module)
+        if len(sharded_in(module)) > 1:
+            path = next(
+                path for path, each in module.named_modules() if path and self.is_unit(each)
+            )
+            yield Violation(
+                "fsdp2-sharded-inside",
+                f"fully_shard was called on {path} in unit {name} too",
+                "hooks of fully_shard inside a unit do not run in a replay",
+                "call it on the unit alone, or name the modules in it as units",
+            )
+        elif not own_groups(module):
+            yield Violation(
+                "fsdp2-no-parameters",
+                f"unit {name} is a {type(module).__name__} without parameters of its own",
+                "fully_shard gathers nothing for it",
+                "leave the unit out of units, or name the modules in it that have parameters",
+            )
 
     def is_distributed(self, module: nn.Module) -> bool:
         """As after ``parallelize_module``: what FSDP2 gathers is a DTensor then."""
@@ -141,8 +145,6 @@ class FullyShard(PerModule):
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
         """See Note [One buffer for many units]."""
         _require_reduced(layer)
-        for module in sharded_in(layer)[1:]:
-            yield from self.hooks_around(layer, module, prepend=True)
         for number, group in enumerate(groups_of(layer)):
             layout = tuple(
                 (output.numel(), output.dtype, output.device)
@@ -164,8 +166,7 @@ class FullyShard(PerModule):
             yield
 
     def fill(self, layer: Any) -> None:
-        for module in sharded_in(layer):
-            module.unshard()
+        layer.unshard()
         for group in groups_of(layer):
             self._places[group].enter()
             group._to_sharded()
@@ -176,28 +177,6 @@ class FullyShard(PerModule):
             param._setattr_on_modules(param.sharded_param if sharded else param._unsharded_param)
             if self.varies_sums:  # See Note [Gradients of another dtype].
                 param._unsharded_param.grad_dtype = param.unsharded_grad_dtype if sharded else None
-
-
-def _own_parameters(module: nn.Module) -> bool:
-    """Whether a parameter of ``module`` is in no other module in it that was sharded."""
-    others = {parameter for each in sharded_in(module)[1:] for parameter in each.parameters()}
-    return any(parameter not in others for parameter in module.parameters())
-
-
-def _unknown_policy(name: str, unit: nn.Module, module: Any) -> Iterator[Violation]:
-    """Its casts would happen in another place; see Note [Sharded modules in a unit]."""
-    policy = module._get_fsdp_state()._mp_policy
-    path = next(path for path, each in unit.named_modules() if each is module)
-    casts = policy.cast_forward_inputs and policy.param_dtype is not None
-    if casts or policy.output_dtype is not None:
-        yield Violation(
-            "fsdp2-casts-inside",
-            f"fully_shard was called on {path} in unit {name} with a policy that casts its "
-            f"{'inputs' if casts else 'outputs'}",
-            "hooks of fully_shard inside a unit run around the unit while there are graphs",
-            f"MixedPrecisionPolicy(..., cast_forward_inputs=False) without output_dtype for "
-            f"{path}, and cast in its forward",
-        )
 
 
 def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:

@@ -125,7 +125,7 @@ class MegatronFsdpV2(PerModule):
             _reshard(module)
             yield partial(_reshard, module)
             if module is not layer:
-                yield from self.hooks_around(layer, module, prepend=False)
+                yield from self.hooks_around(layer, module)
         place = self._places[layer] % 2
         for number, group in enumerate(self._groups_of(layer)):
             if _is_replicated(group):

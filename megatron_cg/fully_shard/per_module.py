@@ -128,10 +128,10 @@ class PerModule(Sharding):
         modules hold the unsharded ones for the whole capture.
 
     Note [Sharded modules in a unit]
-        ``fully_shard`` may have been called on modules in a unit too, such as the experts of an MoE
-        block, which may have another mesh. Their hooks would not run in a replay. So while graphs
-        exist, they run around the unit, in eager passes too: all of the unit's weights are gathered
-        before its forward and its backward pass, and reduced after it.
+        Megatron-FSDP v2 may have sharded modules in a unit too, such as the experts of a MoE layer,
+        which have another mesh. Their hooks would not run in a replay. So while graphs exist, they
+        run around the unit, in eager passes too: all of the unit's weights are gathered before its
+        forward and its backward pass, and reduced after it. FSDP2's are refused.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -174,11 +174,8 @@ class PerModule(Sharding):
     def hoists_hook(self, hook: Callable[..., Any]) -> bool:
         return self.owns_hook(hook)
 
-    def hooks_around(self, unit: nn.Module, module: nn.Module, *, prepend: bool) -> Iterator[Undo]:
-        """Run hooks around the unit; see Note [Sharded modules in a unit].
-
-        ``prepend`` says that those before a forward pass run before the unit's own.
-        """
+    def hooks_around(self, unit: nn.Module, module: nn.Module) -> Iterator[Undo]:
+        """Run hooks around the unit; see Note [Sharded modules in a unit]."""
         records = [record for record in module_hooks(module) if self.owns_hook(record.fn)]
         for record in records:
             registry = getattr(module, record.kind.value)
@@ -198,7 +195,7 @@ class PerModule(Sharding):
             if record.kind is HookKind.FORWARD_PRE:
                 keywords = record.hook_id in module._forward_pre_hooks_with_kwargs
                 register[record.kind] = partial(
-                    unit.register_forward_pre_hook, prepend=prepend, with_kwargs=keywords
+                    unit.register_forward_pre_hook, with_kwargs=keywords
                 )
             yield register[record.kind](around).remove
 

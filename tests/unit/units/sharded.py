@@ -75,12 +75,9 @@ def under_fsdp2(
     mesh: tuple[int, ...] = (2,),
     after_forward: Mapping[int, bool | int] | None = None,
     around: bool = True,
-    inside: bool = False,
     **options: Any,
 ) -> Callable[[Network], Any]:
     """``fully_shard`` on each layer, and on the whole or (not ``around``) on each other module.
-
-    With ``inside`` also on a module in each layer.
 
     ``after_forward`` is a layer's choice.
     """
@@ -90,8 +87,6 @@ def under_fsdp2(
         device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
         for number, layer in enumerate(network.layers):
             own = (after_forward or {}).get(number)
-            if inside:
-                fully_shard(layer.get_submodule("up"), mesh=device_mesh, **options)
             fully_shard(layer, mesh=device_mesh, reshard_after_forward=own, **options)
         for part in (network,) if around else (network.embed, network.head):
             fully_shard(part, mesh=device_mesh, **options)

@@ -205,12 +205,6 @@ CASES = {
     "FSDP2, no module around the units": Case(under_fsdp2(around=False)),
     "FSDP2, inputs of units need no gradient": Case(under_fsdp2(), detached=True),
     "FSDP2, state is saved and loaded": Case(under_fsdp2(), before_step=save_and_load),
-    "FSDP2, sharded modules in units": Case(
-        under_fsdp2(inside=True), options={"verify_interval": 2}
-    ),
-    "FSDP2, they stay unsharded between microbatches": Case(
-        under_fsdp2(inside=True), microbatch=unsharded_in_between
-    ),
     "v1, optimizer and gradients": Case(under_v1(zero_dp_strategy="optim_grads")),
     "v2, bf16": Case(under_v2(prepare=in_bf16)),
     "v2, five units of one shape": Case(under_v2(), inner=(16, 16, 16, 16, 16)),

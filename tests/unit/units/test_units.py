@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote
@@ -116,24 +116,21 @@ def test_fsdp2_units_without_parameters_of_their_own_are_refused(one_rank: None)
     with pytest.raises(ConfigurationError) as error:
         graph_units(model, ["*.*", "0", "1", "2"], backend="tape")
     rules = [violation.rule for violation in error.value.violations]
-    assert rules == ["no-fsdp-unit", "fsdp2-no-parameters", "fsdp2-no-parameters", "nested-units"]
+    assert rules == ["no-fsdp-unit", "fsdp2-no-parameters", "fsdp2-sharded-inside", "nested-units"]
     assert "unit 0 is a FSDPTanh without parameters of its own" in str(error.value)
 
 
-def test_fsdp2_modules_in_units_are_of_one_unit_and_cast_nothing(one_rank: None) -> None:
-    shared, casting = nn.Linear(2, 2), nn.Linear(2, 2)
-    units = [nn.Sequential(nn.Linear(2, 2), inner) for inner in (shared, shared, casting)]
-    model = nn.Sequential(*units, nn.Linear(2, 2))
-    sharded(shared)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(casting, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-    sharded(*units, model)
+def test_fsdp2_modules_in_units_are_refused_by_name(one_rank: None) -> None:
+    inner = nn.Linear(2, 2)
+    unit = nn.Sequential(nn.Linear(2, 2), nn.Sequential(inner))
+    model = nn.Sequential(unit, nn.Linear(2, 2))
+    sharded(inner, unit, model)
     with pytest.raises(ConfigurationError) as error:
-        graph_units(model, ["0", "2"], backend="tape")
-    first, second = error.value.violations
-    assert (first.rule, second.rule) == ("shared-module", "fsdp2-casts-inside")
-    assert first.found == "fully_shard was called on 1.1, which is in unit 0 too"
-    assert "on 1 in unit 2 with a policy that casts its inputs" in second.found
+        graph_units(model, ["0"], backend="tape")
+    (refused,) = error.value.violations
+    assert (refused.rule, refused.found) == (
+        *("fsdp2-sharded-inside", "fully_shard was called on 1.0 in unit 0 too"),
+    )
 
 
 class Penalized(nn.Linear):
