@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER, RunArguments
-from megatron_cg.errors import ConfigurationError, Violation, say
+from megatron_cg.errors import Violation, say
 
 _RULE = "cg-layers"
 _RANGE = re.compile(r"(?P<first>\d+)(?P<dash>-(?P<last>\d*))?", re.ASCII)
@@ -51,20 +51,9 @@ def _text(layers: range) -> str:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """The ranges of each scope in ``--cg-layers``, in the given order."""
+    """The ranges of each scope in ``--cg-layers``, in the given order; none select all layers."""
 
     ranges: Mapping[str, Sequence[range]] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, tokens: Sequence[str]) -> "LayerSelection":
-        """Parse the values of ``--cg-layers``; no values select every scope on every layer.
-
-        Raises ConfigurationError with every malformed token and unknown scope at once.
-        """
-        selection, broken = read_tokens(tokens)
-        if broken:
-            raise ConfigurationError(broken)
-        return selection
 
     def scopes(self, layer_index: int, scopes: Sequence[str]) -> tuple[str, ...]:
         """The scopes among the run's ``scopes`` that are captured on one layer, in the same order.

@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import get_attr_wrapped_model
 from torch.utils._pytree import tree_map
 
-from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.megatron import run_of, scope_names
 from megatron_cg.arguments.rule import WITHOUT_FIXED_SHAPES
 from megatron_cg.arguments.rules import violations
@@ -110,7 +110,7 @@ class FsdpHelper:
             _require_layers(self.helper.flattened_callables)
             sharding: Any = of_megatron(self.helper.model[0])
             self.fsdp: Any = sharding.wrapped
-            self._scopes = LayerScopes(self.helper, LayerSelection.parse(self.given.cg_layers))
+            self._scopes = LayerScopes(self.helper, read_tokens(self.given.cg_layers)[0])
             self._layers: list[Any] = self.helper.flattened_callables
             _require_units(sharding, self._layers)
             self._inputs = ObservedInputs(self._layers)

@@ -11,14 +11,11 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from packaging.version import Version
-
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import EXIT_CODES, Comparison, Outcome
 from megatron_cg.tools.align.presets import Preset, load_preset
-from megatron_cg.upstream.symbols import installed_version
 
 _SHOWN_SHARDS = 5
 _NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
@@ -34,7 +31,6 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
 
 def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
     preset = load_preset(args.preset)
-    _check_version(args.megatron_fsdp_version)
     backend = args.backend
     if backend == "auto":
         backend = TRANSFORMER_ENGINE if run.gpu_count() else TAPE
@@ -51,16 +47,6 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
     if args.work_dir is not None and outcome.graphed is not None:
         print(f"what it recorded: megatron-cg report {shlex.quote(str(args.work_dir))}")
     return outcome.comparison
-
-
-def _check_version(fsdp_version: int) -> None:
-    core = installed_version("megatron-core")
-    if fsdp_version == 2 and core is not None and Version(core).release < (0, 20):
-        raise MegatronCGError(
-            f"--megatron-fsdp-version 2: megatron-core {core} is installed, and Megatron's scripts "
-            "have that version from 0.20 on. Put a newer Megatron-LM on PYTHONPATH, or leave the "
-            "option out."
-        )
 
 
 def _on_gpus(

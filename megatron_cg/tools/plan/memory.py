@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_cg.arguments.layers import LayerSelection, available_scopes, decoder_symbols
+from megatron_cg.arguments.layers import available_scopes, decoder_symbols, read_tokens
 from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated, recomputes_layers
 from megatron_cg.tools.plan.settings import VOCABULARY, Settings
 
@@ -185,7 +185,7 @@ def layers_of(settings: Settings) -> tuple[Layer, ...]:
     A layer's kind is Megatron's symbols of its parts, as in a hybrid pattern.
     """
     run, args, shape = settings.run, settings.args, Shape(settings)
-    selection = LayerSelection.parse(settings.graph.cg_layers)
+    selection = read_tokens(settings.graph.cg_layers)[0]
     kinds = [*decoder_symbols(run.hybrid_layer_pattern or "")]
     if run.hybrid_layer_pattern is None:
         # A layer spec is taken to change no kind of a layer.
