@@ -110,15 +110,13 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 @contextmanager
 def module_entry(name: str, module: types.ModuleType) -> Iterator[None]:
     """Set ``module`` in ``sys.modules`` as ``name``; on exit restore the previous entry."""
-    before = sys.modules.get(name)
+    before = {name: sys.modules[name]} if name in sys.modules else {}
     sys.modules[name] = module
     try:
         yield
     finally:
-        if before is None:
-            sys.modules.pop(name, None)
-        else:
-            sys.modules[name] = before
+        sys.modules.pop(name, None)
+        sys.modules.update(before)
 
 
 def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:

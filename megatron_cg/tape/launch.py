@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from megatron_cg.upstream.patch import replace_function, undone_after
+from megatron_cg.upstream.patch import combine_undos, replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 START = "spawn"
@@ -82,9 +82,8 @@ def as_nccl() -> Iterator[None]:
         tensor.div_(dist.get_world_size(group))
         return None
 
-    with ExitStack() as undo:
-        undo.callback(replace_function(dist, "all_to_all_single", all_to_all_single))
-        undo.callback(replace_function(dist, "all_reduce", all_reduce))
+    ours = (all_to_all_single, all_reduce)
+    with undone_after(combine_undos(replace_function(dist, one.__name__, one) for one in ours)):
         yield
 
 
@@ -93,10 +92,8 @@ def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
 
     def init(group: Any, store: Any, rank: int, size: int, given: Any = None, **named: Any) -> None:
         given = named.get("options", named.get("timeout", given))
-        if given is None or isinstance(given, timedelta):
-            options = _default_options(given)
-        else:
-            options = given
+        is_time = given is None or isinstance(given, timedelta)
+        options = _default_options(given) if is_time else given
         options._threads = 1
         original(group, store, rank, size, options)
 
@@ -114,24 +111,18 @@ def _default_options(timeout: timedelta | None) -> Any:
 
 @cache
 def _device(interface: str) -> Any:
+    """Its thread does not take the core of the thread that wakes it."""
     group = _GROUP.find()
-    with _threads_that_interrupt_none():
+    is_usual = os.sched_getscheduler(0) == os.SCHED_OTHER
+    try:
+        if is_usual:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         if interface:
             return group.create_device(interface=interface)
         return group.create_default_device()
-
-
-@contextmanager
-def _threads_that_interrupt_none() -> Iterator[None]:
-    """Threads that are started in the block do not take the core of the thread that wakes them."""
-    if os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
     finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        if is_usual:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 # The device's thread does not survive a fork.

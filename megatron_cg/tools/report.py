@@ -50,7 +50,6 @@ def lines(run: align.Run, reference: align.Run | None = None) -> Iterator[str]:
         yield compared(run, reference)
     if found := faults(run):
         yield from ("", "Mismatches and faults:", *found)
-    yield last_step(first)
     if peak := max(int(record.get("peak_allocated_bytes", 0)) for record in run.values()):
         yield f"Highest allocated, of the rank that had most: {peak / 2**20:.0f} MiB."
     total = Counter(align.graph_counts(run))
@@ -75,15 +74,6 @@ def compared(run: align.Run, reference: align.Run) -> str:
     count = f"{len(found.values)} losses and gradient norms, {found.shards} parameter shards"
     reason = f": {found.reason}" if found.reason else ", to the last bit"
     return f"{found.status.upper()}{reason}. Compared with the other run: {count}."
-
-
-def last_step(record: Mapping[str, Any]) -> str:
-    steps = record["steps"]
-    if not steps:
-        return "No step has ended, so there is no loss."
-    numbers = align.numbers_of(steps, len(steps) - 1).items()
-    found = ", ".join(f"{name} {float.fromhex(value):.9g}" for name, value in numbers)
-    return f"Step {len(steps)}: {found}."
 
 
 def faults(run: align.Run) -> list[str]:

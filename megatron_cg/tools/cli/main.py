@@ -129,7 +129,7 @@ def plan(add: Add) -> None:
 
 
 def report(add: Add) -> None:
-    """Print what a run recorded: outcome, last losses, memory, graphs, faults.
+    """Print what a run recorded: outcome, memory, graphs, faults.
 
     DIR is what 'megatron-cg align --work-dir' or a run with --cg-record has left.
     Exit code 0: printed; 2: cannot be done.

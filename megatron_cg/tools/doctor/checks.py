@@ -78,7 +78,6 @@ _NO_GPU = "megatron-cg align --backend tape  # needs no GPU"
 _SECOND = "two copies in one process keep two states, and a call may reach either"
 _SECOND_CUDNN = "with an older cuDNN, TE silently takes unfused attention: slow, other bits"
 _SHOWN = ("CUBLAS", "CUDA_", "CUDNN_", "LD_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_NCCL_")
-_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def versions(system: System) -> Iterator[Finding]:
@@ -188,14 +187,10 @@ def variables(system: System) -> Iterator[Finding]:
 
 
 def _mistake(name: str, value: str) -> str | None:
-    if name in _ATTENTION:
-        return "Megatron sets it from --attention-backend, and ends a run that finds another value"
     if name.endswith("ALLOC_CONF") and "cudaMallocAsync" in value:
         return "graphs need torch's own allocator: their private pools, and the cleanup of captures"
     if name in ("CUDNN_HOME", "CUDNN_PATH") and not any(Path(value or "?").rglob("libcudnn.so*")):
         return "there is no libcudnn.so, so TE silently looks in the next place"
-    if name == "CUDA_LAUNCH_BLOCKING" and value not in ("", "0"):
-        return "the host waits for every kernel: step times mean nothing, above all with graphs"
     return None
 
 

@@ -166,8 +166,6 @@ def test_what_a_backend_does_not_need_is_not_missed(backend: str) -> None:
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1", ERROR),
         ("PYTORCH_ALLOC_CONF", "expandable_segments:True", ERROR),
         ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", WARNING),
-        ("NVTE_FUSED_ATTN", "0", WARNING),
-        ("CUDA_LAUNCH_BLOCKING", "1", WARNING),
         ("CUDNN_HOME", "/nowhere", WARNING),
         ("CUDNN_PATH", "", WARNING),
     ],
