@@ -171,11 +171,8 @@ def in_parts(value: Any) -> Any:
 def _fields_of(value: Any) -> Any:
     kind: Any = type(value)
     parts = {one.name: in_parts(getattr(value, one.name)) for one in fields(kind) if one.init}
-    is_whole = len(parts) == len(fields(kind))
-    is_whole = is_whole and getattr(value, "__dict__", parts).keys() == parts.keys()
-    if not is_whole or not hasattr(kind, "__post_init__"):
-        return Parts(kind, parts) if is_whole else value
-    if kind.__new__ is not object.__new__:
+    is_whole = len(parts) == len(fields(kind)) and kind.__new__ is object.__new__
+    if not is_whole or getattr(value, "__dict__", parts).keys() != parts.keys():
         return value
     first: dict[int, str] = {}
     tensors = ((name, id(one)) for name, one in parts.items() if isinstance(one, torch.Tensor))
@@ -461,14 +458,11 @@ def _is_leaf(value: Any) -> bool:
 def _mark_of(value: Any, name: str) -> Any:
     if not isinstance(value, torch.Tensor) or not is_dense(value):
         return value
-    if is_awaited(value):
-        return _TENSOR
     if spec_of(value) is not None:
         return _Distributed(value, name) if _is_plain_tensor(local(value)) else value
-    if not _is_plain_tensor(value):
+    if not _TENSOR.is_like(value):
         return value
-    dims = _expanded_dims(value)
-    if not dims:
+    if is_awaited(value) or not (dims := _expanded_dims(value)):
         return _TENSOR
     return value if value.requires_grad else _Expanded(value, dims)
 

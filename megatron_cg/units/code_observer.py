@@ -12,16 +12,15 @@ Note [Which warmup pass counts]
 
 Note [Random numbers]
     A graph is given the seed and offset of its generators at each replay, whatever was set when it
-    was captured. And what Python drew then, such as which layers to skip, is in the graph for good.
+    was captured. And what Python drew then, such as which layers to skip, is in the graph for good:
+    the states of its generators are Python state.
 """
 
 import gc
-import pickle
-import random
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -246,7 +245,7 @@ class CodeObserver:
             if forward:
                 self._operations.forget()
                 stack.enter_context(questions_refused(self._unit, self._samples))
-                stack.enter_context(seeds_refused(self._unit, self._device_type, state.values()))
+                stack.enter_context(seeds_refused(self._unit, self._device_type))
                 hooks = partial(self._refuse_hook, torch.Tensor.register_hook)
                 stack.callback(replace_function(torch.Tensor, "register_hook", hooks))
             else:
@@ -388,8 +387,8 @@ class CodeObserver:
                 raise self._error(
                     f"changes {change.what} in its forward pass",
                     "A replay runs no Python, so it would stay as it was at capture. Return the "
-                    "value, set a tensor as an attribute of the module, or count outside of the "
-                    "unit.",
+                    "value, set a tensor as an attribute of the module, or draw random numbers and "
+                    "count outside of the unit.",
                 )
             if not self._unit.sets_attributes:
                 raise self._error(
@@ -492,40 +491,21 @@ def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 @contextmanager
-def seeds_refused(
-    unit: Unit, device_type: str, reached: Iterable[tuple[str, Any]] = ()
-) -> Iterator[None]:
+def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
     """Observe one forward pass of ``unit``; the caller restores torch's generators.
 
-    ``reached`` are values besides attributes of its modules, by name.
-
-    Raises CaptureError, from the pass or after it: it sets a seed, or Python draws.
+    Raises CaptureError, from the pass or after it: it sets a seed.
     """
     generators = generators_read(unit, device_type)
     for generator in generators:
         generator.manual_seed(_MARK)
-    python = _python_generators(unit, reached)
-    states = [read() for _, read, _ in python]
     with Restores() as undo:
-        for (name, _, write), before in zip(python, states, strict=True):
-            undo.restore(name, write, before)
         for owner, name in _SETTERS:
             refuse = _refusing(getattr(owner, name), unit, f"torch.{name}")
             undo.callback(replace_function(owner, name, refuse))
         yield
-        drew = [
-            name
-            for (name, read, _), before in zip(python, states, strict=True)
-            if pickle.dumps(read()) != pickle.dumps(before)
-        ]
     if any(generator.initial_seed() != _MARK for generator in generators):
         raise _sets_a_seed(unit, "manual_seed of a torch.Generator")
-    if drew:
-        raise unit.refused(
-            f"draws from {' and '.join(drew)} in its forward pass",
-            "A replay runs no Python, so what was drawn at capture would hold for all steps. "
-            "Draw outside of the unit and pass the result as an argument.",
-        )
 
 
 @contextmanager
@@ -574,33 +554,3 @@ def _sets_a_seed(unit: Unit, name: str) -> CaptureError:
         "A replay draws from the state that the generator then has, whatever seed was set. Set it "
         "outside of the unit, or keep a torch.Generator as an attribute and seed it once.",
     )
-
-
-def _python_generators(
-    unit: Unit, reached: Iterable[tuple[str, Any]]
-) -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    """Name, reader and writer of the states of Python's and NumPy's generators."""
-    generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
-        ("Python's random", random.getstate, random.setstate)
-    ]
-    numpy: Any = sys.modules.get("numpy")
-    kinds: Any = (torch.Generator,)
-    if numpy is not None:
-        kinds += (numpy.random.RandomState,)
-        generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
-    own = [
-        (attribute(path, name), value)
-        for path, module in unit.layer.named_modules()
-        for name, value in vars(module).items()
-        if not isinstance(value, torch.Generator)
-    ]
-    for label, value in (*own, *reached):
-        if isinstance(value, random.Random):
-            generators.append((label, value.getstate, value.setstate))
-        elif isinstance(value, kinds):
-            generators.append((label, value.get_state, value.set_state))
-        elif numpy is not None and isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            write = partial(setattr, bits, "state")
-            generators.append((label, partial(getattr, bits, "state"), write))
-    return generators

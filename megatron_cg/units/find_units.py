@@ -1,7 +1,4 @@
-"""Finds the modules that the user named, and every reason why one of them cannot be graphed.
-
-Relied on: ``fuse_wgrad_accumulation`` of TE 2.20.2's modules.
-"""
+"""Finds the modules that the user named, and every reason why one of them cannot be graphed."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,6 +19,7 @@ from megatron_cg.hooks import module_hooks
 from megatron_cg.units.observe import ObservedCall, Observer
 
 UnitName = str | nn.Module | type[nn.Module]
+_MAKES_DTENSORS = "parallelize_module, SimpleFSDP"
 
 
 def find_units(
@@ -47,7 +45,10 @@ def find_units(
     broken += expandable_segments(Configuration(environment=Environment.read(backend)))
     for name, module in units.items():
         if backend == TRANSFORMER_ENGINE and sharding.is_distributed(module):
-            broken.append(_distributed(name))
+            found = f"weights of unit {name} are DTensors in its forward pass ({_MAKES_DTENSORS})"
+            reason = "graphs of Transformer Engine take and return plain tensors"
+            remedy = 'take backend="native", or take the unit out of units'
+            broken.append(Violation("te-dtensors", found, reason, remedy))
         broken += _unit_violations(sharding, name, module, units)
     if broken:
         raise ConfigurationError(broken)
@@ -83,15 +84,6 @@ def check_seen(units: Iterable[str], observer: Observer) -> None:
     ]
     if broken:
         raise ConfigurationError(broken)
-
-
-def _distributed(name: str) -> Violation:
-    return Violation(
-        "te-dtensors",
-        f"weights of unit {name} are DTensors in its forward pass (parallelize_module, SimpleFSDP)",
-        "graphs of Transformer Engine take and return plain tensors",
-        'take backend="native", or take the unit out of units',
-    )
 
 
 def _wrong_around(observer: Observer) -> Iterator[Violation]:
@@ -137,14 +129,13 @@ def _wrong_calls(name: str, call: ObservedCall, observer: Observer) -> Iterator[
             "pass plain tensors, of a sparse one its indices and values, or take the unit out of "
             "units",
         )
-    noted = [one for each in call.gradients.values() for one in (each.layout, each) if one]
-    for varies in filter(None, (one.varies for one in noted)):
+    for varies in filter(None, (one.varies for one in call.gradients.values())):
         yield Violation(
             "unit-layouts",
             f"unit {name}: {varies.subject} is {varies.expected} or {varies.actual}",
             "a graph takes gradients in one layout, of parts as large as those of the result",
-            "use what the unit returns in one way, redistributed if that needs it, or take the "
-            "unit out of units",
+            "use what the unit returns in one way, of DTensors with sequence parallelism, or take "
+            "the unit out of units",
         )
     if call.recompute is not None:
         shown, *cause = call.recompute
@@ -214,15 +205,6 @@ def _unit_violations(
         )
     if compiled := _compiled(sharding.network, name):
         yield compiled_unit(f"unit {name}: {compiled} is compiled by torch.compile")
-    for child, below in module.named_modules():
-        if getattr(below, "fuse_wgrad_accumulation", False):
-            yield Violation(
-                "gradient-accumulation-fusion",
-                f"{within}{child} was made with fuse_wgrad_accumulation=True",
-                "Transformer Engine then tells Megatron-FSDP in Python that a gradient is already "
-                "in its buffer; a replay runs no Python",
-                "fuse_wgrad_accumulation=False",
-            )
 
 
 def compiled_unit(found: str) -> Violation:

@@ -8,8 +8,8 @@ Note [How a gradient is laid out]
     The operations of a pass decide that: the gradient of a replicated tensor may be replicated, or
     partial sums that the next operation reduces. ``DTensor.from_local`` and ``to_local`` convert it
     to what their caller guesses, so a sum would be rounded in another place. Here nothing is
-    converted. Gradients of weights and arguments are laid out as in the capture, which runs the
-    unit's own code; those of results must come as in the steps before it.
+    converted: a gradient is laid out as its tensor is (replicated, if that is a partial sum), or
+    the unit is refused.
 
 Note [Strides of gradients]
     Kernels that add go through memory in its own order, so the strides of a gradient decide the
@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.borders import (
-    PassedOn,
     laid_out,
     local,
     pass_on,
@@ -83,7 +82,7 @@ class GradStrides:
         self.varies: Mismatch | None = None
         """What gradients came, if those of one shape were not alike."""
         self.layout: Layout | None = None
-        """Of the result and its gradient, if it is a DTensor."""
+        """Of the result, if it is a DTensor."""
         self.inside: GradStrides | None = None
         """The same with uses inside of the unit, if it has any. Their strides count for a result
         that no gradient comes for: a graph adds zeros, and that sum shall have them."""
@@ -92,6 +91,8 @@ class GradStrides:
         """A gradient came; None stands for zeros, of which nothing depends on strides."""
         if gradient is None:
             return
+        if self.layout is not None:
+            self.varies = self.layout.broken(gradient) or self.varies
         own = local(gradient)
         before, now = self._last, (own.shape, strides_of(own))
         if before is not None and before[0] == now[0] and before != now:
@@ -165,8 +166,7 @@ def _mismatch(name: str, expected: object, actual: object) -> Mismatch:
 
 
 def _laid_out(tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
-    apply: Any = _LaidOut.apply
-    made: torch.Tensor = apply(tensor, same_memory, partial(_copied_to, strides))
+    made: torch.Tensor = pass_on(tensor, same_memory, partial(_copied_to, strides))
     return made
 
 
@@ -177,49 +177,41 @@ def _copied_to(strides: Strides, gradient: torch.Tensor) -> torch.Tensor:
     return once.new_empty_strided(once.shape, strides).copy_(once).expand_as(gradient)
 
 
-class _LaidOut(PassedOn):
-    """And its gradient in memory of its own with other strides."""
-
-
 def is_awaited(value: Any) -> bool:
     """Whether it is the result of a collective that is not waited for yet."""
     return isinstance(value, AsyncCollectiveTensor)
 
 
-def awaited(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or what it stands for, once it is there."""
-    return _opened(tensor, None) if is_awaited(tensor) else tensor
+def awaited(tensor: torch.Tensor, spec: Any = None) -> torch.Tensor:
+    """The tensor itself, or what it stands for, once it is there, on the same memory.
+
+    Of a DTensor the local tensor, whose gradient is laid out by ``spec``.
+    """
+    if spec is None and not is_awaited(tensor):
+        return tensor
+    if not tensor.requires_grad:
+        return local(tensor)  # type: ignore[no-any-return]
+    copies = tensor.retains_grad or bool(tensor._backward_hooks)
+
+    def give(gradient: torch.Tensor) -> Any:
+        return laid_out(gradient.clone() if copies else gradient, spec)  # See the notes on leaves.
+
+    made: torch.Tensor = pass_on(tensor, lambda outer: same_memory(local(outer)), give)
+    return made
 
 
 class Layout:
-    """How one argument or result of a unit is laid out, and its gradient.
+    """How a DTensor that a unit gets or returns is laid out; ``name`` is for messages."""
 
-    ``name`` is for messages. See Note [How a gradient is laid out].
-    """
-
-    def __init__(self, tensor: torch.Tensor, name: str, gradient: Any = None) -> None:
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self.spec, self._name = spec_of(tensor), name
-        self.gradient = gradient
-        """The spec of its gradient; None until one came."""
-        self.varies: Mismatch | None = None
-        """What gradients came, if not all were laid out alike."""
+        self._of_gradient = copy.copy(self.spec)
+        whole = (Replicate() if isinstance(p, Partial) else p for p in self.spec.placements)
+        self._of_gradient.placements = tuple(whole)
+        self._shape = local(tensor).shape
         self.refuse: Callable[[Mismatch], object] = _refuse
-        """Called with that."""
-        self._shape = tensor._local_tensor.shape  # type: ignore[attr-defined]
+        """Called with what is wrong with a gradient."""
         self._last: tuple[ReferenceType[torch.Tensor], ReferenceType[torch.Tensor]] | None = None
-
-    @classmethod
-    def of_result(cls, tensor: torch.Tensor, number: int, seen: Layout | None) -> Layout:
-        """The layout of an output of the graph, whose gradient comes as in the steps ``seen``.
-
-        If none came, as the functions of DTensor give it: not partial.
-        """
-        made = cls(tensor, f"result {number}", seen and seen.gradient)
-        if made.gradient is None:
-            made.gradient = copy.copy(made.spec)
-            whole = (Replicate() if isinstance(p, Partial) else p for p in made.spec.placements)
-            made.gradient.placements = tuple(whole)
-        return made
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self.spec == other.spec
@@ -234,58 +226,34 @@ class Layout:
         return type(value) is DTensor and (value._spec is self.spec or value._spec == self.spec)
 
     def to_local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The local tensor of a DTensor, on the same memory."""
-        made: torch.Tensor = _opened(tensor, self) if tensor.requires_grad else local(tensor)
+        made = awaited(tensor, self._of_gradient)
         self._last = ref(made), ref(tensor)
         return made
 
     def from_local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The DTensor of a local tensor; the same one, if it was just opened."""
-        if self._last is not None and self._last[0]() is tensor:
-            same = self._last[1]()
-            if same is not None:
-                return same
-        if tensor.requires_grad:
-            return _closed(tensor, self)  # type: ignore[no-any-return]
-        made: torch.Tensor = laid_out(tensor, self.spec)
-        self._last = ref(tensor), ref(made)
-        return made
+        """The DTensor of a local tensor; the same one, if it was just opened or made."""
+        same = self._last[1]() if self._last and self._last[0]() is tensor else None
+        if same is None:
+            same = pass_on(
+                tensor, lambda inner: laid_out(same_memory(inner), self.spec), self._give
+            )
+            self._last = ref(tensor), ref(same)
+        return same  # type: ignore[no-any-return]
 
-    def note(self, gradient: torch.Tensor | None) -> None:
-        """A gradient came, or none. Calls ``refuse`` if its layout is not that of the one before.
+    def _give(self, gradient: torch.Tensor) -> Any:
+        if (found := self.broken(gradient)) is not None:
+            self.refuse(found)
+        return local(gradient)
 
-        Or if its local tensor has another shape than that of the value, which autograd forbids.
-        """
-        if gradient is None:
-            return
-        before, now = self.gradient or self.spec, spec_of(gradient)
-        self.gradient = self.gradient or now
-        if same_placements(self.gradient, now) and local(gradient).shape == self._shape:
-            return
-        self.varies = _mismatch(self._name, *(one and one.placements for one in (before, now)))
-        self.refuse(self.varies)
+    def broken(self, gradient: torch.Tensor | None) -> Mismatch | None:
+        """What is wrong with a gradient; autograd wants parts of it as large as the tensor's."""
+        now = spec_of(gradient)
+        if gradient is None or (
+            same_placements(self._of_gradient, now) and local(gradient).shape == self._shape
+        ):
+            return None
+        return _mismatch(self._name, self._of_gradient.placements, now and now.placements)
 
 
 def _refuse(mismatch: Mismatch) -> NoReturn:
     raise CaptureError(mismatch.text("a unit"))
-
-
-def _opened(tensor: torch.Tensor, layout: Layout | None) -> Any:
-    """The tensor inside of another, whose gradient gets the layout that was noted."""
-    copies = tensor.retains_grad or bool(tensor._backward_hooks)
-
-    def give(gradient: torch.Tensor) -> Any:
-        gradient = gradient.clone() if copies else gradient  # See the notes on leaves.
-        return laid_out(gradient, layout and (layout.gradient or layout.spec))
-
-    return pass_on(tensor, lambda outer: same_memory(local(outer)), give)
-
-
-def _closed(tensor: torch.Tensor, layout: Layout) -> Any:
-    """A DTensor around a local tensor, whose gradient's layout is noted."""
-
-    def give(gradient: torch.Tensor) -> Any:
-        layout.note(gradient)
-        return local(gradient)
-
-    return pass_on(tensor, lambda inner: laid_out(same_memory(inner), layout.spec), give)

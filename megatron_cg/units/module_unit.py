@@ -223,11 +223,10 @@ class ModuleUnit(Unit):
                         f"returns, or sets, a tensor with an attribute {next(iter(vars(leaf)))}",
                         "What a replay returns has none. Return the value beside the tensor.",
                     )
-                number, key = len(tensors), keys.get(id(leaf))
+                number, seen = len(tensors), self._seen.gradients.get(keys.get(id(leaf)))
                 marks[id(leaf)], made = _Tensor(number), awaited(leaf)
-                seen = self._seen.gradients.get(key)
                 if is_distributed:
-                    layouts[number] = Layout.of_result(leaf, number, seen.layout if seen else None)
+                    layouts[number] = Layout(leaf, f"result {number}")
                     made = layouts[number].to_local(leaf)
                 tensors.append(self._gradients.result(number, made, seen))
             return marks[id(leaf)]

@@ -218,15 +218,12 @@ class Observer:
     def _noted(self, name: str, key: Any, tensor: torch.Tensor, is_used: bool) -> Noted:
         label = f"result {key if isinstance(key, int) else key[1]}"
         strides = self._now[name].gradients.setdefault(key, GradStrides(label))
-        notes = [strides.note]
         if spec_of(tensor) is not None:
-            layout = strides.layout = strides.layout or Layout(tensor, label)
-            layout.refuse = lambda _varies: None  # At capture.
-            notes.append(layout.note)
+            strides.layout = Layout(tensor, label)
         if not is_used:
-            return Noted(tensor, notes)
+            return Noted(tensor, strides.note)
         strides.inside = strides.inside or GradStrides(label)
-        return Noted(tensor, [strides.inside.note], from_outside=notes)
+        return Noted(tensor, strides.inside.note, from_outside=strides.note)
 
 
 def results_of(

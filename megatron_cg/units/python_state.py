@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
+import random
 import sys
 from array import array
 from collections import UserDict, UserList, deque
@@ -26,6 +28,7 @@ from types import CodeType, FrameType, FunctionType, MemberDescriptorType, Metho
 from typing import Any
 from weakref import CallableProxyType, ProxyType, ReferenceType
 
+import numpy
 import torch
 from torch import nn
 
@@ -100,6 +103,8 @@ class PythonState:
         self._profile: Any = None
         self._kinds: dict[int, type] = {}
         """The classes of users whose objects the code reaches, by id."""
+        self._generators: set[int] = set()
+        """The ids of generators whose state is copied, or from which a graph draws itself."""
         self._objects: dict[int, tuple[dict[str, Any], str]] = {}
         """By id, the attributes of other objects that the code reaches, and what the object is."""
         self.beyond: str | None = None
@@ -118,9 +123,13 @@ class PythonState:
 
     def _copy_all(self) -> None:
         self._copies.clear()
+        held = (value for module in self._modules.values() for value in vars(module).values())
+        self._generators = {id(one) for one in held if isinstance(one, torch.Generator)}
         self._values = [(h, k, what, h.get(k)) for h, k, what in self._elsewhere()]
-        for _, _, what, value in self._values:
+        for _, _, what, value in [*self._values]:
             self._copy(value, what)
+        self._copy(random, "Python's random")
+        self._copy(numpy.random, "numpy.random")
         for path, module in self._modules.items():
             if not is_known(module):
                 self._copies[id(vars(module))] = vars(module), dict(vars(module)), path, True
@@ -206,14 +215,6 @@ class PythonState:
             ]
         for keys, what in found:
             yield KeySet(keys, "attribute", attribute(what, ""), self.own_names | _CALLED)
-
-    def values(self) -> Iterator[tuple[str, Any]]:
-        """What objects and containers of the modules hold, by name, and what else code has read."""
-        for path, module in self._modules.items():
-            for name in vars(module).keys() - _INTERNAL if not is_known(module) else ():
-                for row in held_by(vars(module)[name], attribute(path, name)):
-                    yield row.what, row.holder.get(row.key)
-        yield from ((what, holder.get(key)) for holder, key, what in self._elsewhere())
 
     def ways(self, matches: Callable[[torch.Tensor], bool]) -> Iterator[Way]:
         """The ways by which the code reaches tensors; each is a list of rows."""
@@ -336,6 +337,10 @@ class PythonState:
     def _copy(self, value: Any, what: str, depth: int = DEPTH) -> None:
         value = referred(value)
         value = value.data if isinstance(value, UserDict | UserList) else value
+        state = RandomState.of(value)
+        if state is not None and id(value) not in self._generators:
+            self._generators.add(id(value))
+            self._values.append((state, None, f"the random state of {what}", state.get(None)))
         has_names = is_object(value)
         held = getattr(value, "__dict__", None) if has_names else value
         if not depth or id(held) in self._copies:
@@ -427,6 +432,34 @@ class Attributes:
     def __setitem__(self, key: str, value: Any) -> None:
         kinds = getattr(self._owner, "__mro__", ())
         setattr(next((kind for kind in kinds if key in vars(kind)), self._owner), key, value)
+
+
+class RandomState:
+    """The state of a generator of Python, NumPy or torch, as bytes."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+        self._read, self._write = read, write
+
+    @classmethod
+    def of(cls, value: Any) -> RandomState | None:
+        """That of ``value``, or of the generator of a module of functions; None if it has none."""
+        if value is random or isinstance(value, random.Random):
+            return cls(value.getstate, value.setstate)
+        if value is numpy.random or isinstance(value, numpy.random.RandomState):
+            return cls(value.get_state, value.set_state)
+        if isinstance(value, torch.Generator):  # Tensors are pickled with ids.
+            write = value.set_state
+            return cls(lambda: value.get_state().numpy(), lambda one: write(torch.from_numpy(one)))
+        if isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            return cls(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+        return None
+
+    def get(self, _key: None) -> bytes:
+        return pickle.dumps(self._read())
+
+    def __setitem__(self, _key: None, state: bytes) -> None:
+        self._write(pickle.loads(state))
 
 
 def referred(value: Any) -> Any:

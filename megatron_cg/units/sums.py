@@ -201,10 +201,11 @@ class Sums:
         bases = next((call.bases for call in reversed(self._calls) if call.unit == unit), {})
         for one in results:
             edge = _edge(one.tensor)
-            notes = one.notes
-            if one.from_outside:
-                used = self._used[edge] = ObservedResult(unit, one, _NUMBER.find()())
-                notes = [*notes, used.end]
+            notes = [one.note]
+            if one.from_outside is not None:
+                last = _NUMBER.find()()
+                used = ObservedResult(unit, one.tensor, one.from_outside, last)
+                self._used[edge], notes = used, [*notes, used.end]
             edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], notes))
             if _is_view(one.tensor) and (base := _edge(one.tensor._base)) in bases:  # type: ignore[arg-type]
                 base[0].register_prehook(partial(self._ran, unit, passes, base[1], ()))

@@ -25,12 +25,12 @@ WRITTEN = (
 
 @dataclass(frozen=True)
 class Noted:
-    """A result of a unit, and who notes its gradient."""
+    """A result of a unit, and what notes its gradient."""
 
     tensor: torch.Tensor
-    notes: Sequence[Note]
-    from_outside: Sequence[Note] = ()
-    """If the unit uses it itself: who notes the gradient from uses outside alone."""
+    note: Note
+    from_outside: Note | None = None
+    """If the unit uses it itself: what notes the gradient from uses outside alone."""
 
 
 class ReadOnly:
@@ -87,9 +87,9 @@ class UsedResult:
 class ObservedResult(UsedResult):
     """And its gradient from uses outside, in the steps before capture."""
 
-    def __init__(self, unit: str, noted: Noted, last: int) -> None:
-        super().__init__(noted.tensor)
-        self.unit, self._notes, self._last = unit, noted.from_outside, last
+    def __init__(self, unit: str, tensor: torch.Tensor, note: Note, last: int) -> None:
+        super().__init__(tensor)
+        self.unit, self._note, self._last = unit, note, last
         self._sum: tuple[torch.Tensor, Any] | None = None
         """Like the gradient so far, without memory, and its spec."""
 
@@ -126,5 +126,4 @@ class ObservedResult(UsedResult):
         """The sum is complete."""
         made = None if self._sum is None else laid_out(*self._sum)
         self._sum = None
-        for note in self._notes:
-            note(made)
+        self._note(made)

@@ -21,8 +21,9 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel import parallelize_module as parallelize
+from torch.nn import functional as F
 
-from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from megatron_cg.errors import CaptureError, ConfigurationError, ReplayMismatchError
 from megatron_cg.units import GraphedUnits, graph_units
 from megatron_cg.units.find_units import find_units
 from megatron_cg.units.unsharded import find_sharding
@@ -181,7 +182,7 @@ def test_programs_of_dtensors_train_the_eager_numbers(ranks: int, seeds: range) 
         assert counts["captured"] == 2 and counts["replayed"] >= counts["eager"] > 0, flags
 
 
-def test_the_gradient_of_a_result_is_laid_out_alike_in_all_passes(one_rank: None) -> None:
+def test_the_gradient_of_a_result_is_laid_out_as_the_result(one_rank: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Sequential(distribute_module(nn.Linear(2, 2), mesh))
     partial_sums, replicated = Partial(), Replicate()
@@ -197,11 +198,32 @@ def test_the_gradient_of_a_result_is_laid_out_alike_in_all_passes(one_rank: None
         with pytest.raises(ConfigurationError, match=r"result 0 is \(Replicate.* or \(Partial"):
             step(graphs)
     with graph_units(model, "*", backend="tape", warmup_steps=1) as graphs:
-        step(graphs, partial_sums)
-        step(graphs, partial_sums)
+        step(graphs, replicated)
+        step(graphs, replicated)
         assert graphs.counters.backwards == 1
-        with pytest.raises(ReplayMismatchError, match=r"result 0 was \(Partial.*is \(Replicate"):
-            step(graphs, replicated)
+        with pytest.raises(ReplayMismatchError, match=r"result 0 was \(Replicate.*is \(Partial"):
+            step(graphs, partial_sums)
+
+
+class Multiplied(nn.Linear):
+    """Its own code makes partial sums of the gradient of its replicated argument."""
+
+    def forward(self, x: Any) -> Any:
+        mesh = x.device_mesh
+        own = x.to_local(grad_placements=[Partial()])
+        return DTensor.from_local(F.linear(own, self.weight), mesh, [Replicate()])
+
+
+def test_the_gradient_of_an_argument_is_laid_out_as_the_argument(one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Sequential(Multiplied(2, 2, bias=False))
+    with graph_units(model, "*", backend="tape", warmup_steps=1) as graphs:
+        with graphs.step():
+            x = distribute_tensor(torch.ones(2, 2), mesh).requires_grad_()
+            model(x).to_local().sum().backward()
+        wanted = r"argument x was \(Replicate.* and is \(Partial"
+        with pytest.raises(CaptureError, match=wanted), graphs.step():
+            pass
 
 
 @pytest.mark.parametrize("sharded", [False, True])

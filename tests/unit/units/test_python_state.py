@@ -1,14 +1,18 @@
 """What a pass changes of Python's state, at any depth, is restored: random states and changes."""
 
 import copy
+import random
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from torch import nn
 
 from megatron_cg.replay.plain import LIBRARIES, is_known, same_value
@@ -101,6 +105,39 @@ def test_what_a_pass_changes_is_found_and_restored(named: bool) -> None:
         assert [*map(id, parts_of(module.state))] == [*map(id, parts)], seed
         found += differs
     assert found > 100
+
+
+@pytest.mark.parametrize("name", ["random", "numpy", "own", "of numpy", "old", "of torch"])
+def test_random_states_that_passes_draw_from_are_found_and_restored(name: str) -> None:
+    made: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        "random": (random, lambda one: one.random()),
+        "numpy": (numpy.random, lambda one: one.rand()),
+        "own": (Random(1), lambda one: one.random()),
+        "of numpy": (numpy.random.default_rng(1), lambda one: one.random()),
+        "old": (numpy.random.RandomState(1), lambda one: one.rand()),
+        "of torch": (torch.Generator(), lambda one: torch.rand(1, generator=one)),
+    }
+    generator, draw = made[name]
+    module = Holder()
+    module.state = [{"dice": generator}]
+    state = PythonState({"": module})
+    state.begin()
+    state.end()
+    assert not [*state.changes()]
+    first = draw(generator)
+    assert [change.what.startswith("the random state of ") for change in state.changes()] == [True]
+    state.restorer()()
+    assert not [*state.changes()] and draw(generator) == first
+
+
+def test_a_graph_draws_from_a_generator_that_is_an_attribute() -> None:
+    module = Holder()
+    module.state = torch.Generator()
+    state = PythonState({"": module})
+    state.begin()
+    torch.rand(1, generator=module.state)
+    state.end()
+    assert not [*state.changes()]
 
 
 def test_a_user_may_give_a_file_a_name_of_the_standard_library(
