@@ -353,22 +353,13 @@ class GraphedUnits:
             for unit, (args, kwargs) in zip(units, samples, strict=True):
                 stack.enter_context(unit.taking_tensors(args, kwargs))
             layers = tuple(unit.layer for unit in units)
-            own, named = [args for args, _ in samples], [kwargs for _, kwargs in samples]
+            own, named = map(list, zip(*samples, strict=True))
             graphs = session.capture(CaptureRequest(layers, own, named))
             for unit, graph in zip(units, graphs, strict=True):
                 vars(unit.layer)["cuda_graphs"] = [graph]
-        pairs = zip(units, samples, strict=True)
-        names = {unit.name: [*unit.inputs, *named] for unit, (_, named) in pairs}
-        found = session.mismatches.mismatched_in_backward
-        later = Later(
-            self._observer.sums.seen,
-            names,
-            graphs[0].in_flight.nodes,
-            {unit.name: unit for unit in units},
-            found,
-        )
-        session.on_close(later.observe())
-        self._later = later
+        waiting, found = graphs[0].in_flight.nodes, session.mismatches.mismatched_in_backward
+        self._later = Later(self._observer.sums.seen, units, waiting, found)
+        session.on_close(self._later.observe())
         session.on_close(partial(setattr, self, "_later", None))
         return session
 

@@ -29,7 +29,14 @@ from megatron_cg.replay.guarded_graph import Prepared, forward_of, replay_instea
 from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.units.call import in_parts, not_recomputed
-from megatron_cg.units.layouts import Gradients, Layout, awaited, is_awaited
+from megatron_cg.units.layouts import (
+    Gradients,
+    Layout,
+    ReadOnly,
+    UsedResult,
+    awaited,
+    is_awaited,
+)
 from megatron_cg.units.observe import (
     ObservedCall,
     Place,
@@ -38,7 +45,6 @@ from megatron_cg.units.observe import (
     tensors_of,
 )
 from megatron_cg.units.sums import Autocast
-from megatron_cg.units.used_results import ReadOnly, UsedResult
 from megatron_cg.upstream.patch import combine_undos, replace_function
 
 
@@ -126,6 +132,8 @@ class ModuleUnit(Unit):
         self, name: str, module: nn.Module, seen: ObservedCall, backward: Autocast
     ) -> None:
         super().__init__(name, module, tuple(module.modules()), inputs=seen.form.names)
+        self.graph_inputs = [*self.inputs, *(n for n in seen.makers if n not in self.inputs)]
+        """The names of its graph's inputs, in their order."""
         self._eager: Callable[..., Any] = forward_of(module)
         self._form, self._seen, self._backward = seen.form, seen, backward
         used = [key for key, one in seen.gradients.items() if one.inside is not None]

@@ -29,13 +29,12 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_cg.capture.observer import version_of
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.replay.borders import local, spec_of
+from megatron_cg.replay.borders import local
 from megatron_cg.units.call import CallSpec, in_parts, is_transformed, recompute_around
 from megatron_cg.units.code_observer import key_of
-from megatron_cg.units.layouts import GradStrides, Layout
+from megatron_cg.units.layouts import GradStrides
 from megatron_cg.units.sums import Autocast, Sums, autocast_now
 from megatron_cg.units.unsharded import Unsharded
-from megatron_cg.units.used_results import Noted
 from megatron_cg.upstream.patch import add_observer
 
 Place = tuple[nn.Module, str]
@@ -197,16 +196,18 @@ class Observer:
         results = results_of(in_parts(outputs), held)
         made = {id(t): t for _, t in results if id(t) not in given}
         used, unwritten = self.sums.ended(name, list(filter(_has_node, made.values())))
-        noted: list[Noted] = []
+        call, noted = self._now[name], list[tuple[torch.Tensor, GradStrides]]()
         for key, tensor in results:
             if id(tensor) in made and tensor.requires_grad and not tensor.is_leaf:
-                noted.append(self._noted(name, key, tensor, id(tensor) in used))
+                label = f"result {key if isinstance(key, int) else key[1]}"
+                strides = call.gradients.setdefault(key, GradStrides(label))
+                strides.begin(tensor, is_used=id(tensor) in used)
+                noted.append((tensor, strides))
         self.sums.returned(name, noted)
         memory = {id_: key_of(tensor) for id_, tensor in made.items()}
         counts = Counter([*(one for _, one, _ in given.values()), *memory.values()])
         shared = {id_: one for id_, one in memory.items() if one and counts[one] > 1}
         self._views += [(name, made[id_], version_of(made[id_])) for id_ in shared]
-        call = self._now[name]
         for key, tensor in results:
             if (id_ := id(tensor)) in unwritten or id_ in shared:
                 call.unwritten[key] = id_ in shared or call.unwritten.get(key, False)
@@ -214,16 +215,6 @@ class Observer:
             (one, True) for one, key, _ in given.values() if key in shared.values()
         )
         return outputs
-
-    def _noted(self, name: str, key: Any, tensor: torch.Tensor, is_used: bool) -> Noted:
-        label = f"result {key if isinstance(key, int) else key[1]}"
-        strides = self._now[name].gradients.setdefault(key, GradStrides(label))
-        if spec_of(tensor) is not None:
-            strides.layout = Layout(tensor, label)
-        if not is_used:
-            return Noted(tensor, strides.note)
-        strides.inside = strides.inside or GradStrides(label)
-        return Noted(tensor, strides.inside.note, from_outside=strides.note)
 
 
 def results_of(

@@ -11,6 +11,7 @@ package say what they read.
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import pickle
 import random
@@ -22,7 +23,7 @@ from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from dis import get_instructions
-from functools import _lru_cache_wrapper, partial
+from functools import partial
 from itertools import accumulate
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -190,11 +191,7 @@ class PythonState:
                 if name in names and (callable(value) or hasattr(type(value), "__get__")):
                     what = f"attribute {kind.__name__}.{name}"
                     yield Entry(vars(kind), name, "state", what)
-        yield from self._of_tensors()
-
-    def _of_tensors(self) -> Iterator[Entry]:
-        """Attributes of parameters and buffers, such as a gain."""
-        for held, path, name, tensor in self._held():
+        for held, path, name, tensor in self._held():  # Such as a gain of a parameter.
             for key in self.own_names.intersection(vars(tensor)):
                 what = f"attribute {attribute(path, name)}.{key}"
                 yield Entry(Attributes(held, name), key, "state", what)
@@ -258,7 +255,7 @@ class PythonState:
         if not depth or id(value) in seen or is_plain(value):
             return
         seen[id(value)] = value
-        if isinstance(value, _lru_cache_wrapper):
+        if hasattr(type(value), "cache_clear"):
             self._cached(value)
         rows, inner = list[Entry](), list[tuple[Any, str]]()
         if isinstance(value, FunctionType):
@@ -275,25 +272,18 @@ class PythonState:
             inner = [*self._functions_of(value)]
         elif not isinstance(value, torch.Tensor | nn.Module):
             inner = [(part, what) for part in parts_of(value)]
-            for function in functions_in(value) if hasattr(type(value), "cache_clear") else ():
-                self._called_by(function)  # A cached call runs no code.
-            rows = self._kept_in(value, what)
-            inner += [(row.holder.get(row.key), row.what) for row in held_by(value, what)]
+            held, may_return = held_by(value, what), hasattr(type(value), "__get__")
+            if isinstance(value, ContextVar) or may_return:  # Or a descriptor.
+                rows = [row for row in held if row.key is None or self._is_read(row.key)]
+            inner += [(row.holder.get(row.key), row.what) for row in held]
             inner += self._functions_of(type(value))
         for row in rows:
-            held = row.holder.get(row.key)
-            if not isinstance(held, nn.Module | ModuleType):
+            part = row.holder.get(row.key)
+            if not isinstance(part, nn.Module | ModuleType):
                 yield row
-            inner.append((held, row.what.removeprefix("attribute ")))
+            inner.append((part, row.what.removeprefix("attribute ")))
         for part, name in inner:
             yield from self._behind(part, name, seen, depth - 1)
-
-    def _kept_in(self, value: Any, what: str) -> list[Entry]:
-        """A row for a ContextVar, and for what a descriptor may return."""
-        if isinstance(value, ContextVar):
-            return [Entry(value, None, "state", what)]
-        kept = held_by(value, what) if hasattr(type(value), "__get__") else ()
-        return [row for row in kept if self._is_read(row.key)]
 
     def _functions_of(self, kind: Any) -> Iterator[tuple[Any, str]]:
         """The functions and classes that users wrote in a class; those of autograd are called."""
@@ -306,7 +296,7 @@ class PythonState:
                 continue
             if issubclass(kind, torch.autograd.Function):  # A device's thread runs no profile.
                 for function in functions_in(value):
-                    self._called_by(function)
+                    self._note(function.__code__, function.__globals__)
             if callable(value) or hasattr(type(value), "__get__"):
                 yield value, name
 
@@ -350,24 +340,22 @@ class PythonState:
         for row in held_by(value, what):
             self._copy(row.holder.get(row.key), row.what, depth - 1)
 
-    def _called_by(self, function: FunctionType) -> None:
-        if id(function.__code__) not in self._codes:
-            self._note(function.__code__, function.__globals__)
-
     def _cached(self, value: Any) -> None:
         """What ``lru_cache`` wraps counts as called: a pass may get what it has returned before."""
         for function in functions_in(value):
             own, is_new = function.__globals__, id(function.__code__) not in self._codes
+            self._note(function.__code__, own)
             if is_new and package_of(own.get("__name__")) not in LIBRARIES:
-                self._called_by(function)
                 for name in function.__code__.co_names:
                     self._cached(own.get(name))
 
     def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "call" and id(frame.f_code) not in self._codes:
+        if event == "call":
             self._note(frame.f_code, frame.f_globals)
 
     def _note(self, code: CodeType, names: dict[str, Any]) -> None:
+        if id(code) in self._codes:
+            return
         self._codes[id(code)] = code
         self.names.update(code.co_names, texts(code.co_consts))
         module = str(names.get("__name__"))
@@ -489,6 +477,8 @@ def held_by(value: Any, what: str) -> list[Entry]:
     if isinstance(value, MAPPINGS):
         rows = [Entry(value, key, "state", item(what, key)) for key in value]
         return [*rows, *attributes_of(value, what)] if is_object(value) else rows
+    if isinstance(value, ContextVar):
+        return [Entry(value, None, "state", what)]
     if isinstance(value, list | tuple | deque):
         items = Attributes(value)
         return [Entry(items, key, "state", f"{what}[{key}]") for key in range(len(value))]
@@ -590,11 +580,11 @@ def ways(
 def restored_to(holder: Any, before: Any) -> None:
     """Restore a dictionary, list or set to what it had ``before``."""
     if isinstance(holder, dict):
-        if [*map(id, holder)] != [*map(id, before)]:  # The order of keys may be that of a sum.
+        pairs = ([*map(id, (*one, *one.values()))] for one in (holder, before))
+        if operator.ne(*pairs):  # The order of keys may be that of a sum.
             for key in [*holder]:
                 del holder[key]
-        for key, value in before.items():
-            if key not in holder or holder[key] is not value:
+            for key, value in before.items():
                 holder[key] = value
     elif isinstance(holder, list | deque):
         if not same_value([*map(id, holder)], [*map(id, before)]):

@@ -33,34 +33,28 @@ Note [Separate inputs]
     order of autograd's nodes. So numbers are those of eager training with these views.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_cg.replay.borders import (
-    PassedOn,
-    in_backward_pass,
-)
+from megatron_cg.replay.borders import PassedOn, in_backward_pass
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.units.used_results import (
-    READ,
-    WRITTEN,
-    Note,
-    Noted,
-    ObservedResult,
-    ReadOnly,
-    UsedResult,
-)
+from megatron_cg.units.layouts import READ, WRITTEN, GradStrides, Note, ObservedResult
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
 from megatron_cg.upstream.symbols import Symbol
+
+if TYPE_CHECKING:
+    from megatron_cg.units.module_unit import ModuleUnit
 
 RUN_BACKWARD = Symbol(
     "torch.autograd:_engine_run_backward", "what every backward pass from Python calls"
@@ -195,19 +189,18 @@ class Sums:
             unwritten |= set() if is_free else {id(one)}
         return own, unwritten
 
-    def returned(self, unit: str, results: Iterable[Noted]) -> None:
+    def returned(self, unit: str, results: Iterable[tuple[torch.Tensor, GradStrides]]) -> None:
         """Note the gradients that come for these results of one call, in each backward pass."""
         passes: set[int] = set()
         bases = next((call.bases for call in reversed(self._calls) if call.unit == unit), {})
-        for one in results:
-            edge = _edge(one.tensor)
-            notes = [one.note]
-            if one.from_outside is not None:
-                last = _NUMBER.find()()
-                used = ObservedResult(unit, one.tensor, one.from_outside, last)
+        for tensor, strides in results:
+            edge = _edge(tensor)
+            notes: list[Note] = [(strides.inside or strides).note]
+            if strides.inside is not None:
+                used = ObservedResult(unit, tensor, strides.note, _NUMBER.find()())
                 self._used[edge], notes = used, [*notes, used.end]
             edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], notes))
-            if _is_view(one.tensor) and (base := _edge(one.tensor._base)) in bases:  # type: ignore[arg-type]
+            if _is_view(tensor) and (base := _edge(tensor._base)) in bases:  # type: ignore[arg-type]
                 base[0].register_prehook(partial(self._ran, unit, passes, base[1], ()))
 
     def _ran(
@@ -256,30 +249,22 @@ class Sums:
         self._used = dict(kept)
 
 
-class _Watched(Protocol):
-    watched: list[ReadOnly | UsedResult]
-    """Results that its callers may not use in each way."""
-    nested: bool
-
-
 class Later:
     """Looks for uses that are new since the capture, as a backward pass of replays begins.
 
     It looks at all nodes of autograd, so only if there are others between the replays, or behind
-    the last ones, and in each twentieth pass. ``inputs`` are those of each unit's graph, in its
-    order; ``waiting`` returns the nodes of replays by unit.
+    the last ones, and in each twentieth pass. ``waiting`` returns the nodes of replays by unit.
     """
 
     def __init__(
         self,
         seen: Mapping[str, _Call],
-        inputs: Mapping[str, Sequence[str]],
+        units: Iterable[ModuleUnit],
         waiting: Callable[[], Mapping[str, Any]],
-        units: Mapping[str, _Watched],
         found: Callable[[Mismatch, str], None],
     ) -> None:
-        self._seen, self._inputs, self._waiting, self._found = seen, inputs, waiting, found
-        self._units = units
+        self._seen, self._waiting, self._found = seen, waiting, found
+        self._units = {unit.name: unit for unit in units}
         self._last = self._own = self._passes = 0
         self._fine: set[tuple[Any, ...]] = set()
 
@@ -306,7 +291,7 @@ class Later:
     def end_step(self) -> None:
         """Look for writes of a step whose passes had no backward pass, or have none any more."""
         waiting = self._waiting()
-        for unit in self._inputs.keys() - waiting.keys():
+        for unit in self._units.keys() - waiting.keys():
             watched = self._units[unit].watched
             if any(one.shares and one.is_found() for one in watched):
                 self._refuse(WRITTEN, unit)
@@ -350,7 +335,8 @@ class Later:
             if node not in reached or unit not in self._seen:
                 continue
             inputs, first, last = dict[str, _Edge](), node._sequence_nr(), node._sequence_nr() + 1
-            for name, following in zip(self._inputs[unit], node.next_functions, strict=False):
+            names = self._units[unit].graph_inputs
+            for name, following in zip(names, node.next_functions, strict=False):
                 edge = following
                 while _is_own(edge[0]):
                     first = min(first, edge[0]._sequence_nr())
