@@ -351,13 +351,6 @@ _SEEN = {
     "torch": (2, 11, 0),
 }
 """The versions that this package was written for and measured with."""
-_TAPE_ALONE = "was run with this package on the CPU tape alone, {measured} on GPUs"
-_NEVER = "was never run with this package, {measured} was"
-_SEEN_ALSO: dict[str, dict[tuple[int, ...], str]] = {
-    "torch": dict.fromkeys(((2, 12), (2, 13), (2, 14), (2, 15)), _TAPE_ALONE),
-    "megatron-core": {(0, 20): "was run with this package only as main at d98e8a64 of 2026-08-22"},
-}
-"""Further releases that were run, and how."""
 
 
 def _release(version: str) -> tuple[int, ...] | None:
@@ -457,7 +450,7 @@ def notices(run: RunArguments, environment: Environment) -> tuple[str, ...]:
 
 
 def unseen_versions(environment: Environment) -> Iterator[str]:
-    """A sentence for each installed version that was never run with this package."""
+    """A sentence for each installed version that this package was not measured with."""
     for name, seen in _SEEN.items():
         version = environment.versions.get(name)
         if version is None:
@@ -465,11 +458,8 @@ def unseen_versions(environment: Environment) -> Iterator[str]:
         release = _release(version)
         if release is not None and release[: len(seen)] == seen and not Version(version).pre:
             continue
-        also = _SEEN_ALSO.get(name, {}).get((release or ())[:2])
-        if also is not None and environment.backend == TAPE:
-            continue
-        how = (also or _NEVER).format(measured=".".join(map(str, seen)))
+        measured = ".".join(map(str, seen))
         yield (
-            f"{name} {version} {how}. Compare a short run with and without graphs before a long "
-            "one: megatron-cg align."
+            f"{name} {version} was not measured with this package, {measured} was. Compare a short "
+            "run with and without graphs before a long one: megatron-cg align."
         )
