@@ -183,6 +183,7 @@ class PerModule(Sharding):
             del registry[record.hook_id]
             yield undo
         register: dict[HookKind, Callable[..., Any]] = {
+            HookKind.FORWARD_PRE: unit.register_forward_pre_hook,
             HookKind.FORWARD: unit.register_forward_hook,
             HookKind.BACKWARD_PRE: unit.register_full_backward_pre_hook,
             HookKind.BACKWARD: unit.register_full_backward_hook,
@@ -192,11 +193,6 @@ class PerModule(Sharding):
             def around(_unit: nn.Module, *values: Any, fn: Any = record.fn) -> Any:
                 return fn(module, *values)
 
-            if record.kind is HookKind.FORWARD_PRE:
-                keywords = record.hook_id in module._forward_pre_hooks_with_kwargs
-                register[record.kind] = partial(
-                    unit.register_forward_pre_hook, with_kwargs=keywords
-                )
             yield register[record.kind](around).remove
 
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
