@@ -100,14 +100,10 @@ def _on_tape(
     if (version := args.megatron_fsdp_version) != 1:  # megatron-core 0.19.2 knows no other
         model = replace(model, fsdp_options={"megatron_fsdp_version": version})
     model, processes = replace(model, graph_modules=tuple(scopes)), args.nproc or preset.nproc
-    experts = f", {model.experts} experts, top-{model.topk}" if model.experts else ""
     print(
         f"{_NOTICE}; the model is a small copy of the preset's shape: {model.layers} layers, "
-        f"hidden {model.hidden_size}, {model.heads} heads{experts}, sequences of "
-        f"{model.sequence_length}, plain attention"
+        f"hidden {model.hidden_size}, {model.experts} experts, plain attention"
     )
-    if processes > (cores := len(os.sched_getaffinity(0))):
-        print(f"warning: {processes} processes share {cores} cores: give a smaller --nproc")
     env = run.environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}  # No GPU, even if there is one
     words = [sys.executable, "-P", "-m", "megatron_cg.tools.align.tape_run"]
     runs = []

@@ -23,10 +23,9 @@ _EXCHANGE, _ROWS = "--cg-moe-exchange", "--cg-moe-rows"
 _RECOMPUTE, _MASK = "--recompute-modules", "--no-create-attention-mask-in-dataloader"
 LAUNCHER, _FORMAT = "-m megatron_cg", "--ckpt-format"
 _CONVERT = (
-    " A checkpoint in {} {} has to be converted{} from torch_dist first: torchrun "
+    " A checkpoint in {} {} has to be converted from torch_dist first: torchrun "
     "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor, of Megatron-LM"
 )
-_LEGACY = " from torch by --ckpt-convert-format torch_dist --ckpt-convert-save, and then"
 _WHY = "all of each layer that graphs can hold"
 _CHOSEN = {
     _MODULES: _WHY,
@@ -168,8 +167,7 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
             reasons[name] = tried[0].against(room)
     for name in ("--load", "--pretrained-checkpoint") if _FORMAT in reasons else ():
         if path := given.values(name):
-            legacy = _LEGACY * (given.values(_FORMAT) == ("torch",))
-            reasons[_FORMAT] += _CONVERT.format(name, *path, legacy)
+            reasons[_FORMAT] += _CONVERT.format(name, *path)
     if best.memory is not None:  # of the trial that recomputes most
         runs = [replace(trial.settings.run, cuda_graph_impl="none") for trial in starts]
         without = [replace(t.settings, run=run) for t, run in zip(starts, runs, strict=True)]
@@ -189,10 +187,8 @@ def _asks(settings: Settings, gpus: int) -> tuple[str, ...]:
     ranks = gpus // (args.tensor_model_parallel_size * args.context_parallel_size)
     accumulates = (args.global_batch_size or 0) > (args.micro_batch_size or 1) * ranks
     alone = run.is_moe and gpus == args.expert_model_parallel_size * run.expert_tensor_parallel_size
-    now, stages = (
-        "torch's FSDP2" if args.use_torch_fsdp2 else "DDP",
-        run.pipeline_model_parallel_size,
-    )
+    now = "torch's FSDP2" if args.use_torch_fsdp2 else "DDP"
+    stages = run.pipeline_model_parallel_size
     texts = {
         "Warning: each expert is on one rank. Megatron-FSDP then scales its gradients wrongly, "
         "also without graphs, unless you add --calculate-per-token-loss: docs/troubleshooting.md"
