@@ -37,9 +37,6 @@ USAGE_ERROR = 2
 DEFECT = 70  # of sysexits.h, for an error that no command expects; 1 is a result of a command
 INTERRUPTED = 130  # a shell's for SIGINT
 
-_received: list[int] = []
-"""Signals that have come since the command began."""
-
 
 def whole(text: str, least: int = 0) -> int:
     """A whole number of ``least`` or more."""
@@ -172,8 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit:
         raise
     except BaseException as error:
-        # An import that a signal interrupts may end in another error, as numpy's does.
-        text, code = ("interrupted", 128 + _received[0]) if _received else _told(error)
+        text, code = _told(error)
         print(f"{name}: {text}", file=sys.stderr)
         return code
 
@@ -226,18 +222,16 @@ def _told(error: BaseException) -> tuple[str, int]:
 
 
 def _end_in_order() -> None:
-    """Let a signal of ``ENDING`` raise ``SystemExit`` in the main thread, and note it and Ctrl-C.
+    """Let a signal of ``ENDING`` raise ``SystemExit`` in the main thread, with a shell's exit code.
 
-    The exit code is a shell's. An ignored signal, as under ``nohup``, stays ignored.
+    One that is ignored, as under ``nohup``, stays ignored.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
-        _received.append(number)
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        raise SystemExit(128 + number)
 
-    _received.clear()
-    for ending in (signal.SIGINT, *ENDING):
-        if signal.getsignal(ending) in (signal.SIG_DFL, signal.default_int_handler):
+    for ending in ENDING:
+        if signal.getsignal(ending) is signal.SIG_DFL:
             signal.signal(ending, end)
 
 

@@ -1,6 +1,5 @@
 """What all commands have in common: words that are refused, how they end, what they import."""
 
-import contextlib
 import errno
 import os
 import signal
@@ -91,22 +90,6 @@ def test_no_error_has_the_exit_code_of_a_difference(
     *before, last = ended.err.splitlines()
     assert ended.code == code != 1 and last.startswith(f"megatron-cg align: {said}")
     assert bool(before) == (code == DEFECT)
-
-
-def test_an_interrupt_that_ends_in_another_error_is_still_one(
-    monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
-    def swallowing(*_: object) -> int:
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        raise RecursionError
-
-    monkeypatch.setattr("megatron_cg.tools.cli.main.invoke", swallowing)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert cli("align") == (INTERRUPTED, "", "megatron-cg align: interrupted\n")
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["align", "--help"], []])
