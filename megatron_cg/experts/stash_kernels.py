@@ -27,27 +27,13 @@ def move(
     words = memory.view(-1).view(next(word for word in _WORDS if size % word.itemsize == 0))
     grid = max(1, min(_PROGRAMS, triton.cdiv(len(words), _BLOCK)))
     _move[grid,](
-        words,
-        buffer,
-        place,
-        width,
-        before,
-        size // words.itemsize,
-        BACK=back,
-        BLOCK=_BLOCK,
+        words, buffer, place, width, before, size // words.itemsize, BACK=back, BLOCK=_BLOCK
     )
 
 
 @triton.jit(do_not_specialize=["before"])  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    words,
-    buffer,
-    place,
-    width,
-    before,
-    WORDS,
-    BACK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    words, buffer, place, width, before, WORDS, BACK: tl.constexpr, BLOCK: tl.constexpr
 ):
     start, used = tl.load(place), tl.load(place + 3)
     padded = tl.load(place + 2) - tl.load(place + 1)

@@ -167,13 +167,7 @@ class Trainer:
         if any(map(takes_packs, layers)):
             tokens = self.plan.model.sequence_length
             packs = agreed_packs(self._inputs.packs, agreement, tokens, packed_samples)
-        session = Session(
-            sharding,
-            units_of(layers, packs),
-            backend,
-            agreement,
-            **options,
-        )
+        session = Session(sharding, units_of(layers, packs), backend, agreement, **options)
         with ExitStack() as lasting:
             args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
             for layer, named in zip(layers, kwargs, strict=True):
