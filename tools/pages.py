@@ -87,7 +87,7 @@ def configurations() -> str:
     sys.path.insert(0, str(_ROOT))
     cases = import_module("tests.functional.cases")
     rows = ["| case | preset | GPUs | scopes | flags |", "|---|---|---|---|---|"]
-    found = [*cases.CASES, *cases.FEATURES, *cases.LARGE]
+    found = [*cases.CASES, *cases.PACKED, *cases.FEATURES, *cases.LARGE]
     for case in sorted(found, key=lambda case: case.preset):
         preset = case.preset if case.bf16 else f"{case.preset}, fp32"
         scopes = f"`{' '.join(case.scopes)}`" if case.scopes else "whole layers"
