@@ -20,13 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.backends.base import (
-    Backend,
-    CaptureRequest,
-    leave_pool,
-    stream_kept,
-    waited_for,
-)
+from megatron_cg.backends.base import Backend, CaptureRequest, leave_pool, stream_kept, waited_for
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.unit import ReplayFunction

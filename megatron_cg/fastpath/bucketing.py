@@ -319,10 +319,7 @@ class GradientBucketing:
             self._detached.pop(id(weight), None)
 
     def take_detached(
-        self,
-        together: ParamGroup,
-        gradients: list[torch.Tensor | None],
-        used: Sequence[bool],
+        self, together: ParamGroup, gradients: list[torch.Tensor | None], used: Sequence[bool]
     ) -> None:
         """Take gradients of detached weights, on the stream on which they are computed.
 

@@ -47,12 +47,7 @@ from torch import nn
 
 from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
 from megatron_cg.fsdp.roles import fsdp_function
-from megatron_cg.upstream.patch import (
-    Undo,
-    replace_function,
-    replace_function_in_cell,
-    wrap_method,
-)
+from megatron_cg.upstream.patch import Undo, replace_function, replace_function_in_cell, wrap_method
 
 _ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
 _GATHER = "all_gather_params"

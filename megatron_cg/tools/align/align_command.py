@@ -16,6 +16,7 @@ from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import EXIT_CODES, Comparison, Outcome
 from megatron_cg.tools.align.presets import Preset, load_preset
+from megatron_cg.tools.launch_line import read_flags
 
 _SHOWN_SHARDS = 5
 _NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
@@ -52,8 +53,10 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
 def _on_gpus(
     args: argparse.Namespace, preset: Preset, extra: Sequence[str], directory: Path
 ) -> list[run.Run]:
-    both, of_graphs = run.by_run(extra)
-    backend = ("--cg-backend", NATIVE) if args.backend == NATIVE else ()
+    both: list[str] = []
+    of_graphs = ["--cg-backend", NATIVE] if args.backend == NATIVE else []
+    for flag in read_flags(extra):
+        (of_graphs if flag.name in run.ABOUT_GRAPHS else both).extend(flag.words)
     plan = run.Plan(
         script=(args.script or run.example_script()).resolve(),
         nproc=args.nproc or max(1, min(preset.nproc, run.gpu_count())),
@@ -62,8 +65,8 @@ def _on_gpus(
         scopes=preset.scopes if args.scopes is None else tuple(args.scopes),
         warmup_steps=args.warmup_steps,
         fsdp_version=args.megatron_fsdp_version,
-        graph_extra=(*backend, *of_graphs),
-        extra=both,
+        graph_extra=tuple(of_graphs),
+        extra=tuple(both),
     )
     run.check_gpus(plan)
     data = run.python_text(directory / "data")

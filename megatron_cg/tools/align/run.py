@@ -18,7 +18,6 @@ from megatron_cg.arguments.rules import ANY_RUN
 from megatron_cg.arguments.schema import VERIFY_STEPS, GraphArguments, flag_of
 from megatron_cg.errors import STEP_DIFFERS, MegatronCGError
 from megatron_cg.tools.align.compare import FAILED, Comparison, Outcome, compare
-from megatron_cg.tools.launch_line import read_flags
 from megatron_cg.tools.record.read_record import RecordError, read_run
 from megatron_cg.upstream.symbols import Symbol
 
@@ -152,18 +151,6 @@ def graph_flags(plan: Plan) -> list[str]:
     words += ["--cuda-graph-warmup-steps", str(plan.warmup_steps)]
     words += ["--cg-verify-steps", str(VERIFY_STEPS)]
     return [*words, *(GRAPH_FLAGS if plan.fsdp_version == 1 else ()), *plan.graph_extra]
-
-
-def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the user gave for the script: the words of both runs, and those of the graph run alone.
-
-    The latter are those of :data:`ABOUT_GRAPHS`, with their values.
-    """
-    both: list[str] = []
-    of_graphs: list[str] = []
-    for flag in read_flags(words):
-        (of_graphs if flag.name in ABOUT_GRAPHS else both).extend(flag.words)
-    return tuple(both), tuple(of_graphs)
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:

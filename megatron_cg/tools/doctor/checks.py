@@ -77,6 +77,7 @@ INSTALL = {
 _NO_GPU = "megatron-cg align --backend tape  # needs no GPU"
 _SECOND = "two copies in one process keep two states, and a call may reach either"
 _SECOND_CUDNN = "with an older cuDNN, TE silently takes unfused attention: slow, other bits"
+_CUDNN = ("CUDNN_HOME", "CUDNN_PATH")
 _SHOWN = ("CUBLAS", "CUDA_", "CUDNN_", "LD_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_NCCL_")
 
 
@@ -181,17 +182,14 @@ def variables(system: System) -> Iterator[Finding]:
     for rule in (rules.expandable_segments, rules.max_connections):
         yield from map(_of_violation, rule(Configuration(environment=environment)))
     for name, value in env.items():
-        if why := _mistake(name, value):
+        why = ""
+        if name.endswith("ALLOC_CONF") and "cudaMallocAsync" in value:
+            why = "graphs need torch's own allocator: their pools, and the cleanup of captures"
+        if name in _CUDNN and not any(Path(value or "?").rglob("libcudnn.so*")):
+            why = "there is no libcudnn.so, so TE silently looks in the next place"
+        if why:
             yield warning(f"{name}={value}", why, f"unset {name}")
     yield ok(", ".join(f"{n}={env[n]}" for n in sorted(env) if n.startswith(_SHOWN)) or "none set")
-
-
-def _mistake(name: str, value: str) -> str | None:
-    if name.endswith("ALLOC_CONF") and "cudaMallocAsync" in value:
-        return "graphs need torch's own allocator: their private pools, and the cleanup of captures"
-    if name in ("CUDNN_HOME", "CUDNN_PATH") and not any(Path(value or "?").rglob("libcudnn.so*")):
-        return "there is no libcudnn.so, so TE silently looks in the next place"
-    return None
 
 
 def _of_violation(violation: Violation) -> Finding:
