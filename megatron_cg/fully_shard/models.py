@@ -1,11 +1,22 @@
-"""Megatron's models under Megatron-FSDP v2 that ask for graphs."""
+"""Megatron's models under Megatron-FSDP v2 that ask for graphs.
+
+Note [Weights that are filled after they were written]
+    v2 allocates the weights that it computes with on its stream of gathers, and writes them on the
+    current stream without a wait (megatron-core 0.20 at d98e8a64, ``parameter_group.py``, lines 171
+    to 181). With deterministic algorithms ``torch.empty`` fills with NaN what it returns
+    (``torch.utils.deterministic.fill_uninitialized_memory``), by a kernel on the first stream. If
+    that one is late, losses are NaN from the first step. So here the write waits for the stream of
+    the allocation. Nothing else of v2 needs a wait that it has not (``tests/unit/ordering``).
+"""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
-from megatron_cg.upstream.patch import Undo, set_attribute
+from megatron_cg.upstream.patch import Undo, combine_undos, run_instead, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _MODEL: Any = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV2", None)
@@ -14,7 +25,12 @@ _RULES = Symbol(
     "v2's rules of a model",
     parameters=("config", "ddp_config"),
 )
-RELIES_ON = () if _MODEL is None else (_RULES,)
+_CAST = Symbol(
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer:DBuffer.cast",
+    "what writes weights to compute with, at first into memory that is there",
+    parameters=("dtype", "out"),
+)
+RELIES_ON = () if _MODEL is None else (_RULES, _CAST)
 
 
 def allow_graphs() -> Undo:
@@ -22,9 +38,10 @@ def allow_graphs() -> Undo:
 
     Inside of a graph of Megatron's own, v2's hooks would gather weights into memory that moves, so
     it refuses such models. Here they run around the graphs, in memory that stays. Its other rules
-    apply. Before 0.20 megatron-core has no v2.
+    apply. Their weights are written in order; see the note above. Before 0.20 megatron-core has no
+    v2.
 
-    Raises UpstreamChangedError if v2 has no such rules.
+    Raises UpstreamChangedError if v2 has no such rules, or writes weights in another way.
     """
     if _MODEL is None:
         return lambda: None
@@ -36,4 +53,12 @@ def allow_graphs() -> Undo:
             config.cuda_graph_impl, ddp_config.megatron_fsdp_cuda_graph_mode = "none", False
         rules(config, ddp_config, *rest, **named)
 
-    return set_attribute(_MODEL, "_validate_config", staticmethod(check))
+    allowed = set_attribute(_MODEL, "_validate_config", staticmethod(check))
+    return combine_undos((allowed, run_instead(_CAST, _cast)))
+
+
+def _cast(cast: Callable[..., Any], buffer: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+    """See Note [Weights that are filled after they were written]."""
+    if out is not None and out.allocation_stream is not None:
+        torch.cuda.current_stream(out.device).wait_stream(out.allocation_stream)
+    return cast(buffer, dtype, out=out)

@@ -206,7 +206,11 @@ def _rng_functions(get: str, put: str) -> dict[str, Callable[..., Any]]:
 def _streams_of_buffers() -> _Contexts:
     """Buffers of Megatron-FSDP v2 are of a stream on a GPU alone (megatron-core 0.20)."""
     in_core = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer"
-    stream = property(lambda _buffer: torch.cuda.current_stream(), lambda _buffer, _stream: None)
+
+    def allocated(buffer: Any, stream: Any) -> None:
+        vars(buffer)["stream"] = stream or torch.cuda.current_stream()
+
+    stream = property(lambda buffer: vars(buffer)["stream"], allocated)
     for module in _loaded(in_core, "megatron_fsdp.experimental.dbuffer"):
         yield replaced(module.DBuffer, "allocation_stream", stream)
 

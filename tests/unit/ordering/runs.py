@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_cg.fastpath import install, install_parts
 from megatron_cg.fastpath.part import find_cell, hook_functions
+from megatron_cg.fully_shard import models
 from megatron_cg.tape.fakes import replaced
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
@@ -21,6 +22,7 @@ from tests.unit.ordering.device import modelled_device
 from tests.unit.ordering.trace import Site, Trace
 from tests.unit.trainers import evaluate, trainer_of
 
+HAS_V2 = bool(models.RELIES_ON)
 LAYERS = 3
 """More units than double buffers."""
 STEPS = 2
@@ -46,6 +48,8 @@ class Run:
     """Called with the trainer before its first step."""
     around: Callable[[Any, Trace], Any] | None = None
     """A context that the traced steps run in."""
+    built: bool = False
+    """Whether all is traced, from the building of the model on."""
 
 
 def _hooked(trainer: Any) -> None:
@@ -108,6 +112,14 @@ def _sharded(strategy: str) -> dict[str, Any]:
     return {"data_parallel_sharding_strategy": strategy}
 
 
+_V2 = {"megatron_fsdp_version": 2}
+_UNDER_V2 = {
+    "v2": Run(DENSE, fsdp=_V2, evaluates=True),
+    "v2, attention": Run(("attn",), fsdp=_V2),
+    "v2, experts": Run(**EXPERTS, fsdp=_V2),
+    "v2, no graphs, from the first step": Run(fsdp=_V2, built=True),
+}
+"""With megatron-core 0.20."""
 RUNS: dict[int, dict[str, Run]] = {
     1: {"one rank": Run(DENSE, evaluates=True), "one rank, experts": Run(**EXPERTS)},
     2: {
@@ -136,6 +148,7 @@ RUNS: dict[int, dict[str, Run]] = {
                 ("last", "input_layernorm.weight"),
             )
         },
+        **(_UNDER_V2 if HAS_V2 else {}),
     },
     4: {
         "outer groups": Run(DENSE, fsdp=_OUTER),
@@ -159,18 +172,19 @@ def traced(run: Run) -> Trace:
             **{"layers": LAYERS, **small, **modules, **run.shape}, fsdp_options=run.fsdp
         )
         graphs = run.graphs is not None
-        trainer = stack.enter_context(
-            trainer_of(shape, graphs=graphs, microbatches=run.microbatches)
-        )
-        if run.before is not None:
-            run.before(trainer)
-        trainer.step()
+        with trace.switched(on=run.built):
+            trainer = stack.enter_context(
+                trainer_of(shape, graphs=graphs, microbatches=run.microbatches)
+            )
+            if run.before is not None:
+                run.before(trainer)
+            trainer.step()
         if graphs:
             backend = run.backend()
             if isinstance(backend, BorrowingTape):  # It lends itself what a pool of CUDA would.
                 stack.enter_context(replaced(install_parts, "IdlePool", lambda _: backend))
             trainer.capture(backend, only=run.only, fast_path=run.fast)
-        elif run.fast:
+        elif run.fast and not shape.under_v2:
             stack.callback(install(trainer.model.module).close)
         if run.around is not None:
             stack.enter_context(run.around(trainer, trace))

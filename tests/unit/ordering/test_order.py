@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import megatron_cg
-from tests.unit.ordering.runs import RUNS, check_all
+from megatron_cg.fully_shard import models
+from tests.unit.ordering.runs import HAS_V2, RUNS, check_all
 from tests.unit.ordering.trace import Site, ordering_places
 from tests.unit.ranks import on_ranks
 
@@ -21,7 +22,7 @@ pytest.importorskip("megatron_fsdp")
 
 RANKS = {name: ranks for ranks, runs in RUNS.items() for name in runs}
 FAST_PATH = Path(megatron_cg.__file__).parent / "fastpath"
-FILES = sorted(FAST_PATH.rglob("*.py"))
+FILES = [*sorted(FAST_PATH.rglob("*.py")), *[Path(models.__file__)] * HAS_V2]
 PLACES = {place: text for file in FILES for place, text in ordering_places(file)}
 """What orders anything on the fast path."""
 
