@@ -38,13 +38,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
-from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
 from megatron_cg.replay.borders import CURRENT_PASS, NO_PASS
 from megatron_cg.replay.unit import ReplayFunction
@@ -53,6 +53,20 @@ from megatron_cg.upstream.symbols import Symbol
 _EXECUTES = Symbol("torch._C:_will_engine_execute_node", "what a backward pass comes to")
 RELIES_ON = (_EXECUTES, CURRENT_PASS)
 Gradients = Sequence[torch.Tensor | None]
+
+
+class Taker(Protocol):
+    """What takes the gradients of detached weights: :class:`.GradientBucketing`, or that of v2."""
+
+    def knows(self, parameter: object) -> bool: ...
+
+    def detach(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Any: ...
+
+    def attach(self, together: Any) -> None: ...
+
+    def take_detached(
+        self, together: Any, gradients: list[torch.Tensor | None], used: Sequence[bool]
+    ) -> None: ...
 
 
 def detach_in_graphs(
@@ -150,8 +164,8 @@ class _Detached(torch.autograd.Function):
 class DetachedWeights:
     """The detached weights of one model's graphs."""
 
-    def __init__(self, bucketing: GradientBucketing) -> None:
-        self._bucketing = bucketing
+    def __init__(self, taker: Taker) -> None:
+        self._taker = taker
         self._of: dict[int, DetachedParams] = {}
 
     def together(self, tail: Sequence[Any]) -> DetachedParams | None:
@@ -175,14 +189,14 @@ class DetachedWeights:
 
     def _add(self, tail: Sequence[Any]) -> DetachedParams | None:
         needed = [place for place, needs in enumerate(_needs(tail)) if needs]
-        if not needed or not all(self._bucketing.knows(tail[place]) for place in needed):
+        if not needed or not all(self._taker.knows(tail[place]) for place in needed):
             return None
         ids = {id(tail[place]) for place in needed}
         if len(ids) < len(needed):
             return None
         if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
             return None  # another unit's weights; their own hooks wait for that unit's graph
-        weights = DetachedParams(tail, needed, self._bucketing)
+        weights = DetachedParams(tail, needed, self._taker)
         self._of[id(tail[0])] = weights
         return weights
 
@@ -190,10 +204,8 @@ class DetachedWeights:
 class DetachedParams:
     """Weights of one unit's graphs, and their state in a backward pass."""
 
-    def __init__(
-        self, tail: Sequence[Any], needed: list[int], bucketing: GradientBucketing
-    ) -> None:
-        self._places, self._bucketing = needed, bucketing
+    def __init__(self, tail: Sequence[Any], needed: list[int], taker: Taker) -> None:
+        self._places, self._taker = needed, taker
         self._needs = _needs(tail)
         self.parameters = [tail[place] for place in needed]
         self.leaf = torch.zeros((), device=self.parameters[0].device, requires_grad=True)
@@ -206,7 +218,7 @@ class DetachedParams:
         """Nodes of calls that a backward pass may reach."""
         self._before: dict[int, list[torch.Tensor | None]] = {}
         """Gradient sums of the calls that a backward pass has reached, by the pass's number."""
-        self._together = bucketing.detach(self.parameters, self.is_still_to_come)
+        self._together = taker.detach(self.parameters, self.is_still_to_come)
 
     def are(self, tail: Sequence[Any]) -> bool:
         """Whether exactly these need gradients among a replay's last arguments."""
@@ -221,7 +233,7 @@ class DetachedParams:
         )
 
     def close(self) -> None:
-        self._bucketing.attach(self._together)
+        self._taker.attach(self._together)
 
     def is_used_by(self, node: Any) -> None:
         """Record a call whose backward pass may follow."""
@@ -269,7 +281,7 @@ class DetachedParams:
             ]
         else:
             used = [self._executes(node) for node in self._nodes]
-            self._bucketing.take_detached(self._together, total, used)
+            self._taker.take_detached(self._together, total, used)
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

@@ -1,68 +1,27 @@
-"""Installs the parts of the fast path and removes them in reverse order.
-
-Megatron-FSDP v2's part is here: what it computes anew at each call is kept while graphs live.
-
-Note [A layout is a value]
-    v2 makes a buffer for the gradients of each group in each microbatch, and one for its weights in
-    each step. For each it lays out the tensors again and checks the layout, for which it defines a
-    class (``GlobalLayout.__post_init__``). That is half of the time of its hooks. A layout depends
-    only on the shapes and the number of shards, and it is frozen, so buffers can share it.
-
-Note [Kept as long as the memory]
-    A group gathers weights into one buffer and reduces gradients into another one, and takes a view
-    or a DTensor of each parameter from it in each microbatch. Here each is made once. Only the
-    group's own two buffers keep them: a buffer that takes the place of one makes its own. A buffer
-    whose memory is replaced makes new ones; that is seen by the storage, as in ``bucketing.py``.
-    With replicas over which gradients are reduced at the last microbatch, v2 makes a new buffer of
-    gradients in each step. There is nothing to keep then, and the old one must be freed.
-"""
+"""Installs the parts of the fast path and removes them in reverse order."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
-from weakref import finalize
 
-import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.fastpath import bucketing, gather, optimizer_step
+from megatron_cg.fastpath import bucketing, gather, optimizer_step, under_v2
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.optimizer_step import IdlePool
 from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.fsdp.roles import fsdp_v2, unknown_bodies
+from megatron_cg.fsdp.roles import unknown_bodies
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
+from megatron_cg.upstream.patch import Undo
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
-_LAYOUT, _BUFFER = "layout:GlobalLayout", "dbuffer:DBuffer"
-REPLACES_LAYOUTS = (
-    *fsdp_v2(f"{_LAYOUT}.build", "lays out a buffer", fingerprints=("65d667e7adb9f2ac",)),
-    *fsdp_v2(f"{_LAYOUT}.__post_init__", "checks it", fingerprints=("dcfbd2dbdc608cbe",)),
-)
-REPLACES_VIEWS = (
-    *fsdp_v2(f"{_BUFFER}.get_local_tensor", "a view", fingerprints=("15cd9ae6b2603518",)),
-    *fsdp_v2(
-        f"{_BUFFER}.get_dtensor",
-        "a view as a DTensor",
-        fingerprints=("64b72abcf05a58be", "f26bcecbad026ce9"),
-    ),
-)
-RELIES_ON = (
-    *REPLACES_LAYOUTS,
-    *REPLACES_VIEWS,
-    *fsdp_v2(
-        "parameter_group:FsdpParameterGroup",
-        "parameters that are gathered together",
-        *("main_weight", "main_grad", "_main_grad_placements|_accumulation_placements"),
-    ),
-)
 _OF_GRAPHS = "detached-weights-of-graphs"
 
 
@@ -165,7 +124,8 @@ def install_for(
 ) -> FastPath | None:
     """Install what is applicable to a sharding by Megatron-FSDP; None for any other."""
     if sharding.groups:
-        return install_under_v2(sharding.groups)
+        replays = [backend.replay_function(graph) for graph in graphs]
+        return install_under_v2(sharding.groups, optimizers, replays)
     if sharding.megatron_fsdp is None:
         return None
     replays = [backend.replay_function(graph) for graph in graphs]
@@ -211,55 +171,21 @@ def install(
     return path
 
 
-def install_under_v2(groups: Sequence[Any]) -> FastPath:
+def install_under_v2(
+    groups: Sequence[Any],
+    optimizers: Sequence[Any] = (),
+    replays: Sequence[ReplayFunction] = (),
+) -> FastPath:
+    """Install every part for Megatron-FSDP v2; see :func:`install`. ``groups`` are the model's."""
     with _installing(groups[0]) as path:
-        path.add("layouts", lambda: keep_layouts(groups[0]), REPLACES_LAYOUTS)
-        path.add("views", lambda: keep_views(groups), REPLACES_VIEWS)
+        add, parts = path.add, under_v2
+        add("layouts", lambda: parts.keep_layouts(groups[0]), parts.REPLACES_LAYOUTS)
+        add("views", lambda: parts.keep_views(groups), parts.REPLACES_VIEWS)
+        add("places", lambda: parts.keep_places(groups), parts.REPLACES_SWITCHES)
+        add("packing", lambda: parts.pack_gradients(groups), parts.REPLACES_PACKING)
+        add(_OF_GRAPHS, lambda: parts.detach_weights(groups, replays), parts.REPLACES_PACKING)
+        if optimizers:
+            add("casts", lambda: parts.install_casts(optimizers), parts.REPLACES_CASTS)
+            adam = optimizer_step.REPLACES_STEP
+            add("optimizer", lambda: optimizer_step.install_adam(optimizers), adam)
     return path
-
-
-def keep_layouts(group: Any) -> Undo:
-    """See Note [A layout is a value]. It is undone when ``group`` is gone, at the latest."""
-    kind: Any = type(group._unsharded_model_weight.layout)
-    laid_out = cache(kind.build)
-
-    def build(shapes: Iterable[Iterable[int]], dp_size: int) -> Any:
-        return laid_out(tuple(map(torch.Size, shapes)), dp_size)
-
-    return finalize(group, replace_function(kind, "build", build))
-
-
-def keep_views(groups: Iterable[Any]) -> Undo:
-    """See Note [Kept as long as the memory]; returns the undo."""
-    return combine_undos(undo for group in groups for undo in _of_group(group))
-
-
-def _of_group(group: Any) -> Iterator[Undo]:
-    yield _kept(group._unsharded_model_weight, "get_local_tensor")
-    gradients = group.main_grad
-    if gradients is None:
-        return
-    of_microbatch = getattr(group, "_main_grad_placements", None)
-    if of_microbatch is None:
-        of_microbatch = group._accumulation_placements
-    if tuple(of_microbatch) == gradients.placements == group.main_weight.placements:
-        yield _kept(gradients, "get_dtensor")
-
-
-def _kept(buffer: Any, method: str) -> Undo:
-    original = getattr(buffer, method)
-    found: dict[int, Any] = {}
-    place: tuple[int, int] | None = None
-
-    def of_index(index: int) -> Any:
-        nonlocal place
-        memory = buffer.local_buffer
-        now = (memory.untyped_storage()._cdata, memory.storage_offset())
-        if now != place:
-            found.clear()
-            place = now
-        if index not in found:
-            found[index] = original(index)
-        return found[index]
-
-    return replace_function(buffer, method, of_index)

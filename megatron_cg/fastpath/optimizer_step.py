@@ -427,7 +427,7 @@ def install_adam(optimizers: Iterable[Any]) -> Undo:
     if _FUSED not in sys.modules:
         raise NotApplicableError("no optimizer is Transformer Engine's FusedAdam")
     kind = _ADAM.find()
-    adams = dict.fromkeys(inner for inner in _inner(optimizers) if type(inner) is kind)
+    adams = dict.fromkeys(inner for inner in inner_optimizers(optimizers) if type(inner) is kind)
     simple = [adam for adam in adams if not _is_special(adam)]
     if not simple:
         why = "is not FusedAdam"
@@ -437,12 +437,13 @@ def install_adam(optimizers: Iterable[Any]) -> Undo:
     return combine_undos(replace_function(adam, "step", LocalStep(adam)) for adam in simple)
 
 
-def _inner(optimizers: Iterable[Any]) -> Iterator[Any]:
+def inner_optimizers(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Megatron's and torch's optimizers in these, each behind those inside of it."""
     for optimizer in optimizers:
-        yield from _inner(getattr(optimizer, "chained_optimizers", ()))
+        yield from inner_optimizers(getattr(optimizer, "chained_optimizers", ()))
         inner = vars(optimizer).get("optimizer")
         if inner is not None:
-            yield from _inner([inner])
+            yield from inner_optimizers([inner])
         yield optimizer
 
 

@@ -49,6 +49,7 @@ from tests.unit.units.sharded import (
     without_sync,
 )
 
+PARTS_OF_V2 = ["layouts", "views", "places", "packing", "detached-weights-of-graphs"]
 PLACED: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 
 
@@ -404,7 +405,7 @@ def test_a_verified_replay_compares_gradients_too(report: dict[str, Any], way: s
 def test_every_part_of_the_fast_path_is_on_under_v2(report: dict[str, Any]) -> None:
     for name in CASES:
         if name.startswith("v2"):
-            assert report[name]["parts"] == ["layouts", "views"]
+            assert report[name]["parts"] == PARTS_OF_V2
 
 
 def test_units_of_one_shape_share_their_unsharded_memory(report: dict[str, Any]) -> None:

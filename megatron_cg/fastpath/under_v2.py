@@ -1,0 +1,456 @@
+"""Megatron-FSDP v2's parts: what it computes anew at each call is kept while graphs live.
+
+v2 does its bookkeeping in Python, for each parameter and several times a step: it lays out buffers
+and cuts them, finds the module of a parameter by its name, and copies and casts gradients.
+
+Note [A layout is a value]
+    v2 makes a buffer for the gradients of each group in each microbatch, and one for its weights in
+    each step. For each it lays out the tensors again and checks the layout, for which it defines a
+    class (``GlobalLayout.__post_init__``). That is half of the time of its hooks. A layout depends
+    only on the shapes and the number of shards, and it is frozen, so buffers can share it.
+
+Note [Kept as long as the memory]
+    A group gathers weights into one buffer and reduces gradients into another one, and takes a view
+    or a DTensor of each parameter from it in each microbatch. Here each is made once. Only the
+    group's own two buffers keep them: a buffer that takes the place of one makes its own. A buffer
+    whose memory is replaced makes new ones; that is seen by the storage, as in ``bucketing.py``.
+    With replicas over which gradients are reduced at the last microbatch, v2 makes a new buffer of
+    gradients in each step. There is nothing to keep then, and the old one must be freed.
+
+Note [Where a parameter is set]
+    A group sets its sharded or its unsharded parameters on its modules four times a microbatch, and
+    finds each module by its name. The modules are found once here. Before each use every step on
+    the way is compared, so that a module that took the place of another one is found again.
+
+Note [A buffer without memory]
+    v2 packs the gradients of a group into a new buffer, which it drops when they are reduced. Here
+    the buffer and its views stay, and only its memory comes and goes, as v2 does it with weights:
+    on the same stream and between the same calls, so that allocations keep their order. v2 keeps
+    the memory a little longer, until the next group has its own. One call copies all gradients.
+    Between tensors are gaps, which nobody reads, but a verified step compares whole buffers. So
+    with deterministic algorithms the memory is filled as ``torch.empty`` would have done.
+
+Note [Weights that autograd does not visit]
+    See ``detached_weights.py``. A gradient from a graph becomes the weight's ``grad`` where the
+    graph left it, and v2's hook of the weight is called, which counts. It packs and reduces at the
+    last gradient of a module, before the next replay. If some are still to come, the gradients are
+    copied out of the graph's memory, as a backend does. The hook of a weight that has another use
+    is called by autograd, once in a pass, so it counts each weight once. Modules that are complete
+    at once are so in the order of an eager pass: a module whose first weight is later comes first.
+
+Note [Casts for the optimizer]
+    v2 reduces gradients in the dtype of the weights, and Megatron's optimizer casts each for the
+    step, as a DTensor. The first step does so here too. Later ones reuse these DTensors around new
+    memory, which one call fills and which is freed after the step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
+from megatron_cg.fastpath.optimizer_step import inner_optimizers
+from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
+from megatron_cg.fsdp.roles import fsdp_v2
+from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, wrap_method
+from megatron_cg.upstream.symbols import Symbol, installed_version
+
+_LAYOUT, _BUFFER, _GROUP = (
+    "layout:GlobalLayout",
+    "dbuffer:DBuffer",
+    "parameter_group:FsdpParameterGroup",
+)
+REPLACES_LAYOUTS = (
+    *fsdp_v2(f"{_LAYOUT}.build", "lays out a buffer", fingerprints=("65d667e7adb9f2ac",)),
+    *fsdp_v2(f"{_LAYOUT}.__post_init__", "checks it", fingerprints=("dcfbd2dbdc608cbe",)),
+)
+REPLACES_VIEWS = (
+    *fsdp_v2(f"{_BUFFER}.get_local_tensor", "a view", fingerprints=("15cd9ae6b2603518",)),
+    *fsdp_v2(
+        f"{_BUFFER}.get_dtensor",
+        "a view as a DTensor",
+        fingerprints=("64b72abcf05a58be", "f26bcecbad026ce9"),
+    ),
+)
+_TO_SHARDED, _TO_UNSHARDED = "_switch_to_sharded_parameters", "_switch_to_unsharded_parameters"
+REPLACES_SWITCHES = (
+    *fsdp_v2(
+        f"{_GROUP}.{_TO_SHARDED}",
+        "sets sharded parameters",
+        fingerprints=("288eb9e359975215", "9ff84b85f9327916"),
+    ),
+    *fsdp_v2(
+        f"{_GROUP}.{_TO_UNSHARDED}",
+        "sets unsharded ones",
+        fingerprints=("47f484df95853b67", "aaad70011875a174"),
+    ),
+)
+_ALLOCATE, _COPY = "allocate_partial_grad_buffer", "copy_gradients_to_partial_buffer"
+_REDUCE = "reduce_partial_gradients"
+REPLACES_PACKING = (
+    *fsdp_v2(
+        f"{_GROUP}.{_ALLOCATE}",
+        "allocates a buffer for gradients",
+        fingerprints=("07bca1c25b151b7f", "1130e7458da32260"),
+    ),
+    *fsdp_v2(
+        f"{_GROUP}.{_COPY}",
+        "copies them there",
+        fingerprints=("c3dd03a9739fb3aa", "34054b43f1f9ab8e"),
+    ),
+    *fsdp_v2(
+        f"{_GROUP}.{_REDUCE}",
+        "reduces them",
+        fingerprints=("0933f63f3a9d06ef", "19f0a26ca375d113"),
+    ),
+    *fsdp_v2(
+        "module:FsdpModule._reduce_gradient_groups",
+        "calls these in turn",
+        fingerprints=("fc3229fd7ba0e3fd",),
+    ),
+)
+_FILLS: Any = torch.utils.deterministic
+_OPTIMIZER = "megatron.core.optimizer.fully_sharded_optimizer"
+_CAST, _STEP = "_copy_model_grads_to_main_grads", "step_with_ready_grads"
+_IN_CORE = [*map(int, (installed_version("megatron-core") or "0.0").split(".")[:2])] >= [0, 20]
+"""Whether megatron-core has an optimizer for v2."""
+REPLACES_CASTS = tuple(
+    Symbol(f"{_OPTIMIZER}:FullyShardedOptimizer.{name}", expected, fingerprints=(fingerprint,))
+    for name, expected, fingerprint in (
+        (_CAST, "what casts gradients for a step", "08a0433627ba6292"),
+        (_STEP, "what drops the casts", "c05e44ef34e51e62"),
+    )
+    if _IN_CORE
+)
+RELIES_ON = (
+    *(*REPLACES_LAYOUTS, *REPLACES_VIEWS, *REPLACES_SWITCHES, *REPLACES_PACKING, *REPLACES_CASTS),
+    *fsdp_v2(
+        _GROUP,
+        "parameters that are gathered together",
+        *("main_weight", "main_grad", "_main_grad_placements|_accumulation_placements"),
+        *("_owning_module|owning_module", "parameter_names|fsdp_parameters", "_symm_mem_pool"),
+    ),
+    *fsdp_v2(
+        "module:FsdpModule",
+        "a sharded module",
+        *("_num_ready_grad_parameters|_ready_grad_parameters", "_num_trainable_parameters"),
+        "_parameter_groups",
+    ),
+)
+
+
+def keep_layouts(group: Any) -> Undo:
+    """See Note [A layout is a value]. It is undone when ``group`` is gone, at the latest."""
+    kind: Any = type(group._unsharded_model_weight.layout)
+    laid_out = cache(kind.build)
+
+    def build(shapes: Iterable[Iterable[int]], dp_size: int) -> Any:
+        return laid_out(tuple(map(torch.Size, shapes)), dp_size)
+
+    return finalize(group, replace_function(kind, "build", build))
+
+
+def keep_views(groups: Iterable[Any]) -> Undo:
+    """See Note [Kept as long as the memory]; returns the undo."""
+    return combine_undos(undo for group in groups for undo in _views_of(group))
+
+
+def _views_of(group: Any) -> Iterator[Undo]:
+    yield _kept(group._unsharded_model_weight, "get_local_tensor")
+    gradients = group.main_grad
+    if gradients is None:
+        return
+    of_microbatch = getattr(group, "_main_grad_placements", None)
+    if of_microbatch is None:
+        of_microbatch = group._accumulation_placements
+    if tuple(of_microbatch) == gradients.placements == group.main_weight.placements:
+        yield _kept(gradients, "get_dtensor")
+
+
+def _kept(buffer: Any, method: str) -> Undo:
+    original = getattr(buffer, method)
+    found: dict[int, Any] = {}
+    place: tuple[int, int] | None = None
+
+    def of_index(index: int) -> Any:
+        nonlocal place
+        memory = buffer.local_buffer
+        now = (memory.untyped_storage()._cdata, memory.storage_offset())
+        if now != place:
+            found.clear()
+            place = now
+        if index not in found:
+            found[index] = original(index)
+        return found[index]
+
+    return replace_function(buffer, method, of_index)
+
+
+def _owner(group: Any) -> nn.Module:
+    found: nn.Module = (
+        group._owning_module() if hasattr(group, "_owning_module") else group.owning_module
+    )
+    return found
+
+
+def _named(group: Any) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+    """Each name of a group's parameters, and what is set there: sharded, and unsharded."""
+    if hasattr(group, "fsdp_parameters"):
+        return [(fqn, p.sharded, p.unsharded) for p in group.fsdp_parameters for fqn in p.fqns]
+    columns = group.parameter_names, group.sharded_parameters, group.unsharded_parameters
+    return list(zip(*columns, strict=True))
+
+
+def keep_places(groups: Iterable[Any]) -> Undo:
+    """See Note [Where a parameter is set]; returns the undo."""
+    return combine_undos(undo for group in groups for undo in _places_of(group))
+
+
+def _places_of(group: Any) -> Iterator[Undo]:
+    names, *parameters = zip(*_named(group), strict=True)
+    places = _Places(group, names)
+    for method, own in zip((_TO_SHARDED, _TO_UNSHARDED), parameters, strict=True):
+        yield replace_function(group, method, places.setter(own, getattr(group, method)))
+
+
+class _Places:
+    """Where a group's parameters are set, by their names."""
+
+    def __init__(self, group: Any, names: Sequence[str]) -> None:
+        self._group, self._names = group, names
+        self._way: list[tuple[dict[str, Any], str, Any]] = []
+        """Modules on the way to a parameter: in which dictionary each is, and its name there."""
+        self._places: list[tuple[dict[str, Any], str]] = []
+
+    def setter(self, parameters: Sequence[Any], original: Callable[[], None]) -> Callable[[], None]:
+        def switch() -> None:
+            if not (self._found() or self._find()):
+                original()
+                return
+            for (own, name), parameter in zip(self._places, parameters, strict=True):
+                own[name] = parameter
+
+        return switch
+
+    def _found(self) -> bool:
+        way = self._way
+        return bool(self._places) and all(own.get(name) is child for own, name, child in way)
+
+    def _find(self) -> bool:
+        """Find all again; False if one is in no module that is registered."""
+        way: dict[str, tuple[dict[str, Any], str, Any]] = {}
+        self._places, places = [], []
+        for fqn in self._names:
+            module, (*path, name) = _owner(self._group), fqn.split(".")
+            for depth, child in enumerate(path):
+                own: dict[str, Any] = module._modules
+                if own.get(child) is None:
+                    return False
+                way.setdefault(".".join(path[: depth + 1]), (own, child, own[child]))
+                module = own[child]
+            places.append((module._parameters, name))
+        self._way, self._places = [*way.values()], places
+        return True
+
+
+def pack_gradients(groups: Iterable[Any]) -> Undo:
+    """See Note [A buffer without memory]; returns the undo."""
+    packed = [group for group in groups if group.requires_grad and group._symm_mem_pool is None]
+    return combine_undos(undo for group in packed for undo in _Packing(group).installed())
+
+
+class _Packing:
+    """Replaces how a group packs its gradients."""
+
+    def __init__(self, group: Any) -> None:
+        self._parameters = list(dict.fromkeys(unsharded for _, _, unsharded in _named(group)))
+        self._group = group
+        self._originals = [getattr(group, name) for name in (_ALLOCATE, _COPY, _REDUCE)]
+        self._buffer: Any = None
+        self._views: list[torch.Tensor] = []
+        self._like: Any = None
+        """The shapes of gradients, and the dtype and device of the first."""
+
+    def installed(self) -> Iterator[Undo]:
+        for name in ("allocate", "copy", "reduce"):
+            yield replace_function(self._group, _NAMES[name], getattr(self, name))
+        yield self._drop
+
+    def _drop(self) -> None:
+        self._buffer, self._views, self._like = None, [], None
+
+    def allocate(self) -> Any:
+        gradients = [parameter.grad for parameter in self._parameters]
+        like = None
+        if not any(gradient is None for gradient in gradients):
+            first: Any = gradients[0]
+            like = [first.dtype, first.device, *(one.shape for one in gradients if one is not None)]
+        if like is None or like != self._like:
+            self._buffer = self._originals[0]()
+            self._views = list(map(self._buffer.get_local_tensor, range(len(gradients))))
+            self._like = like
+        else:
+            self._buffer.reallocate_storage()
+            if torch.are_deterministic_algorithms_enabled() and _FILLS.fill_uninitialized_memory:
+                self._buffer.local_buffer.detach().fill_(torch.nan)
+        return self._buffer
+
+    @torch.no_grad()
+    def copy(self, partial_grad: Any) -> None:
+        if partial_grad is not self._buffer:
+            self._originals[1](partial_grad)
+            return
+        gradients: Any = [parameter.grad for parameter in self._parameters]
+        torch._foreach_copy_(self._views, gradients)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def reduce(self, partial_grad: Any, is_last_microbatch: bool = True) -> None:
+        self._originals[2](partial_grad, is_last_microbatch)
+        if partial_grad is self._buffer:
+            partial_grad.release_storage()
+
+
+_NAMES = {"allocate": _ALLOCATE, "copy": _COPY, "reduce": _REDUCE}
+
+
+def detach_weights(groups: Sequence[Any], replays: Sequence[ReplayFunction]) -> Undo:
+    """See Note [Weights that autograd does not visit]; returns the undo.
+
+    Raises NotApplicableError if there are no graphs.
+    """
+    return detach_in_graphs(DetachedWeights(_Hooked(groups)), replays, lambda: None)
+
+
+class _Hooked:
+    """Passes gradients of graphs to v2's hooks, as ``GradientBucketing`` does to v1's buckets."""
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        trained = [group for group in groups if group.requires_grad]
+        self._modules: dict[int, Any] = {
+            id(parameter): _owner(group) for group in trained for _, _, parameter in _named(group)
+        }
+
+    def knows(self, parameter: object) -> bool:
+        return id(parameter) in self._modules
+
+    def detach(
+        self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]
+    ) -> list[tuple[Any, list[int], Sequence[nn.Parameter]]]:
+        """The sharded modules that have them, with the places of their weights, in order."""
+        places: dict[int, list[int]] = {}
+        modules = [self._modules[id(weight)] for weight in weights]
+        for place, module in enumerate(modules):
+            places.setdefault(id(module), []).append(place)
+        return [(modules[at[0]], at, weights) for at in sorted(places.values(), reverse=True)]
+
+    def attach(self, together: Any) -> None:
+        """Nothing was changed."""
+
+    @torch.no_grad()
+    def take_detached(
+        self,
+        together: Sequence[tuple[Any, list[int], Sequence[Any]]],
+        gradients: list[torch.Tensor | None],
+        used: Sequence[bool],
+    ) -> None:
+        """See Note [Weights that autograd does not visit]."""
+        for module, places, weights in together:
+            there = [place for place in places if gradients[place] is not None]
+            counted = [place for place in there if not used[place]]
+            whole = _ready(module) + len(counted) == module._num_trainable_parameters
+            for place in there:
+                weight, gradient = weights[place], gradients[place]
+                assert gradient is not None
+                if weight.grad is not None:
+                    weight.grad = weight.grad + gradient
+                else:
+                    weight.grad = gradient if whole else gradient.clone()
+            for place in counted:
+                for hook in hooks_of_gradient(weights[place]):
+                    hook(weights[place])
+
+
+def _ready(module: Any) -> int:
+    """How many of a module's weights have their gradient in this pass."""
+    counted: int | None = getattr(module, "_num_ready_grad_parameters", None)
+    return len(module._ready_grad_parameters) if counted is None else counted
+
+
+def install_casts(optimizers: Iterable[Any]) -> Undo:
+    """See Note [Casts for the optimizer]; returns the undo.
+
+    Raises NotApplicableError if no optimizer is Megatron's own for v2, or it casts nothing.
+    """
+    found = dict.fromkeys(one for one in inner_optimizers(optimizers) if _casts(one))
+    if not found:
+        raise NotApplicableError("no optimizer of Megatron's casts gradients of v2")
+    return combine_undos(undo for one in found for undo in _Casts(one).installed())
+
+
+def _casts(optimizer: Any) -> bool:
+    own = type(optimizer).__module__ == _OPTIMIZER
+    return own and not optimizer.config.use_precision_aware_optimizer
+
+
+class _Casts:
+    """Replaces ``_copy_model_grads_to_main_grads`` of one optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._original = optimizer, getattr(optimizer, _CAST)
+        self._made: dict[Any, Any] = {}
+        """By parameter, the DTensor that Megatron made of its gradient."""
+
+    def installed(self) -> Iterator[Undo]:
+        yield replace_function(self._optimizer, _CAST, self)
+        yield wrap_method(self._optimizer, _STEP, after=self._free)
+
+    def _free(self) -> None:
+        for made in self._made.values():
+            made._local_tensor = None
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        casted = self._optimizer._casted_grads
+        assert not casted
+        given = [(p, p.grad) for p in self._optimizer.get_parameters() if p.grad is not None]
+        differ = [(p, gradient) for p, gradient in given if gradient.dtype != p.dtype]
+        if not all(self._knows(parameter, gradient) for parameter, gradient in differ):
+            self._original()
+            self._made = {p: p.grad for p, _ in casted if type(p.grad) is DTensor}
+            return
+        pieces = [gradient._local_tensor for _, gradient in differ]
+        copies = [
+            torch.empty_like(x, dtype=p.dtype) for x, (p, _) in zip(pieces, differ, strict=True)
+        ]
+        if copies:
+            torch._foreach_copy_(copies, pieces)
+        for (parameter, gradient), copy in zip(differ, copies, strict=True):
+            made = self._made[parameter]
+            made._local_tensor = copy
+            parameter.grad = None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = made
+            casted.append((parameter, gradient))
+
+    def _knows(self, parameter: Any, gradient: Any) -> bool:
+        made = self._made.get(parameter)
+        if made is None or type(gradient) is not DTensor:
+            return False
+        here, there = made._spec, gradient._spec
+        return bool(
+            made.dtype == parameter.dtype
+            and here.placements == there.placements
+            and here.mesh is there.mesh
+            and here.shape == there.shape
+        )
+
+
+def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(like, dtype=dtype)

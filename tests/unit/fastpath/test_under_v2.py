@@ -1,0 +1,398 @@
+"""What is kept of Megatron-FSDP v2's bookkeeping, beside what v2 itself computes."""
+
+import logging
+import operator
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_cg.fastpath import install_parts, install_under_v2, under_v2
+from megatron_cg.fastpath.part import NotApplicableError
+from megatron_cg.fastpath.under_v2 import keep_layouts, keep_views
+from megatron_cg.fully_shard.megatron_fsdp_v2 import unsharded_parameters
+from megatron_cg.fully_shard.per_module import lies_in
+from megatron_cg.replay.plain import _Identity as Same
+from megatron_cg.upstream.symbols import Symbol
+from tests.unit.units import sharded
+
+PROGRAMS, LENGTH = 60, 40
+
+
+@pytest.fixture
+def groups(one_rank: None) -> Any:
+    network: Any = sharded.under_v2(mesh=(1,))(sharded.Network((16, 24)))
+    found = [group for each in (*network.layers, network) for group in each._parameter_groups]
+    for group in found:
+        group._unsharded_model_weight.reallocate_storage()
+    yield found
+    del network  # Main's groups do not keep their modules.
+
+
+def place(tensor: Any) -> tuple[Any, ...]:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    storage = local.untyped_storage()._cdata
+    spec = tensor.placements if isinstance(tensor, DTensor) else None
+    address = (storage, local.storage_offset(), local.data_ptr())
+    return (*address, local.shape, local.stride(), local.dtype, tensor.shape, spec)
+
+
+def check(buffer: Any, method: str, index: int) -> Any:
+    """What a buffer returns is as what its class's own method makes."""
+    found = getattr(buffer, method)(index)
+    assert place(found) == place(getattr(type(buffer), method)(buffer, index))
+    return found
+
+
+def change(drawn: random.Random, group: Any) -> bool:
+    """Do to a group's memory what v2, a session or a user may do; whether views stay valid."""
+    buffer = drawn.choice((group._unsharded_model_weight, group.main_grad))
+    kind = drawn.choice(("nothing", "resized", "moved", "data", "buffers"))
+    if kind == "resized":
+        buffer.release_storage()
+        buffer.reallocate_storage()
+    elif kind == "moved":
+        buffer.local_buffer = lies_in(
+            buffer.local_buffer, torch.empty_like(buffer.local_buffer).untyped_storage()
+        )
+    elif kind == "data":
+        buffer.local_buffer.data = torch.empty_like(buffer.local_buffer)
+    elif kind == "buffers":
+        like = group.main_grad
+        shapes = like.layout.tensor_shapes
+        made = type(like)(like.mesh, like.placements, shapes, like.dtype, like.device)
+        group.main_grad = made
+    return kind in ("nothing", "resized")
+
+
+def test_views_are_those_of_the_memory_that_a_buffer_has_now(groups: Any) -> None:
+    kept = again = 0
+    for seed in range(PROGRAMS):
+        drawn, undo = random.Random(seed), keep_views(groups)
+        for _ in range(LENGTH):
+            group = drawn.choice(groups)
+            index = drawn.randrange(len(group.main_grad.layout.tensor_shapes))
+            pairs = (
+                (group._unsharded_model_weight, "get_local_tensor"),
+                (group.main_grad, "get_dtensor"),
+            )
+            before = [check(*pair, index) for pair in pairs]
+            if change(drawn, group):
+                again += 2
+                after = [getattr(*pair)(index) for pair in pairs]
+                kept += sum(map(operator.is_, before, after))
+            check(group._unsharded_model_weight, "get_local_tensor", index)
+            check(group.main_grad, "get_dtensor", index)
+        undo()
+    assert again > kept > again // 4  # Buffers that were put in keep nothing.
+    for group in groups:
+        assert not {"get_local_tensor", "get_dtensor"} & {
+            *vars(group._unsharded_model_weight),
+            *vars(group.main_grad),
+        }
+
+
+def test_gradients_that_get_a_new_buffer_in_each_step_are_not_kept(groups: Any) -> None:
+    first, second = groups[:2]
+    weights = first._unsharded_model_weight
+    later = {"_main_grad_placements": weights.placements}
+    later["_accumulation_placements"] = weights.placements
+    hybrid = SimpleNamespace(**{**vars(first), **later})
+    frozen = SimpleNamespace(**{**vars(second), "main_grad": None})
+    undo = keep_views([hybrid, frozen])
+    assert not any("get_dtensor" in vars(group.main_grad) for group in (first, second))
+    assert "get_local_tensor" in vars(weights)
+    undo()
+
+
+class Group:
+    """One that can go: the released v2's own never does, as autograd's hooks hold it."""
+
+    def __init__(self, like: Any) -> None:
+        self._unsharded_model_weight = like._unsharded_model_weight
+
+
+def test_a_model_that_is_dropped_leaves_nothing_on_the_class_of_layouts(groups: Any) -> None:
+    kind = type(groups[0].main_grad.layout)
+    before, group = Same(vars(kind)["build"]), Group(groups[0])
+    keep_layouts(group)
+    assert Same(vars(kind)["build"]) != before
+    del group
+    assert Same(vars(kind)["build"]) == before
+
+
+def set_on(group: Any) -> list[Any]:
+    """What the modules of a group have now, by identity."""
+    module = under_v2._owner(group)
+    names = [name for name, _, _ in under_v2._named(group)]
+    owners = [(module.get_submodule(name.rpartition(".")[0]), name) for name in names]
+    return [Same(owner._parameters[name.rpartition(".")[2]]) for owner, name in owners]
+
+
+def test_parameters_are_set_on_the_modules_that_are_there_now(groups: Any) -> None:
+    group, undo = groups[0], under_v2.keep_places(groups)
+    layer, replaced = under_v2._owner(group), nn.Linear(1, 1)
+    for up in (None, replaced, replaced):
+        layer.up = up or layer.up
+        for number, method in (
+            (1, group.reshard_parameters),
+            (2, group._switch_to_unsharded_parameters),
+        ):
+            method()
+            assert set_on(group) == [Same(row[number]) for row in under_v2._named(group)]
+    assert {*replaced._parameters} == {"weight", "bias"}
+    undo()
+    assert "_switch_to_sharded_parameters" not in vars(group)
+
+
+class Aliased(sharded.Block):
+    @property
+    def other(self) -> nn.Module:
+        return self.norm
+
+
+def test_a_module_with_another_name_is_left_to_v2(groups: Any) -> None:
+    """What v2 finds by an attribute, which no module has registered."""
+    group = groups[0]
+    layer: Any = under_v2._owner(group)
+    found, names = [], [name.replace("norm.", "other.") for name, _, _ in under_v2._named(group)]
+    layer.__class__ = type("Aliased", (type(layer), Aliased), {})
+    places = under_v2._Places(group, names)
+    places.setter([None] * len(names), lambda: found.append("v2"))()
+    assert found == ["v2"] and any(name.startswith("other.") for name in names)
+
+
+def named(group: Any) -> list[Any]:
+    return [*under_v2._named(group)]
+
+
+def gradients_of(group: Any, seed: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in unsharded_parameters(group):
+        parameter.grad = change(torch.randn(parameter.shape, generator=generator))
+
+
+def reduced(groups: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> list[list[float]]:
+    """Sharded gradients of two microbatches of two steps."""
+    found = []
+    for seed in range(4):
+        for group in groups:
+            gradients_of(group, seed, change)
+            packed = group.allocate_partial_grad_buffer()
+            group.copy_gradients_to_partial_buffer(packed)
+            assert not any(p.grad is not None for p in unsharded_parameters(group))
+            group.reduce_partial_gradients(packed)
+            for _, parameter, _ in named(group):
+                found.append(parameter.grad.to_local().flatten().tolist())
+                if seed % 2:
+                    parameter.grad = None
+    return found
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as they are": lambda gradient: gradient,
+    "transposed": lambda gradient: gradient.t().contiguous().t(),
+    "that need gradients": lambda gradient: gradient.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_packed_gradients_are_those_of_v2(groups: Any, name: str) -> None:
+    change = CHANGES[name]
+    expected, undo = reduced(groups, change), under_v2.pack_gradients(groups)
+    assert reduced(groups, change) == expected
+    group = groups[0]
+    gradients_of(group, 0, change)
+    packed = group.allocate_partial_grad_buffer()
+    assert packed.local_buffer.untyped_storage().nbytes() > 0
+    assert not packed.local_buffer.requires_grad
+    group.reduce_partial_gradients(packed)
+    assert packed.local_buffer.untyped_storage().nbytes() == 0
+    assert group.allocate_partial_grad_buffer() is packed
+    undo()
+    gradients_of(group, 0, change)
+    assert group.allocate_partial_grad_buffer() is not packed
+
+
+def test_gaps_between_gradients_have_what_v2_leaves_there(groups: Any) -> None:
+    group, before = groups[1], torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    gaps = []
+    try:
+        undo = under_v2.pack_gradients(groups)
+        for _ in range(2):
+            gradients_of(group, 0, CHANGES["as they are"])
+            packed = group.allocate_partial_grad_buffer()
+            group.copy_gradients_to_partial_buffer(packed)
+            gaps.append(int(packed.local_buffer.isnan().sum()))
+            group.reduce_partial_gradients(packed)
+        undo()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    filled = sum(p.numel() for p in unsharded_parameters(group))
+    assert gaps == [packed.local_buffer.numel() - filled] * 2 and gaps[0] > 0
+
+
+def test_other_gradients_than_before_get_another_buffer(groups: Any) -> None:
+    group, undo = groups[0], under_v2.pack_gradients(groups)
+    first, second = unsharded_parameters(group)[:2]
+    gradients_of(group, 0, CHANGES["as they are"])
+    packed = group.allocate_partial_grad_buffer()
+    for parameter in unsharded_parameters(group):
+        parameter.grad_dtype = None
+        parameter.grad = torch.ones_like(parameter, dtype=torch.float64)
+    other = group.allocate_partial_grad_buffer()
+    assert other is not packed and other.local_buffer.dtype is torch.float64
+    group.copy_gradients_to_partial_buffer(other)
+    assert other.get_local_tensor(0).eq(1).all()
+    first.grad = torch.ones_like(first, dtype=torch.float64)
+    second.grad = None
+    with pytest.raises(RuntimeError, match="Missing gradient"):
+        group.allocate_partial_grad_buffer()
+    undo()
+
+
+@pytest.fixture
+def hooked(groups: Any) -> Iterator[tuple[Any, list[nn.Parameter], list[str]]]:
+    """The weights of one layer, the object that takes their gradients, and what then happens."""
+    layer: Any = under_v2._owner(groups[0])
+    said: list[str] = []
+    layer.post_backward = lambda: said.append("reduced")
+    yield under_v2._Hooked(groups), unsharded_parameters(groups[0]), said
+    del layer.post_backward
+
+
+def take(hooked: Any, weights: list[Any], numbers: Any, used: Any = ()) -> list[torch.Tensor]:
+    gradients = [
+        None if n is None else torch.full_like(w, n) for w, n in zip(weights, numbers, strict=True)
+    ]
+    together = hooked.detach(weights, lambda: False)
+    hooked.take_detached(
+        together, gradients, [any(weight is one for one in used) for weight in weights]
+    )
+    return gradients  # type: ignore[return-value]
+
+
+def test_gradients_of_a_whole_module_stay_where_a_graph_left_them(hooked: Any) -> None:
+    taker, weights, said = hooked
+    gradients = take(taker, weights, range(len(weights)))
+    assert said == ["reduced"]
+    assert all(map(operator.is_, [weight.grad for weight in weights], gradients))
+
+
+def test_gradients_that_wait_for_others_are_copied(hooked: Any) -> None:
+    taker, weights, said = hooked
+    some, last = weights[:-1], weights[-1]
+    gradients = take(taker, some, range(len(some)))
+    for weight, gradient in zip(some, gradients, strict=True):
+        assert weight.grad is not gradient and torch.equal(weight.grad, gradient)
+    assert said == []
+    take(taker, [last], [7])
+    assert said == ["reduced"] and last.grad.eq(7).all()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_weight_with_another_use_is_counted_once(hooked: Any, is_first: bool) -> None:
+    taker, weights, said = hooked
+    weight = weights[0]
+    for graph_comes in (is_first, not is_first):
+        if graph_comes:
+            take(taker, weights, [2] * len(weights), weights[:1])
+        else:
+            (weight * 3).sum().backward()  # Autograd calls v2's hook.
+    assert said == ["reduced"] and weight.grad.eq(5).all()
+
+
+def test_a_weight_without_a_gradient_is_not_counted(hooked: Any) -> None:
+    taker, weights, said = hooked
+    take(taker, weights, [None, *[1] * (len(weights) - 1)])
+    assert said == [] and weights[0].grad is None
+
+
+def test_modules_are_reduced_in_the_order_of_an_eager_pass(groups: Any) -> None:
+    taker: Any = under_v2._Hooked(groups)
+    layers = [under_v2._owner(group) for group in groups[:2]]
+    weights = [weight for group in groups[:2] for weight in unsharded_parameters(group)]
+    together = taker.detach(weights, lambda: False)
+    assert [module for module, _, _ in together] == layers[::-1]
+    assert not taker.knows(nn.Parameter(torch.ones(1))) and all(map(taker.knows, weights))
+
+
+def test_no_other_optimizer_is_changed(groups: Any) -> None:
+    adam = torch.optim.Adam(under_v2._owner(groups[0]).parameters())
+    with pytest.raises(NotApplicableError):
+        under_v2.install_casts([SimpleNamespace(chained_optimizers=[], optimizer=adam)])
+
+
+@pytest.mark.skipif(not under_v2._IN_CORE, reason="megatron-core before 0.20 has no such optimizer")
+def test_casts_are_those_of_megatrons_optimizer(groups: Any) -> None:
+    from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
+
+    optimizer: Any = object.__new__(FullyShardedOptimizer)
+    parameters = [one for group in groups for _, one, _ in named(group)]
+    seen: list[Any] = []
+    off = ("use_precision_aware_optimizer", "reuse_grad_buf_for_mxfp8_param_ag", "timers")
+    optimizer.config = SimpleNamespace(**dict.fromkeys(off))
+    optimizer.get_parameters, optimizer._casted_grads = lambda: parameters, []
+    optimizer.is_stub_optimizer = False
+    optimizer.optimizer = SimpleNamespace(step=lambda: seen.append([p.grad for p in parameters]))
+    optimizer._copy_main_params_to_model_params = lambda: None
+    undo = under_v2.install_casts([SimpleNamespace(chained_optimizers=[optimizer])])
+    for step in range(3):
+        given = []
+        for number, parameter in enumerate(parameters):
+            parameter.grad = None
+            parameter.grad_dtype = torch.bfloat16
+            local = torch.full_like(parameter._local_tensor, step + number, dtype=torch.bfloat16)
+            if number:  # The first has no gradient.
+                parameter.grad = DTensor.from_local(
+                    local, parameter.device_mesh, parameter.placements
+                )
+            given.append(parameter.grad)
+        optimizer._copy_model_grads_to_main_grads()
+        for number, parameter in enumerate(parameters[1:], 1):
+            assert parameter.grad.dtype is parameter.grad._local_tensor.dtype is torch.float32
+            assert parameter.grad._local_tensor.eq(step + number).all()
+        optimizer.step_with_ready_grads()
+        assert all(map(operator.is_, [p.grad for p in parameters], given))
+    assert all(map(operator.is_, seen[1], seen[2]))
+    assert {one._local_tensor for one in seen[2][1:]} == {None}
+    undo()
+    assert not {"_copy_model_grads_to_main_grads", "step_with_ready_grads"} & {*vars(optimizer)}
+
+
+PARTS = ["layouts", "views", "places", "packing"]
+
+
+@pytest.mark.parametrize(
+    ("function", "off"),
+    {
+        "__post_init__": "layouts",
+        "get_dtensor": "views",
+        "_switch_to_sharded_parameters": "places",
+        "_reduce_gradient_groups": "packing",
+    }.items(),
+)
+def test_an_unknown_function_turns_its_part_off(
+    groups: Any,
+    function: str,
+    off: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def unknown_body(symbol: Symbol) -> str | None:
+        return "another body" if symbol.path.endswith(f".{function}") else None
+
+    install_parts._warn_once.cache_clear()
+    monkeypatch.setattr(Symbol, "unknown_body", unknown_body)
+    path = install_under_v2(groups)
+    path.close()
+    assert path.parts == [part for part in PARTS if part != off]
+    assert path.left_out[off] == "another body"
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warnings and all("another body" in text for text in warnings)
