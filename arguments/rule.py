@@ -81,23 +81,3 @@ class Rule:
 
 WITHOUT_FIXED_SHAPES = "moe-without-drop-and-pad"
 """The rule that is broken where a model was built without dropless experts but captures them."""
-
-
-def _below_average(given: Configuration) -> list[Facts]:
-    rows, stash = given.graph.cg_moe_rows, given.graph.cg_moe_stash
-    found = {"--cg-moe-rows": rows, "--cg-moe-stash": stash}
-    return [
-        {"name": name, "factor": factor}
-        for name, factor in found.items()
-        if factor is not None and not factor >= 1
-    ]
-
-
-rows_below_average = Rule(
-    "rows-below-average",
-    _below_average,
-    "{flag:{name} {factor:g}}",
-    "it is a multiple of the rows that are expected, so with less than 1 every step would be "
-    "repeated",
-    "{type:{name} 1.25}, or more",
-)

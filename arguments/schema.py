@@ -87,7 +87,7 @@ def at_least(least: int) -> Takes:
 
 
 TRUE_OR_FALSE = Takes(lambda value: isinstance(value, bool), "True or False", "True")
-_NUMBER = Takes(lambda value: type(value) in (int, float), "a number", "1.25")
+_FACTOR = Takes(lambda value: type(value) in (int, float) and value >= 1, "1.0 or more", "1.25")
 _FOLDER = Takes(lambda value: isinstance(value, str | os.PathLike), "a directory", '"runs/1"')
 _ANYTHING = Takes(lambda _value: True, "", "")
 
@@ -195,7 +195,7 @@ class GraphArguments:
     )
     cg_moe_rows: float | None = _flag(
         None,
-        _NUMBER,
+        _FACTOR,
         "Graphs with dropless experts have room for FACTOR times the rows that a rank receives on "
         "average. By default they have room for the most that a rank can receive. A step in which "
         "a rank receives more is repeated eagerly, so no token is dropped. FACTOR is at least 1.0; "
@@ -205,7 +205,7 @@ class GraphArguments:
     )
     cg_moe_stash: float | None = _flag(
         None,
-        _NUMBER,
+        _FACTOR,
         "Graphs with dropless experts keep for the backward pass only the rows that were used, in "
         "one buffer with room for FACTOR times the most rows of a step before the capture. A step "
         "with more is repeated eagerly. FACTOR is at least 1.0. Default: each layer keeps room for "

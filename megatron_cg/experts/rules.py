@@ -4,13 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 
-from megatron_cg.arguments.rule import (
-    WITHOUT_FIXED_SHAPES,
-    Configuration,
-    Facts,
-    Rule,
-    rows_below_average,
-)
+from megatron_cg.arguments.rule import WITHOUT_FIXED_SHAPES, Configuration, Facts, Rule
 from megatron_cg.arguments.schema import RunArguments
 from megatron_cg.errors import say
 from megatron_cg.upstream.te import UPGRADE
@@ -224,7 +218,6 @@ RULES = (
         f"with {', '.join(_BALANCING)}",
         "{type:--moe-router-load-balancing-type aux_loss}, or " + _ROUTER,
     ),
-    rows_below_average,
     Rule(
         "no-exchange",
         _exchanges_nothing,

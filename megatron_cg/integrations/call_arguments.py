@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_cg import extensions
 from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.megatron import PACKING
-from megatron_cg.arguments.rule import Configuration, rows_below_average
+from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.rules import extension_missing
 from megatron_cg.arguments.schema import (
     Environment,
@@ -128,9 +128,6 @@ def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
         yield from takes.check(name, value)
         if name == "layers":
             yield from read_tokens(map(str, several(value)))[1]
-        elif name in ("moe_rows", "moe_stash") and takes.accepts(value):
-            graph = with_settings(GraphArguments(), {name: value})
-            yield from rows_below_average(Configuration(graph=graph))
 
 
 def _missing_extensions(given: Mapping[str, Any]) -> Iterator[Violation]:
@@ -141,7 +138,7 @@ def _missing_extensions(given: Mapping[str, Any]) -> Iterator[Violation]:
 
 def with_settings(before: GraphArguments, given: Mapping[str, Any]) -> GraphArguments:
     read: dict[str, Callable[[Any], Any]]
-    read = {"layers": several, "record": fspath, "report": fspath, "fast_path": operator.not_}
+    read = {"layers": several, "record": fspath, "fast_path": operator.not_}
     made = {name: read[name](value) if name in read else value for name, value in given.items()}
     return replace(before, **{_FIELDS[name].name: value for name, value in made.items()})
 
@@ -183,7 +180,7 @@ def require_same(agreement: Agreement, call: str, given: Mapping[str, object]) -
     """
     settings: dict[str, object] = {"call": call or "Megatron's training loop"}
     for name, value in given.items():
-        is_folder = name.endswith(("record", "report")) and value is not None
+        is_folder = name.endswith("record") and value is not None
         settings[name if call else flag_of(name)] = "given" if is_folder else value
     agreement.require_same(settings | shared_by_ranks())
 

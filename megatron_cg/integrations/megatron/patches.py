@@ -96,9 +96,9 @@ _EXPERTS = Violation(
 )
 _NOT_RECORDED = Violation(
     "record-of-own-loop",
-    "record or report in a loop of your own",
+    "record in a loop of your own",
     "losses, norms and times of steps are read from Megatron's train() and Megatron-Bridge's alone",
-    "leave both out of megatron_cg.enable(); megatron_cg.counters() has the counts",
+    "leave it out of megatron_cg.enable(); megatron_cg.counters() has the counts",
 )
 
 
@@ -117,7 +117,6 @@ def enable(
     moe_stash: float | None = None,
     moe_exchange: Exchange | None = None,
     record: str | PathLike[str] | None = None,
-    report: str | PathLike[str] | None = None,
     full_recompute: bool = False,
 ) -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
@@ -136,8 +135,8 @@ def enable(
 
     With ``moe_rows`` or ``moe_stash`` a loop runs all passes of a step by one call of the function
     that ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns from now on.
-    ``record`` and ``report`` need Megatron's ``train`` or Megatron-Bridge's; in another loop the
-    creation of a helper raises ConfigurationError. ``full_recompute`` is for such loops: whether
+    ``record`` needs Megatron's ``train`` or Megatron-Bridge's; in another loop the creation of a
+    helper raises ConfigurationError. ``full_recompute`` is for such loops: whether
     configs that are made from now on may have ``recompute_granularity="full"`` beside graphs, which
     Megatron refuses.
 

@@ -124,7 +124,7 @@ def test_settings_of_enable_hold_for_helpers_that_come_after(trainer: Any, tmp_p
     ):
         helper_for(trainer)
     megatron_cg.enable(record=tmp_path)
-    with pytest.raises(ConfigurationError, match="record or report in a loop of your own"):
+    with pytest.raises(ConfigurationError, match="record in a loop of your own"):
         helper_for(trainer)
     megatron_cg.disable()
     assert patches._enabled is None
