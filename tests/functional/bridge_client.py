@@ -23,9 +23,13 @@ if RUN.get("early"):
     megatron_cg.enable(**RUN["enable"])
 
 from megatron.bridge import AutoBridge  # noqa: E402
+from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig  # noqa: E402
+from megatron.bridge.data.packing import PackedSequenceSpecs  # noqa: E402
+from megatron.bridge.peft.lora import LoRA  # noqa: E402
 from megatron.bridge.recipes.qwen.h100 import qwen3_moe  # noqa: E402
 from megatron.bridge.recipes.utils import environment_utils as of_recipes  # noqa: E402
 from megatron.bridge.training.callbacks import Callback  # noqa: E402
+from megatron.bridge.training.finetune import finetune  # noqa: E402
 from megatron.bridge.training.gpt_step import forward_step  # noqa: E402
 from megatron.bridge.training.pretrain import pretrain  # noqa: E402
 from transformers import Qwen3MoeConfig  # noqa: E402
@@ -53,12 +57,33 @@ def recipe_of_experts() -> Any:
     return cfg
 
 
+def tune(cfg: Any, folder: Path, adapter: bool) -> None:
+    """Train a Hugging Face model of ``folder`` on packs, all of it or an adapter."""
+    length = cfg.model.seq_length
+    specs = PackedSequenceSpecs(
+        packed_sequence_size=length, packed_train_data_path=folder / "packs.npy",
+        packed_metadata_path=folder / "packs.json", pad_cu_seqlens=True,
+    )  # fmt: skip
+    cfg.dataset = GPTSFTDatasetConfig(
+        seq_length=length, dataset_root=folder, enable_offline_packing=True, num_workers=1,
+        offline_packing_specs=specs, dataset_kwargs={"pad_to_max_length": True},
+        do_validation=False, do_test=False,
+    )  # fmt: skip
+    cfg.model.vocab_size = example.VOCABULARY
+    cfg.tokenizer.tokenizer_type, cfg.tokenizer.tokenizer_model = "HuggingFaceTokenizer", folder
+    cfg.checkpoint.pretrained_checkpoint = str(folder)
+    cfg.train.micro_batch_size, cfg.model.apply_rope_fusion = 1, True
+    cfg.peft = LoRA(dim=8) if adapter else None
+
+
 def configure(run: dict[str, Any]) -> Any:
     cfg = recipe_of_experts() if run["experts"] else example.recipe()
     example.prepare(cfg)
     cfg.model.deterministic_mode = True
     cfg.model.cross_entropy_loss_fusion = cfg.model.apply_rope_fusion = False
     cfg.env_vars = {}
+    if run["tuned"]:
+        tune(cfg, Path(run["tuned"]), run["adapter"])
     if run["scopes"] is not None:
         example.graph(cfg, *run["scopes"])
     for path, value in run["fields"].items():
@@ -104,7 +129,7 @@ def train(run: dict[str, Any], folder: Path) -> None:
     numbers, failed, rank = Numbers(), "", os.environ["RANK"]
     try:
         step = raising(run["fails_at"]) if int(rank) in run["fails"] else forward_step
-        pretrain(configure(run), step, callbacks=[numbers])
+        (finetune if run["tuned"] else pretrain)(configure(run), step, callbacks=[numbers])
     except BaseException as error:
         failed = f"{type(error).__name__}: {error}"
         raise

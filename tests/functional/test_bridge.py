@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from filelock import FileLock
 
 from megatron_cg.upstream.symbols import installed_version
 from tests.functional.conftest import GPUS, ROOT, skip_without, torchrun
+from tests.functional.test_sft import TOKENS, conversations, tokenizer
 
 VERSION, TIMEOUT = "0.6.2", 300.0
 LAYERS, STEPS, WARMUP, MICROBATCHES = 4, 12, 3, 2
@@ -36,6 +39,9 @@ class Run:
     experts: bool = True
     early: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+    tuned: str = ""
+    """A folder with a Hugging Face model and packs, by which it is tuned; else it is trained."""
+    adapter: bool = False
     fails: tuple[int, ...] = ()
     fails_at: int = (FAILS - 1) * MICROBATCHES + 1
 
@@ -72,6 +78,10 @@ CASES = {
     "recipe": Run(("full",), EP2, TORCH_GEMM),
 }
 """``recipe`` has the scopes and the recompute of Bridge's Qwen3-MoE."""
+TUNED = {
+    "whole": replace(DENSE, tuned="{model}"),
+    "adapter": replace(DENSE, tuned="{model}", adapter=True),
+}
 SAVING = Run(ROUTER, _EP2 | {"checkpoint.save": "{folder}", "checkpoint.save_interval": SAVED})
 RESUMING = Run(ROUTER, _EP2 | {"checkpoint.load": "{saved}", "checkpoint.ckpt_step": SAVED})
 WITH_NCCL = Run(EXPERTS, _EP2, TORCH_GEMM)
@@ -132,14 +142,20 @@ def launch(script: list[str], folder: Path, variables: Mapping[str, str] = {}) -
     return Ended(folder, failure, log)
 
 
-def check(eager: Ended, graphs: Ended, first: int = 1, evaluations: int = 0) -> None:
+def check(
+    eager: Ended,
+    graphs: Ended,
+    first: int = 1,
+    evaluations: int = 0,
+    microbatches: int = MICROBATCHES,
+) -> None:
     """Both trained the steps from ``first`` on, to the same bits; each layer had a graph.
 
     After the capture no pass of a layer was eager but those of evaluations.
     """
     for ended in (eager, graphs):
         assert not ended.failure, ended.failure + ended.log[-8000:]
-    replayed = LAYERS * (STEPS + 1 - first - WARMUP) * MICROBATCHES
+    replayed = LAYERS * (STEPS + 1 - first - WARMUP) * microbatches
     for one, two in zip(eager.ranks, graphs.ranks, strict=True):
         assert list(one["steps"]) == [str(step) for step in range(first, STEPS + 1)]
         assert len(set(map(tuple, one["steps"].values()))) == len(one["steps"])
@@ -160,6 +176,55 @@ def test_losses_and_gradient_norms_are_equal_to_eager(name: str, start: Start) -
     eager, graphs = start(run.eager), start(run)
     check(eager, graphs, evaluations=evaluations)
     assert all(told["expandable"] is bool(run.environment) for told in graphs.ranks)
+
+
+@pytest.fixture
+def model(shared: Path) -> Path:
+    """The example's Llama as Hugging Face saves it, with a tokenizer, and torch's docstrings."""
+    transformers = pytest.importorskip("transformers")
+    folder = shared / "bridge-model"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            torch.manual_seed(1)
+            config = transformers.LlamaConfig(
+                num_hidden_layers=LAYERS, hidden_size=512, intermediate_size=1024, vocab_size=4096,
+                num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=TOKENS,
+                tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+            )  # fmt: skip
+            transformers.LlamaForCausalLM(config).save_pretrained(folder)
+            write_packs(tokenizer(folder))
+    return folder
+
+
+def write_packs(folder: Path) -> None:
+    """In the form of Bridge's ``GPTSFTPackedDataset``."""
+    end = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder).eos_token_id
+    packs = []
+    for line in conversations(folder / "text.jsonl").read_text().splitlines():
+        texts = [m["content"].encode() for m in json.loads(line)["messages"] if m["content"]]
+        ids, starts, mask = list[int](), list[int](), list[int]()
+        for text in texts:
+            if len(ids) - len(starts) + len(text) > TOKENS:
+                break
+            starts.append(len(ids))
+            ids += [*text, end]
+            mask += [1] * (len(text) + 1)
+        packs.append({"input_ids": ids, "seq_start_id": starts, "loss_mask": mask})
+    numpy.save(folder / "packs.npy", numpy.array(packs, dtype=object), allow_pickle=True)
+    sizes = [len(pack["input_ids"]) - len(pack["seq_start_id"]) for pack in packs]
+    most = max(len(pack["seq_start_id"]) for pack in packs)
+    told = {
+        "max_samples_per_bin": most,
+        "dataset_max_seqlen": TOKENS,
+        "min_packed_seqlen": min(sizes),
+    }
+    (folder / "packs.json").write_text(json.dumps([told]))
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_packed_fine_tuning_is_equal_to_eager(name: str, start: Start, model: Path) -> None:
+    run = TUNED[name]
+    check(start(run.eager, model=model), start(run, model=model), microbatches=2 * MICROBATCHES)
 
 
 def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(start: Start) -> None:
