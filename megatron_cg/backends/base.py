@@ -1,11 +1,10 @@
 """What a capture backend does, and how it restores what a capture leaves changed.
 
 Note [A generator can stay in a capture]
-    If CUDA refuses a capture (for example because of a host read), ``capture_end`` raises before it
-    notifies the generators. Every later draw then fails with "Offset increment outside graph
-    capture" (torch 2.11, not 2.12 to 2.15). A clone of a generator's state is not in a
-    capture, so a generator that cannot draw gets a clone of its own state. A generator that can
-    draw is left unchanged, since graphs of another model may be registered with it.
+    If CUDA refuses a capture, ``capture_end`` raises before it notifies the generators. Every later
+    draw then fails with "Offset increment outside graph capture" (torch 2.11, not 2.12 to 2.15). A
+    clone of a generator's state is not in a capture, so one that cannot draw gets that. One that
+    can is left unchanged, since graphs of another model may be registered with it.
 """
 
 import sys

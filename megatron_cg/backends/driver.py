@@ -3,9 +3,7 @@
 The contract is that of ``make_graphed_callables`` in transformer-engine 2.20.2
 (``transformer_engine/pytorch/graph.py``) for one microbatch: the same warmup, then all forward
 passes and then all backward passes in reverse. Hooks run outside of the recording.
-``torch.autograd.backward`` collects gradients, with ``.grad`` removed before. Parameter gradients
-are returned as clones. So a post-accumulate-grad hook that was left on a parameter fires in warmup
-and capture here, as it does in TE.
+``torch.autograd.backward`` collects gradients, with ``.grad`` removed before.
 
 Note [How long a result lives]
     Passes that are recorded later may use the memory of what was released. Gradients of parameters
@@ -22,10 +20,9 @@ Note [Gradients of one output]
     pass, where the parameters are there.
 
 Note [References that cannot be copied]
-    torch's own weak reference holds one reference count of the storage, as a plain number.
-    ``copy.deepcopy`` copies that number, and the copy releases the same count a second time. The
-    heap is then corrupt: the process crashes later, somewhere else, in ``malloc``. Relied on: torch
-    2.11, ``torch.multiprocessing.reductions.StorageWeakRef`` and
+    torch's own weak reference holds one reference count of the storage, as a plain number. A copy
+    of it by ``copy.deepcopy`` releases the same count a second time, and the process crashes later.
+    Relied on: torch 2.11, ``torch.multiprocessing.reductions.StorageWeakRef`` and
     ``torch.UntypedStorage._new_with_weak_ptr``, which returns None once the last owner is gone.
 """
 

@@ -6,41 +6,34 @@ pass of a microbatch comes before the forward pass of the next (megatron-core 0.
 
 Note [Two errors]
     CUDA refuses a read on the host, such as ``.item()``, in the call itself, so its error is raised
-    in the model's own frame. Ending the capture then raises a second error, "operation failed due
-    to a previous error during capture", and the caller receives the second one
-    (``torch.cuda.graph``, torch 2.11, cannot end an invalidated capture in another way). Python
-    keeps the first error as its context.
+    in the model's own frame. Ending the capture then raises a second error, which the caller gets
+    (torch 2.11, ``torch.cuda.graph``). Python keeps the first one as its context.
 
 Note [Backward passes]
     Autograd runs backward passes outside of modules: only a ``torch.autograd.Function`` written in
     Python has a source line. Capture-time hooks show which unit was running.
 
 Note [An old graph of autograd keeps its streams]
-    A parameter keeps its AccumulateGrad node as long as anything refers to the node. The node
-    belongs to the stream on which it was created. If a training loop still holds the last step's
-    loss, it also holds that step's autograd graph, with nodes of the normal stream. A backward pass
-    under capture then makes that stream wait, and the capture fails: "operation would make the
-    legacy stream depend on a capturing blocking stream" (torch 2.11; autograd's own error from 2.13
-    on). A node that is created inside the capture belongs to the capture stream. torch creates a
-    new node after a parameter's data has had another dtype (``VariableHooks::set_data``: "resets
-    gradient accumulator if metadata is out of date").
+    A parameter keeps its AccumulateGrad node as long as anything refers to the node, which belongs
+    to the stream on which it was created. If a training loop still holds the last step's loss, it
+    also holds that step's autograd graph. A backward pass under capture then makes its stream wait,
+    and the capture fails: "operation would make the legacy stream depend on a capturing blocking
+    stream". torch creates a new node after a parameter's data has had another dtype (torch 2.11,
+    ``VariableHooks::set_data``: "resets gradient accumulator if metadata is out of date").
 
 Note [A captured graph of autograd keeps its stream]
     Nodes of the capture must not outlive it either. Megatron's layers keep tensors of their last
-    forward pass (megatron-core 0.19.2: ``probs`` of the token dispatcher, the residual in
-    ``FineGrainedActivationOffloadingInterface``), and these keep the nodes of weights in front of
-    them. In a replay, such a weight's gradient is stored, and its hook runs, on the capture stream.
-    Whoever reduces gradients waits only for the stream of the last hook. With ZeRO-2 and an MoE
-    layer captured up to its router, that is the embedding's, on the normal stream: the bucket was
-    reduced while the gradients of the first layer were still being copied into it, and some were
-    NaN. So nodes are forgotten after a capture as well.
+    forward pass (megatron-core 0.19.2: ``probs`` of the token dispatcher), and these keep the nodes
+    of weights in front of them. In a replay, such a weight's gradient is stored, and its hook runs,
+    on the capture stream, while whoever reduces gradients waits only for the stream of the last
+    hook. With ZeRO-2 a bucket was reduced while gradients were still being copied into it, and some
+    were NaN. So nodes are forgotten after a capture as well.
 
 Note [Two stacks]
-    Some changes must always be undone, whether capture succeeds or fails: cleared hooks, raw
-    parameters on the modules, RNG and FP8 state advanced by synthetic inputs, TE's flags. They are
-    on a stack that is always unwound before :func:`transaction` ends. Lasting changes (the graphs,
-    the replay instead of the forward) are on a second stack. It is unwound if anything raises.
-    Otherwise the session keeps it, and closing the session undoes these changes in reverse order.
+    Some changes must always be undone: cleared hooks, raw parameters on the modules, RNG and FP8
+    state advanced by synthetic inputs, TE's flags. Their stack is unwound before
+    :func:`transaction` ends. Lasting changes (the graphs, the replay instead of the forward) are on
+    a second stack. It is unwound if anything raises. Otherwise the session keeps it until it ends.
 
 Note [Order of entering]
     Raw parameters are entered before the parameters' hooks, because the hooks are on the raw
@@ -49,11 +42,9 @@ Note [Order of entering]
 
 Note [Compiled for a size]
     Dynamo compiles a function for the sizes of its first call, and at the first other size once
-    more for any. The two kernels may sum in another order. megatron-core 0.19.2 compiles the
-    backward pass of the experts' activation, which sums the gradients of probabilities. If a rank
-    has had one number of rows in all steps and the capture has another (FP8 pads), eager passes
-    after the capture would run by the second kernel, and verification would find no difference to
-    a run without graphs. So a capture compiles for its own size.
+    more for any. The two kernels may sum in another order. If a capture has another size than all
+    steps (FP8 pads the rows of experts, whose activation megatron-core 0.19.2 compiles), eager
+    passes after it would run by the second kernel. So a capture compiles for its own size.
 
 Relied on: every text of CUDA's errors 900 to 908 (``cudaErrorStreamCapture*``) and of torch's own
 checks ("during CUDA graph capture") has "captur" in it. Python code of other packages (Triton, TE)

@@ -15,20 +15,17 @@ Note [What a graph cannot write]
     input, the graph writes into its own copy, and the caller never sees the new values.
 
 Note [Graphs with collectives]
-    It is an error in NCCL if a collective is in a graph on one rank and not on another: "that an
-    operation is captured is a collective property and must be uniform over all ranks" (NCCL user
+    It is an error in NCCL if a collective is in a graph on one rank and not on another (NCCL user
     guide, "Using NCCL with CUDA Graphs"). So capture must know which graphs contain collectives,
     from the counters of the process groups. They belong to the process: if another thread calls a
-    collective meanwhile, such as one that saves a checkpoint, the unit is taken to hold
-    collectives. All ranks take the union of what they saw (``Agreement.confirm``), so it then votes
-    more often than it has to, on all ranks alike.
+    collective meanwhile, the unit is taken to hold some. All ranks take the union of what they saw
+    (``Agreement.confirm``), so it then votes more often than it has to, on all ranks alike.
 
 Note [Two graphs, two draws]
-    Activation checkpointing restores the random state of the forward pass before it recomputes, so
-    that dropout drops the same elements. A unit's forward and backward passes are two graphs, and
-    each gets, at its replay, the generator's state of that moment. The backward graph holds an
-    offset from there, whatever state was restored in the capture (torch 2.11). So it would drop
-    other elements than the forward graph, and gradients would be wrong without an error.
+    Activation checkpointing restores the random state of the forward pass before it recomputes. A
+    unit's forward and backward passes are two graphs, and each gets, at its replay, the generator's
+    state of that moment, whatever was restored in the capture (torch 2.11). So dropout would drop
+    other elements than in the forward graph, and gradients would be wrong without an error.
 """
 
 import inspect
@@ -252,9 +249,8 @@ class PassObserver:
     def _refuse_marked_weights(self) -> None:
         """Refuse a layer that writes a weight's gradient into ``main_grad`` by itself.
 
-        With gradient-accumulation fusion it does so, and sets a mark from Python at which
-        Megatron's and Megatron-FSDP's hooks look. A replay would not set it, and what its graph
-        returns as the gradient is a placeholder.
+        With gradient-accumulation fusion it sets a mark from Python, at which hooks look. A replay
+        would not set it, and what its graph returns as the gradient is a placeholder.
         """
         named = self._unit.layer.named_parameters()
         marked = [(name, weight) for name, weight in named if getattr(weight, _MARK, False)]

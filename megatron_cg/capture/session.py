@@ -3,12 +3,10 @@
 Note [Where ranks vote on a capture]
     Ranks vote twice: before the first hook runs, and when nothing can fail on a single rank any
     more (the graphs are complete, the changes of capture are undone, the fast path is installed).
-    Undoing the changes may issue all-gathers, on a failed rank as on the others. So a rank that
-    fails before the first vote votes at once, because the others wait for it there. A rank that
-    fails later votes after it has undone all changes. If training must not continue without graphs
-    (``run_remaining_hooks`` is false), a rank that fails among the hooks exits, and its launcher
-    ends the others. If it fails after the hooks, the others reach the vote in any case, so this
-    rank votes too and all ranks end with the cause.
+    A rank that fails before the first vote votes at once. One that fails later votes after it has
+    undone all changes, which may issue all-gathers as on the others. If training must not continue
+    without graphs (``run_remaining_hooks`` is false), a rank that fails among the hooks exits, and
+    its launcher ends the others. If it fails after the hooks, all vote and end with the cause.
 """
 
 from __future__ import annotations

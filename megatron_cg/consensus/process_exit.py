@@ -2,13 +2,11 @@
 
 Note [Nothing at the end may wait]
     Such a process has work in flight that no other rank joins: an NCCL kernel or a vote. Much of
-    the interpreter's shutdown waits for such work: CUDA when it frees memory or a stream, gloo when
-    it joins the threads of a group. The launcher only sees processes end, so all ranks would hang
-    until some timeout. So the process prints the error and tears nothing down. What scripts and
-    libraries have registered with ``atexit`` runs for :data:`SECONDS`. If it takes longer, a thread
-    does the rest: children that are daemons end, since a forked one keeps this process's sockets
-    open, and other ranks would wait for it too; temporary folders and logs follow. A second limit
-    holds even if no Python can run.
+    the interpreter's shutdown waits for it, and the launcher only sees processes end. So the
+    process prints the error and tears nothing down. What scripts and libraries have registered with
+    ``atexit`` runs for :data:`SECONDS`. If it takes longer, a thread does the rest: children that
+    are daemons end, since a forked one keeps this process's sockets open; temporary folders and
+    logs follow. A second limit holds even if no Python can run.
 
 Note [Errors that a script may catch]
     After a failed vote no rank can go on. After a replay that is refused by an error, other ranks

@@ -2,15 +2,12 @@
 
 Note [Gradients that outlive their step]
     ``ParamAndGradBuffer.update_main_grads`` casts each gradient shard to the main weights' dtype
-    for the optimizer. With bf16 gradients and fp32 weights, the defaults of 0.19.2, these copies
-    take four bytes per parameter of the shard. ``zero_grad`` frees them before the next forward
-    pass, unless ``megatron_fsdp_cuda_graph_mode`` is set. Megatron sets it for every
-    ``--cuda-graph-impl`` except ``none`` (``megatron.training.training``, where the DDP config is
-    created). A full-iteration graph needs this mode: it holds the addresses of the copies, and no
-    Python runs in its replay. The graph of a layer never uses the copies: ``finish_grad_sync``
-    creates them after all replays of a step, and the optimizer has read them before the next
-    replay. In this mode the copies take memory in addition to all activations of the next step,
-    and in addition to all memory of a capture. No other code reads the field.
+    for the optimizer. ``zero_grad`` frees these copies before the next forward pass, unless
+    ``megatron_fsdp_cuda_graph_mode`` is set. Megatron sets it for every ``--cuda-graph-impl``
+    except ``none`` (``megatron.training.training``), since a full-iteration graph holds their
+    addresses. The graph of a layer never uses them: ``finish_grad_sync`` creates them after all
+    replays of a step, and the optimizer reads them before the next. In this mode they take memory
+    in addition to all activations of the next step. No other code reads the field.
 
 Note [Nothing of the last step is needed by a capture]
     Megatron captures between two steps and clears all gradients afterwards
@@ -251,13 +248,9 @@ class MegatronFsdp(Sharding):
 def raw_parameters(fsdp: Any) -> Iterator[None]:
     """Give the modules their raw parameters, as in a forward pass, and undo it on exit.
 
-    Between steps Megatron-FSDP replaces the parameters with sharded DTensors. A graph must be
-    captured with the raw ones: a replay passes them to autograd, and the post-accumulate-grad hooks
-    are registered on them.
-
-    On exit, this waits for the all-gathers that capture prefetched and releases their buckets (a
-    bucket left in flight would make the next step's reset warn and wait). The parameters are then
-    sharded or raw, as they were before.
+    Between steps Megatron-FSDP replaces the parameters with sharded DTensors. A replay passes raw
+    ones to autograd, and the post-accumulate-grad hooks are registered on them. On exit, this waits
+    for the all-gathers that capture prefetched and releases their buckets.
     """
     was_distributed = bool(fsdp.is_param_fsdp_distributed)
     fsdp._replace_param_with_raw_if_needed()

@@ -1,6 +1,4 @@
-"""Symbols of Megatron-FSDP, the role of each of its hooks, and TE's capture-time hooks from these.
-
-And the order of capture-time hooks, and how a failed rank runs the remaining ones.
+"""Symbols of Megatron-FSDP, the roles of its hooks, and TE's capture-time hooks and their order.
 
 Contract of TE >= 2.19 (``transformer_engine/pytorch/graph.py``,
 ``_canonicalize_capture_time_hooks`` and ``_run_capture_time_hooks``): each callable has one dict
@@ -9,10 +7,8 @@ of the graph, and ``fn`` must return None.
 
 Note [Wrappers are withheld]
     Two forward hooks of Megatron-FSDP exist only to reach autograd: one inserts a Function in front
-    of the unit, the other registers a multi-grad hook on its output. If they ran at capture as
-    forward hooks, they would act in the forward phase, and the graph would record what they insert.
-    So TE never gets these wrappers. It gets the handlers inside them, each in the backward phase
-    that the handler was written for.
+    of the unit, the other registers a multi-grad hook on its output. A graph would record what they
+    insert. So TE gets the handlers inside them, each in the backward phase that it was written for.
 
 Source of the order: ``_make_graphed_callables`` of transformer-engine 2.20.2 (``graph.py``). It
 runs all forward passes and then all backward passes in reverse, ``num_warmup_iters`` times to warm
@@ -20,11 +16,9 @@ up, and once more to capture. The captured code does not affect this order.
 
 Note [A failed rank runs the rest]
     Megatron-FSDP's hooks issue all-gathers. If one rank fails, the others run all their hooks and
-    vote only after that. They wait forever unless the failed rank joins each of their all-gathers,
-    which depend on hooks alone. So the failed rank runs all remaining hooks in the same order,
-    without the modules' work, and then votes. With tensor or context parallelism inside the
-    captured region, the other ranks of such a group wait in their modules' collectives, and the
-    vote ends by its timeout.
+    vote only after that. So the failed rank runs all remaining hooks in the same order, without the
+    modules' work, and then votes. With tensor or context parallelism inside the captured region,
+    other ranks wait in their modules' collectives, and the vote ends by its timeout.
 
 Note [A hook that raised]
     If a hook raised, it is unknown whether it issued its collectives. Running it again could issue

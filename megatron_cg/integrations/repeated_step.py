@@ -11,9 +11,8 @@ Note [Numbers that differ by themselves]
     that the step changes something that is not restored.
 
 Note [What a step changes before its optimizer does]
-    Megatron's own ``RerunStateMachine`` (megatron-core 0.19.2) saves random states and batches
-    alone, since it expects the same numbers again. Here the numbers of the first attempt may be
-    wrong, so whatever counts or sums up numbers has to be as before. Nothing is listed by name:
+    The numbers of the first attempt may be wrong, so what counts or sums up numbers has to be as
+    before. Nothing is listed by name:
 
     - buffers and attributes of the model's modules, of their classes and of objects that they have:
       counts of tokens, biases of experts, the largest attention logits, scales of FP8

@@ -11,12 +11,10 @@ Note [Graphs before process groups]
 
 Note [Waiting at the end]
     A graph must not be destroyed while it runs, so closing waits for the GPU. At the end of a
-    failed run that wait can last forever: a collective that another rank never joined is still
-    queued. So closing first polls the GPU for a limited time. If the GPU is still busy then, the
-    graphs are left to the driver. Their communicators stay as well: the end of the process groups,
-    also by ``_abort_process_group``, would wait for those graphs. Nor may the process wait for
-    either at its exit. A thread cannot do this waiting: Python 3.12 starts no threads during
-    shutdown.
+    failed run that can last forever: a collective that another rank never joined is still queued.
+    So closing first polls the GPU for a limited time. If it is still busy then, graphs are left to
+    the driver, and so are communicators, whose end would wait for them. Nor may the process wait at
+    its exit. A thread cannot do this: Python 3.12 starts no threads during shutdown.
 """
 
 import atexit
@@ -79,11 +77,9 @@ def _closing(end: Callable[..., None], group: Any = None) -> None:
 
 
 def close_for_the_end() -> bool:
-    """Close as many graphs as possible, in limited time, and raise nothing.
+    """Close as many graphs as possible, in limited time, and raise nothing: errors are logged.
 
-    For the end of a run: an error while closing must not replace the error that ended the run, so
-    it is logged. Returns False if the GPU is still busy, so that the graphs stay; see Note [Waiting
-    at the end].
+    Returns False if the GPU is still busy, so that graphs stay; see Note [Waiting at the end].
     """
     global _gave_up
     if not session.open_sessions():

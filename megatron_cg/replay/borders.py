@@ -1,11 +1,10 @@
 """Tensors at the border of a graph: inputs whose gradients are kept, and parts of DTensors.
 
 Note [A gradient that a leaf takes over]
-    A graph's backward replay leaves the gradient of an input in the graph's memory, and the next
-    replay overwrites it. An AccumulateGrad node takes over the first gradient of a leaf (torch
-    2.11, ``accumulate_grad.h``: "Case 1.2"), and many operations pass a gradient on as it is. So a
-    parameter in front of a unit, such as a prompt, would hold the gradient of the last microbatch
-    twice, and that of the first not at all.
+    A backward replay leaves the gradient of an input in the graph's memory, and the next replay
+    overwrites it. An AccumulateGrad node takes over the first gradient of a leaf (torch 2.11,
+    ``accumulate_grad.h``: "Case 1.2"), and many operations pass a gradient on as it is. So a
+    parameter in front of a unit, such as a prompt, would hold that of the last microbatch twice.
 
 Note [Where a gradient ends]
     The nodes ahead of an input are followed until each path is known to keep nothing: at a replay,

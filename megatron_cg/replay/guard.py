@@ -12,25 +12,23 @@ Note [The same object, or the same value]
 
 Note [What a graph does with its inputs]
     TE 2.20.2 (``graph.py``, ``functionalized`` and ``Graphed.forward``) copies each tensor into
-    the captured static input, unless the tensor is already there. It checks neither shape nor
-    dtype, and ``copy_`` broadcasts and converts. It silently ignores a keyword that was not in the
-    samples. So all of this is checked here.
+    the captured static input. It checks neither shape nor dtype, and ``copy_`` broadcasts and
+    converts. It silently ignores a keyword that was not in the samples. So all of this is checked.
 
 Note [One address a bucket]
-    Under Megatron-FSDP the unsharded parameters of a bucket are views of one storage, and each
-    unshard sets all of them to that storage (megatron-fsdp 0.6.1,
-    ``DataParallelBuffer.fetch_bucket`` with ``set_param_data``). So one parameter per bucket is
-    checked. With ``optim`` and ``optim_grads`` FSDP does not set parameters at each unshard, so
-    every parameter is checked.
+    Under Megatron-FSDP each unshard sets all parameters of a bucket to views of one storage
+    (megatron-fsdp 0.6.1, ``DataParallelBuffer.fetch_bucket`` with ``set_param_data``). So one
+    parameter per bucket is checked; with ``optim`` and ``optim_grads``, where FSDP does not do so,
+    every parameter.
 
 Note [Twice a pass]
     A layer's parameters are unsharded once for its forward pass and again for its backward pass,
     and their addresses can change each time. Capture records both, right after FSDP's own hooks.
 
 Note [Switches of torch]
-    Operations read them when they choose kernels; a graph holds those of capture. Most take a
-    microsecond to read and are set once, so they are compared as a step begins. Those of SDPA are
-    set around passes too (``sdpa_kernel``): units that call it have a row for them.
+    Operations read them when they choose kernels; a graph holds those of capture. Most are compared
+    as a step begins, since reading takes a microsecond each. Those of SDPA are set around passes
+    too (``sdpa_kernel``): units that call it have a row for them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

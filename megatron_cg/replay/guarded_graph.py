@@ -3,47 +3,39 @@
 And the order of passes: which replays wait for their backward, and whose outputs are in use.
 
 Note [Before anything runs eagerly]
-    Two things happen first, whatever the reason for the eager pass. The all-gathers that the fast
-    path defers until a launch are issued (Note [Launch first] in
-    ``fastpath/gather.py``). If the unit's graphs contain collectives, all ranks
-    vote (Note [A graph with collectives] in ``replay/mismatch_policy.py``). Otherwise one rank may
-    run eagerly alone, and may have to give its gradients in the order of a replay
-    (Note [When gradients are counted]).
+    All-gathers that the fast path defers until a launch are issued. If the unit's graphs contain
+    collectives, all ranks vote (``replay/mismatch_policy.py``). Otherwise one rank may run eagerly
+    alone, and may have to give its gradients in the order of a replay.
 
 Note [Turns]
     For a mismatch, ranks vote in each pass. For evaluation and deleted graphs, ranks vote only when
-    a unit turns from replays to eager passes, and when it turns back. If one rank turns alone, its
-    vote fails, in either direction. A vote on a turn has the long timeout: before the first pass
-    after a turn, ranks may fetch data or write a checkpoint, and one may take minutes longer.
+    a unit turns from replays to eager passes, and back. If one rank turns alone, its vote fails. A
+    vote on a turn has the long timeout: ranks may fetch data or write a checkpoint before it.
 
 Note [When gradients are counted]
     Megatron-FSDP reduces a bucket once all its parameters have got a gradient. A replay is one
-    node: it waits for the gradients of all its outputs, and then reaches all weights, those of an
-    output that the loss does not use with no gradient. In an eager pass each weight gets its
-    gradient as soon as the outputs that it needs have theirs, and the weights of an unused output
-    are not reached. So if one rank falls back to eager alone, its buckets become ready in another
-    order, and its collectives do not match those of the other ranks. Therefore a node ties the
-    outputs of such a pass together. Autograd passes what is undefined on to the weights.
+    node: it waits for the gradients of all its outputs, and then reaches all weights, some with no
+    gradient. In an eager pass each weight is reached as soon as the outputs that it needs have
+    their gradients, or never. So if one rank falls back to eager alone, its buckets become ready in
+    another order than those of other ranks. Therefore a node ties the outputs of such a pass
+    together. Autograd passes what is undefined on to the weights.
 
 Note [Order of replays]
     The graphs of a session share one memory pool. Forward passes were captured in the order of the
     units, then backward passes in reverse. Once a unit's backward has been captured, the pool
     reuses the memory of its activations. So while unit ``n`` waits for its backward, any pass of a
-    later unit is safe to replay, since that memory was in use when the pass was captured. A pass of
-    ``n`` itself or of an earlier unit may overwrite it. Megatron's schedules keep this order. A
-    custom training loop may break it: the same unit twice in a pass, two forward passes before the
-    first backward, units in another order, ``retain_graph=True``.
-    A backward pass out of order is always an error. A forward pass out of order can still run
-    eagerly: standalone units ask :meth:`InFlight.broken` before each replay.
+    later unit is safe to replay. A pass of ``n`` itself or of an earlier unit may overwrite it.
+    Megatron's schedules keep this order; a loop of one's own may break it. A backward pass out of
+    order is always an error. A forward pass out of order runs eagerly: units of ``graph_units`` ask
+    :meth:`InFlight.broken` before each replay.
 
 Note [Outputs that outlive their pass]
     A pass whose backward can no longer run may still have outputs in use, such as a target that was
-    detached. They lie in the memory of a graph as well, so that unit still waits until they are let
-    go. torch counts who uses a storage; nothing else tells, since a detached tensor is another
-    object on the same memory. After the backward pass the next replay of the same unit overwrites
-    outputs that are still in use, such as activations that a loop keeps for a log. So its passes
-    run eagerly until those outputs are dropped. From then on the unit gives its caller copies.
-    The same holds for gradients of its inputs, which hooks and ``torch.autograd.grad`` give out.
+    detached. Its unit still waits until they are let go. torch counts who uses a storage; nothing
+    else tells, since a detached tensor is another object on the same memory. After the backward
+    pass the next replay of the same unit overwrites outputs that are still in use. So its passes
+    run eagerly until those are dropped, and from then on the unit gives its caller copies. The same
+    holds for gradients of its inputs, which hooks and ``torch.autograd.grad`` give out.
 
 Relied on: torch 2.11, the node of a ``torch.autograd.Function`` is its own Python object and lives
 exactly as long as the node is in the autograd graph; ``Node.register_prehook``; the count of a
@@ -306,14 +298,12 @@ def as_one_node(outputs: Any) -> Any:
 class GuardedGraph:
     """Replays its graph if the guard allows it; otherwise runs the captured region eagerly.
 
-    The first replay is verified beside an eager pass, whatever the policy: its values are others
-    than those of the capture, so it finds what no row of the table foresees. Later ones are when
-    their unit is due. A graph that a verification has refuted is not replayed again.
+    The first replay is verified, whatever the policy, and later ones when their unit is due. A
+    graph that a verification has refuted is not replayed again.
 
-    ``index`` is the unit's, in the order of forward passes. ``prepare_backward`` is that of the
-    sharding. For ``kept`` see :func:`megatron_cg.replay.verify.verify`. ``collectives`` says
-    whether the unit's graphs contain collectives, as this rank found at capture and all ranks agree
-    at its end. ``one_node``: gradients of eager passes must come as from a replay.
+    ``index`` is the unit's, in the order of forward passes. For ``kept`` see
+    :func:`megatron_cg.replay.verify.verify`. ``collectives`` says whether the unit's graphs contain
+    collectives. ``one_node``: gradients of eager passes must come as from a replay.
     """
 
     def __init__(
@@ -354,8 +344,7 @@ class GuardedGraph:
     def begin_eagerly(self, why: Mismatch | str | None) -> None:
         """Prepare eager passes, until the unit turns to replays if ``why`` is said in words.
 
-        None: the step is repeated, on all ranks. Raises as :meth:`MismatchPolicy.mismatched`, and
-        ReplayMismatchError if the graphs contain collectives and other ranks replay.
+        None: the step is repeated, on all ranks. Raises as :meth:`MismatchPolicy.mismatched`.
         """
         self.mismatches.conditions.flush_prefetch()
         if isinstance(why, Mismatch):
@@ -469,11 +458,9 @@ class GuardedGraph:
         return self._verifications.ended(self._index, found, gradients=gradients)
 
     def _before_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Check addresses and incoming gradients before the backward replay.
+        """Check addresses and incoming gradients, after FSDP has unsharded.
 
-        And after FSDP has unsharded.
-
-        FSDP's unsharding hook is on the layer's outputs. A node's own hooks run after the hooks on
+        FSDP's hook for that is on the layer's outputs. A node's own hooks run after the hooks on
         the gradients that it receives (torch 2.11, ``engine.cpp``, ``call_function``).
         """
         mismatch = self._guard.broken_in_backward() or self._unit.broken(gradients)

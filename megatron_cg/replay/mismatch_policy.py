@@ -1,11 +1,9 @@
 """Handles a replay that a guard forbids: counts it, reports it once, does what the user asked for.
 
 Note [A graph with collectives]
-    One rank must not run a collective eagerly while others replay it. So if a graph contains
-    collectives, all ranks vote before any of them falls back to eager. Ranks that found a mismatch
-    in the same layer fall back together. If a guard found one on one rank alone, its vote times out
-    and the rank ends with the reason instead of hanging the others. A verification that fails on
-    one rank fails on all: they vote on it.
+    One rank must not run a collective eagerly while others replay it. So all ranks vote before any
+    of them falls back to eager. If a guard found a mismatch on one rank alone, its vote times out
+    and the rank ends with the reason. A verification that fails on one rank fails on all.
 
 Note [One unit at a time]
     Without an interval one unit at a time is due, and its next replay is verified. Turns go by the
@@ -41,36 +39,22 @@ from megatron_cg.replay.verify import different
 
 @dataclass
 class Counters(Mapping[str, int]):
-    """Counts of one session, in forward passes of a layer unless stated otherwise.
+    """Counts of one session; ``docs/how-it-works.md`` says what each counts.
 
     A mapping from names to numbers, with the ``copy`` that ``wandb.log`` calls (wandb 0.31).
     """
 
     captured: int = 0
-    """Graphs that capture made."""
     replayed: int = 0
-    """Forward passes that were replayed."""
     eager: int = 0
-    """Forward passes of a graphed layer that ran eagerly: in evaluation, after a mismatch, or in a
-    step that is repeated; not those of a verification."""
     mismatched: int = 0
-    """Times that a guard forbade a replay."""
     verified: int = 0
-    """Replays, but for the first of each graph, that were compared with an eager pass, outputs and
-    gradients."""
     outputs_only: int = 0
-    """Replays whose outputs alone were compared: the memory that the unit's backward pass reads was
-    not ready."""
     gradients_unstable: int = 0
-    """Gradients that were not compared, because two eager passes gave different bits."""
     backwards: int = 0
-    """Backward passes that were replayed."""
     repeated: int = 0
-    """Steps that were repeated eagerly: a rank had more rows than its graphs have room for."""
     steps_verified: int = 0
-    """Steps that were trained with graphs and once more eagerly, and compared."""
     steps_differed: int = 0
-    """Those of them that had other numbers with graphs; the first one turns graphs off."""
 
     def count_unstable(self, gradients: int) -> None:
         self.gradients_unstable += gradients

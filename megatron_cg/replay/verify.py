@@ -1,17 +1,15 @@
 """Compares a replay with an eager pass on the same inputs bit for bit, and trainings of a step.
 
 Note [Outside of training]
-    Both passes run on detached inputs, and everything that they change is restored: random
-    generators, FP8 scales, buffers, MoE metrics, FSDP's states, gradients of parameters. Training
-    then replays separately. So verification does not change the numbers of a training run. The
-    eager pass has autograd on, as in training: without it some kernels round differently (seen with
-    the attention of TE 2.20.2 after query and key norms).
+    Both passes run on detached inputs, and everything that they change is restored. Training then
+    replays separately. So verification does not change the numbers of a training run. The eager
+    pass has autograd on: without it some kernels round differently (seen with the attention of TE
+    2.20.2 after query and key norms).
 
 Note [A backward pass in the forward pass]
     Gradients are compared before training's own forward replay. The unit is unsharded then, and
-    nothing depends on its graph's memory: its backward was captured before the backward passes of
-    earlier units, so it does not overwrite what those will read. Incoming gradients are synthetic,
-    since the loss is not known yet. Parameter hooks are off, so nothing is reduced or sharded.
+    its backward does not overwrite what those of earlier units will read, since it was captured
+    before them. Incoming gradients are synthetic. Parameter hooks are off, so nothing is reduced.
     Weights that the fast path detaches from autograd are attached during the comparison, and
     quantized ones get the transposes that Megatron-FSDP creates before a backward pass. Where
     weights are at another address then, outputs alone are compared, which is counted apart.

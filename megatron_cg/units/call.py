@@ -1,13 +1,9 @@
 """The form of a unit's calls: which arguments are tensors, which are constants, and what is around.
 
-A graph takes tensors and nothing else. Modules of plain PyTorch also take flags and None
-(``nn.TransformerEncoder`` passes ``is_causal`` to its layers). An argument that is no tensor keeps
-its observed value: capture uses it, and a call with another value is not replayed. Tensors may be
-in tuples, lists and dicts, as the cosines and sines that models of transformers pass to each layer,
-in named tuples, and in a ``BlockMask`` of flex_attention.
-
-A graph gets the first tensor of a call by position, and all others by name, such as ``mask`` or
-``position_embeddings[0]``.
+A graph takes tensors and nothing else. An argument that is no tensor keeps its observed value:
+capture uses it, and a call with another value is not replayed. Tensors may be in tuples, lists,
+dicts, named tuples, dataclasses, and in a ``BlockMask`` of flex_attention. A graph gets the first
+tensor of a call by position, and all others by name, such as ``position_embeddings[0]``.
 
 Note [Expanded tensors]
     Nothing can be copied into a tensor whose elements share memory, such as a mask that is expanded
@@ -18,20 +14,15 @@ Note [Block masks]
     A ``BlockMask`` has tensors, which say what blocks are needed, and a function, ``mask_mod``,
     with more tensors in its closure, such as where documents begin. Loops make a new one for each
     batch. So all these tensors are inputs of a graph, and the rest must stay as it was at capture:
-    code, numbers and block size. In the capture the unit gets a ``BlockMask`` like the caller's, on
-    the graph's tensors.
-
-Note [What a mask_mod may read]
-    Its arguments, its closure and global numbers; functions and tuples in them are opened too. A
-    global tensor, or one in an object such as a ``functools.partial``, would be read where it was
-    at capture, and no guard would see a change. So it is refused by name.
+    code, numbers, block size. A ``mask_mod`` may read its arguments, its closure and global
+    numbers; functions and tuples in them are opened too. A global tensor, or one in an object such
+    as a ``functools.partial``, would be read where it was at capture, so it is refused by name.
 
 Note [Checkpointing around a unit]
     Activation checkpointing around a unit calls it again in the backward pass. The form without
     reentrance (torch 2.11, ``torch/utils/checkpoint.py``) pairs the tensors that the two passes
-    save for backward by their number, through saved-tensor hooks. A replay saves none. So if one
-    pass is a replay and the other is eager, tensors are paired wrongly: gradients are wrong, and no
-    error follows. Both passes are told here, and both run eagerly.
+    save by their number, through saved-tensor hooks. A replay saves none, so gradients would be
+    wrong without an error. Both passes are told here, and both run eagerly.
 """
 
 from __future__ import annotations
@@ -183,7 +174,7 @@ def _fields_of(value: Any) -> Any:
 
 
 def _opened(value: Any, depth: int) -> Any:
-    """A ``mask_mod``, or what its closure holds; see the last note above."""
+    """A ``mask_mod``, or what its closure holds; see Note [Block masks]."""
     if type(value) in (tuple, list):
         return type(value)(_opened(one, depth - 1) for one in value)
     if type(value) is not FunctionType or value.__defaults__ or value.__kwdefaults__ or not depth:
@@ -234,7 +225,7 @@ def separate(module: nn.Module) -> Undo:
 
 
 def _view(value: Any) -> Any:
-    """A view of a tensor whose gradients autograd sums; anything else itself."""
+    """A view of a tensor that needs a gradient; anything else itself."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
     made = same_memory(value) if is_dense(value) else value

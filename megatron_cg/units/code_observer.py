@@ -2,9 +2,8 @@
 
 The passes of the warmup run under a dispatch mode, :class:`Operations`, and a profile function
 (``python_state.py``). Each thing that they read, write or leave has a row in the guard
-(``replay/guard.py``), or the capture ends with its name. The mode sees what torch's dispatcher
-sees. The kernels of Transformer Engine are called past it, and so are those of compiled code: what
-they read is known from the module tree and the arguments only.
+(``replay/guard.py``), or the capture ends with its name. Kernels of Transformer Engine and of
+compiled code are called past the mode: what they read is known from modules and arguments only.
 
 Note [Which warmup pass counts]
     Code may behave differently in its first pass, such as when it fills a cache. So the last pass
@@ -42,10 +41,16 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
 from megatron_cg.replay.borders import in_backward_pass, local, ranks_of_meshes
 from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySet, Switches, Watched
-from megatron_cg.replay.plain import KNOWN, LIBRARIES, attribute, is_known, package_of
+from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_known, package_of
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
-from megatron_cg.units.python_state import Change, PythonState, functions_in, referred
+from megatron_cg.units.python_state import (
+    Change,
+    PythonState,
+    functions_in,
+    referred,
+    tensors_held,
+)
 from megatron_cg.units.sums import RUN_BACKWARD
 from megatron_cg.upstream.patch import (
     instances,
@@ -202,8 +207,7 @@ class CodeObserver:
         self._unit, self._error, self._samples = unit, unit.refused, samples
         self._device_type = next(iter(samples.values())).device.type
         self._addresses = addresses
-        self._paths = {module: path for path, module in unit.layer.named_modules()}
-        graphed = {self._paths.get(module, "?"): module for module in unit.graphed}
+        graphed = {path: m for path, m in unit.layer.named_modules() if m in unit.graphed}
         self._state = PythonState(graphed)
         self._operations = Operations(unit.layer)
         self._undo = Restores()
@@ -220,17 +224,7 @@ class CodeObserver:
         return self._state.asks_for_gradients
 
     def key_sets(self) -> list[KeySet]:
-        """What these modules may not get later; known code reads nothing that somebody adds."""
-        names, kinds = self._state.own_names, ("module", "parameter", "buffer")
-        unknown = [m for m in self._unit.graphed if m in self._paths and not is_known(m)]
-        found: list[tuple[nn.Module, str, Any, Any]]
-        found = [(m, kind, getattr(m, f"_{kind}s"), None) for m in unknown for kind in kinds]
-        found += [(m, "attribute", vars(m), names) for m in unknown]
-        sets = (
-            KeySet(keys, kind, f"{kind} {attribute(self._paths[m], '')}", reads)
-            for m, kind, keys, reads in found
-        )
-        return [*sets, *self._state.key_sets()]
+        return [*self._state.key_sets()]
 
     @contextmanager
     def observed(self, *, forward: bool) -> Iterator[None]:
@@ -288,15 +282,18 @@ class CodeObserver:
             self.entries.append(Entry(default, self._device_type, "state", what))
         if "scaled_dot_product_attention" in state.names:
             self.entries.append(Entry(Switches(SDPA), "", "switches", "the kernels of SDPA"))
+        replaced = {(id(change.holder), change.key) for change in self._changes}
+        self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
+        held: dict[int | None, list[Watched]] = {}
         for row in self.entries:
-            held = tree_leaves(row.holder.get(row.key))
-            if any(hasattr(type(one), "__next__") and referred(one) is one for one in held):
+            value = row.holder.get(row.key)
+            if any(hasattr(type(one), "__next__") for one in map(referred, tree_leaves(value))):
                 raise self._error(
                     f"reads {row.what}, an iterator",
                     "A replay runs no Python, so it would not go on. Pass its values as arguments.",
                 )
-        replaced = {(id(change.holder), change.key) for change in self._changes}
-        self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
+            for tensor in tensors_held(value):
+                held.setdefault(key_of(tensor), []).append(Watched(tensor, row.what, REPLACED))
         layer = self._unit.layer
         tensors = [*self._samples.values(), *layer.parameters(), *layer.buffers()]
         reached = {key_of(tensor) for tensor in tensors} | ranks_of_meshes(layer)
@@ -304,13 +301,9 @@ class CodeObserver:
         for key, (memory, use) in self._operations.reads.items():
             if key in reached or memory.expired():
                 continue
-            ways = list(state.ways(partial(_holds, key=key)))
-            if not ways and use.package in KNOWN:
-                continue
-            self._refuse_foreign(key, use, reached=bool(ways))
-            self.entries += [entry for way in ways for entry in way]
-            names = [(way[-1].holder.get(way[-1].key), way[-1].what) for way in ways]
-            self._addresses.add(Watched(tensor, what, REPLACED) for tensor, what in names)
+            if key in held or use.package not in KNOWN:
+                self._refuse_foreign(key, use, reached=key in held)
+                self._addresses.add(held[key])
         self._addresses.note(forward=True)
         # What known code writes elsewhere is its own affair, such as how many rows it had.
         uses = (use for use in self._operations.writes if use.package not in KNOWN)
@@ -341,7 +334,8 @@ class CodeObserver:
 
     def _refuse_foreign(self, key: int, use: Use, *, reached: bool) -> None:
         where = f"({use.operation} in {use.place})" if use.place else f"({use.operation})"
-        replaced = [c for c in self._changes if _holds(c.before, key=key)]
+        before = [c for c in self._changes if isinstance(c.before, torch.Tensor)]
+        replaced = [change for change in before if key_of(change.before) == key]
         if replaced:
             raise self._error(
                 f"keeps state in {replaced[0].what}: it reads what an earlier pass has set there",
@@ -423,10 +417,6 @@ class CodeObserver:
                     f"(torch's {name}) would not be called",
                     "Register it on the modules that need it, or remove it before the capture.",
                 )
-
-
-def _holds(value: Any, *, key: int | None) -> bool:
-    return isinstance(value, torch.Tensor) and key_of(value) == key
 
 
 def _write_back(saved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

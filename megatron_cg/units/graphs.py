@@ -106,26 +106,21 @@ class GraphedUnits:
         on_failure: whether a failed capture raises, or is logged and training goes on eagerly.
         on_mismatch: what happens when a graph must not be replayed; as ``--cg-on-mismatch``.
         verify_interval: None compares one unit's replay with an eager pass in every tenth step, in
-            turn (if there are fewer than 30 units, less often after some rounds: each once in 300
-            steps). A number N compares all replays of every N-th step; 0 means never.
+            turn. A number N compares all replays of every N-th step; 0 means never.
         verify_steps: in every N-th step :meth:`verified` trains twice and compares; 0 means never.
         fast_path: False is as ``--cg-no-fsdp-fast-path``.
         separate_inputs: whether units take their arguments through views (``x.view_as(x)``), in
-            eager passes too, so that a unit's own uses of a tensor that others use too are summed
-            first. Numbers may then differ from those of plain eager training in the last bits. They
-            equal those of eager training with these views bit for bit, which is this same call with
-            more ``warmup_steps`` than the loop has steps.
+            eager passes too, so that a unit's own uses of a tensor are summed first. Numbers equal
+            those of eager training with these views bit for bit, which is this same call with more
+            ``warmup_steps`` than the loop has steps.
         recapture: N captures again if a unit had a mismatch in each of N steps on any rank, such as
-            after unfreezing; ranks vote in every N-th step. ``warmup_steps`` eager steps come
-            before it, and if it fails, ``on_failure`` says what follows. If it did not help, the
-            next one comes after 2 N such steps. 0 means never.
+            after unfreezing, and then after 2 N such steps. 0 means never.
         group: the ranks that train this model together, if those are not all ranks of the default
-            process group, such as ``mesh.get_group()``. They vote on what all of them must do.
+            process group, such as ``mesh.get_group()``.
 
     Raises:
         ArgumentError: with every argument that is wrong.
-        AgreementError: not all ranks of ``group`` make this call; with those that do not. Or they
-            differ in settings, versions or variables; with all of them.
+        AgreementError: not all ranks of ``group`` make this call, or they differ in settings.
         HookError: the model is sharded in a way that is not known, or in more than one.
         ConfigurationError: with every reason why a unit cannot be captured.
         UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.

@@ -5,20 +5,18 @@ and inside of a capture the unit gets DTensors around those. How the DTensor was
 placements, global shape) is a part of the call's form.
 
 Note [How a gradient is laid out]
-    The operations of a pass decide that: the gradient of a replicated tensor may be replicated, or
-    partial sums that the next operation reduces. ``DTensor.from_local`` and ``to_local`` convert it
-    to what their caller guesses, so a sum would be rounded in another place. Here nothing is
-    converted: a gradient is laid out as its tensor is (replicated, if that is a partial sum), or
-    the unit is refused.
+    The gradient of a replicated tensor may be replicated, or partial sums that the next operation
+    reduces. ``DTensor.from_local`` and ``to_local`` convert it to what their caller guesses, so a
+    sum would be rounded in another place. Here nothing is converted: a gradient is laid out as its
+    tensor is (replicated, if that is a partial sum), or the unit is refused.
 
 Note [Strides of gradients]
     Kernels that add go through memory in its own order, so the strides of a gradient decide the
-    last bits of sums over it: a bias gets other ones from ``y.sum()``, whose gradient is one number
-    that is expanded, than from a dense tensor of the same values. A graph reads gradients of its
-    results in memory that is laid out like the results, and autograd gives the gradient of an
-    argument the strides of the argument. So gradients are laid out again: inside of the graph those
-    of results, as they came in the steps before, and behind it those of arguments, as the unit's
-    own code made them. A gradient of a result that comes otherwise later is a mismatch.
+    last bits of sums over it, such as the gradient of a bias from ``y.sum()``, which is one number
+    that is expanded. A graph reads gradients of its results in memory that is laid out like these,
+    and autograd gives the gradient of an argument the strides of the argument. So gradients are
+    laid out again: inside of the graph those of results, as they came in the steps before, and
+    behind it those of arguments, as the unit's own code made them.
 
 Relied on: torch 2.11, the hooks of a leaf see its gradient before ``AccumulateGrad`` copies it to
 the strides of the leaf (``accumulate_grad.h``, ``clone_obey_contract``).

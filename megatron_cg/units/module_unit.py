@@ -1,9 +1,8 @@
 """A plain module as a unit: a replay runs instead of its whole forward.
 
-A graph returns tensors and nothing else. A unit may return them in tuples, lists, dicts, and named
-tuples, and in dataclasses, beside None, numbers and strings, which are constants. And it may set
-tensors as attributes of its modules, as MoE layers hand over their auxiliary loss: these become
-outputs of the graph too, and each replay sets them again.
+A graph returns tensors and nothing else. A unit may return them in containers, beside constants,
+and set tensors as attributes of its modules, as MoE layers hand over their auxiliary loss: these
+become outputs of the graph too, and each replay sets them again.
 
 Note [The same tensor]
     A unit may return its own argument, or one tensor twice, or set what it returns as an attribute.

@@ -3,12 +3,10 @@
 Sample inputs are made from this, so users need not know the shapes of inner modules.
 
 Note [Gradients from outside]
-    A unit may use a tensor that it returns. Its gradient is then the sum over uses inside and
-    outside, and a graph gets those from outside alone, in their own strides. Autograd adds up the
-    same terms in the same order: uses outside come later in the forward pass, so their gradients
-    come first. Hooks on the nodes of uses outside tell their strides (``sums.py``); the steps
-    before capture are eager training, and nothing stands between a result and its caller.
-    An argument that a unit returns as it is, its replays return as it is.
+    A unit may use a tensor that it returns. A graph then gets the gradients from outside alone, in
+    their own strides. Autograd adds up the same terms in the same order: uses outside come later in
+    the forward pass, so their gradients come first. Hooks on the nodes of uses outside tell their
+    strides (``sums.py``): nothing stands between a result and its caller in the steps before.
 """
 
 from collections import Counter

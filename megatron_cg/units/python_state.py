@@ -41,6 +41,7 @@ from megatron_cg.replay.plain import (
     RECORDS,
     attribute,
     is_array,
+    is_container,
     is_known,
     is_plain,
     package_of,
@@ -52,7 +53,6 @@ from megatron_cg.upstream.patch import cells_of, undone_after
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
 """Of methods, properties, what decorates a function, and partial functions."""
 DEPTH = 4
-Way = list[Entry]
 _INTERNAL = frozenset(vars(nn.Module())) | {
     *("forward", "cuda_graphs", "cuda_graph_manual_hooks", "_should_call_te_cudagraph"),
     *("__deepcopy__", "__reduce_ex__", "_is_full_backward_hook"),
@@ -161,14 +161,11 @@ class PythonState:
         """Returns a function that restores what the last pass found when it began."""
         copies, values = list(self._copies.values()), list(self._values)
 
-        def put(holder: Any, key: str, before: Any) -> None:
-            if holder.get(key) is not before:
-                holder[key] = before
-
         def restore() -> None:
             with Restores() as stack:
                 for holder, key, what, before in values:
-                    stack.restore(what, put, holder, key, before)
+                    if holder.get(key) is not before:
+                        stack.restore(what, holder.__setitem__, key, before)
                 for holder, before, what, _ in copies:
                     stack.restore(what, restored_to, holder, before)
 
@@ -179,8 +176,8 @@ class PythonState:
         seen: dict[int, Any] = {id(module): module for module in self._modules.values()}
         for holder, key, what in self._roots():
             value = holder.get(key)
-            if isinstance(value, nn.Parameter | property):
-                continue
+            if isinstance(value, nn.Parameter | property) and getattr(value, "requires_grad", True):
+                continue  # Who reads that parameter is refused.
             clause = "attribute" if isinstance(value, torch.Tensor) else "state"
             yield Entry(holder, key, clause, what)
             yield from self._inside(value, what, seen)
@@ -203,21 +200,21 @@ class PythonState:
                 yield from ((held, path, n, t) for n, t in held.items() if t is not None)
 
     def key_sets(self) -> Iterator[KeySet]:
-        """The objects and classes to which nothing may be added that the code may ask for."""
+        """What may not get anything later that the code may ask for: modules, objects, classes.
+
+        Known code reads nothing that somebody adds.
+        """
+        for path, module in self._modules.items():
+            for kind in ("module", "parameter", "buffer", None) if not is_known(module) else ():
+                keys = getattr(module, f"_{kind}s") if kind else vars(module)
+                what = f"{kind or 'attribute'} {attribute(path, '')}"
+                yield KeySet(keys, kind or "attribute", what, None if kind else self.own_names)
         found: list[tuple[Any, str]] = [*self._objects.values()]
         found += [(vars(kind), kind.__name__) for kind in self._kinds.values()]
-        if not _ASK.isdisjoint(self.own_names):
-            found += [
-                (vars(tensor), attribute(path, name)) for _, path, name, tensor in self._held()
-            ]
+        asks = not _ASK.isdisjoint(self.own_names)
+        found += [(vars(t), attribute(path, n)) for _, path, n, t in self._held() if asks]
         for keys, what in found:
             yield KeySet(keys, "attribute", attribute(what, ""), self.own_names | _CALLED)
-
-    def ways(self, matches: Callable[[torch.Tensor], bool]) -> Iterator[Way]:
-        """The ways by which the code reaches tensors; each is a list of rows."""
-        for holder, key, what in self._roots():
-            way = [Entry(holder, key, "state", what)]
-            yield from ways(holder.get(key), way, matches, DEPTH)
 
     def _is_read(self, name: str) -> bool:
         return (self._any_name or name in self.names) and name not in _INTERNAL
@@ -565,16 +562,14 @@ def functions_in(value: Any, depth: int = DEPTH) -> Iterator[FunctionType]:
             yield from functions_in(part, depth - 1)
 
 
-def ways(
-    value: Any, way: Way, matches: Callable[[torch.Tensor], bool], depth: int
-) -> Iterator[Way]:
-    """The ways from a value to tensors, each behind ``way``."""
+def tensors_held(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+    """The tensors in a value that change no row as long as it compares as the same."""
+    value = referred(value)
     if isinstance(value, torch.Tensor):
-        if matches(value):
-            yield [*way[:-1], Entry(way[-1].holder, way[-1].key, "attribute", way[-1].what)]
-        return
-    for row in held_by(value, way[-1].what) if depth else ():
-        yield from ways(row.holder.get(row.key), [*way, row], matches, depth - 1)
+        yield value
+    elif depth and is_container(value) and not is_array(value):
+        for inner in value.values() if isinstance(value, MAPPINGS) else value:
+            yield from tensors_held(inner, depth - 1)
 
 
 def restored_to(holder: Any, before: Any) -> None:

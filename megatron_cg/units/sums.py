@@ -1,19 +1,17 @@
 """Gradients that are summed over uses inside a unit and uses outside of it.
 
 Autograd adds up the gradients of all uses of a tensor in the order in which it meets them. A
-graph's backward pass sums the uses inside the unit first, and autograd adds only that sum to the
-others. If uses outside of the unit come later in the forward pass, their gradients come earlier,
-and with two uses inside the order of additions is another one: the last bits differ. So the graphs
-of autograd of the steps before capture are looked at, and such a unit is refused. If such a use is
-new in a backward pass of replays, that raises: see :class:`Later`.
+graph's backward pass sums the uses inside the unit first. If uses outside come later in the forward
+pass, their gradients come earlier, and with two uses inside the last bits of the sum differ. So the
+graphs of autograd of the steps before capture are looked at, and such a unit is refused. If such a
+use is new in a backward pass of replays, that raises: see :class:`Later`.
 
 Note [Casts that autocast caches]
     With its cache, autocast casts a weight once in a forward pass, so gradients of all its uses are
-    summed in the lower precision. A unit is captured with the cache that it was seen with, since
-    without one they would be summed in the weight's own. No pass may find the casts of another: a
-    graph would read them at the address that they had at capture. So a cast that two calls of units
-    share is refused. So is a backward pass under the same autocast if weights are gathered for each
-    pass: a later microbatch would use the casts of an earlier one.
+    summed in the lower precision. So a unit is captured with the cache that it was seen with. No
+    pass may find the casts of another, whose addresses a graph would hold: a cast that two calls of
+    units share is refused. So is a backward pass under the same autocast if weights are gathered
+    for each pass: a later microbatch would use the casts of an earlier one.
 
 Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every backward pass that is
 started from Python goes through ``torch.autograd._engine_run_backward``, whose fifth argument are

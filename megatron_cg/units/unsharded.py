@@ -1,12 +1,11 @@
 """How a model is sharded, and one that is not: leaves whose gradient accumulators must stay.
 
 Note [DDP finds parameters by their accumulators]
-    DistributedDataParallel registers its hooks on the accumulators that parameters have when it is
-    created (torch 2.11, ``reducer.cpp``), and keeps these accumulators. They belong to the stream
-    of that moment, and their hooks count gradients. Other wrappers do the same and may not even be
-    in the module tree. So while a module of a model that is not sharded is captured or verified,
-    and somebody holds its accumulators, it holds other leaves of autograd: parameters on the same
-    memory with accumulators of their own. Replays give gradients to the parameters.
+    DistributedDataParallel keeps the accumulators that parameters have when it is created (torch
+    2.11, ``reducer.cpp``), with hooks that count gradients. Other wrappers do the same, and may not
+    be in the module tree. So while a module is captured or verified whose accumulators somebody
+    holds, it holds other leaves of autograd: parameters on the same memory with accumulators of
+    their own. Replays give gradients to the parameters.
 """
 
 import sys

@@ -11,16 +11,14 @@ Note [A stack at each location]
     after it are undone.
 
 Note [No copies]
-    What we attach to a module refers to that one module: a copy with a ``forward`` of ours would
-    run the original's graph. ``copy`` and ``pickle`` look up ``__deepcopy__`` and ``__reduce_ex__``
-    on the object itself, so entries in the object's own dictionary come first (CPython 3.12,
+    A copy of a module with a ``forward`` of ours would run the original's graph. ``copy`` and
+    ``pickle`` look up ``__deepcopy__`` and ``__reduce_ex__`` on the object itself (CPython 3.12,
     ``copy.py`` and ``_pickle.c``). While a module has changes of ours, both raise an error.
 
 Note [No frame of ours in between]
-    Our functions run many times per microbatch, and a Python frame around each of them costs as
-    much as some of them save. So we install a ``functools.partial`` without arguments, which
-    CPython calls without a frame. Its ``__setstate__`` replaces the function that it calls, so a
-    call needs no check (CPython 3.12, ``Modules/_functoolsmodule.c``, ``partial_setstate``).
+    A Python frame around each of our functions would cost as much as some of them save. So we
+    install a ``functools.partial`` without arguments, which CPython calls without a frame. Its
+    ``__setstate__`` replaces the function that it calls (CPython 3.12, ``partial_setstate``).
 """
 
 import gc

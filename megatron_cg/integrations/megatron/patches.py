@@ -6,14 +6,13 @@ and ``initialize_megatron`` imports ``compile_helpers`` when it runs. Megatron-B
 name at its import, which may be before or after :func:`enable`.
 
 Note [Every helper]
-    Megatron's ``train`` and loops of a user's own create ``TECudaGraphHelper``, and may have
-    imported it before :func:`enable`. So its constructor is replaced: methods of a helper for a
-    model under Megatron-FSDP become those of a :class:`FsdpHelper`.
+    Loops create ``TECudaGraphHelper``, and may have imported it before :func:`enable`. So its
+    constructor is replaced: methods of a helper for a model under Megatron-FSDP become ours.
 
 Note [How long a helper votes]
     All ranks must stop voting at the same point, but garbage collectors run at different times. So
-    a helper is kept alive until ``close()`` or :func:`disable`, even if the loop holds no reference
-    to it. A second helper for the same model closes the first one and deletes its graphs.
+    a helper is kept alive until ``close()`` or :func:`disable`. A second helper for the same model
+    closes the first one and deletes its graphs.
 """
 
 from __future__ import annotations

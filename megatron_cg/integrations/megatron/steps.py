@@ -4,10 +4,9 @@ In Megatron's loop a step is a call of ``train_step``. A loop that creates Megat
 has no such function, and its step ends with the optimizer's.
 
 Loops on megatron-core get the function of a step's passes from ``get_forward_backward_func``. Here
-this function runs the passes once by graphs. If a bound (``--cg-moe-rows``, ``--cg-moe-stash``)
-was exceeded on any rank, or ``--cg-verify-steps`` asks for it, all ranks restore what the passes
-changed and run them once more eagerly (``integrations/repeated_step.py``), where Megatron's
-dispatcher drops nothing.
+this function runs the passes once by graphs, and if a bound (``--cg-moe-rows``, ``--cg-moe-stash``)
+was exceeded on any rank, or ``--cg-verify-steps`` asks for it, once more eagerly on all ranks
+(``integrations/repeated_step.py``), where Megatron's dispatcher drops nothing.
 
 Note [What a bound costs]
     Without a repeat: one all-reduce of eight bytes, copies of the model's buffers, and a wait
