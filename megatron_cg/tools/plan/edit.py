@@ -139,12 +139,12 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     """
     require_model(given)
     known = gpus_of(given, gpus)
-    editor = _Editor(known.count, given)
+    editor = _Editor(known.count, room, given)
     for name in (_MODULES, _SCOPE):
         values = given.values(name) or ()
         if values != (scopes := tuple(scope_names(" ".join(values)))):
             editor.change(" ".join(["add", name, *scopes]), "spaces separate its values")
-    settings = settings_of(editor.line, known.count, megatron=False)
+    settings = settings_of(editor.line, known.count, room, megatron=False)
     if settings.run.cuda_graph_impl == "full_iteration":
         kept = replace(settings, broken=(_FULL_ITERATION,), notes=())
         return Edited(given, known, Tried(given, kept, {}), None, room)
@@ -251,11 +251,12 @@ class _Editor:
     """Applies fixes to a line; ``reasons`` has why, by flag."""
 
     gpus: int
+    room: int
     line: LaunchLine
     reasons: dict[str, str] = field(default_factory=dict)
 
     def attempt(self, choice: _Choice, why: str) -> Tried:
-        trial = _Editor(self.gpus, self.line, dict(self.reasons))
+        trial = _Editor(self.gpus, self.room, self.line, dict(self.reasons))
         trial.change(f"drop {_SCOPE}", "--cuda-graph-modules replaces it")
         for name, reason in {**_CHOSEN, _MODULES: why}.items():
             if name in choice:
@@ -272,7 +273,7 @@ class _Editor:
     def fixed(self) -> Settings:
         """Fix what the tables can, until nothing changes; the settings of what came of it."""
         for _ in range(_ROUNDS):
-            before, settings = self.line, settings_of(self.line, self.gpus)
+            before, settings = self.line, settings_of(self.line, self.gpus, self.room)
             for violation in settings.broken:
                 fixes = _FIXES.get(violation.rule, "").format(kernel=settings.run.one_kernel)
                 if violation.rule == "megatron" and self.line == before:

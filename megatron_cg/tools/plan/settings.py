@@ -38,6 +38,8 @@ _NEEDS = f"--cg-grouped-gemm cublas needs a Hopper GPU and a newer cuBLASLt on e
 VOCABULARY = 131_072
 """If only the tokenizer knows it."""
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
+_OF_BLACKWELL = 150 * 2**30
+"""Memory that no Hopper GPU has."""
 _BATCH = "give a --global-batch-size that is a multiple of --micro-batch-size x data-parallel ranks"
 _OF_TE = (
     "megatron.core.transformer.moe.moe_utils",
@@ -73,8 +75,10 @@ def _parser() -> argparse.ArgumentParser:
     return add_arguments(arguments.add_megatron_arguments(parser))
 
 
-def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Settings:
-    """What the line's flags mean on ``gpus``, by Megatron's rules too or by ours alone.
+def settings_of(
+    line: LaunchLine, gpus: int = 1, room: int = 0, *, megatron: bool = True
+) -> Settings:
+    """What the line's flags mean on ``gpus`` of ``room`` bytes; else by our rules only.
 
     Raises LaunchLineError in the user's terms.
     """
@@ -97,13 +101,11 @@ def settings_of(line: LaunchLine, gpus: int = 1, *, megatron: bool = True) -> Se
         variables={**here.variables, **line.variables},
         lacks_device_counts="",
     )
-    broken = (*violations(run, graph, where), *_of_plan(run))
+    capability = _BLACKWELL if room > _OF_BLACKWELL else _HOPPER
+    broken = (*violations(run, graph, where), *_of_plan(run, capability))
     notes = [*notices(run, where), *_limits(args)]
-    capability = _HOPPER
-    if run.fp4 is not None or (run.fp8 is not None and run.fp8_recipe == "mxfp8"):
-        capability = _BLACKWELL
-        text = "FP4 and MXFP8 need Blackwell GPUs, which were not measured: start with"
-        notes.append(f"{text} megatron-cg align on one host")
+    if capability == _BLACKWELL:
+        notes.append("Blackwell GPUs were not measured: start with megatron-cg align on one host")
     if graph.cg_grouped_gemm == "cublas" and here.lacks_device_counts:
         notes.append(_NEEDS)
     if own := [word for word in unknown if "$" not in word]:
@@ -133,12 +135,18 @@ def require_model(line: LaunchLine) -> str:
     return ""
 
 
-def _of_plan(run: RunArguments) -> Iterator[Violation]:
-    """What cannot be planned."""
+def _of_plan(run: RunArguments, capability: tuple[int, int]) -> Iterator[Violation]:
+    """What Megatron finds on the GPU alone, and what cannot be planned."""
     if run.is_moe and "E" not in (run.hybrid_layer_pattern or "E"):
         found = f"--num-experts {run.num_experts} with a hybrid pattern that has no E"
         reason = "Megatron would make no experts, so the layers are the script's own, and not known"
         yield Violation("own-layers", found, reason, "give the pattern of Megatron's own model")
+    mxfp8 = run.fp8 is not None and run.fp8_recipe == "mxfp8"
+    if capability < _BLACKWELL and (mxfp8 or run.fp4 is not None):
+        found = "--fp8-recipe mxfp8" if mxfp8 else "--fp4-format"
+        instead = "--fp8-recipe blockwise" if mxfp8 else "--fp8-format hybrid"
+        remedy = f"type {instead}, or plan a Blackwell GPU, as with --gpu-memory 180"
+        yield Violation("gpu", found, "GPUs of this memory are older than Blackwell", remedy)
 
 
 def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:

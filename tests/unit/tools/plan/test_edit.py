@@ -157,6 +157,7 @@ REFUSED = {
     "--num-experts 4 --moe-layer-freq [1]*3 --moe-grouped-gemm": ("megatron", "each of 8 layers"),
     "--num-experts 9 --expert-model-parallel-size 3": ("megatron", "2 GPUs are not divisible"),
     "--micro-batch-size 3 --global-batch-size 8": ("megatron", "give a --global-batch-size"),
+    "--fp8-format e4m3 --fp8-recipe mxfp8": ("gpu", "type --fp8-recipe blockwise, or plan a"),
     "--num-experts 4 --hybrid-layer-pattern M*-M*-M-": ("own-layers", "pattern that has no E"),
 }
 
