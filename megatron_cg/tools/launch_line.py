@@ -27,6 +27,8 @@ _PYTHON = re.compile(
     r"accelerate)(?=[\s.-]|$)"
 )
 _MODULE = {"deepspeed": "--no_local_rank --module", "torch.distributed.launch": "--use-env -m"}
+_TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.\w+|ft_launcher|deepspeed)\s")
+_TASKS = re.compile(r"(srun|mpirun|mpiexec)\s")
 
 _NO_SCRIPT = (
     "give after a bare -- the whole command that starts the run, with its script (a name that ends "
@@ -248,20 +250,36 @@ class Gpus:
 def gpus_of(line: LaunchLine, count: int | None = None) -> Gpus:
     """The GPUs of a line's run; ``count`` is known from elsewhere.
 
-    Raises LaunchLineError if nobody says how many there are, as torchrun does.
+    Raises LaunchLineError if nobody says how many there are.
     """
     text = f"{line.outer[0]} {line.before} "
-    ranks = _number(text, "--nproc[-_]per[-_]node")
-    is_one_host = not re.search(r"\s--nnodes|\b(srun|mpirun|mpiexec)\b", text)
-    nodes = 1 if is_one_host else _number(text, "--nnodes")
-    if not (count := count or (ranks or 0) * (nodes or 0)):
+    torchrun = _TORCHRUN.search(text)
+    ranks = ("--nproc[-_]per[-_]node", "--num[-_](?:gpus|acc\\w+)")
+    tasks = () if torchrun else ("--ntasks-per-node",)  # each starts a torchrun
+    per_node = _number(text, *ranks, *tasks, "--gpus-per-node")
+    nodes = _number(text, "--n?nodes", "--num[-_](?:nodes|machines)")
+    if _TASKS.search(text):
+        nodes = nodes or _number(text, "-N")
+        count = count or (None if torchrun else _number(text, "-n", "--ntasks", "-np"))
+    if torchrun and not re.search(r"\s(--nnodes|--num[-_]nodes|--hostfile|-H|--include|-i)", text):
+        nodes = nodes or 1
+    if world := _number(text, "--num[-_]processes"):
+        count, per_node = count or world, world // (nodes or 1)
+    if nodes and per_node:
+        count = count or nodes * per_node
+    elif (size := line.variables.get("WORLD_SIZE", "")).isdecimal():
+        count = count or int(size)
+    if not count:
         raise LaunchLineError(
             "the line does not say how many GPUs there are: give --gpus N, before the bare --"
         )
-    per_node = ranks or _number(text, "--ntasks-per-node", "--gpus-per-node")
     return Gpus(count, per_node or GPUS_PER_NODE)
 
 
 def _number(text: str, *options: str) -> int | None:
-    given = re.search(rf"(?<!\S)(?:{'|'.join(options)})[= ]\s*(\d+)(?=\s)", text)
-    return int(given[1]) if given else None
+    """The number that one of these options has: ``-N 4``, ``-N4``, ``--nodes=4``."""
+    for option in options:
+        between = r"[= ]\s*" if option.startswith("--") else r"\s*"
+        if given := re.search(rf"(?<!\S){option}{between}(\d+)(?=\s)", text):
+            return int(given[1])
+    return None

@@ -120,7 +120,7 @@ def plan(add: Add) -> None:
     Give after a bare -- the whole command that starts the run now. Exit code 0: the printed command
     starts and fits; 1: it is refused or does not fit; 2: the command cannot be read.
     """
-    add("--gpus", type=positive, help="GPUs of the whole run (default: what torchrun says)")
+    add("--gpus", type=positive, help="GPUs of the whole run (default: what the launcher says)")
     add("--gpu-memory", type=positive, default=80, help="GB of one GPU (default: 80)")
     add("--json", action="store_true", help=_JSON)
 

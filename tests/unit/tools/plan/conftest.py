@@ -16,8 +16,8 @@ Plan = Callable[..., Edited]
 def plan() -> Plan:
     """Plans a line as typed in a shell, for a GPU of so many GiB."""
 
-    def made(line: str, memory: float = 79, gpus: int | None = None) -> Edited:
-        return edit(read_line(shlex.split(line)), int(memory * 2**30), gpus)
+    def made(line: str, memory: float = 79) -> Edited:
+        return edit(read_line(shlex.split(line)), int(memory * 2**30))
 
     return made
 

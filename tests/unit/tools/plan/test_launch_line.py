@@ -91,13 +91,19 @@ def test_a_flag_given_twice_has_its_last_value_and_is_changed_once() -> None:
         ("torchrun --nnodes 1:4 --nproc-per-node 8", 0),
         ("torchrun --nnodes 2", 0),
         ("srun -N 2 torchrun --nnodes 2 --nproc-per-node 8 -m megatron_cg", 16),
-        ("srun -N4 --ntasks-per-node=1 torchrun --nproc-per-node 8", 0),
-        ("srun -N4 --ntasks-per-node=8 python", 0),
-        ("mpiexec -n 16 python", 0),
+        ("srun -N4 --ntasks-per-node=8 python", 32),
+        ("srun -N4 --ntasks-per-node=1 torchrun --nproc-per-node 8", 32),
+        ("srun -N4 --ntasks-per-node=1 torchrun --nproc-per-node $N", 0),
+        ("srun --nodes 4 --gpus-per-node 4 python", 16),
+        ("mpiexec -n 16 python", 16),
+        ("env WORLD_SIZE=64 RANK=0 python", 64),
         ("python", 0),
+        ("deepspeed --num_gpus 8 --num_nodes=2", 16),
+        ("deepspeed --include=a:0,1@b:0,1 --num_gpus 2", 0),
+        ("accelerate launch --num_machines 2 --num_processes 16", 16),
     ],
 )
-def test_torchrun_says_how_many_gpus_there_are(launcher: str, count: int) -> None:
+def test_the_launcher_says_how_many_gpus_there_are(launcher: str, count: int) -> None:
     line = read(f"{launcher} b.py --x")
     assert gpus_of(line, 3).count == 3
     if count:
