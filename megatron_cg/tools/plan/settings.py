@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,18 +150,25 @@ def _of_plan(run: RunArguments, capability: tuple[int, int]) -> Iterator[Violati
         yield Violation("gpu", found, "GPUs of this memory are older than Blackwell", remedy)
 
 
+@cache
+def _nearest(name: str) -> list[str]:
+    return get_close_matches(name.replace("_", "-"), _parser()._option_string_actions, 1, 0.85)
+
+
 def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
-    """Raise LaunchLineError for flags that one of Megatron's own scripts refuses."""
-    if Path(line.script).name not in MEGATRONS:
-        return
-    for flag in line.flags:
+    """Raise LaunchLineError for flags that Megatron refuses and the script does not add."""
+    is_megatrons, source = Path(line.script).name in MEGATRONS, line.source
+    for flag in line.flags if is_megatrons else ():
         if flag.name not in words and flag.values[1:] and {*flag.values[1:]} <= {*words}:
             text = f"{flag.name} takes fewer values than {' '.join(flag.values)}"
             raise LaunchLineError(f"{text}: quote a value that has spaces")
-    for name in [word.partition("=")[0] for word in words]:
-        if name not in line.source:
-            text = "which it does not know. If the script adds it, leave it out of the planned line"
-            raise LaunchLineError(f"Megatron would refuse {name}, {text}")
+    for name in [word.partition("=")[0] for word in words if is_megatrons or word[:2] == "--"]:
+        near = _nearest(name)
+        if name not in source and (near or is_megatrons):
+            meant = f": did you mean {near[0]}?" if near else "."
+            own = "If the script adds it, leave it out of the planned line"
+            text = f"Megatron would refuse {name}, which it does not know{meant} {own}"
+            raise LaunchLineError(text)
 
 
 def _limits(args: Any) -> Iterator[str]:

@@ -180,7 +180,11 @@ def test_what_would_change_the_training_is_refused_with_the_remedy(flags: str, p
         ("--hidden-size ${HIDDEN}", "as the shell expands it"),
         ("--cuda-graph-modules moe_rooter", "moe_rooter"),
         ("--yaml-cfg run.yaml", "on the command line"),
-        ("--num-expert 8", "would refuse --num-expert, which it does not know. If the script"),
+        (
+            "--num-expert 8",
+            "would refuse --num-expert, which it does not know: did you mean --num-exp",
+        ),
+        ("--use_megatron_fspd", "did you mean --use-megatron-fsdp?"),
         ("--step-batch-size-schedule 0:16 2B:32", "0:16 2B:32: quote a value that has spaces"),
     ],
 )
