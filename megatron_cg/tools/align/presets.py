@@ -1,5 +1,10 @@
-"""Model shapes by name, from ``arguments/presets/*.yaml``."""
+"""Model shapes by name, from ``arguments/presets/*.yaml``.
 
+``python -m megatron_cg.tools.align.presets NAME`` prints a preset for shell scripts: its scopes in
+the first line, then its flags, a word a line.
+"""
+
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,3 +51,11 @@ def load_preset(name: str) -> Preset:
     data = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     data["description"] = " ".join(data["description"].split())
     return Preset(name, **data | {"scopes": tuple(data["scopes"])})
+
+
+if __name__ == "__main__":
+    try:
+        chosen = load_preset(" ".join(sys.argv[1:]))
+    except MegatronCGError as error:
+        sys.exit(f"{error}")
+    print(" ".join(chosen.scopes), *chosen.arguments(), sep="\n")
