@@ -349,6 +349,8 @@ _SEEN = {
     "megatron-fsdp": (0, 6, 1),
     "transformer-engine": (2, 20, 2),
     "torch": (2, 11, 0),
+    "megatron-bridge": (0, 6, 2),
+    "torchtitan": (0, 3, 0),
 }
 """The versions that this package was written for and measured with."""
 

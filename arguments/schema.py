@@ -34,6 +34,9 @@ BACKENDS = MappingProxyType(
 PACKAGES = ("megatron-core", "megatron-fsdp", "transformer-engine", "torch")
 """The distributions whose versions the rules read."""
 
+FRAMEWORKS = ("megatron-bridge", "torchtitan")
+"""Those of loops that this package was run with; the doctor reads them too."""
+
 VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "NCCL_GRAPH_REGISTER",

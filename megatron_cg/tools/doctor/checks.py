@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_cg.arguments import rules, schema
 from megatron_cg.arguments.rule import Configuration
-from megatron_cg.arguments.schema import PACKAGES
+from megatron_cg.arguments.schema import FRAMEWORKS, PACKAGES
 from megatron_cg.errors import Violation
 from megatron_cg.upstream import te
 from megatron_cg.upstream.symbols import Symbol, installed_version
@@ -70,6 +70,7 @@ INSTALL = {
     "megatron-core": "pip install 'megatron-core==0.19.2'",
     "megatron-fsdp": "pip install 'megatron-fsdp==0.6.1'",
     "megatron-bridge": "pip install --no-deps 'megatron-bridge==0.6.2'",
+    "torchtitan": "pip install --no-deps 'torchtitan==0.3.0'",
     _TE: te.INSTALL,
 }
 """What installs the versions that were measured."""
@@ -84,6 +85,8 @@ _SHOWN = ("CUBLAS", "CUDA_", "CUDNN_", "LD_", "NCCL_", "NVTE_", "PYTORCH_", "TOR
 def versions(system: System) -> Iterator[Finding]:
     yield ok(f"Python {platform.python_version()}, {system.found['machine']}")
     for name, version in system.found["versions"].items():
+        if name in FRAMEWORKS and version is None:
+            continue
         if name != _TE or system.backend == schema.TRANSFORMER_ENGINE:
             yield _package(system, name, version)
 
@@ -164,6 +167,8 @@ def symbols(system: System) -> Iterator[Finding]:
         broken = [row["symbol"] for row in states if row.get("error")]
         unknown = [row["symbol"] for row in states if row.get("unknown")]
         remedy = INSTALL.get(package, f"python -c 'import {states[0]['module']}'")
+        if package in FRAMEWORKS:  # pip install --no-deps leaves out what it requires.
+            remedy = f"pip check  # or: {remedy}"
         if broken:
             names = ", ".join(broken)
             found = f"symbols of {package} are missing or changed: {names}"
@@ -277,7 +282,7 @@ _NOT_USED = {schema.TAPE: (_OF_TE,), schema.NATIVE: (_OF_THE_TAPE, _OF_TE)}
 def stages(backend: str) -> dict[str, Callable[[], Any]]:
     stages_here: dict[str, Callable[[], Any]] = {
         "machine": platform.platform,
-        "versions": lambda: {n: installed_version(n) for n in PACKAGES},
+        "versions": lambda: {n: installed_version(n) for n in (*PACKAGES, *FRAMEWORKS)},
     }
     if installed_version("torch"):
         stages_here["torch"] = look_at_torch

@@ -102,6 +102,7 @@ def test_a_good_machine_has_facts_alone(backend: str) -> None:
         (packages(transformer_engine="2.18.0"), ERROR, "transformer-engine 2.18.0"),
         (packages(megatron_core="0.18.1"), WARNING, "megatron-core 0.18.1"),
         (packages(torch=None), ERROR, "torch is not installed"),
+        (packages(megatron_bridge="0.7.0"), WARNING, "megatron-bridge 0.7.0"),
         (packages(torch="2.15.0"), WARNING, "torch 2.15.0 was not measured with"),
         ({"torch": {"cuda": None}}, ERROR, "without CUDA"),
         (driver(error="no NVIDIA driver"), ERROR, "no NVIDIA driver"),
