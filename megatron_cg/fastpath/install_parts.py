@@ -183,7 +183,7 @@ def install_under_v2(
         add("views", lambda: parts.keep_views(groups), parts.REPLACES_VIEWS)
         add("places", lambda: parts.keep_places(groups), parts.REPLACES_SWITCHES)
         add("packing", lambda: parts.pack_gradients(groups), parts.REPLACES_PACKING)
-        add(_OF_GRAPHS, lambda: parts.detach_weights(groups, replays), parts.REPLACES_PACKING)
+        add(_OF_GRAPHS, lambda: parts.detach_weights(groups, replays), parts.REPLACES_HOOKS)
         if optimizers:
             add("casts", lambda: parts.install_casts(optimizers), parts.REPLACES_CASTS)
             adam = optimizer_step.REPLACES_STEP

@@ -32,10 +32,10 @@ Note [A buffer without memory]
 
 Note [Weights that autograd does not visit]
     See ``detached_weights.py``. A gradient from a graph becomes the weight's ``grad`` where the
-    graph left it, and v2's hook of the weight is called, which counts. It packs and reduces at the
-    last gradient of a module, before the next replay. If some are still to come, the gradients are
-    copied out of the graph's memory, as a backend does. The hook of a weight that has another use
-    is called by autograd, once in a pass, so it counts each weight once. Modules that are complete
+    graph left it, and is counted, as v2's hook of the weight would do. The last gradient of a
+    module lets v2 pack and reduce them, before the next replay. If some are still to come, the
+    gradients are copied out of the graph's memory, as a backend does. For a weight that has another
+    use autograd calls the hook, once in a pass, so each weight counts once. Modules that are whole
     at once are so in the order of an eager pass: a module whose first weight is later comes first.
 
 Note [Casts for the optimizer]
@@ -55,7 +55,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.optimizer_step import inner_optimizers
-from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
+from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_v2
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, wrap_method
@@ -115,6 +115,11 @@ REPLACES_PACKING = (
         fingerprints=("fc3229fd7ba0e3fd",),
     ),
 )
+REPLACES_HOOKS = fsdp_v2(
+    "module:FsdpModule._register_hooks",
+    "counts gradients",
+    fingerprints=("395a512527abdb36", "5434a71c351faf49"),
+)
 _FILLS: Any = torch.utils.deterministic
 _OPTIMIZER = "megatron.core.optimizer.fully_sharded_optimizer"
 _CAST, _STEP = "_copy_model_grads_to_main_grads", "step_with_ready_grads"
@@ -129,7 +134,8 @@ REPLACES_CASTS = tuple(
     if _IN_CORE
 )
 RELIES_ON = (
-    *(*REPLACES_LAYOUTS, *REPLACES_VIEWS, *REPLACES_SWITCHES, *REPLACES_PACKING, *REPLACES_CASTS),
+    *(*REPLACES_LAYOUTS, *REPLACES_VIEWS, *REPLACES_SWITCHES, *REPLACES_PACKING),
+    *(*REPLACES_HOOKS, *REPLACES_CASTS),
     *fsdp_v2(
         _GROUP,
         "parameters that are gathered together",
@@ -372,15 +378,24 @@ class _Hooked:
                     weight.grad = weight.grad + gradient
                 else:
                     weight.grad = gradient if whole else gradient.clone()
-            for place in counted:
-                for hook in hooks_of_gradient(weights[place]):
-                    hook(weights[place])
+            if counted:
+                _count(module, [weights[place] for place in counted])
 
 
 def _ready(module: Any) -> int:
     """How many of a module's weights have their gradient in this pass."""
     counted: int | None = getattr(module, "_num_ready_grad_parameters", None)
     return len(module._ready_grad_parameters) if counted is None else counted
+
+
+def _count(module: Any, weights: Sequence[Any]) -> None:
+    """What v2's hooks of these weights do, in one go: a module's attributes are slow to set."""
+    if hasattr(module, "_num_ready_grad_parameters"):
+        module._num_ready_grad_parameters += len(weights)
+    else:
+        module._ready_grad_parameters.update(weights)
+    if _ready(module) == module._num_trainable_parameters:
+        module.post_backward()
 
 
 def install_casts(optimizers: Iterable[Any]) -> Undo:

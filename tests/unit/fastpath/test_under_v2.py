@@ -367,6 +367,7 @@ def test_casts_are_those_of_megatrons_optimizer(groups: Any) -> None:
 
 
 PARTS = ["layouts", "views", "places", "packing"]
+"""Without graphs and an optimizer."""
 
 
 @pytest.mark.parametrize(
