@@ -76,7 +76,7 @@ EXAMPLES = {
     ],
     "native": [{"backend": "native"}],
     "tape": [{"backend": "tape"}],
-    "tools": [{"record": "somewhere"}, {"report": "somewhere"}],
+    "tools": [{"record": "somewhere"}],
 }
 CLI = ("-m", "megatron_cg.tools.cli.main")
 USES = {
