@@ -44,20 +44,9 @@ from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySe
 from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_known, package_of
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
-from megatron_cg.units.python_state import (
-    Change,
-    PythonState,
-    functions_in,
-    referred,
-    tensors_held,
-)
+from megatron_cg.units.python_state import Change, PythonState, functions_in, referred, tensors_held
 from megatron_cg.units.sums import RUN_BACKWARD
-from megatron_cg.upstream.patch import (
-    instances,
-    nothing_frozen,
-    replace_function,
-    set_attribute,
-)
+from megatron_cg.upstream.patch import instances, nothing_frozen, replace_function, set_attribute
 
 _MARK = 0x5EED_CA97
 """The seed of all generators while a forward pass is observed."""

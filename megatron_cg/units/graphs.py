@@ -175,9 +175,7 @@ class GraphedUnits:
             undo.callback(self._forget)
             undo.callback(graphs_close_in_time())
             self._controller = GraphController(
-                self._agreement,
-                self._capture,
-                eager_on_failure=on_failure == "eager",
+                self._agreement, self._capture, eager_on_failure=on_failure == "eager"
             )
             undo.callback(self._controller.close)
             undo.callback(self._controller.release)

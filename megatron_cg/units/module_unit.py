@@ -28,21 +28,8 @@ from megatron_cg.replay.guarded_graph import Prepared, forward_of, replay_instea
 from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.units.call import in_parts, not_recomputed
-from megatron_cg.units.layouts import (
-    Gradients,
-    Layout,
-    ReadOnly,
-    UsedResult,
-    awaited,
-    is_awaited,
-)
-from megatron_cg.units.observe import (
-    ObservedCall,
-    Place,
-    attributes_of,
-    results_of,
-    tensors_of,
-)
+from megatron_cg.units.layouts import Gradients, Layout, ReadOnly, UsedResult, awaited, is_awaited
+from megatron_cg.units.observe import ObservedCall, Place, attributes_of, results_of, tensors_of
 from megatron_cg.units.sums import Autocast
 from megatron_cg.upstream.patch import combine_undos, replace_function
 

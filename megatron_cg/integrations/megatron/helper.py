@@ -32,12 +32,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError, Violation, say, speaking
 from megatron_cg.extensions import experts_of, recompute_in_layers
 from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go, of_megatron
-from megatron_cg.integrations.call_arguments import (
-    ENABLE,
-    CallVoice,
-    by_argument,
-    require_same,
-)
+from megatron_cg.integrations.call_arguments import ENABLE, CallVoice, by_argument, require_same
 from megatron_cg.integrations.megatron.megatron_unit import (
     LayerScopes,
     ObservedInputs,
@@ -117,9 +112,7 @@ class FsdpHelper:
             self._packs: Packs | None = None
             undo.callback(let_gradients_go(self.fsdp))
             self.controller = GraphController(
-                self._agreement,
-                self._capture,
-                eager_on_failure=self.given.cg_on_failure == "eager",
+                self._agreement, self._capture, eager_on_failure=self.given.cg_on_failure == "eager"
             )
             self.steps = Steps(self.controller, self._inputs)
             undo.callback(self.steps.close)
