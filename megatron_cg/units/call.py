@@ -59,7 +59,7 @@ from megatron_cg.replay.borders import in_backward_pass, local, same_memory, spe
 from megatron_cg.replay.guard import Mismatch, described
 from megatron_cg.replay.guarded_graph import forward_of
 from megatron_cg.replay.plain import is_plain, same_value
-from megatron_cg.units.layouts import Layout, awaited, is_awaited
+from megatron_cg.units.layouts import Input, Layout, Mark, is_awaited, is_plain_tensor
 from megatron_cg.upstream.patch import Undo, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
@@ -233,33 +233,7 @@ def _view(value: Any) -> Any:
     return made
 
 
-class _Mark:
-    """Stands for a leaf of the arguments whose value the form does not hold."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-class _Input(_Mark):
-    """An input of the graph."""
-
-    def is_like(self, value: Any) -> bool:
-        """Whether the graph can take ``value`` there."""
-        return _is_plain_tensor(value) or is_awaited(value)
-
-    def to_graph(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the graph gets of the caller's tensor."""
-        return awaited(tensor)
-
-    def from_graph(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the unit gets of the graph's tensor; the reverse of :meth:`taken`."""
-        return tensor
-
-
-class _Expanded(_Input):
+class _Expanded(Input):
     """One that is expanded in some dimensions; see Note [Expanded tensors]."""
 
     def __init__(self, tensor: torch.Tensor, dims: Sequence[int]) -> None:
@@ -267,7 +241,7 @@ class _Expanded(_Input):
         self._shape, self._dims = tensor.shape, tuple(dims)
 
     def is_like(self, value: Any) -> bool:
-        if not _is_plain_tensor(value) or value.shape != self._shape:
+        if not is_plain_tensor(value) or value.shape != self._shape:
             return False
         return all(value.stride(dim) == 0 for dim in self._dims)
 
@@ -280,18 +254,7 @@ class _Expanded(_Input):
         return tensor.expand(self._shape)
 
 
-class _Distributed(_Input):
-    """A DTensor, of which the graph gets the local tensor; see ``layouts.py``."""
-
-    def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        self._layout = Layout(tensor, f"argument {name}")
-        super().__init__(repr(self._layout))
-        self.is_like = self._layout.is_like  # type: ignore[method-assign]
-        self.to_graph = self._layout.to_local  # type: ignore[method-assign]
-        self.from_graph = self._layout.from_local  # type: ignore[method-assign]
-
-
-class _AliasOf(_Mark):
+class _AliasOf(Mark):
     """A tensor that the call gives a second time, so that a graph sums the gradients of both."""
 
     def __init__(self, name: str) -> None:
@@ -300,7 +263,7 @@ class _AliasOf(_Mark):
         """Where it is given first."""
 
 
-_TENSOR = _Input("a tensor")
+_TENSOR = Input("a tensor")
 _CACHE = "<class 'transformers.cache_utils.Cache'>"
 _CONTAINERS = (tuple, list, dict, Parts)
 
@@ -330,7 +293,7 @@ class CallSpec:
         for (place, *path), leaf in tree_leaves_with_path(values, is_leaf=_is_leaf):
             name = f"{names[place.idx]}{keystr(tuple(path))}"  # type: ignore[attr-defined]
             marks[name] = _AliasOf(seen[id(leaf)]) if id(leaf) in seen else _mark_of(leaf, name)
-            if isinstance(marks[name], _Input) and leaf.requires_grad:
+            if isinstance(marks[name], Input) and leaf.requires_grad:
                 seen[id(leaf)] = name
         specs = [None if _is_leaf(value) else tree_structure(value, _is_leaf) for value in values]
         return cls(positions, tuple(kwargs), marks, tuple(specs))
@@ -338,7 +301,7 @@ class CallSpec:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The name of the tensor that a graph gets by position; empty if there is none."""
-        return tuple(name for name, mark in self.marks.items() if isinstance(mark, _Input))[:1]
+        return tuple(name for name, mark in self.marks.items() if isinstance(mark, Input))[:1]
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -353,13 +316,13 @@ class CallSpec:
             if mark is value:  # A flag or None, as most.
                 continue
             again = seen.get(id(value))
-            if isinstance(mark, _Input):
+            if isinstance(mark, Input):
                 fits = mark.is_like(value) and not (again is not None and value.requires_grad)
             else:
                 fits = again == mark.name if isinstance(mark, _AliasOf) else same_value(mark, value)
             if not fits:
                 return (), {}, _mismatch(name, mark, value if again is None else _AliasOf(again))
-            if isinstance(mark, _Input):
+            if isinstance(mark, Input):
                 seen[id(value)], tensors[name] = name, mark.to_graph(value)
         return tuple(tensors.pop(name) for name in self.names), tensors, None
 
@@ -383,7 +346,7 @@ class CallSpec:
             if spec is None:
                 return _mismatch(name, self.marks[name], value)
             if actual != spec:
-                return _mismatch(name, _Mark(f"another {spec.type.__name__}"), value)
+                return _mismatch(name, Mark(f"another {spec.type.__name__}"), value)
             leaves += found
         return leaves
 
@@ -397,7 +360,7 @@ class CallSpec:
             if isinstance(mark, _AliasOf):
                 given[name] = given[mark.name]
             else:
-                given[name] = mark.from_graph(tensors[name]) if isinstance(mark, _Input) else mark
+                given[name] = mark.from_graph(tensors[name]) if isinstance(mark, Input) else mark
         left = iter(given.values())
         values = [
             next(left) if spec is None else tree_unflatten(islice(left, spec.num_leaves), spec)
@@ -411,9 +374,8 @@ class CallSpec:
     ) -> dict[str, torch.Tensor]:
         """The tensors of a call under their names, but for those that are expanded."""
         named = {**dict(zip(self.names, args, strict=True)), **kwargs}
-        kept = {n: t for n, t in named.items() if not isinstance(self.marks[n], _Expanded)}
-        laid_out = (n for n in kept if isinstance(self.marks[n], _Distributed))
-        return kept | {n: self.marks[n].from_graph(kept[n]) for n in laid_out}
+        marks = ((n, self.marks[n]) for n in named if not isinstance(self.marks[n], _Expanded))
+        return {name: mark.from_graph(named[name]) for name, mark in marks}
 
     @cached_property
     def caches(self) -> list[str]:
@@ -426,7 +388,7 @@ class CallSpec:
         problems = [
             f"argument {name} is {_in_words(value)}"
             for name, value in self.marks.items()
-            if not isinstance(value, _Mark) and not is_plain(value) and name not in self.caches
+            if not isinstance(value, Mark) and not is_plain(value) and name not in self.caches
         ]
         return problems if self.names else [*problems, "no argument is a tensor"]
 
@@ -450,7 +412,7 @@ def _mark_of(value: Any, name: str) -> Any:
     if not isinstance(value, torch.Tensor) or not is_dense(value):
         return value
     if spec_of(value) is not None:
-        return _Distributed(value, name) if _is_plain_tensor(local(value)) else value
+        return Layout(value, f"argument {name}") if is_plain_tensor(local(value)) else value
     if not _TENSOR.is_like(value):
         return value
     if is_awaited(value) or not (dims := _expanded_dims(value)):
@@ -464,13 +426,6 @@ def _expanded_dims(tensor: torch.Tensor) -> list[int]:
     return [dim for dim, (stride, size) in pairs if stride == 0 and size > 1]
 
 
-def _is_plain_tensor(value: Any) -> bool:
-    """Whether a tensor is its values in memory and no more: no subclass, no Python attributes."""
-    if type(value) is nn.Parameter:
-        return is_dense(value)
-    return type(value) is torch.Tensor and not vars(value) and is_dense(value)
-
-
 def _in_words(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return described(value)
@@ -479,7 +434,7 @@ def _in_words(value: Any) -> str:
         return f"a {kind} tensor and not dense"
     if spec_of(value) is not None:
         return repr(Layout(value, ""))
-    if not _is_plain_tensor(value):
+    if not is_plain_tensor(value):
         own = "a subclass of torch.Tensor whose methods no graph runs"
         if type(value) is torch.Tensor:
             own = f"with Python attributes that no graph passes on ({', '.join(vars(value))})"
@@ -497,8 +452,8 @@ def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
     return Mismatch(
         "structure",
         f"argument {name}",
-        repr(expected) if isinstance(expected, _Mark) else described(expected),
-        repr(actual) if isinstance(actual, _Mark) else _in_words(actual),
+        repr(expected) if isinstance(expected, Mark) else described(expected),
+        repr(actual) if isinstance(actual, Mark) else _in_words(actual),
         _MASK if flips else _CONSTANT,
     )
 

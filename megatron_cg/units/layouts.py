@@ -31,9 +31,11 @@ from typing import Any, NoReturn
 from weakref import ReferenceType, ref
 
 import torch
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from megatron_cg.backends.driver import is_dense
 from megatron_cg.capture.observer import version_of
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.borders import (
@@ -313,11 +315,46 @@ def awaited(tensor: torch.Tensor, spec: Any = None) -> torch.Tensor:
     return made
 
 
-class Layout:
+def is_plain_tensor(value: Any) -> bool:
+    """Whether a tensor is its values in memory and no more: no subclass, no Python attributes."""
+    if type(value) is nn.Parameter:
+        return is_dense(value)
+    return type(value) is torch.Tensor and not vars(value) and is_dense(value)
+
+
+class Mark:
+    """Stands for a leaf of the arguments whose value the form of calls does not hold."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+class Input(Mark):
+    """A tensor that a graph gets or returns."""
+
+    def is_like(self, value: Any) -> bool:
+        """Whether the graph can take ``value`` there."""
+        return is_plain_tensor(value) or is_awaited(value)
+
+    def to_graph(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the graph gets of the caller's tensor."""
+        return awaited(tensor)
+
+    def from_graph(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the unit gets of the graph's tensor; the reverse of :meth:`to_graph`."""
+        return tensor
+
+
+class Layout(Input):
     """How a DTensor that a unit gets or returns is laid out; ``name`` is for messages."""
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self.spec, self._name = spec_of(tensor), name
+        placements, shape = self.spec.placements, tuple(self.spec.shape)
+        super().__init__(f"a DTensor of shape {shape} with placements {placements}")
         self._of_gradient = copy.copy(self.spec)
         whole = (Replicate() if isinstance(p, Partial) else p for p in self.spec.placements)
         self._of_gradient.placements = tuple(whole)
@@ -331,19 +368,15 @@ class Layout:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __repr__(self) -> str:
-        placements, shape = self.spec.placements, tuple(self.spec.shape)
-        return f"a DTensor of shape {shape} with placements {placements}"
-
     def is_like(self, value: Any) -> bool:
         return type(value) is DTensor and (value._spec is self.spec or value._spec == self.spec)
 
-    def to_local(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         made = awaited(tensor, self._of_gradient)
         self._last = ref(made), ref(tensor)
         return made
 
-    def from_local(self, tensor: torch.Tensor) -> torch.Tensor:
+    def from_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         """The DTensor of a local tensor; the same one, if it was just opened or made."""
         same = self._last[1]() if self._last and self._last[0]() is tensor else None
         if same is None:

@@ -58,7 +58,7 @@ class Results:
         """Set the attributes, and return what the pass returns, with these tensors."""
         tensors: dict[Any, Any] = {**arguments, **dict(enumerate(outputs))}
         for number, layout in self.layouts.items():
-            tensors[number] = layout.from_local(tensors[number])
+            tensors[number] = layout.from_graph(tensors[number])
         for (module, name), mark in self.attributes.items():
             made = tensors[mark.key]
             # A copy: the attribute, and what a loop collects from it, outlive the pass.
@@ -221,7 +221,7 @@ class ModuleUnit(Unit):
                 marks[id(leaf)], made = _Tensor(number), awaited(leaf)
                 if is_distributed:
                     layouts[number] = Layout(leaf, f"result {number}")
-                    made = layouts[number].to_local(leaf)
+                    made = layouts[number].to_graph(leaf)
                 tensors.append(self._gradients.result(number, made, seen))
             return marks[id(leaf)]
 
