@@ -280,14 +280,11 @@ def capture_modules(
 ) -> tuple[GraphedModule, ...]:
     """Warm callables up and record them; see :class:`megatron_cg.backends.base.Backend`.
 
-    An input may remain unused. ``backend`` is the name of the backend in messages.
-    ``make_recorder`` is called when everything is checked, before anything runs.
+    ``backend`` is the name of the backend in messages. ``make_recorder`` is called when everything
+    is checked, before anything runs.
 
-    Raises:
-        CaptureError: an option is unknown or asks for FP8, or an output or gradient is no dense
-            tensor.
-        HookError: a buffer needs a gradient.
-        HostSyncError: a callable reads a tensor on the host, and the recorder sees it.
+    Raises CaptureError, HookError if a buffer needs a gradient, and HostSyncError if a callable
+    reads a tensor on the host, and the recorder sees it.
     """
     _check(backend, request)
     run = _Capture(request)

@@ -108,11 +108,9 @@ class TransformerEngineBackend(Backend):
         return entries
 
     def without_updates(self) -> AbstractContextManager[None]:
-        """See :class:`megatron_cg.backends.base.Backend`.
+        """The backward pass of the first module under an autocast updates the scales of all.
 
-        The backward pass of the first module under an autocast reduces the amax of all modules over
-        all ranks and updates their scales (TE 2.20.2, ``reduce_and_update_fp8_tensors``). Graphs
-        also do this in Python (``graph.py``, ``Graphed.backward``).
+        Graphs also do this in Python (TE 2.20.2, ``graph.py``, ``Graphed.backward``).
         """
         nothing = staticmethod(lambda *_args, **_kwargs: None)
         update = "reduce_and_update_fp8_tensors"

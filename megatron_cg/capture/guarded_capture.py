@@ -104,9 +104,8 @@ def transaction(
 ) -> Iterator[tuple[tuple[UnitHooks, ...], ExitStack]]:
     """A context in which ``units`` can be captured.
 
-    Yields each unit's hooks for the backend, and the stack of lasting changes. The caller pushes
-    its own lasting changes on that stack. They are undone if the body raises; otherwise the caller
-    keeps them with ``pop_all``.
+    Yields each unit's hooks for the backend, and the stack of lasting changes, which are undone if
+    the body raises; otherwise the caller keeps them with ``pop_all``.
 
     Raises HookError or UnknownFsdpHookError before anything has been changed.
     """

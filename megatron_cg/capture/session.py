@@ -116,8 +116,8 @@ class Session:
     def capturing(self) -> Iterator[None]:
         """The transaction in which the caller captures the units and sets their graphs.
 
-        The body calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit. If it ends
-        normally, the units replay from then on. If it raises, all is restored, for another try.
+        The body calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit. If it raises,
+        all is restored, for another try.
 
         Raises PhaseError if there are graphs already, EarlierWorkError if the GPU was in an error
         state, and HookError if a hook cannot be carried over.
@@ -172,12 +172,10 @@ class Session:
             failed.pop_all()
 
     def capture(self, request: CaptureRequest) -> tuple[GuardedGraph, ...]:
-        """Capture the units by the backend, with FSDP's hooks outside of the graphs.
+        """Capture the units by the backend; returns a guarded graph for each.
 
-        The callables are the units' layers, in order. Returns a guarded graph for each unit.
-
-        Raises CaptureError, also if another rank cannot capture or would capture something else,
-        and OutOfStepError if this rank failed in a way that leaves the others waiting.
+        The callables are the units' layers, in order. Raises CaptureError, also if another rank
+        cannot capture the same, and OutOfStepError if this rank leaves others waiting.
         """
         self._require(Phase.CAPTURING)
         assert self._capture is not None

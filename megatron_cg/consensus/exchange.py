@@ -70,9 +70,8 @@ _NOT_THE_CALLER = (
 class _Whereabouts:
     """Where the ``ranks`` of a group wait; this process is one of them.
 
-    A rank writes where it is to the default group's store, but only if it waits for longer than
-    :data:`_SOON`, so most votes cost nothing. The process with the store may be stopped or gone, so
-    no access to it is waited for longer than :data:`_LONGEST` seconds.
+    A rank writes where it is to the default group's store if it waits for longer than
+    :data:`_SOON`. That may be gone, so no access takes longer than :data:`_LONGEST` seconds.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -182,14 +181,11 @@ class Agreement:
     ) -> Decision:
         """Vote and wait for all ranks.
 
-        ``kind`` is what the vote is about, ``serial`` a count of the caller, such as the training
-        step: ranks with different counts are at different votes. ``timeout`` replaces the own one.
-        ``name`` is that of the unit, for an error.
+        ``kind`` is what the vote is about, ``serial`` a count of the caller: ranks with different
+        counts are at different votes. ``name`` is that of the unit, for an error.
 
-        Raises:
-            AgreementError: a rank is gone, late or at another vote. No vote can follow, since
-                ranks are out of step.
-            PhaseError: a CUDA graph is being captured.
+        Raises AgreementError if a rank is gone, late or at another vote, after which no vote can
+        follow, and PhaseError while a CUDA graph is being captured.
         """
         words = f"the vote on {name_of(kind)} {serial}" + (f" ({name})" if name else "")
         rows = self._exchange(encode(kind, serial, vote), timeout or self._timeout, words)
@@ -267,10 +263,8 @@ class Agreement:
         """Report in the capture's next vote that it failed on this rank, so that all give up.
 
         Does nothing if all have given up already. ``ends`` says that this rank could not restore
-        what it had changed: then the run ends on all ranks.
-
-        Raises CaptureError if the others do not answer. They are inside collectives that this rank
-        will not join. If this rank went on, its collectives would pair with the wrong ones.
+        what it had changed: then the run ends on all ranks. Raises CaptureError if the others do
+        not answer: they are inside collectives that this rank will not join.
         """
         kind = self._next
         try:

@@ -274,11 +274,8 @@ def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], 
     """Disable prefetch if ``parameters`` cover only some of the units that share two buffers.
 
     Megatron-FSDP's hooks also gather the next unit, into the other buffer. If that unit is not
-    captured, no hook releases it at capture, and the unit after it finds no buffer. If all units
-    are captured, their hooks release them. Prefetch then stays on: in a capture before the first
-    step, each unit gets its permanent buffer.
-
-    ``parameters`` are the raw ones. Returns the undo.
+    captured, no hook releases it at capture, and the unit after it finds no buffer. ``parameters``
+    are the raw ones. Returns the undo.
     """
     pipeline = fsdp.all_gather_pipeline
     store = pipeline.buffer
@@ -297,9 +294,8 @@ def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], 
 def let_gradients_go(fsdp: Any) -> Callable[[], None]:
     """Let ``zero_grad`` free the gradient copies of each step, as in a run without graphs.
 
-    Do not use it if a CUDA graph reads the optimizer's gradients (a full-iteration graph, or a
-    graph of the optimizer): see Note [Gradients that outlive their step].
-    ``fsdp`` is the ``MegatronFSDP``; version 2 has no such copies. Returns the undo.
+    See Note [Gradients that outlive their step]. ``fsdp`` is the ``MegatronFSDP``; version 2 has no
+    such copies. Returns the undo.
     """
     if not hasattr(fsdp, "param_and_grad_buffer"):
         return lambda: None

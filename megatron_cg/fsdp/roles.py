@@ -214,11 +214,7 @@ class UnitHooks:
 def unit_hooks(unit: Unit) -> UnitHooks:
     """The current hooks of a unit and of the modules in it, sorted into TE's phases.
 
-    Changes nothing.
-
-    Raises:
-        UnknownFsdpHookError: a hook made by Megatron-FSDP is not known.
-        HookError: a user's hook would not run as intended.
+    Raises UnknownFsdpHookError, and HookError for a user's that would not run as intended.
     """
     phases: CaptureTimeHooks = {key: {} for key in CAPTURE_TIME_KEYS}
     before_replay: list[ManualHook] = []

@@ -157,10 +157,7 @@ def several(value: Any) -> tuple[Any, ...]:
 def backend_of(value: Backend | BackendName | None) -> Backend:
     """The backend by that name; Transformer Engine's if None.
 
-    Raises:
-        UpstreamChangedError: Transformer Engine is needed, and not there or without a symbol.
-        ExtensionMissingError: the extension of that name is needed, and not installed.
-        CaptureError: the native backend, and there is no GPU.
+    Raises UpstreamChangedError, ExtensionMissingError or CaptureError if it is not there.
     """
     if value in ("native", "tape"):
         return extensions.backend(value)

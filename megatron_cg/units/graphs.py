@@ -78,13 +78,10 @@ _SOME_RANKS = (
 class GraphedUnits:
     """Replay CUDA graphs of ``units`` of a model while it trains.
 
-    The model may be sharded by Megatron-FSDP's ``fully_shard_model``, by Megatron-FSDP v2
-    (``megatron_fsdp.experimental``), by torch's ``fully_shard`` (FSDP2), wrapped by
-    DistributedDataParallel, or neither.
-
-    This call captures nothing: steps inside :meth:`GraphedUnits.step` train eagerly for the first
-    ``warmup_steps`` steps. The units are then captured with the arguments of those calls, so no
-    sample inputs are needed. All ranks of ``group`` call this together::
+    The model may be sharded by Megatron-FSDP, its version 2 or FSDP2, wrapped by
+    DistributedDataParallel, or neither. Units are captured after ``warmup_steps`` steps inside
+    :meth:`GraphedUnits.step`, with the arguments of their calls. All ranks of ``group`` call this
+    together::
 
         with graph_units(model, ["layers.*"]) as graphs:
             for batch in batches:
@@ -123,8 +120,7 @@ class GraphedUnits:
         AgreementError: not all ranks of ``group`` make this call, or they differ in settings.
         HookError: the model is sharded in a way that is not known, or in more than one.
         ConfigurationError: with every reason why a unit cannot be captured.
-        UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.
-        CaptureError: the native backend, and there is no GPU.
+        UpstreamChangedError, CaptureError: the backend is not there.
     """
 
     @speaking(_VOICE)
@@ -276,8 +272,8 @@ class GraphedUnits:
         """What ``step`` returns, which runs all passes of a training step, inside :meth:`step`.
 
         In every ``verify_steps``-th step it runs once more, eagerly, from the state and gradients
-        of before (Megatron-FSDP: from cleared gradients), and the numbers of both are compared; see
-        ``--cg-verify-steps``. So it must not update weights or read its batch by itself::
+        of before (Megatron-FSDP: from cleared gradients), and the numbers of both are compared. So
+        it must not update weights or read its batch by itself::
 
             with graphs.step():
                 batch = next(batches)

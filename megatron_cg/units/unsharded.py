@@ -162,11 +162,7 @@ def _used_itself(label: str, _gradient: torch.Tensor) -> None:
 def find_sharding(model: nn.Module) -> Sharding:
     """The sharding of ``model``: of the model itself, or of a module in it.
 
-    Raises:
-        HookError: the model is sharded in more than one way, by torch's FSDP1, or by Megatron's
-            DistributedDataParallel.
-        ExtensionMissingError: ``fully_shard`` shards it, without the extension for that.
-        UpstreamChangedError: the sharding lacks a member that we rely on.
+    Raises HookError for one that is not known, or several; and as :func:`shardings_of`.
     """
     ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     shardings = [*shardings_of(model), *map(Unsharded, ddp)]

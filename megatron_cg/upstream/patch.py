@@ -142,10 +142,7 @@ def replace_function(owner: Any, name: str, function: Callable[..., Any]) -> Und
     """Replace the function or method ``name`` of ``owner`` with ``function``.
 
     It is called in the same way: bound, for a method of an object. The new value has it as
-    ``__wrapped__``.
-
-    Returns:
-        The undo; see Note [Only what is still ours].
+    ``__wrapped__``. Returns the undo; see Note [Only what is still ours].
     """
     over, pass_on = _passing(function, getattr(owner, name, None))
     if not isinstance(owner, type | ModuleType):

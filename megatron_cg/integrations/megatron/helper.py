@@ -171,10 +171,9 @@ class FsdpHelper:
     ) -> tuple[list[Any], list[Any]]:
         """Megatron's samples in the model's dtype, and packs; tables for layers with attention.
 
-        Megatron decides on the table once for the whole model. With ``--cg-layers`` it depends on
-        the layer, and TE requires at replay every keyword that it saw at capture. A replay copies
-        into samples, and Megatron's table may be the model's own, which it caches. One sample is
-        enough for all layers that get one table: a replay copies there what is there already.
+        Megatron decides on the table once for the whole model; with ``--cg-layers`` it depends on
+        the layer. A replay copies into samples, and Megatron's table may be the model's own. One
+        sample is enough for all layers that get one table.
         """
         sample_args, sample_kwargs = make(*args, **kwargs)
         tables: dict[int, Any] = {}
@@ -292,12 +291,8 @@ def _require_units(sharding: Any, layers: Sequence[Any]) -> None:
 def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str) -> None:
     """Raise for a model that cannot be graphed, with every reason, in the names of its configs.
 
-    ``model`` is megatron-core's ``FullyShardedDataParallel`` around one model, and ``backend`` the
-    name of the capture backend.
-
-    Raises:
-        ConfigurationError: a rule is broken.
-        HookError: there is no ``MegatronFSDP``, or the model's config does not ask for graphs.
+    ``model`` is megatron-core's ``FullyShardedDataParallel`` around one model. Raises
+    ConfigurationError for broken rules, and HookError if it is another model or wants no graphs.
     """
     sharding = of_megatron(model)
     if sharding is None:

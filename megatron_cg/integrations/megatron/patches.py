@@ -120,11 +120,10 @@ def enable(
 ) -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
-    Adds our argument group and its rules to Megatron's parser, and the rules to the validation of
-    Megatron-Bridge's configuration. Replaces Megatron's capture helper with ours (also in custom
-    training loops), and releases graphs before the process groups are destroyed. A run that does
-    not ask for graphs under Megatron-FSDP is not affected. Call it before the arguments are parsed,
-    the configuration is validated or a helper is created.
+    Adds our flags and rules to Megatron's parser, and the rules to the validation of
+    Megatron-Bridge's configuration, replaces methods of Megatron's capture helper, and releases
+    graphs before process groups. A run without graphs under Megatron-FSDP is not affected. Call it
+    before arguments are parsed, a configuration is validated or a helper is created.
 
     Each setting is as the flag of its name, ``verify_interval`` as ``--cg-verify-interval``, and
     ``fast_path=False`` as ``--cg-no-fsdp-fast-path``; ``backend`` may also be ``"tape"``, which
