@@ -245,6 +245,17 @@ PACKED_ATTENTION = (
     ),
 )
 """Of packed sequences with attention in graphs."""
+
+LARGEST_LOGITS = Rule(
+    "largest-attention-logits",
+    lambda c: c.run.captures("attn") and (c.run.qk_clip or c.run.log_max_attention_logit),
+    "{flag:--qk-clip} or {flag:--log-max-attention-logit} with captured attention",
+    "Python code of the attention hands the largest logits of a step over to the optimizer "
+    "and the log, and a replay does not run it: nothing would be clipped or logged",
+    "{drop:--qk-clip --log-max-attention-logit}, or {type:--cuda-graph-modules} with scopes "
+    "other than attn",
+)
+
 _OF_SCOPES = (
     Rule(
         "preprocess-shared-expert",
@@ -310,15 +321,7 @@ _OF_SCOPES = (
         "each round, which a capture does not allow",
         "{type:--moe-router-load-balancing-type aux_loss}, or {type:--cuda-graph-modules attn}",
     ),
-    Rule(
-        "largest-attention-logits",
-        lambda c: c.run.captures("attn") and (c.run.qk_clip or c.run.log_max_attention_logit),
-        "{flag:--qk-clip} or {flag:--log-max-attention-logit} with captured attention",
-        "Python code of the attention hands the largest logits of a step over to the optimizer "
-        "and the log, and a replay does not run it: nothing would be clipped or logged",
-        "{drop:--qk-clip --log-max-attention-logit}, or {type:--cuda-graph-modules} with scopes "
-        "other than attn",
-    ),
+    LARGEST_LOGITS,
     Rule(
         "packed-mamba",
         lambda c: (

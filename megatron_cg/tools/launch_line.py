@@ -46,8 +46,8 @@ _OTHERS = {
     "clients.md#torchtitan": r"torchtitan|run_train\.sh|--(job|training|parallelism)\.",
     "clients.md#megatron-bridge": r"megatron[-_./]bridge|run_recipe|run_script|setup_experiment|"
     r"--recipe\b|\s(model|ddp|dist|train)\.\w+=",
-    "clients.md#transformers": r"\b(transformers|trl|swift)\b|axolotl|llamafactory|run_[cm]lm|"
-    r"--model_name",
+    "clients.md#transformers": r"\b(transformers|trl|swift)\b|axolotl|llamafactory|--model_name|"
+    r"run_(clm|mlm|sft|dpo)",
     "graph_units.md#ten-lines": r"automodel|pretrain_(bert|t5|vlm|ict|retro|vision|mimo)|"
     r"/(bert|t5|retro|multimodal|mimo)/|(inference|generat\w*|server)\w*\.py",
 }
@@ -270,9 +270,9 @@ def gpus_of(line: LaunchLine, count: int | None = None) -> Gpus:
     elif (size := line.variables.get("WORLD_SIZE", "")).isdecimal():
         count = count or int(size)
     if not count:
-        raise LaunchLineError(
-            "the line does not say how many GPUs there are: give --gpus N, before the bare --"
-        )
+        hint = ", or the line as the shell expands it" if "$" in text else ""
+        text = "the line does not say how many GPUs there are: give --gpus N, before the bare --"
+        raise LaunchLineError(f"{text}{hint}")
     return Gpus(count, per_node or GPUS_PER_NODE)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from megatron_cg.arguments.layers import available_scopes
 from megatron_cg.arguments.megatron import scope_names
 from megatron_cg.arguments.rule import Configuration
-from megatron_cg.arguments.rules import PACKED_ATTENTION
+from megatron_cg.arguments.rules import LARGEST_LOGITS, PACKED_ATTENTION
+from megatron_cg.arguments.schema import RunArguments
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import Gpus, LaunchLine, gpus_of
 from megatron_cg.tools.plan.memory import Layer, Memory, layers_of, memory_of
@@ -213,11 +214,21 @@ def _asks_of_choice(settings: Settings, best: Tried) -> Iterator[str]:
             "Experts stay eager. Add --moe-token-dispatcher-type alltoall to capture whole MoE "
             "layers: with many small experts a step was 2 to 3 times as fast as with these graphs"
         )
+    if _MODULES in best.reasons and "attn" not in (best.line.values(_MODULES) or ()):
+        for item in _against_attention(settings.run):
+            text = f"Attention stays eager. {item.found}: {item.reason}"
+            yield f"{text}. Instead: {item.remedy.partition(', or ')[0]}"
     if _ROWS in best.reasons and best.line.has(_ROWS):
         yield (
             f"{_ROWS} makes it fit. Steps in which a rank gets more rows are repeated eagerly: "
             "most steps of a model whose router has not learned to balance"
         )
+
+
+def _against_attention(run: RunArguments) -> tuple[Violation, ...]:
+    """Broken rules of captured attention that a choice of scopes avoids."""
+    given = Configuration(run=replace(run, cuda_graph_modules=("attn",)))
+    return tuple(item for rule in (*PACKED_ATTENTION, LARGEST_LOGITS) for item in rule(given))
 
 
 def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[str, str]]:
@@ -242,7 +253,9 @@ def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[
     if not args.te_rng_tracker:
         yield "add --te-rng-tracker", "graphs turn it on; a run to compare with needs it too"
     masks = args.create_attention_mask_in_dataloader and not args.reset_attention_mask
-    if masks and not run.packs_sequences:
+    if args.sft and masks:
+        yield f"add {_MASK}", "--sft makes no masks: without this flag its data loader stops"
+    elif masks and not run.packs_sequences:
         yield f"add {_MASK}", "causal attention needs no mask, and each replay would copy one"
 
 
@@ -328,10 +341,7 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     here = frozenset().union(*available)
     every = tuple(scope for scope in _ORDER if scope in here)
     eager = {"mamba"} if run.packs_sequences else set()
-    with_attention = Configuration(run=replace(run, cuda_graph_modules=("attn",)))
-    unfit = any(rule.broken(with_attention) for rule in PACKED_ATTENTION)
-    eager |= {"attn"} if unfit else set()
-    eager |= {"attn"} if run.qk_clip or run.log_max_attention_logit else set()
+    eager |= {"attn"} if _against_attention(run) else set()
     base = tuple(scope for scope in every if scope not in eager)
     alone = (*base, "moe_router") if "moe" in here else base
     by_te = stated.get(_GEMM) == ("te",)

@@ -132,7 +132,8 @@ def require_model(line: LaunchLine) -> str:
         return f"{' '.join(variables)}: give the line as the shell expands it"
     if not line.has("--hidden-size"):
         text = "there is no --hidden-size: give a model's flags, also with --use-checkpoint-args,"
-        raise LaunchLineError(f"{text} or see docs/graph_units.md if the script is not Megatron's")
+        page = "clients.md#transformers" if "accelerate" in line.before else "graph_units.md"
+        raise LaunchLineError(f"{text} or see docs/{page} if the script is not Megatron's")
     return ""
 
 

@@ -38,6 +38,7 @@ MENDED = [
     ("--cuda-graph-impl local --use-megatron-fsdp", "--cuda-graph-impl transformer_engine", ""),
     ("--external-cuda-graph --cuda-graph-scope attn", "--cuda-graph-modules attn", "--external"),
     ("--my-flag 1", "--my-flag 1", ""),
+    ("--sft", "--no-create-attention-mask-in-dataloader", ""),  # its dataset asserts it
     ("--cuda-graph-modules [attn,mlp]", "--cuda-graph-modules attn mlp", "[attn"),
     ("--cuda-graph-scope=attn,", "--cuda-graph-modules attn", "scope"),
     ("--load $A --my-flag", '--load "$A"', "'$A"),
@@ -131,6 +132,30 @@ def test_what_the_user_may_have_chosen_is_asked_about_first(flags: str, plan: Pl
     assert found.accepted and dropped not in str(found.best.line)
     assert 0 < text.index("Do you want this?") < text.index(words) < text.index("Changes:")
     assert "Do you want this?" not in said(plan(str(found.best.line)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ("--sft --attention-dropout 0.1", "type --attention-dropout 0"),
+        ("--sft --no-rope-fusion", "drop --no-rope-fusion"),
+        ("--dataloader-inter-document-masking --context-parallel-size 2", "--context-parallel-s"),
+        ("--log-max-attention-logit", "drop --qk-clip --log-max-attention-logit"),
+    ],
+)
+def test_attention_that_stays_eager_is_said_with_its_reason(
+    flags: str, remedy: str, plan: Plan
+) -> None:
+    found = said(plan(preset("llama", flags)))
+    asked = found[found.index("Do you want this?") : found.index("Changes:")]
+    assert "Attention stays eager. " in asked and remedy in asked
+    assert "stays eager" not in said(
+        plan(
+            preset(
+                "llama", f"{flags} --cuda-graph-impl transformer_engine --cuda-graph-modules mlp"
+            )
+        )
+    )
 
 
 def test_experts_of_one_rank_are_warned_about(plan: Plan) -> None:

@@ -109,8 +109,9 @@ def test_the_launcher_says_how_many_gpus_there_are(launcher: str, count: int) ->
     if count:
         assert gpus_of(line).count == count
     else:
-        with pytest.raises(LaunchLineError, match="give --gpus N"):
+        with pytest.raises(LaunchLineError, match="give --gpus N") as error:
             gpus_of(line)
+        assert ("as the shell expands it" in str(error.value)) is ("$" in launcher)
 
 
 @pytest.mark.parametrize("line", ["", "llama", "--bf16", "torchrun -m mine --lr 1", "'no script'"])
@@ -125,6 +126,7 @@ def test_what_has_no_script_is_refused_with_what_to_give(line: str) -> None:
         ("torchrun -m torchtitan.train --module llama3 --config llama3_debugmodel", "torchtitan"),
         ("torchrun scripts/training/run_recipe.py --recipe llama32_1b", "megatron-bridge"),
         ("accelerate launch run_clm.py --model_name_or_path gpt2", "transformers"),
+        ("accelerate launch scripts/run_sft.py sft.yaml", "transformers"),
         ("python -m verl.trainer.main_ppo trainer.nnodes=1", "a-loop-on-megatron-core"),
         ("megatron sft --model Qwen/Qwen3-30B-A3B", "a-loop-on-megatron-core"),
         ("ray job submit -- python3 train.py --rollout-batch-size 8", "a-loop-on-megatron-core"),
