@@ -110,6 +110,13 @@ _OF_FSDP = (
         "{add:--fsdp-db-use-persist-buf-on-alloc-fail}",
     ),
     Rule(
+        "v2-persistent-fallback",
+        lambda c: c.run.fsdp_db_use_persist_buf_on_alloc_fail and _under_v2(c),
+        "{flag:--fsdp-db-use-persist-buf-on-alloc-fail} with {flag:--megatron-fsdp-version 2}",
+        "version 2 has no such buffers and refuses the flag, when the model is built already",
+        "{drop:--fsdp-db-use-persist-buf-on-alloc-fail --fsdp-double-buffer}",
+    ),
+    Rule(
         "v2-symmetric-memory",
         lambda c: c.run.nccl_ub and _under_v2(c),
         "{flag:--use-nccl-ub} with {flag:--megatron-fsdp-version 2}",

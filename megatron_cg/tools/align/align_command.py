@@ -92,7 +92,9 @@ def _on_tape(
         )
     model = CpuModelConfig(**preset.tape)
     scopes = model.graph_modules if args.scopes is None else args.scopes
-    lacking = ("mamba", "moe") + ("moe_router", "moe_preprocess") * (not model.experts)
+    lacking = (
+        ("mamba", "moe") if model.experts else ("mamba", "moe", "moe_router", "moe_preprocess")
+    )
     if missing := [scope for scope in scopes if scope in lacking]:
         raise MegatronCGError(
             f"on the CPU, {preset.name} has no {' and '.join(missing)} to capture: give other "

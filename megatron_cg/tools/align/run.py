@@ -188,9 +188,10 @@ def check_gpus(plan: Plan) -> None:
         raise MegatronCGError(f"--script {plan.script}: there is no such file.")
     gpus = gpu_count()
     if gpus < plan.nproc:
+        smaller = "a smaller --nproc, or " if gpus else ""
         raise MegatronCGError(
-            f"--nproc {plan.nproc} needs as many GPUs, and {gpus} can be seen: give a "
-            "smaller --nproc, or --backend tape to compare on the CPU."
+            f"--nproc {plan.nproc} needs as many GPUs, and {gpus} can be seen: give {smaller}"
+            "--backend tape to compare on the CPU."
         )
 
 

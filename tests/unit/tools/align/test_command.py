@@ -140,7 +140,7 @@ def test_the_runs_on_the_tape_differ_in_graphs_alone(asked: Answer, cli: Cli) ->
         (0, "--preset mixtral --scopes mamba moe", "has no mamba and moe to capture"),
         (4, "--script x.py", "x.py: there is no such file"),
         (1, "--nproc 2", "and 1 can be seen: give a smaller --nproc, or --backend tape"),
-        (0, "--nproc 2 --backend native", "and 0 can be seen: give a smaller"),
+        (0, "--nproc 2 --backend native", "and 0 can be seen: give --backend tape"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_code_2(
