@@ -128,16 +128,17 @@ def graphs_deleted(counters: Counters, total: Counters) -> None:
     _print(f"graphs of rank 0: {counts_text(counters.as_dict())}.")
 
 
-def step_repeated(step: int | None, rows: int, bound: int, flag: str) -> None:
-    """Report a step in which a rank had ``rows``, and graphs room for ``bound`` by ``flag``.
+def step_repeated(step: int | None, rows: int, bound: int, enough: float, flag: str) -> None:
+    """Report a step in which a rank had ``rows``, and graphs room for ``bound``.
 
-    ``step`` is as in the log; None if unknown.
+    With ``enough`` as ``flag`` they fit. ``step`` is as in the log; None if unknown.
     """
     if is_first_rank():
+        setting = say("{flag:{name} {enough:g}}", name=flag, enough=enough)
         where = "for another in a MoE layer" if flag == "--cg-moe-rows" else "of all MoE layers"
         logger.warning(
-            f"megatron_cg: {_named(step)} repeated: a rank had {rows:,} rows {where}, and "
-            f"{say('{flag:{name}}', name=flag)} gives room for {bound:,}."
+            f"megatron_cg: {_named(step)} repeated: a rank had {rows:,} rows {where}, bound "
+            f"{bound:,}. With {setting} or more it would have fitted."
         )
 
 

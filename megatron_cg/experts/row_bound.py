@@ -34,8 +34,9 @@ class Excess(NamedTuple):
     """The most that a rank had for another, or that its layers had to keep."""
     bound: int
     """What graphs have room for."""
+    enough: float
+    """The factor of ``flag`` with which they fit."""
     flag: str
-    """What is to be raised, by the ratio of both."""
 
 
 def clipped(counts: torch.Tensor, slot: int) -> torch.Tensor:
@@ -59,6 +60,7 @@ class RowBound:
         """The flag that it was made for."""
         self.bound = 0
         """Rows of a slot, in the last exchange that was captured."""
+        self._average = 0.0
         self._most = torch.empty(0, device="cpu")
         self._host = torch.empty(0, device="cpu")
         self._shared: torch.cuda.Event | None = None
@@ -74,7 +76,8 @@ class RowBound:
 
     def slot(self, sent: int, ranks: int, worst: int) -> int:
         """Rows of a slot if a rank sends ``sent`` to ``ranks``; ``worst`` at most."""
-        multiples = math.ceil(min((self.factor or math.inf) * (sent / ranks), worst) / MULTIPLE)
+        self._average = sent / ranks
+        multiples = math.ceil(min((self.factor or math.inf) * self._average, worst) / MULTIPLE)
         self.bound = min(multiples * MULTIPLE, worst)
         return self.bound
 
@@ -83,6 +86,10 @@ class RowBound:
         most, before = counts.amax(), self._most[0]
         exceeded = torch.where(most > self.bound, most, 0).to(before.dtype)
         before.copy_(torch.maximum(before, exceeded))
+
+    def enough(self, rows: int) -> float:
+        """The factor with which ``rows`` would have fitted, rounded up to hundredths."""
+        return math.ceil(100 * rows / self._average) / 100
 
     def begin_step(self) -> None:
         """Forget what earlier passes exceeded, such as those of a capture."""
@@ -109,9 +116,10 @@ class RowBound:
         self._shared.synchronize()
         rows, kept = self._host.tolist()
         if rows:
-            return Excess(rows, self.bound, "--cg-moe-rows")
+            return Excess(rows, self.bound, self.enough(rows), "--cg-moe-rows")
         if kept and self.stash is not None:
-            return Excess(kept, self.stash.rows, "--cg-moe-stash")
+            stash = self.stash
+            return Excess(kept, stash.rows, stash.enough(kept), "--cg-moe-stash")
         return None
 
     def holds(self) -> bool:

@@ -126,3 +126,8 @@ def test_what_was_shared_is_what_is_read() -> None:
         (made_on_meta := placed()).watch(MANY)
         bound.watch(MANY)
         assert most_of(bound) == most_of(made_on_meta) == 2000
+
+
+def test_enough_is_a_factor_that_has_room() -> None:
+    bound = placed()
+    assert [bound.enough(rows) for rows in (1000, 1001, 1250, 1999)] == [1.0, 1.01, 1.25, 2.0]

@@ -26,7 +26,7 @@ def bound_of(events: list[Any]) -> Any:
     bound = SimpleNamespace(rows=0, flag="--cg-moe-rows")
     bound.begin_step, bound.share = partial(events.append, "begin"), partial(events.append, "share")
     bound.holds = lambda: not bound.rows
-    bound.exceeded = lambda: Excess(bound.rows, 128, bound.flag) if bound.rows else None
+    bound.exceeded = lambda: Excess(bound.rows, 128, 2.0, bound.flag) if bound.rows else None
     return bound
 
 
