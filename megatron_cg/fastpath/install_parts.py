@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.fastpath import bucketing, gather, optimizer_step, under_v2
+from megatron_cg.fastpath import bucketing, gather, optimizer_step, under_fsdp2, under_v2
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.gather import DeferredPrefetch
@@ -122,10 +122,14 @@ def install_for(
     graphed: Collection[nn.Module],
     graphs: Iterable[Any],
 ) -> FastPath | None:
-    """Install what is applicable to a sharding by Megatron-FSDP; None for any other."""
+    """Install what is applicable to a sharding by Megatron-FSDP or FSDP2; None for any other."""
     if sharding.groups:
         replays = [backend.replay_function(graph) for graph in graphs]
         return install_under_v2(sharding.groups, optimizers, replays)
+    if sharding.opens_spans:
+        with _installing(sharding.wrapped) as path:
+            path.add("spans", under_fsdp2.skip_spans)
+        return path
     if sharding.megatron_fsdp is None:
         return None
     replays = [backend.replay_function(graph) for graph in graphs]

@@ -61,64 +61,37 @@ from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, wrap_method
 from megatron_cg.upstream.symbols import Symbol, installed_version
 
-_LAYOUT, _BUFFER, _GROUP = (
-    "layout:GlobalLayout",
-    "dbuffer:DBuffer",
-    "parameter_group:FsdpParameterGroup",
-)
-REPLACES_LAYOUTS = (
-    *fsdp_v2(f"{_LAYOUT}.build", "lays out a buffer", fingerprints=("65d667e7adb9f2ac",)),
-    *fsdp_v2(f"{_LAYOUT}.__post_init__", "checks it", fingerprints=("dcfbd2dbdc608cbe",)),
-)
-REPLACES_VIEWS = (
-    *fsdp_v2(f"{_BUFFER}.get_local_tensor", "a view", fingerprints=("15cd9ae6b2603518",)),
-    *fsdp_v2(
-        f"{_BUFFER}.get_dtensor",
-        "a view as a DTensor",
-        fingerprints=("64b72abcf05a58be", "f26bcecbad026ce9"),
-    ),
-)
+_LAYOUT, _BUFFER = "layout:GlobalLayout", "dbuffer:DBuffer"
+_GROUP, _MODULE = "parameter_group:FsdpParameterGroup", "module:FsdpModule"
 _TO_SHARDED, _TO_UNSHARDED = "_switch_to_sharded_parameters", "_switch_to_unsharded_parameters"
-REPLACES_SWITCHES = (
-    *fsdp_v2(
-        f"{_GROUP}.{_TO_SHARDED}",
-        "sets sharded parameters",
-        fingerprints=("288eb9e359975215", "9ff84b85f9327916"),
-    ),
-    *fsdp_v2(
-        f"{_GROUP}.{_TO_UNSHARDED}",
-        "sets unsharded ones",
-        fingerprints=("47f484df95853b67", "aaad70011875a174"),
-    ),
-)
 _ALLOCATE, _COPY = "allocate_partial_grad_buffer", "copy_gradients_to_partial_buffer"
 _REDUCE = "reduce_partial_gradients"
-REPLACES_PACKING = (
-    *fsdp_v2(
-        f"{_GROUP}.{_ALLOCATE}",
-        "allocates a buffer for gradients",
-        fingerprints=("07bca1c25b151b7f", "1130e7458da32260"),
-    ),
-    *fsdp_v2(
-        f"{_GROUP}.{_COPY}",
-        "copies them there",
-        fingerprints=("c3dd03a9739fb3aa", "34054b43f1f9ab8e"),
-    ),
-    *fsdp_v2(
-        f"{_GROUP}.{_REDUCE}",
-        "reduces them",
-        fingerprints=("0933f63f3a9d06ef", "19f0a26ca375d113"),
-    ),
-    *fsdp_v2(
-        "module:FsdpModule._reduce_gradient_groups",
-        "calls these in turn",
-        fingerprints=("fc3229fd7ba0e3fd",),
-    ),
+
+
+def _known(path: str, expected: str, *fingerprints: str) -> tuple[Symbol, ...]:
+    return fsdp_v2(path, expected, fingerprints=fingerprints)
+
+
+REPLACES_LAYOUTS = (
+    *_known(f"{_LAYOUT}.build", "lays out a buffer", "65d667e7adb9f2ac"),
+    *_known(f"{_LAYOUT}.__post_init__", "checks it", "dcfbd2dbdc608cbe"),
 )
-REPLACES_HOOKS = fsdp_v2(
-    "module:FsdpModule._register_hooks",
-    "counts gradients",
-    fingerprints=("395a512527abdb36", "5434a71c351faf49"),
+REPLACES_VIEWS = (
+    *_known(f"{_BUFFER}.get_local_tensor", "a view", "15cd9ae6b2603518"),
+    *_known(f"{_BUFFER}.get_dtensor", "as a DTensor", "64b72abcf05a58be", "f26bcecbad026ce9"),
+)
+REPLACES_SWITCHES = (
+    *_known(f"{_GROUP}.{_TO_SHARDED}", "sets shards", "288eb9e359975215", "9ff84b85f9327916"),
+    *_known(f"{_GROUP}.{_TO_UNSHARDED}", "sets weights", "47f484df95853b67", "aaad70011875a174"),
+)
+REPLACES_PACKING = (
+    *_known(f"{_GROUP}.{_ALLOCATE}", "for gradients", "07bca1c25b151b7f", "1130e7458da32260"),
+    *_known(f"{_GROUP}.{_COPY}", "copies them there", "c3dd03a9739fb3aa", "34054b43f1f9ab8e"),
+    *_known(f"{_GROUP}.{_REDUCE}", "reduces them", "0933f63f3a9d06ef", "19f0a26ca375d113"),
+    *_known(f"{_MODULE}._reduce_gradient_groups", "calls these", "fc3229fd7ba0e3fd"),
+)
+REPLACES_HOOKS = _known(
+    f"{_MODULE}._register_hooks", "counts gradients", "395a512527abdb36", "5434a71c351faf49"
 )
 _FILLS: Any = torch.utils.deterministic
 _OPTIMIZER = "megatron.core.optimizer.fully_sharded_optimizer"
@@ -143,7 +116,7 @@ RELIES_ON = (
         *("_owning_module|owning_module", "parameter_names|fsdp_parameters", "_symm_mem_pool"),
     ),
     *fsdp_v2(
-        "module:FsdpModule",
+        _MODULE,
         "a sharded module",
         *("_num_ready_grad_parameters|_ready_grad_parameters", "_num_trainable_parameters"),
         "_parameter_groups",

@@ -402,10 +402,10 @@ def test_a_verified_replay_compares_gradients_too(report: dict[str, Any], way: s
     assert counters["steps_verified"] > counters["steps_differed"] == 0
 
 
-def test_every_part_of_the_fast_path_is_on_under_v2(report: dict[str, Any]) -> None:
-    for name in CASES:
-        if name.startswith("v2"):
-            assert report[name]["parts"] == PARTS_OF_V2
+def test_every_part_of_the_fast_path_is_on(report: dict[str, Any]) -> None:
+    for way, parts in {"v2": PARTS_OF_V2, "FSDP2": ["spans"], "DDP": []}.items():
+        for name in CASES:
+            assert not name.startswith(way) or report[name]["parts"] == parts
 
 
 def test_units_of_one_shape_share_their_unsharded_memory(report: dict[str, Any]) -> None:
