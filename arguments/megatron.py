@@ -92,7 +92,7 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
 
     Raises UpstreamChangedError when a required attribute of Megatron is missing.
     """
-    recipe = _get(namespace, "fp8_recipe")
+    recipe, kernels = _get(namespace, "fp8_recipe"), _get(namespace, "attention_backend")
     derived = {
         **_graph_settings(namespace),
         **_layer_settings(namespace),
@@ -111,6 +111,7 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         ),
         "moe_use_grouped_tensor": bool(_optional(namespace, "moe_use_grouped_tensor")),
         "fp8_recipe": str(getattr(recipe, "value", recipe)),
+        "attention_backend": str(getattr(kernels, "name", kernels or "auto")),
         "packs_sequences": _any(namespace, *PACKING),
         "rotates_positions": _optional(namespace, "position_embedding_type")
         not in (None, "learned_absolute", "relative", "none"),

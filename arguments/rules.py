@@ -233,6 +233,15 @@ PACKED_ATTENTION = (
         f"leave that out ({{type:--attention-dropout 0}} for Megatron's 0.1), or {_BEHIND}",
     ),
     Rule(
+        "packed-attention-backend",
+        lambda c: _captures_packs(c) and c.run.attention_backend not in ("auto", "fused"),
+        f"{_PACKS} with {{flag:--attention-backend {{run.attention_backend}}}} and captured "
+        "attention",
+        "a graph takes the longest sample to be as long as the pack; cuDNN gives the same bits for "
+        "both, Transformer Engine's unfused attention does not, and flash-attn was not tried",
+        f"{{type:--attention-backend fused}}, or {_BEHIND}",
+    ),
+    Rule(
         "packed-context-parallel",
         lambda c: _captures_packs(c) and c.run.context_parallel_size > 1,
         f"{_PACKS} with {{flag:--context-parallel-size {{run.context_parallel_size}}}} and "

@@ -298,6 +298,7 @@ class RunArguments:
     micro_batch_size: int = 1  # sequences of a pass
     window_size: Any = None  # sliding-window attention
     softmax_type: str = "vanilla"  # other ones have attention sinks
+    attention_backend: str = "auto"  # which of TE's kernels compute attention
     multi_latent_attention: bool = False  # MLA
     te_rng_tracker: bool = False  # the flag as given; Megatron sets it with graphs
 

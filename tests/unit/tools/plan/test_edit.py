@@ -139,6 +139,7 @@ def test_what_the_user_may_have_chosen_is_asked_about_first(flags: str, plan: Pl
     [
         ("--sft --attention-dropout 0.1", "type --attention-dropout 0"),
         ("--sft --no-rope-fusion", "drop --no-rope-fusion"),
+        ("--sft --attention-backend flash", "type --attention-backend fused"),
         ("--dataloader-inter-document-masking --context-parallel-size 2", "--context-parallel-s"),
         ("--log-max-attention-logit", "drop --qk-clip --log-max-attention-logit"),
     ],
