@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-Memory = dict[str, int]
-
-
 _sinks: list[Recorder] = []
 
 
@@ -64,7 +61,7 @@ def recording(sink: Recorder) -> Iterator[None]:
         package.removeHandler(sink)
 
 
-def memory() -> Memory | None:
+def memory() -> dict[str, int] | None:
     """Bytes of this process on the current GPU, or None if it uses none.
 
     Tensors and graphs hold ``allocated_bytes``; ``reserved_bytes`` also includes the allocator's

@@ -257,8 +257,7 @@ def print_report(system: System, findings: Sequence[Finding]) -> None:
     """What is wrong and what to type, then the facts, a line for each check."""
     what = "the comparison on the CPU tape" if system.backend == schema.TAPE else "CUDA graphs"
     errors = sum(finding.level is ERROR for finding in findings)
-    things = "thing prevents" if errors == 1 else "things prevent"
-    print(f"{errors} {things} {what} here" if errors else f"{what} can run here")
+    print(f"{what} cannot run here, errors: {errors}" if errors else f"{what} can run here")
     facts: dict[str, list[str]] = {}
     for finding in findings:
         if finding.level is OK:

@@ -58,8 +58,6 @@ def captured_after(record: Mapping[str, Any]) -> int | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():  # To open a pipe would wait for its writer.
-        raise RecordError(f"{path} is not a record of this package: it is not a regular file.")
     data: dict[str, Any] = {name: [] for name in _GROWING}
     data |= {"parameters": {}, "graphs": None, "finished": False, "error": None}
     *lines, last = path.read_bytes().split(b"\n")

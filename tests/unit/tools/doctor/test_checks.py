@@ -279,7 +279,7 @@ def test_what_prevents_graphs_here_is_found_and_is_the_exit_code(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     code, text, _ = cli("doctor")
     errors = [line.split("  ", 1)[1] for line in text.splitlines() if line.startswith("error")]
-    assert code == 1 and "prevent CUDA graphs here" in text.replace("prevents", "prevent")
+    assert code == 1 and f"CUDA graphs cannot run here, errors: {len(errors)}" in text
     assert "variables: CUDA_DEVICE_MAX_CONNECTIONS=1" in errors
     missing = installed_version("transformer-engine") is None
     assert ("versions: transformer-engine is not installed" in errors) is missing
