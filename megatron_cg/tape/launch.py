@@ -92,21 +92,16 @@ def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
 
     def init(group: Any, store: Any, rank: int, size: int, given: Any = None, **named: Any) -> None:
         given = named.get("options", named.get("timeout", given))
-        is_time = given is None or isinstance(given, timedelta)
-        options = _default_options(given) if is_time else given
-        options._threads = 1
-        original(group, store, rank, size, options)
+        if given is None or isinstance(given, timedelta):
+            # What torch itself uses for a group without options (torch 2.11, init.cpp).
+            options = _OPTIONS.find()()
+            options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
+            options._timeout = given or options._timeout
+            given = options
+        given._threads = 1
+        original(group, store, rank, size, given)
 
     return init
-
-
-def _default_options(timeout: timedelta | None) -> Any:
-    """The options that torch itself uses for a group without options (torch 2.11, init.cpp)."""
-    options = _OPTIONS.find()()
-    options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
-    if timeout is not None:
-        options._timeout = timeout
-    return options
 
 
 @cache

@@ -114,17 +114,14 @@ class Trainer:
             last = microbatch == self.plan.microbatches - 1
             with nullcontext() if last else self._fsdp.no_sync():
                 losses = self._forward()
-                self._scaled(losses).backward()
+                # Version 2 averages gradients over ranks and does not scale them afterwards.
+                scale = losses.numel() * self.plan.microbatches if self.plan.model.under_v2 else 1
+                (losses.sum() / scale).backward()
             total += torch.tensor([losses.detach().double().sum(), losses.numel()])
         dist.all_reduce(total)
         self._fsdp.finish_grad_sync()
         self._fsdp.scale_gradients(1.0 / float(total[1]))
         return float(total[0] / total[1])
-
-    def _scaled(self, losses: torch.Tensor) -> torch.Tensor:
-        """Version 2 averages gradients over ranks and does not scale them afterwards."""
-        count = losses.numel() * self.plan.microbatches if self.plan.model.under_v2 else 1
-        return losses.sum() / count
 
     def _forward(self) -> torch.Tensor:
         tokens, labels = next(self._batches)
