@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_cg.tools.record.read_record import captured_after
-
 EXIT_CODES = {"identical": 0, "different": 1, "not comparable": 2, "failed": 3}
 """Of ``megatron-cg align``, by the status of a comparison."""
 IDENTICAL, DIFFERENT, NOT_COMPARABLE, FAILED = EXIT_CODES
@@ -196,7 +194,8 @@ def _describe(first: Value, different: tuple[str, ...]) -> str:
 
 def _before_capture(first: Value, eager: Run, graphed: Run) -> str:
     """Explains a difference in a step that was eager in both runs."""
-    captured = captured_after(graphed[first.rank])
+    made = (capture for capture in graphed[first.rank]["captures"] if not capture["error"])
+    captured = next((int(capture["after_step"]) for capture in made), None)
     if captured is None or first.step > captured or eager[first.rank]["captures"]:
         return ""
     return (

@@ -8,7 +8,6 @@ part of a last line, which is ignored.
 
 import json
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,12 +48,6 @@ def read_run(directory: Path) -> dict[int, dict[str, Any]]:
 def record_files(directory: Path) -> list[Path]:
     """The files in ``directory`` with the name of a record, sorted by name."""
     return sorted(path for path in directory.iterdir() if FILE.fullmatch(path.name))
-
-
-def captured_after(record: Mapping[str, Any]) -> int | None:
-    """The number of steps before the first capture that made graphs; None if there is none."""
-    made = (int(capture["after_step"]) for capture in record["captures"] if not capture["error"])
-    return next(made, None)
 
 
 def _read(path: Path) -> dict[str, Any]:
