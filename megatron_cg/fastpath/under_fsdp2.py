@@ -11,6 +11,8 @@ Note [Spans that nobody records]
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.upstream.patch import Undo, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
@@ -22,8 +24,14 @@ RELIES_ON = (_SPAN, _PROFILES)
 
 
 def skip_spans() -> Undo:
-    """See Note [Spans that nobody records]; returns the undo."""
-    opened, profiles = _SPAN.find(), _PROFILES.find()
+    """See Note [Spans that nobody records]; returns the undo.
+
+    Raises NotApplicableError if FSDP2 opens none, or opens them elsewhere.
+    """
+    try:
+        opened, profiles = _SPAN.find(), _PROFILES.find()
+    except UpstreamChangedError as why:
+        raise NotApplicableError(str(why)) from why
     nothing = nullcontext()
 
     def span(name: str) -> AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ import pytest
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fastpath.under_fsdp2 import skip_spans
 
 module: Any = _fsdp_param_group
@@ -28,3 +29,10 @@ def test_spans_are_opened_while_a_profiler_runs(monkeypatch: pytest.MonkeyPatch)
     undo()
     with module.record_function("after"):
         assert module.record_function is span and opened[-1] == "after"
+
+
+def test_without_spans_the_part_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(module, "record_function")
+    with pytest.raises(NotApplicableError, match="record_function"):
+        skip_spans()
+    assert not hasattr(module, "record_function")
