@@ -171,11 +171,8 @@ def _kept(buffer: Any, method: str) -> Undo:
     return replace_function(buffer, method, of_index)
 
 
-def _owner(group: Any) -> nn.Module:
-    found: nn.Module = (
-        group._owning_module() if hasattr(group, "_owning_module") else group.owning_module
-    )
-    return found
+def _owner(group: Any) -> Any:
+    return group._owning_module() if hasattr(group, "_owning_module") else group.owning_module
 
 
 def _named(group: Any) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
@@ -228,7 +225,7 @@ class _Places:
         for fqn in self._names:
             module, (*path, name) = _owner(self._group), fqn.split(".")
             for depth, child in enumerate(path):
-                own: dict[str, Any] = module._modules
+                own = module._modules
                 if own.get(child) is None:
                     return False
                 way.setdefault(".".join(path[: depth + 1]), (own, child, own[child]))
@@ -257,8 +254,8 @@ class _Packing:
         """The shapes of gradients, and the dtype and device of the first."""
 
     def installed(self) -> Iterator[Undo]:
-        for name in ("allocate", "copy", "reduce"):
-            yield replace_function(self._group, _NAMES[name], getattr(self, name))
+        functions: Any = {_ALLOCATE: self.allocate, _COPY: self.copy, _REDUCE: self.reduce}
+        yield from (replace_function(self._group, *pair) for pair in functions.items())
         yield self._drop
 
     def _drop(self) -> None:
@@ -294,9 +291,6 @@ class _Packing:
         self._originals[2](partial_grad, is_last_microbatch)
         if partial_grad is self._buffer:
             partial_grad.release_storage()
-
-
-_NAMES = {"allocate": _ALLOCATE, "copy": _COPY, "reduce": _REDUCE}
 
 
 def detach_weights(groups: Sequence[Any], replays: Sequence[ReplayFunction]) -> Undo:
@@ -438,7 +432,3 @@ class _Casts:
             and here.mesh is there.mesh
             and here.shape == there.shape
         )
-
-
-def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(like, dtype=dtype)
