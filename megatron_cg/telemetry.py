@@ -157,14 +157,10 @@ def _named(step: int | None) -> str:
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """The counts, by the names of :class:`Counters`, as one line of text."""
-    passes = ("captured", "replayed", "eager", "mismatched", "verified")
-    text = ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)
-    text = f"{text} with gradients, {counts.get('outputs_only', 0)} in outputs only"
-    if unstable := counts.get("gradients_unstable"):
-        text += f" ({unstable} unstable results left out)"
-    steps = counts.get("steps_verified")
-    return f"{text}, {steps} steps verified" if steps else text
+    """The counts, by the names of :class:`Counters`; of those behind the first four, not zero."""
+    shown = {name: counts.get(name, 0) for name in _SHOWN}
+    named = {name: count for name, count in shown.items() if count or name in _SHOWN[:4]}
+    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in named.items())
 
 
 _TRAINING = "megatron.training.training"

@@ -1,7 +1,6 @@
 """``megatron-cg report``: what a run recorded, and whether another run has the same bits."""
 
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,6 @@ from typing import Any
 from megatron_cg.tools.align import compare as align
 from megatron_cg.tools.align.run import EAGER, GRAPHS
 from megatron_cg.tools.record import read_record
-
-_WORK = (
-    "On all ranks {captured:,} graphs were captured. Of their passes {replayed:,} were replays, "
-    "{eager:,} eager instead, {mismatched:,} not allowed by a guard, {verified:,} verified with "
-    "gradients, {outputs_only:,} in outputs only."
-)
 
 
 def invoke(args: Namespace, _extra: object) -> int:
@@ -52,9 +45,8 @@ def lines(run: align.Run, reference: align.Run | None = None) -> Iterator[str]:
         yield from ("", "Mismatches and faults:", *found)
     if peak := max(int(record.get("peak_allocated_bytes", 0)) for record in run.values()):
         yield f"Highest allocated, of the rank that had most: {peak / 2**20:.0f} MiB."
-    total = Counter(align.graph_counts(run))
-    if total["captured"]:
-        yield _WORK.format_map(total)
+    counts = (f"{n:,} {name.replace('_', ' ')}" for name, n in align.graph_counts(run).items() if n)
+    yield f"Graphs, all ranks: {', '.join(counts) or 'none'}."
 
 
 def outcome(run: align.Run) -> str:

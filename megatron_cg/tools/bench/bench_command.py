@@ -124,9 +124,6 @@ def chosen(only: str | None, line: LaunchLine) -> list[str]:
             raise MegatronCGError(f"--only {name}: there are {', '.join(CONFIGURATIONS)}.")
         if name == _SAME_GEMM and not line.has("--num-experts"):
             raise MegatronCGError(f"--only {name}: the model has no --num-experts. Leave it out.")
-        if name == _SAME_GEMM and _is_quantized(line) and not line.has(_GEMM):
-            text = "torch's GEMM is for BF16"
-            raise MegatronCGError(f"--only {name}: {text}. Say {_GEMM}, or leave it out.")
     return list(dict.fromkeys(names))
 
 

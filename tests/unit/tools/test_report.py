@@ -82,6 +82,6 @@ def test_what_a_record_holds_is_printed(made_up: Path, cli: Cli) -> None:
     assert (code, said) == (0, "")
     for part in (
         *("2 ranks on a made-up GPU", "DIFFERENT: first", "- ranks 0, 1: after step"),
-        *("of the rank that had most: 26900", "2 not allowed by a guard"),
+        *("of the rank that had most: 26900", "2 mismatched"),
     ):
         assert part in text, part
