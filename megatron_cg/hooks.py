@@ -1,9 +1,8 @@
 """Hooks of modules and parameters: read, removed for a capture, and restored exactly.
 
-Hooks are read from torch's own registries, in their order. They are never read from
-the bookkeeping of the library that installed them: ``MegatronFSDP.forward_pre_hooks`` is keyed by
-class name, so layers overwrite each other there. The registries are private attributes that
-``torch.nn.Module.__init__`` creates; torch 2.11, ``torch/nn/modules/module.py``.
+Hooks are read from torch's own registries, in their order: ``MegatronFSDP.forward_pre_hooks`` is
+keyed by class name, so layers overwrite each other there. The registries are private attributes
+that ``torch.nn.Module.__init__`` creates; torch 2.11, ``torch/nn/modules/module.py``.
 
 Note [Registries are emptied, never replaced]
     A ``RemovableHandle`` holds a weak reference to the dict that contains its hook (torch 2.11,

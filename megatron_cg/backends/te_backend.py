@@ -3,10 +3,9 @@
 Note [The function that replays]
     In TE's ``graph.py`` the function that is returned for each sample calls ``graphed``. That
     applies the class ``Graphed`` to three arguments of its own, ``len_user_args`` arguments of the
-    caller, and the weights. ``Graphed.backward`` returns copies of the gradients that
-    ``returned_param_grad_clone_slots`` names, and the other gradients in the graph's memory. It
-    copies incoming gradients into ``static_grad_outputs``. All these names are closure variables,
-    and each sample has its own.
+    caller, and the weights. ``Graphed.backward`` copies incoming gradients into
+    ``static_grad_outputs``, and returns copies of the gradients that
+    ``returned_param_grad_clone_slots`` names. All these are closure variables of each sample.
 """
 
 import gc

@@ -15,10 +15,9 @@ Note [What a step changes before its optimizer does]
     before. Nothing is listed by name:
 
     - buffers and attributes of the model's modules, of their classes and of objects that they have:
-      counts of tokens, biases of experts, the largest attention logits, scales of FP8
+      counts of tokens, biases of experts, scales of FP8
     - data in the namespaces of megatron-core and in its classes, and what its objects there hold:
-      MoE metrics, sums of losses for the log, scales of losses, ``RerunStateMachine``'s counts, the
-      tracker of random states
+      MoE metrics, sums and scales of losses, counts, the tracker of random states
     - random states: Python's, NumPy's, torch's on the host and on the device, and generators found
 
     Gradients and the sharding's own state are not among it. A tensor is restored in place, since

@@ -16,11 +16,10 @@ Note [A backward pass in the forward pass]
 
 Note [Results that differ by themselves]
     Without deterministic algorithms some kernels add in a different order each time (the backward
-    pass of attention, scattered tokens). So if a replay differs, a second eager pass finds what has
-    the same bits both times, and the rest is not compared. Rounding to bfloat16 hides most of these
-    differences: one byte of 16 million differed in one pass of sixteen (Qwen3-MoE shape, H200). So
-    a difference counts only if it is there in each of :data:`ROUNDS` replays, and in none of as
-    many eager passes. Ranks whose passes hold collectives go on, and decide, together.
+    pass of attention, scattered tokens). Rounding to bfloat16 hides most of that: one byte of 16
+    million differed in one pass of sixteen (Qwen3-MoE shape, H200). So a difference counts only if
+    it is there in each of :data:`ROUNDS` replays, and in none of as many eager passes. Ranks whose
+    passes hold collectives go on, and decide, together.
 
 Note [Two sums]
     A digest has two sums of a tensor's bit pattern in integers of 64 bits, which wrap: plain, and

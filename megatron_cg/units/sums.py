@@ -20,10 +20,9 @@ the tensors whose gradients are asked for.
 Note [Results that are views]
     Who writes into a view changes the history of what it is a view of: gradients come to that
     tensor, by the node of the write, and to the view no more. A replay gives a tensor that is no
-    view, so they come to the view's node in the graph. Both are the same if that tensor has no
-    other use, and if the view is all of it or it is contiguous, as a gradient of zeros is made.
-    A view of an argument or of another result shares memory with it, and no result of a replay
-    does. So who writes into any of them is told, in the steps before capture and later.
+    view. Both are the same if that tensor has no other use, and if the view is all of it or it is
+    contiguous, as a gradient of zeros is made. A view of an argument or of another result shares
+    memory with it, and no result of a replay does. So who writes into any of them is told.
 
 Note [Separate inputs]
     With ``separate_inputs=True`` each call takes its arguments through views, eager passes too. A

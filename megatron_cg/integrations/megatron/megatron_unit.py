@@ -13,29 +13,21 @@ Note [The replay replaces forward]
 Note [Shapes that a region notes]
     With ``moe_preprocess`` the dispatcher notes sizes of its input inside the graph, as plain
     attributes, and reads them behind it (megatron-core 0.19.2, ``hidden_shape_before_permute``). A
-    replay notes nothing. So after a pass of another shape, such as an evaluation with a larger
-    batch, they are set before each replay.
+    replay notes nothing, so they are set before each: a pass of another shape may lie between.
 
 Note [State outside of the layer]
     A router adds its losses to ``get_moe_metrics_tracker().metrics[name].values`` in the forward
     pass, so a graph that contains a router writes to that tensor.
 
 Note [A mask that nobody reads]
-    With ``--no-create-attention-mask-in-dataloader`` a layer is called with None, because its
-    attention is configured as causal. Megatron still captures it with a mask of (1, 1, s, s) bytes
-    for each layer: 16 MiB at a sequence length of 4,096 and 1 GiB at 32,768
-    (``TransformerLayer.get_layer_static_inputs``). For every replay it makes another mask, all
-    zeros (``_get_te_cuda_graph_replay_args``), and TE copies it into the first one. TE's causal
-    attention reads neither. An attention that does read its mask sees the zeros as "mask nothing"
-    and silently trains something else than the eager layer. A graph that is captured without the
-    keyword computes what the eager layer computes for None.
-
-Note [A wrong guess]
-    If a mask is passed later, the guard sees an input that the graph does not have and runs that
-    pass eagerly, with the mask. If a graph has a mask and the layer is called with None, as after a
-    capture without steps before it, Megatron's zeros are not made for an attention that may read
-    them. The guard then misses an input, and that pass runs eagerly, with None. So a wrong guess
-    costs time but never changes a result.
+    With ``--no-create-attention-mask-in-dataloader`` a layer is called with None. Megatron still
+    captures it with a mask of (1, 1, s, s) bytes for each layer, 1 GiB at a sequence length of
+    32,768 (``TransformerLayer.get_layer_static_inputs``), and makes another one, all zeros, for
+    every replay (``_get_te_cuda_graph_replay_args``). TE's causal attention reads neither. An
+    attention that does would take the zeros as "mask nothing" and silently train something else. A
+    graph that is captured without the keyword computes what the eager layer computes for None.
+    If a mask is passed later, or one that the graph has is not, the guard misses it and the pass
+    runs eagerly: Megatron's zeros are not made for an attention that may read them.
 """
 
 import sys

@@ -20,9 +20,9 @@ Note [Verification]
 
 Note [What a loop must do]
     A repeat clears the gradients. So a step is one call of this function, after
-    ``zero_grad_buffer()``, around all its replays, with batches from ``data_iterator``. A loop that
-    does otherwise ends with an error before its optimizer changes a weight. Ranks without data pass
-    None. A verification takes the first of several calls for the same gradients.
+    ``zero_grad_buffer()``, around all its replays, with batches from ``data_iterator``, or None. A
+    loop that does otherwise ends with an error before its optimizer changes a weight. A
+    verification takes the first of several calls for the same gradients.
 """
 
 from __future__ import annotations
