@@ -63,16 +63,13 @@ class Trainer:
         self.session: Session | None = None
 
     def _made_optimizer(self) -> Any:
-        from megatron.core.distributed.fsdp.src.megatron_fsdp import (
-            experimental,
-            fully_shard_optimizer,
-        )
+        from megatron.core.distributed.fsdp.src import megatron_fsdp
 
         adam = torch.optim.Adam(self._parameters, lr=self.plan.learning_rate)
         if self.plan.model.under_v2:
-            experimental.fully_shard_optimizer(adam)  # in place
+            megatron_fsdp.experimental.fully_shard_optimizer(adam)  # in place
             return adam
-        return fully_shard_optimizer(adam)
+        return megatron_fsdp.fully_shard_optimizer(adam)
 
     def step(self) -> tuple[float, float]:
         """Train one step; return the mean loss per token (all processes) and the gradient norm."""
@@ -166,10 +163,7 @@ class Trainer:
             packs = agreed_packs(self._inputs.packs, agreement, tokens, packed_samples)
         session = Session(sharding, units_of(layers, packs), backend, agreement, **options)
         with ExitStack() as lasting:
-            args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
-            for layer, named in zip(layers, kwargs, strict=True):
-                if packs is not None and takes_packs(layer):
-                    named.update(packs.sample(torch.device("cpu")))
+            args, kwargs = zip(*(self._samples(layer, packs) for layer in layers), strict=True)
             lasting.callback(shared_experts_idle, layers)
             lasting.callback(recompute_in_layers(self.model, self._inputs))
             if packs is not None:
@@ -192,7 +186,7 @@ class Trainer:
         if self.session is not None:
             self.session.close()
 
-    def _samples(self, layer: Any) -> tuple[tuple[torch.Tensor], dict[str, torch.Tensor]]:
+    def _samples(self, layer: Any, packs: Any) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
         """Return static inputs as Megatron's helper makes them, in the model's precision."""
         shape = self.plan.model
         inputs = layer.get_layer_static_inputs(shape.sequence_length, self.plan.micro_batch_size)
@@ -202,4 +196,6 @@ class Trainer:
             inputs["rotary_pos_emb"] = gpt.rotary_pos_emb(shape.sequence_length)
             # The model passes one mask for the whole batch, so the graph uses that shape.
             inputs["attention_mask"] = inputs["attention_mask"][:1].clone()
+        if packs is not None and takes_packs(layer):
+            inputs.update(packs.sample(torch.device("cpu")))
         return (hidden.requires_grad_(),), inputs
