@@ -16,7 +16,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch import nn
 
 KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
 LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
@@ -79,8 +78,7 @@ def same_value(value: Any, other: Any) -> bool:
 def contents(value: Any, depth: int = _DEPTH) -> Any:
     """What of ``value`` a forward pass can depend on, comparable with ``==``.
 
-    Objects that are neither plain nor containers count by identity, parameters not at all: the
-    modules that own them are compared by themselves.
+    Objects that are neither plain nor containers count by identity, as tensors do.
     """
     if is_plain(value):
         return type(value), repr(value) if isinstance(value, float | complex) else value
@@ -93,7 +91,7 @@ def contents(value: Any, depth: int = _DEPTH) -> Any:
         return type(value), frozenset([contents(inner, depth - 1) for inner in value])
     if is_array(value):
         return type(value), str(value.dtype), value.shape, value.tobytes()
-    return nn.Parameter if isinstance(value, nn.Parameter) else _Identity(value)
+    return _Identity(value)
 
 
 class Contents:

@@ -177,9 +177,11 @@ class Unit(nn.Module):
         self.config, self.several = Config(), [Settings()]
         self.array, self.power = np.ones(2), Power().of
         self.turned, self.reads, self.changes = elsewhere()
+        self.frozen = [nn.Parameter(torch.ones(WIDTH), requires_grad=False)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = x if self.skips else self.turned(self.late(self.act(self.linear(x)) * self.gain))
+        made = self.act(self.linear(x)) * self.gain * self.frozen[0]
+        made = x if self.skips else self.turned(self.late(made))
         factor = self.settings.power * self.factors[1] * self.common * SCALES["now"]
         factor *= self.options.power * self.slots.power * self.config.power
         factor *= self.several[0].power * Config.power * SHARED.power
@@ -209,6 +211,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     "state: class alone": (lambda _: setattr(Config, "power", 0.5), 2, "config.power"),
     "state: user's module": (lambda _: setattr(SHARED, "power", 0.5), 2, "SHARED.power"),
     "state: list": (lambda unit: unit.factors.__setitem__(1, 0.5), 1, "attribute factors"),
+    "state: frozen weight in a list": (
+        lambda unit: unit.frozen.__setitem__(0, nn.Parameter(torch.zeros(WIDTH))),
+        *(1, "attribute frozen"),
+    ),
     "state: class": (lambda _: setattr(Unit, "common", 0.5), 2, "attribute Unit.common"),
     "state: derived class": (lambda unit: setattr(type(unit), "common", 0.5), 1, "Unit.common"),
     "state: global": (lambda _: SCALES.update(now=0.5), 2, f"global SCALES of {__name__}"),
