@@ -1,4 +1,7 @@
-"""Finds the modules that the user named, and every reason why one of them cannot be graphed."""
+"""Finds the modules that the user named, and every reason why one of them cannot be graphed.
+
+Relied on: ``fuse_wgrad_accumulation`` of TE 2.20.2's modules.
+"""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -205,6 +208,16 @@ def _unit_violations(
         )
     if compiled := _compiled(sharding.network, name):
         yield compiled_unit(f"unit {name}: {compiled} is compiled by torch.compile")
+    for child, below in module.named_modules():
+        # Without a mark on its weights it writes into main_grad unseen: capture cannot refuse it.
+        if getattr(below, "fuse_wgrad_accumulation", False):
+            yield Violation(
+                "gradient-accumulation-fusion",
+                f"{within}{child} was made with fuse_wgrad_accumulation=True",
+                "Transformer Engine adds gradients to weight.main_grad by itself, also those of "
+                "made-up inputs, and a graph to what was main_grad at capture",
+                "fuse_wgrad_accumulation=False",
+            )
 
 
 def compiled_unit(found: str) -> Violation:

@@ -33,8 +33,11 @@ def rules_of(run: Run, units: list[Any], **options: Any) -> list[str]:
 
 def test_units_are_refused_for_every_reason_at_once(one_rank: None) -> None:
     run = v1_run(fsdp_double_buffer=False, fsdp_db_use_persist_buf_on_alloc_fail=False)
+    layer: Any = run.network.layers[1]
+    layer.up.fuse_wgrad_accumulation = True
     units = ["layers.7", nn.Conv2d, nn.Conv2d(1, 1, 1), "head", "layers", "layers.*"]
-    rules = "fsdp-double-buffer fsdp-db-use-persist-buf-on-alloc-fail no-fsdp-unit"
+    rules = "fsdp-double-buffer fsdp-db-use-persist-buf-on-alloc-fail no-fsdp-unit "
+    rules += "gradient-accumulation-fusion"
     assert rules_of(run, units) == [*["no-such-unit"] * 4, *rules.split()]
 
 
