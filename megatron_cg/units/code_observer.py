@@ -241,8 +241,15 @@ class CodeObserver:
                 yield
             finally:
                 state.end()
+                drawn = state.put_back_draws()
                 if is_first:
                     self._undo.callback(state.restorer())
+        if drawn:
+            raise self._error(
+                f"changes {drawn[0]} in its {'forward' if forward else 'backward'} pass",
+                "A replay runs no Python, so what was drawn at capture would hold for all steps. "
+                "Draw outside of the unit and pass the result as an argument.",
+            )
         changes = [*state.changes()]
         if forward:
             self._changes, self._of_backward = changes, []
@@ -370,8 +377,8 @@ class CodeObserver:
                 raise self._error(
                     f"changes {change.what} in its forward pass",
                     "A replay runs no Python, so it would stay as it was at capture. Return the "
-                    "value, set a tensor as an attribute of the module, or draw random numbers and "
-                    "count outside of the unit.",
+                    "value, set a tensor as an attribute of the module, or count outside of the "
+                    "unit.",
                 )
             if not self._unit.sets_attributes:
                 raise self._error(

@@ -140,6 +140,16 @@ class PythonState:
     def end(self) -> None:
         sys.setprofile(self._profile)
 
+    def put_back_draws(self) -> list[str]:
+        """Restore, and tell, the random states that the last pass has changed.
+
+        At once: between passes, and in replays, threads of the loop may draw from them.
+        """
+        drawn = [change for change in self.changes() if isinstance(change.holder, RandomState)]
+        for change in drawn:
+            change.holder[None] = change.before
+        return [change.what for change in drawn]
+
     def changes(self) -> Iterator[Change]:
         """What the last pass has set, of all that its code can name."""
         for holder, key, what, before in self._values:
@@ -158,8 +168,9 @@ class PythonState:
                     yield Change(holder, key, label, before.get(key), holder.get(key))
 
     def restorer(self) -> Callable[[], None]:
-        """Returns a function that restores what the last pass found when it began."""
-        copies, values = list(self._copies.values()), list(self._values)
+        """Returns a function that restores what the last pass found, but for random states."""
+        copies = list(self._copies.values())
+        values = [one for one in self._values if not isinstance(one[0], RandomState)]
 
         def restore() -> None:
             with Restores() as stack:
@@ -301,7 +312,8 @@ class PythonState:
         """The attributes of plain objects, such as a configuration, also in containers."""
         value = referred(value)
         named = is_object(value)
-        is_looked_at = named or isinstance(value, (*MAPPINGS, list, tuple, partial, MethodType))
+        containers = (*MAPPINGS, list, tuple, deque, partial, MethodType)
+        is_looked_at = named or isinstance(value, containers)
         if not is_looked_at or id(value) in seen:
             return
         if isinstance(value, list | tuple) and all(map(is_plain, value)):
@@ -336,6 +348,8 @@ class PythonState:
             self._copies[id(held)] = held, copy.copy(held), what, has_names
         for row in held_by(value, what):
             self._copy(row.holder.get(row.key), row.what, depth - 1)
+        for part in parts_of(value):
+            self._copy(part, what, depth - 1)
 
     def _cached(self, value: Any) -> None:
         """What ``lru_cache`` wraps counts as called: a pass may get what it has returned before."""

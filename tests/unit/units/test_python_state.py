@@ -107,7 +107,9 @@ def test_what_a_pass_changes_is_found_and_restored(named: bool) -> None:
     assert found > 100
 
 
-@pytest.mark.parametrize("name", ["random", "numpy", "own", "of numpy", "old", "of torch"])
+@pytest.mark.parametrize(
+    "name", ["random", "numpy", "own", "of numpy", "old", "of torch", "bound", "partial"]
+)
 def test_random_states_that_passes_draw_from_are_found_and_restored(name: str) -> None:
     made: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         "random": (random, lambda one: one.random()),
@@ -116,6 +118,8 @@ def test_random_states_that_passes_draw_from_are_found_and_restored(name: str) -
         "of numpy": (numpy.random.default_rng(1), lambda one: one.random()),
         "old": (numpy.random.RandomState(1), lambda one: one.rand()),
         "of torch": (torch.Generator(), lambda one: torch.rand(1, generator=one)),
+        "bound": (Random(1).random, lambda one: one()),
+        "partial": (partial(Random(1).uniform, 0, 1), lambda one: one()),
     }
     generator, draw = made[name]
     module = Holder()
@@ -126,8 +130,15 @@ def test_random_states_that_passes_draw_from_are_found_and_restored(name: str) -
     assert not [*state.changes()]
     first = draw(generator)
     assert [change.what.startswith("the random state of ") for change in state.changes()] == [True]
-    state.restorer()()
+    assert len(state.put_back_draws()) == 1
     assert not [*state.changes()] and draw(generator) == first
+
+
+def test_draws_of_other_threads_in_a_verification_are_not_repeated() -> None:
+    state = PythonState({"": Holder()})
+    with state.kept():
+        drawn = random.random(), numpy.random.rand()
+    assert (random.random(), numpy.random.rand()) != drawn
 
 
 def test_a_graph_draws_from_a_generator_that_is_an_attribute() -> None:
