@@ -216,7 +216,7 @@ def _asks_of_choice(settings: Settings, best: Tried) -> Iterator[str]:
         )
     if _MODULES in best.reasons and "attn" not in (best.line.values(_MODULES) or ()):
         for item in _against_attention(settings.run):
-            text = f"Attention stays eager. {item.found}: {item.reason}"
+            text = f"Attention stays eager, because of {item.found}: {item.reason}"
             yield f"{text}. Instead: {item.remedy.partition(', or ')[0]}"
     if _ROWS in best.reasons and best.line.has(_ROWS):
         yield (

@@ -38,6 +38,7 @@ TE_VERSION = "2.20.2"
 _NEEDS = f"--cg-grouped-gemm cublas needs a Hopper GPU and a newer cuBLASLt on each host: {UPGRADE}"
 VOCABULARY = 131_072
 """If only the tokenizer knows it."""
+_DETERMINISTIC_PACK = 1 << 30
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 _OF_BLACKWELL = 150 * 2**30
 """Memory that no Hopper GPU has."""
@@ -104,6 +105,8 @@ def settings_of(
     )
     capability = _BLACKWELL if room > _OF_BLACKWELL else _HOPPER
     broken = (*violations(run, graph, where), *_of_plan(run, capability))
+    if capability == _HOPPER:
+        broken += tuple(_of_packs(args, run, graph))
     notes = [*notices(run, where), *_limits(args)]
     if capability == _BLACKWELL:
         notes.append("Blackwell GPUs were not measured: start with megatron-cg align on one host")
@@ -135,6 +138,24 @@ def require_model(line: LaunchLine) -> str:
         page = "clients.md#transformers" if "accelerate" in line.before else "graph_units.md"
         raise LaunchLineError(f"{text} or see docs/{page} if the script is not Megatron's")
     return ""
+
+
+def _of_packs(args: Any, run: RunArguments, graph: GraphArguments) -> Iterator[Violation]:
+    """What a capture finds: cuDNN computes no packs that are too large in deterministic mode."""
+    heads = (args.num_attention_heads or 0) // args.tensor_model_parallel_size
+    size = (graph.cg_packed_samples or 1) * heads * (args.seq_length or 0) ** 2
+    packs = run.packs_sequences and run.captures("attn")
+    if packs and args.deterministic_mode and size >= _DETERMINISTIC_PACK:
+        found = (
+            f"--deterministic-mode with packs of {args.seq_length} tokens and captured attention"
+        )
+        reason = (
+            "on Hopper cuDNN then computes attention only if samples x heads of a rank x tokens of "
+            "the pack ** 2 is below 2 ** 30, and other kernels have other bits in a graph"
+        )
+        yield Violation(
+            "packed-deterministic", found, reason, "compare with a shorter --seq-length, or drop it"
+        )
 
 
 def _of_plan(run: RunArguments, capability: tuple[int, int]) -> Iterator[Violation]:

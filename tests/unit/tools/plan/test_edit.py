@@ -149,7 +149,7 @@ def test_attention_that_stays_eager_is_said_with_its_reason(
 ) -> None:
     found = said(plan(preset("llama", flags)))
     asked = found[found.index("Do you want this?") : found.index("Changes:")]
-    assert "Attention stays eager. " in asked and remedy in asked
+    assert "Attention stays eager, because of " in asked and remedy in asked
     assert "stays eager" not in said(
         plan(
             preset(
@@ -157,6 +157,14 @@ def test_attention_that_stays_eager_is_said_with_its_reason(
             )
         )
     )
+
+
+def test_packs_that_are_too_large_for_deterministic_attention_leave_it_eager(plan: Plan) -> None:
+    given = "--sft --deterministic-mode --seq-length {} --max-position-embeddings 65536"
+    small, large = (plan(preset("llama", given.format(size))) for size in (4096, 8192))
+    assert small.best.settings.run.cuda_graph_modules == ("attn", "mlp")
+    assert large.best.settings.run.cuda_graph_modules == ("mlp",)
+    assert "--deterministic-mode with packs of 8192 tokens" in said(large)
 
 
 def test_experts_of_one_rank_are_warned_about(plan: Plan) -> None:
