@@ -280,7 +280,7 @@ class Later:
 
         self._undo = finalize(self, replace_function(*RUN_BACKWARD.place(), run))
         self._undo.atexit = False
-        return self._stop
+        return self._stop  # Not the undo alone: the session keeps this object by it.
 
     def _stop(self) -> None:
         self._undo()
