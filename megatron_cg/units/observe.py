@@ -25,12 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from megatron_cg.capture.observer import version_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import local
 from megatron_cg.units.call import CallSpec, in_parts, is_transformed, recompute_around
 from megatron_cg.units.code_observer import key_of
-from megatron_cg.units.layouts import GradStrides
+from megatron_cg.units.layouts import GradStrides, ReadOnly
 from megatron_cg.units.sums import Autocast, Sums, autocast_now
 from megatron_cg.units.unsharded import Unsharded
 from megatron_cg.upstream.patch import add_observer
@@ -72,9 +71,8 @@ class Observer:
         """The last call of each unit in whole steps, in the order of their calls."""
         self._now: dict[str, ObservedCall] = {}
         self.sums = Sums(sharding.varies_sums)
-        self._views: list[tuple[str, torch.Tensor, int]] = []
-        """Results of this step on the memory of an input or of another result, with their version
-        when returned."""
+        self._views: list[tuple[str, ReadOnly]] = []
+        """By unit, results of this step on the memory of an input or of another result."""
         self.written: set[str] = set()
         """The units whose callers write into such a result."""
         self._given: Mapping[int, tuple[str, Any, torch.Tensor]] = {}
@@ -126,9 +124,7 @@ class Observer:
                 stack.callback(add_observer(module, partial(self._look, name)))
                 stack.callback(add_observer(module, partial(self._look_back, name), after=True))
             yield
-        for name, output, version in self._views:
-            if version_of(output) != version:
-                self.written.add(name)
+        self.written |= {name for name, one in self._views if one.is_found()}
         self._views.clear()
         if self.steps:
             self.moved = {unit: name for unit, name in moved.items() if unit in self.moved}
@@ -205,7 +201,7 @@ class Observer:
         memory = {id_: key_of(tensor) for id_, tensor in made.items()}
         counts = Counter([*(one for _, one, _ in given.values()), *memory.values()])
         shared = {id_: one for id_, one in memory.items() if one and counts[one] > 1}
-        self._views += [(name, made[id_], version_of(made[id_])) for id_ in shared]
+        self._views += [(name, ReadOnly(made[id_], shares=True)) for id_ in shared]
         for key, tensor in results:
             if (id_ := id(tensor)) in unwritten or id_ in shared:
                 call.unwritten[key] = id_ in shared or call.unwritten.get(key, False)
