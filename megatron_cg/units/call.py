@@ -264,7 +264,6 @@ class _AliasOf(Mark):
 
 
 _TENSOR = Input("a tensor")
-_CACHE = "<class 'transformers.cache_utils.Cache'>"
 _CONTAINERS = (tuple, list, dict, Parts)
 
 
@@ -377,18 +376,12 @@ class CallSpec:
         marks = ((n, self.marks[n]) for n in named if not isinstance(self.marks[n], _Expanded))
         return {name: mark.from_graph(named[name]) for name, mark in marks}
 
-    @cached_property
-    def caches(self) -> list[str]:
-        """The arguments that are a ``Cache`` of transformers 4.36 to 5.24."""
-        kinds = {name: map(str, type(mark).__mro__) for name, mark in self.marks.items()}
-        return [name for name, of in kinds.items() if _CACHE in of]
-
     def problems(self) -> list[str]:
         """Why no graph can take this form, in words; empty if one can."""
         problems = [
             f"argument {name} is {_in_words(value)}"
             for name, value in self.marks.items()
-            if not isinstance(value, Mark) and not is_plain(value) and name not in self.caches
+            if not isinstance(value, Mark) and not is_plain(value)
         ]
         return problems if self.names else [*problems, "no argument is a tensor"]
 

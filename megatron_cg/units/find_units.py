@@ -116,21 +116,16 @@ def _wrong_calls(name: str, call: ObservedCall, observer: Observer) -> Iterator[
             "a later microbatch of eager training would use the casts of an earlier one",
             "enter torch.autocast with cache_enabled=False, or around the forward pass alone",
         )
-    for argument in call.form.caches[:1]:
-        yield Violation(
-            "unit-cache",
-            f"unit {name} gets a Cache of transformers as {argument}",
-            "it holds keys and values to generate text, and a graph takes only tensors",
-            "call the model with use_cache=False, or set model.config.use_cache = False",
-        )
     for problem in call.form.problems():
+        # Of transformers, for keys and values.
+        without = "call the model with use_cache=False, " if "Cache" in problem else ""
         yield Violation(
             "unit-arguments",
             f"unit {name}: {problem}",
             "a graph takes dense tensors, also in tuples, dicts, dataclasses and a BlockMask; "
             "other arguments must be None, numbers, strings, dtypes or shapes",
-            "pass plain tensors, of a sparse one its indices and values, or take the unit out of "
-            "units",
+            f"{without}pass plain tensors, of a sparse one its indices and values, or take the "
+            "unit out of units",
         )
     for varies in filter(None, (one.varies for one in call.gradients.values())):
         yield Violation(

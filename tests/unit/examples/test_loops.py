@@ -226,8 +226,7 @@ def test_it_trains_the_same_numbers(by_trainer: dict[str, str], case: str) -> No
 
 def test_a_cache_is_refused_in_one_sentence(by_trainer: dict[str, str]) -> None:
     named = "each of the units model.layers.0, model.layers.1"
-    found = f"{named} gets a Cache of transformers as cache:"
-    assert f"1 reason:\n  1. [unit-cache] {found}" in by_trainer["a cache"]
+    assert f"1 reason:\n  1. [unit-arguments] {named}: argument" in by_trainer["a cache"]
     assert "call the model with use_cache=False" in by_trainer["a cache"]
 
 
