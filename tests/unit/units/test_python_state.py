@@ -3,20 +3,36 @@
 import copy
 import random
 import sys
+from collections import UserDict, deque
 from collections.abc import Callable
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
+from megatron_cg.errors import CaptureError
 from megatron_cg.replay.plain import LIBRARIES, is_known, same_value
 from megatron_cg.units.python_state import PythonState
+from tests.unit.units.plain import (
+    REPLAYED,
+    STEPS,
+    UNITS,
+    WIDTH,
+    Training,
+    Unit,
+    assert_as_eager,
+    refused,
+    train,
+    units,
+)
 
 
 class Plain:
@@ -164,3 +180,56 @@ def test_a_user_may_give_a_file_a_name_of_the_standard_library(
     assert not is_known(made, LIBRARIES)
     assert not is_known(made.Settings, LIBRARIES)
     assert is_known(Path, LIBRARIES)
+
+
+class Keeps(Unit):
+    """Reads a tensor that lies in what ``make`` gives it."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any], read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.make, self.read = make, read
+        self.put(0.5)
+
+    def put(self, value: float) -> None:
+        self.kept = self.make(torch.full((WIDTH,), value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(x) * self.read(self.kept)
+        return made
+
+
+Kept = SimpleNamespace
+HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "itself": (lambda t: t, lambda kept: kept),
+    "lists": (lambda t: [[{"a": (t,)}]], lambda kept: kept[0][0]["a"][0]),
+    "deque": (lambda t: deque([t]), lambda kept: kept[0]),
+    "user's dict": (lambda t: UserDict(a=t), lambda kept: kept["a"]),
+    "object": (lambda t: Kept(inner=[Kept(tensor=t)]), lambda kept: kept.inner[0].tensor),
+    "partial": (lambda t: partial(torch.mul, t), lambda kept: kept(2.0)),
+    "closure": (lambda t: lambda: t, lambda kept: kept()),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_tensor_that_code_reads_is_guarded_wherever_it_lies(name: str) -> None:
+    def replace(run: Training) -> None:
+        if run.step == STEPS - 1:
+            for unit in run.model:
+                unit.put(0.25)
+
+    counts = {"replayed": REPLAYED - UNITS, "eager": UNITS, "mismatched": UNITS}
+    assert_as_eager(counts, partial(units, partial(Keeps, *HOLDERS[name])), train, 1, replace)
+
+
+def test_a_tensor_in_an_object_of_torch_is_refused() -> None:
+    """Nobody would see that it is replaced there."""
+    make = partial(units, partial(Keeps, create_mask, lambda kept: kept.mask_mod.args[0]))
+    refused(CaptureError, "where its code gets it from is unknown", make, train)
+
+
+def create_mask(tensor: torch.Tensor) -> Any:
+    return BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 1, dtype=torch.int32),
+        torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+        mask_mod=partial(torch.mul, tensor),
+    )
