@@ -176,7 +176,7 @@ class PythonState:
             with Restores() as stack:
                 for holder, key, what, before in values:
                     if holder.get(key) is not before:
-                        stack.restore(what, holder.__setitem__, key, before)
+                        stack.restore(what, operator.setitem, holder, key, before)
                 for holder, before, what, _ in copies:
                     stack.restore(what, restored_to, holder, before)
 

@@ -5,6 +5,7 @@ import random
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.replay.plain import LIBRARIES, is_known, same_value
 from megatron_cg.units.python_state import PythonState
 from tests.unit.units.plain import (
@@ -155,6 +156,20 @@ def test_draws_of_other_threads_in_a_verification_are_not_repeated() -> None:
     with state.kept():
         drawn = random.random(), numpy.random.rand()
     assert (random.random(), numpy.random.rand()) != drawn
+
+
+def test_what_cannot_be_restored_is_named_and_the_rest_is_restored() -> None:
+    module = Holder()
+    module.state = [context := ContextVar[int]("context"), kept := [1]]
+    context.set(1)
+    state = PythonState({"": module})
+    state.begin()
+    context.set(2)
+    kept.append(2)
+    state.end()
+    with pytest.raises(NotRestoredError, match=r"state\[0\]: TypeError"):
+        state.restorer()()
+    assert kept == [1]
 
 
 def test_a_graph_draws_from_a_generator_that_is_an_attribute() -> None:
