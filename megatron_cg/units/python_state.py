@@ -141,10 +141,7 @@ class PythonState:
         sys.setprofile(self._profile)
 
     def put_back_draws(self) -> list[str]:
-        """Restore, and tell, the random states that the last pass has changed.
-
-        At once: between passes, and in replays, threads of the loop may draw from them.
-        """
+        """Restore at once, and tell, what random states the last pass changed: threads may draw."""
         drawn = [change for change in self.changes() if isinstance(change.holder, RandomState)]
         for change in drawn:
             change.holder[None] = change.before
@@ -211,10 +208,7 @@ class PythonState:
                 yield from ((held, path, n, t) for n, t in held.items() if t is not None)
 
     def key_sets(self) -> Iterator[KeySet]:
-        """What may not get anything later that the code may ask for: modules, objects, classes.
-
-        Known code reads nothing that somebody adds.
-        """
+        """What may not get anything later that code may ask for; known code asks for nothing."""
         for path, module in self._modules.items():
             for kind in ("module", "parameter", "buffer", None) if not is_known(module) else ():
                 keys = getattr(module, f"_{kind}s") if kind else vars(module)
@@ -419,13 +413,10 @@ class Attributes:
         self._owner, self._place = owner, place
 
     def get(self, key: Any) -> Any:
+        owner = self._owner if self._place is None else self._owner.get(self._place)
         try:
-            if self._place is not None:
-                return getattr(self._owner.get(self._place), key, None)
-            if isinstance(key, int):
-                return self._owner[key] if key < len(self._owner) else None
-            return getattr(self._owner, key, None)
-        except (ValueError, KeyError):  # A variable that is not set yet, a dictionary's key.
+            return owner[key] if isinstance(key, int) else getattr(owner, key, None)
+        except (ValueError, LookupError):  # A variable that is not set yet, an item that is gone.
             return None
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -589,11 +580,11 @@ def tensors_held(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
 def restored_to(holder: Any, before: Any) -> None:
     """Restore a dictionary, list or set to what it had ``before``."""
     if isinstance(holder, dict):
-        pairs = ([*map(id, (*one, *one.values()))] for one in (holder, before))
-        if operator.ne(*pairs):  # The order of keys may be that of a sum.
+        if [*map(id, holder)] != [*map(id, before)]:  # The order of keys may be that of a sum.
             for key in [*holder]:
                 del holder[key]
-            for key, value in before.items():
+        for key, value in before.items():  # Threads may read what stays.
+            if key not in holder or holder[key] is not value:
                 holder[key] = value
     elif isinstance(holder, list | deque):
         if not same_value([*map(id, holder)], [*map(id, before)]):
