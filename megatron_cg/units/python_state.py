@@ -163,6 +163,9 @@ class PythonState:
                 if matters and not (same and same_value(before.get(key), holder.get(key))):
                     label = attribute(what, key) if has_names else item(what, key)
                     yield Change(holder, key, label, before.get(key), holder.get(key))
+            keeps_keys = before.keys() == holder.keys()  # Others are told above.
+            if keeps_keys and not has_names and not same_value([*before], [*holder]):
+                yield Change(holder, None, f"the order of {what}", before, holder)
 
     def restorer(self) -> Callable[[], None]:
         """Returns a function that restores what the last pass found, but for random states."""
@@ -200,6 +203,7 @@ class PythonState:
             for key in self.own_names.intersection(vars(tensor)):
                 what = f"attribute {attribute(path, name)}.{key}"
                 yield Entry(Attributes(held, name), key, "state", what)
+                yield from self._inside(getattr(tensor, key), what, seen)
 
     def _held(self) -> Iterator[tuple[Any, str, str, torch.Tensor]]:
         """Parameters and buffers: the dictionary, the path of its module, name and tensor."""
@@ -335,6 +339,8 @@ class PythonState:
             self._generators.add(id(value))
             self._values.append((state, None, f"the random state of {what}", state.get(None)))
         has_names = is_object(value)
+        if has_names and isinstance(value, dict):  # Of a user's class.
+            self._copies.setdefault(id(value), (value, dict(value), what, False))
         held = getattr(value, "__dict__", None) if has_names else value
         if not depth or id(held) in self._copies:
             return

@@ -177,6 +177,7 @@ class Unit(nn.Module):
         self.config, self.several = Config(), [Settings()]
         self.array, self.power = np.ones(2), Power().of
         self.turned, self.reads, self.changes = elsewhere()
+        vars(self.late.weight)["settings"] = Settings()
         self.frozen = [nn.Parameter(torch.ones(WIDTH), requires_grad=False)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +186,8 @@ class Unit(nn.Module):
         factor = self.settings.power * self.factors[1] * self.common * SCALES["now"]
         factor *= self.options.power * self.slots.power * self.config.power
         factor *= self.several[0].power * Config.power * SHARED.power
-        factor *= float(self.array[1]) * self.power()
+        weight: Any = self.late.weight
+        factor *= float(self.array[1]) * self.power() * weight.settings.power
         for read in self.reads:
             factor *= read()
         shift = torch.full((WIDTH,), 0.1, device=x.device) * 3  # of the default dtype
@@ -203,6 +205,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     "state: attribute": (lambda unit: setattr(unit, "skips", True), 1, "attribute skips"),
     "state: object": (lambda unit: setattr(unit.settings, "power", 0.5), 1, "settings.power"),
     "state: namespace": (lambda unit: setattr(unit.options, "power", 0.5), 1, "options.power"),
+    "state: object of a weight": (
+        lambda unit: setattr(unit.late.weight.settings, "power", 0.5),
+        *(1, "late.weight.settings.power"),
+    ),
     "state: slot": (lambda unit: setattr(unit.slots, "power", 0.5), 1, "slots.power"),
     "state: default": (lambda unit: setattr(unit.config, "power", 0.5), 1, "config.power"),
     "state: array": (lambda unit: unit.array.__setitem__(1, 0.5), 1, "attribute array"),

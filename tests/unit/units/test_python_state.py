@@ -158,6 +158,24 @@ def test_draws_of_other_threads_in_a_verification_are_not_repeated() -> None:
     assert (random.random(), numpy.random.rand()) != drawn
 
 
+class Own(dict[str, int]):
+    """A user's own, which may have attributes too."""
+
+
+def test_the_order_of_a_dictionary_and_the_items_of_an_own_one_are_found_and_restored() -> None:
+    module = Holder()
+    module.state = [ordered := {"a": 1, "b": 2}, own := Own(a=1)]
+    state = PythonState({"": module})
+    state.begin()
+    ordered["a"] = ordered.pop("a")
+    own["a"] = 2
+    state.end()
+    found = [change.what for change in state.changes()]
+    assert found == ["the order of state[0]", "state[1]['a']"]
+    state.restorer()()
+    assert [*ordered] == ["a", "b"] and own == {"a": 1}
+
+
 def test_what_cannot_be_restored_is_named_and_the_rest_is_restored() -> None:
     module = Holder()
     module.state = [context := ContextVar[int]("context"), kept := [1]]
