@@ -35,7 +35,9 @@ Note [Weights that autograd does not visit]
     graph left it, and is counted, as v2's hook of the weight would do. The last gradient of a
     module lets v2 pack and reduce them, before the next replay. If some are still to come, the
     gradients are copied out of the graph's memory, as a backend does. For a weight that has another
-    use autograd calls the hook, once in a pass, so each weight counts once. Modules that are whole
+    use autograd calls the hook, once in a pass, so each weight counts once. Autograd does not know
+    that such a weight has a use in a graph, so all weights of a module may count before the graph's
+    backward pass. Then v2's ``post_backward`` waits for it. Modules that are whole
     at once are so in the order of an eager pass: a module whose first weight is later comes first.
 
 Note [Casts for the optimizer]
@@ -45,7 +47,7 @@ Note [Casts for the optimizer]
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import finalize
 
@@ -298,7 +300,9 @@ def detach_weights(groups: Sequence[Any], replays: Sequence[ReplayFunction]) -> 
 
     Raises NotApplicableError if there are no graphs.
     """
-    return detach_in_graphs(DetachedWeights(_Hooked(groups)), replays, lambda: None)
+    hooked = _Hooked(groups)
+    detached = partial(detach_in_graphs, DetachedWeights(hooked), replays, lambda: None)
+    return combine_undos(put_in() for put_in in (hooked.install, detached))
 
 
 class _Hooked:
@@ -309,35 +313,56 @@ class _Hooked:
         self._modules: dict[int, Any] = {
             id(parameter): _owner(group) for group in trained for _, _, parameter in _named(group)
         }
+        self._to_come: dict[Any, list[Callable[[], bool]]] = {m: [] for m in self._modules.values()}
+        """Of each sharded module: whether gradients of its graphs are still to come in a pass."""
+
+    def install(self) -> Undo:
+        """Let the reduction of a module wait for its graphs; returns the undo."""
+        return combine_undos(
+            replace_function(m, "post_backward", partial(self._reduce, m, m.post_backward))
+            for m in self._to_come
+        )
+
+    def _reduce(self, module: Any, own: Callable[[], None]) -> None:
+        if not self._waits(module):
+            own()
+
+    def _waits(self, module: Any) -> bool:
+        return any(to_come() for to_come in self._to_come[module])
 
     def knows(self, parameter: object) -> bool:
         return id(parameter) in self._modules
 
     def detach(
         self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]
-    ) -> list[tuple[Any, list[int], Sequence[nn.Parameter]]]:
+    ) -> list[tuple[Any, list[int], Sequence[nn.Parameter], Callable[[], bool]]]:
         """The sharded modules that have them, with the places of their weights, in order."""
         places: dict[int, list[int]] = {}
         modules = [self._modules[id(weight)] for weight in weights]
         for place, module in enumerate(modules):
             places.setdefault(id(module), []).append(place)
-        return [(modules[at[0]], at, weights) for at in sorted(places.values(), reverse=True)]
+        for at in places.values():
+            self._to_come[modules[at[0]]].append(to_come)
+        in_order = sorted(places.values(), reverse=True)
+        return [(modules[at[0]], at, weights, to_come) for at in in_order]
 
     def attach(self, together: Any) -> None:
-        """Nothing was changed."""
+        """Wait for them no longer."""
+        for module, *_, to_come in together:
+            self._to_come[module].remove(to_come)
 
     @torch.no_grad()
     def take_detached(
         self,
-        together: Sequence[tuple[Any, list[int], Sequence[Any]]],
+        together: Sequence[tuple[Any, list[int], Sequence[Any], Any]],
         gradients: list[torch.Tensor | None],
         used: Sequence[bool],
     ) -> None:
         """See Note [Weights that autograd does not visit]."""
-        for module, places, weights in together:
+        for module, places, weights, _ in together:
             there = [place for place in places if gradients[place] is not None]
-            counted = [place for place in there if not used[place]]
-            whole = _ready(module) + len(counted) == module._num_trainable_parameters
+            _count(module, [weights[place] for place in there if not used[place]])
+            whole = _ready(module) == module._num_trainable_parameters and not self._waits(module)
             for place in there:
                 weight, gradient = weights[place], gradients[place]
                 assert gradient is not None
@@ -345,8 +370,8 @@ class _Hooked:
                     weight.grad = weight.grad + gradient
                 else:
                     weight.grad = gradient if whole else gradient.clone()
-            if counted:
-                _count(module, [weights[place] for place in counted])
+            if whole:
+                module.post_backward()
 
 
 def _ready(module: Any) -> int:
@@ -357,12 +382,10 @@ def _ready(module: Any) -> int:
 
 def _count(module: Any, weights: Sequence[Any]) -> None:
     """What v2's hooks of these weights do, in one go: a module's attributes are slow to set."""
-    if hasattr(module, "_num_ready_grad_parameters"):
-        module._num_ready_grad_parameters += len(weights)
-    else:
+    if not hasattr(module, "_num_ready_grad_parameters"):
         module._ready_grad_parameters.update(weights)
-    if _ready(module) == module._num_trainable_parameters:
-        module.post_backward()
+    elif weights:
+        module._num_ready_grad_parameters += len(weights)
 
 
 def install_casts(optimizers: Iterable[Any]) -> Undo:

@@ -4,11 +4,14 @@ import logging
 import operator
 import random
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +21,12 @@ from megatron_cg.fastpath.under_v2 import keep_layouts, keep_views
 from megatron_cg.fully_shard.megatron_fsdp_v2 import unsharded_parameters
 from megatron_cg.fully_shard.per_module import lies_in
 from megatron_cg.replay.plain import _Identity as Same
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
+from megatron_cg.tools.record.record import parameter_digests
 from megatron_cg.upstream.symbols import Symbol
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import layers_of, trainer_of
 from tests.unit.units import sharded
 
 PROGRAMS, LENGTH = 60, 40
@@ -263,18 +271,22 @@ def hooked(groups: Any) -> Iterator[tuple[Any, list[nn.Parameter], list[str]]]:
     layer: Any = under_v2._owner(groups[0])
     said: list[str] = []
     layer.post_backward = lambda: said.append("reduced")
-    yield under_v2._Hooked(groups), unsharded_parameters(groups[0]), said
+    taker = under_v2._Hooked(groups)
+    undo = taker.install()
+    yield taker, unsharded_parameters(groups[0]), said
+    undo()
     del layer.post_backward
 
 
-def take(hooked: Any, weights: list[Any], numbers: Any, used: Any = ()) -> list[torch.Tensor]:
+def take(taker: Any, weights: list[Any], numbers: Any, used: Any = ()) -> list[torch.Tensor]:
     gradients = [
         None if n is None else torch.full_like(w, n) for w, n in zip(weights, numbers, strict=True)
     ]
-    together = hooked.detach(weights, lambda: False)
-    hooked.take_detached(
+    together = taker.detach(weights, lambda: False)
+    taker.take_detached(
         together, gradients, [any(weight is one for one in used) for weight in weights]
     )
+    taker.attach(together)
     return gradients  # type: ignore[return-value]
 
 
@@ -297,15 +309,23 @@ def test_gradients_that_wait_for_others_are_copied(hooked: Any) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_weight_with_another_use_is_counted_once(hooked: Any, is_first: bool) -> None:
+@pytest.mark.parametrize("others", [1, None])
+def test_a_weight_with_another_use_is_counted_once(
+    hooked: Any, is_first: bool, others: int | None
+) -> None:
+    """A module whose weights all have another use waits for its graph nevertheless."""
     taker, weights, said = hooked
-    weight = weights[0]
+    used, came = weights[:others], [is_first]
+    to_come = taker.detach(weights, lambda: not came[0])
     for graph_comes in (is_first, not is_first):
         if graph_comes:
-            take(taker, weights, [2] * len(weights), weights[:1])
+            came[0] = True
+            take(taker, weights, [2] * len(weights), used)
         else:
-            (weight * 3).sum().backward()  # Autograd calls v2's hook.
-    assert said == ["reduced"] and weight.grad.eq(5).all()
+            sum((weight * 3).sum() for weight in used).backward()  # Autograd calls v2's hooks.
+            assert said == ["reduced"] * is_first
+    assert said == ["reduced"] and all(weight.grad.eq(5).all() for weight in used)
+    taker.attach(to_come)
 
 
 def test_a_weight_without_a_gradient_is_not_counted(hooked: Any) -> None:
@@ -319,8 +339,53 @@ def test_modules_are_reduced_in_the_order_of_an_eager_pass(groups: Any) -> None:
     layers = [under_v2._owner(group) for group in groups[:2]]
     weights = [weight for group in groups[:2] for weight in unsharded_parameters(group)]
     together = taker.detach(weights, lambda: False)
-    assert [module for module, _, _ in together] == layers[::-1]
+    assert [module for module, *_ in together] == layers[::-1]
     assert not taker.knows(nn.Parameter(torch.ones(1))) and all(map(taker.knows, weights))
+
+
+class OfNorms(GPTModel):
+    """Trains one weight of each layer, which its graph and its eager part use."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("input_layernorm.weight" in name or "layers" not in name)
+
+
+def with_penalty(layer: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+    output, bias = own(*args, **kwargs)
+    return output + layer.input_layernorm.weight.square().sum() * 1e-2, bias
+
+
+def of_norms(graphs: bool) -> Any:
+    shape = CpuModelConfig(
+        layers=3,
+        hidden_size=16,
+        ffn_hidden_size=16,
+        graph_modules=("attn",),
+        fsdp_options={"megatron_fsdp_version": 2},
+    )
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr("megatron_cg.tape.cpu_model.GPTModel", OfNorms)
+        trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=2))
+        for layer in layers_of(trainer):
+            layer.mlp.forward = partial(with_penalty, layer, layer.mlp.forward)
+        numbers = [trainer.step()]
+        if graphs:
+            path: Any = trainer.capture(TapeBackend()).fast_path
+            assert "detached-weights-of-graphs" in path.parts
+        numbers += [trainer.step() for _ in range(3)]
+        return numbers, parameter_digests(trainer.model)
+
+
+def both_of_norms() -> list[Any]:
+    return [of_norms(False), of_norms(True)]
+
+
+@pytest.mark.skipif(not sharded.IN_CONTEXT, reason="Megatron's models before 0.20 have no v2")
+def test_a_module_waits_for_its_graph_when_its_only_weight_has_another_use() -> None:
+    for eager, graphed in on_ranks(both_of_norms):
+        assert eager == graphed
 
 
 def test_no_other_optimizer_is_changed(groups: Any) -> None:

@@ -183,6 +183,17 @@ def smaller_on_one_rank(run: Run, step: int) -> None:
     run.rows = 2 if step == LATER and dist.get_rank() else 3
 
 
+def passes_in_pairs(run: Run, _step: int) -> None:
+    """One loss of two forward passes: a replay, and an eager pass, since a replay waits."""
+
+    def passes(microbatches: int) -> list[torch.Tensor]:
+        losses = [run.loss(microbatches * run.steps + number) for number in range(microbatches)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        return [loss.detach().clone() for loss in losses]
+
+    run.passes = passes  # type: ignore[method-assign]
+
+
 WRAPS: dict[str, Callable[[Network], Any]] = {
     "FSDP2": under_fsdp2(),
     "v1": under_v1(),
@@ -252,6 +263,11 @@ for zero, placed in {"ZeRO-1": ZERO_1, "ZeRO-2": ZERO_2}.items() if IN_CONTEXT e
     # The released v2 has ZeRO-3 alone.
     CASES[f"main's v2, {zero}"] = Case(
         under_v2(prepare=in_bf16, placed=placed), before_step=evaluate
+    )
+if not IN_CONTEXT:  # Main's v2 refuses a pass before the backward of another one.
+    CASES["v2, one backward pass of two forward passes"] = Case(
+        *(under_v2(), (16, 24, 32), {}, passes_in_pairs),
+        counts=lambda _: dict.fromkeys(("replayed", "eager"), 3 * (STEPS - WARMUP)),
     )
 OF_FOUR = {
     "FSDP2, two replicas of two shards": Case(under_fsdp2(mesh=(2, 2))),
