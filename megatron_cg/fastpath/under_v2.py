@@ -33,11 +33,11 @@ Note [A buffer without memory]
 Note [Weights that autograd does not visit]
     See ``detached_weights.py``. A gradient from a graph becomes the weight's ``grad`` where the
     graph left it, and is counted, as v2's hook of the weight would do. The last gradient of a
-    module lets v2 pack and reduce them, before the next replay. If some are still to come, the
-    gradients are copied out of the graph's memory, as a backend does. For a weight that has another
-    use autograd calls the hook, once in a pass, so each weight counts once. Autograd does not know
-    that such a weight has a use in a graph, so all weights of a module may count before the graph's
-    backward pass. Then v2's ``post_backward`` waits for it. Modules that are whole
+    module lets v2 pack and reduce them, before the next replay. Those that v2 leaves there, or that
+    wait for others, are copied out of the graph's memory, as a backend does. For a weight that has
+    another use autograd calls the hook, once in a pass, so each weight counts once. Autograd does
+    not know that such a weight has a use in a graph, so all weights of a module may count before
+    the graph's backward pass. Then v2's ``post_backward`` waits for it. Modules that are whole
     at once are so in the order of an eager pass: a module whose first weight is later comes first.
 
 Note [Casts for the optimizer]
@@ -82,18 +82,29 @@ REPLACES_VIEWS = (
     *_known(f"{_BUFFER}.get_local_tensor", "a view", "15cd9ae6b2603518"),
     *_known(f"{_BUFFER}.get_dtensor", "as a DTensor", "64b72abcf05a58be", "f26bcecbad026ce9"),
 )
+_SETS = ("30b490e1e2bbbbc3", "0f2289d28c1fc7f9")
 REPLACES_SWITCHES = (
     *_known(f"{_GROUP}.{_TO_SHARDED}", "sets shards", "288eb9e359975215", "9ff84b85f9327916"),
+    *_known(f"{_GROUP}._set_module_parameters|_set_module_parameter", "sets them", *_SETS),
+    *_known("parameter_group:_get_parameter_owner", "finds their modules", "89982003f44a2d39"),
     *_known(f"{_GROUP}.{_TO_UNSHARDED}", "sets weights", "47f484df95853b67", "aaad70011875a174"),
 )
 REPLACES_PACKING = (
+    *_known(f"{_BUFFER}.get_local_tensor", "a view", "15cd9ae6b2603518"),
+    *_known(f"{_BUFFER}.reallocate_storage", "allocates memory", "9cc8f2a8bde0763a"),
+    *_known(f"{_BUFFER}.release_storage", "frees it", "66b6959ac6e30e59"),
     *_known(f"{_GROUP}.{_ALLOCATE}", "for gradients", "07bca1c25b151b7f", "1130e7458da32260"),
     *_known(f"{_GROUP}.{_COPY}", "copies them there", "c3dd03a9739fb3aa", "34054b43f1f9ab8e"),
     *_known(f"{_GROUP}.{_REDUCE}", "reduces them", "0933f63f3a9d06ef", "19f0a26ca375d113"),
     *_known(f"{_MODULE}._reduce_gradient_groups", "calls these", "fc3229fd7ba0e3fd"),
 )
-REPLACES_HOOKS = _known(
-    f"{_MODULE}._register_hooks", "counts gradients", "395a512527abdb36", "5434a71c351faf49"
+_HOOKS, _HOOK = ("395a512527abdb36", "5434a71c351faf49"), ("4d981763f9c53408", "5434a71c351faf49")
+REPLACES_HOOKS = (
+    *REPLACES_PACKING,  # That is when gradients in a graph's memory are read.
+    *_known(f"{_MODULE}._register_hooks", "counts gradients", *_HOOKS),
+    *_known(f"{_MODULE}._make_grad_hook|_register_hooks", "the hook that does", *_HOOK),
+    *_known(f"{_MODULE}.pre_forward", "begins to count", "bdf5c959da96d346", "64bc2a3863e0e976"),
+    *_known(f"{_MODULE}.post_backward", "is called then", "2492ef316cb6d6d9", "f620c1ee1ae51236"),
 )
 _FILLS: Any = torch.utils.deterministic
 _OPTIMIZER = "megatron.core.optimizer.fully_sharded_optimizer"
@@ -109,8 +120,8 @@ REPLACES_CASTS = tuple(
     if _IN_CORE
 )
 RELIES_ON = (
-    *(*REPLACES_LAYOUTS, *REPLACES_VIEWS, *REPLACES_SWITCHES, *REPLACES_PACKING),
-    *(*REPLACES_HOOKS, *REPLACES_CASTS),
+    *dict.fromkeys((*REPLACES_LAYOUTS, *REPLACES_VIEWS, *REPLACES_SWITCHES, *REPLACES_HOOKS)),
+    *REPLACES_CASTS,
     *fsdp_v2(
         _GROUP,
         "parameters that are gathered together",
@@ -370,8 +381,13 @@ class _Hooked:
                     weight.grad = weight.grad + gradient
                 else:
                     weight.grad = gradient if whole else gradient.clone()
-            if whole:
-                module.post_backward()
+            try:
+                if whole:
+                    module.post_backward()
+            finally:
+                for place in there:
+                    if weights[place].grad is gradients[place]:
+                        weights[place].grad = gradients[place].clone()  # type: ignore[union-attr]
 
 
 def _ready(module: Any) -> int:

@@ -95,8 +95,9 @@ def lookup(path: str, expected: str) -> Any:
     module_name, _, attributes = path.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
-        for name in filter(None, attributes.split(".")):
-            found = getattr(found, name)
+        for names in filter(None, attributes.split(".")):
+            *others, last = names.split("|")
+            found = getattr(found, next((one for one in others if hasattr(found, one)), last))
     except (ImportError, AttributeError) as error:
         raise changed(_distribution_of(path), path, expected) from error
     return found
@@ -107,7 +108,8 @@ class Symbol:
     """A symbol of another package that one of our modules relies on."""
 
     path: str
-    """``module:attribute.path``; ``<locals>.`` precedes the name of a function defined inside."""
+    """``module:attribute.path``; ``<locals>.`` precedes the name of a function defined inside, and
+    ``a|b`` is as in ``attributes``."""
     expected: str
     """What we use it as, for messages."""
     parameters: tuple[str, ...] = ()

@@ -3,8 +3,8 @@
 import logging
 import operator
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -265,20 +265,36 @@ def test_other_gradients_than_before_get_another_buffer(groups: Any) -> None:
     undo()
 
 
+class Said(list[str]):
+    """What happened."""
+
+    gradients: Sequence[torch.Tensor | None] = ()
+    """What v2 finds when it reduces."""
+    breaks = False
+
+
 @pytest.fixture
-def hooked(groups: Any) -> Iterator[tuple[Any, list[nn.Parameter], list[str]]]:
+def hooked(groups: Any) -> Iterator[tuple[Any, list[nn.Parameter], Said]]:
     """The weights of one layer, the object that takes their gradients, and what then happens."""
     layer: Any = under_v2._owner(groups[0])
-    said: list[str] = []
-    layer.post_backward = lambda: said.append("reduced")
+    said, weights = Said(), unsharded_parameters(groups[0])
+
+    def post_backward() -> None:
+        said.append("reduced")
+        said.gradients = [weight.grad for weight in weights]
+        if said.breaks:
+            raise ArithmeticError
+
+    layer.post_backward = post_backward
     taker = under_v2._Hooked(groups)
     undo = taker.install()
-    yield taker, unsharded_parameters(groups[0]), said
+    yield taker, weights, said
     undo()
     del layer.post_backward
 
 
 def take(taker: Any, weights: list[Any], numbers: Any, used: Any = ()) -> list[torch.Tensor]:
+    """Give gradients of a graph, filled with these numbers."""
     gradients = [
         None if n is None else torch.full_like(w, n) for w, n in zip(weights, numbers, strict=True)
     ]
@@ -290,11 +306,20 @@ def take(taker: Any, weights: list[Any], numbers: Any, used: Any = ()) -> list[t
     return gradients  # type: ignore[return-value]
 
 
-def test_gradients_of_a_whole_module_stay_where_a_graph_left_them(hooked: Any) -> None:
+@pytest.mark.parametrize("breaks", [False, True])
+def test_gradients_of_a_whole_module_are_reduced_where_a_graph_left_them(
+    hooked: Any, breaks: bool
+) -> None:
+    """A gradient that is still there after that is a copy."""
     taker, weights, said = hooked
-    gradients = take(taker, weights, range(len(weights)))
-    assert said == ["reduced"]
-    assert all(map(operator.is_, [weight.grad for weight in weights], gradients))
+    said.breaks = breaks
+    gradients = [torch.full_like(weight, number) for number, weight in enumerate(weights)]
+    together = taker.detach(weights, lambda: False)
+    with pytest.raises(ArithmeticError) if breaks else nullcontext():
+        taker.take_detached(together, gradients, [False] * len(weights))
+    assert said == ["reduced"] and all(map(operator.is_, said.gradients, gradients))
+    for weight, gradient in zip(weights, gradients, strict=True):
+        assert weight.grad is not gradient and torch.equal(weight.grad, gradient)
 
 
 def test_gradients_that_wait_for_others_are_copied(hooked: Any) -> None:
@@ -343,7 +368,7 @@ def test_modules_are_reduced_in_the_order_of_an_eager_pass(groups: Any) -> None:
     assert not taker.knows(nn.Parameter(torch.ones(1))) and all(map(taker.knows, weights))
 
 
-class OfNorms(GPTModel):
+class OfNorms(GPTModel):  # type: ignore[misc]
     """Trains one weight of each layer, which its graph and its eager part use."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -435,30 +460,44 @@ PARTS = ["layouts", "views", "places", "packing"]
 """Without graphs and an optimizer."""
 
 
-@pytest.mark.parametrize(
-    ("function", "off"),
-    {
-        "__post_init__": "layouts",
-        "get_dtensor": "views",
-        "_switch_to_sharded_parameters": "places",
-        "_reduce_gradient_groups": "packing",
-    }.items(),
-)
+OF_GRAPHS = "detached-weights-of-graphs"
+FUNCTIONS = {
+    "__post_init__": ["layouts"],
+    "get_dtensor": ["views"],
+    "get_local_tensor": ["views", "packing", OF_GRAPHS],
+    "_switch_to_sharded_parameters": ["places"],
+    "_set_module_parameters|_set_module_parameter": ["places"],
+    "_get_parameter_owner": ["places"],
+    "_reduce_gradient_groups": ["packing", OF_GRAPHS],
+    "reallocate_storage": ["packing", OF_GRAPHS],
+    "release_storage": ["packing", OF_GRAPHS],
+    "_register_hooks": [OF_GRAPHS],
+    "pre_forward": [OF_GRAPHS],
+    "post_backward": [OF_GRAPHS],
+}
+if under_v2._IN_CORE:
+    FUNCTIONS |= {under_v2._CAST: ["casts"], under_v2._STEP: ["casts"]}
+else:
+    FUNCTIONS["_make_grad_hook|_register_hooks"] = [OF_GRAPHS]
+
+
+@pytest.mark.parametrize(("function", "off"), FUNCTIONS.items())
 def test_an_unknown_function_turns_its_part_off(
     groups: Any,
     function: str,
-    off: str,
+    off: list[str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def unknown_body(symbol: Symbol) -> str | None:
-        return "another body" if symbol.path.endswith(f".{function}") else None
+        is_it = symbol.path.endswith((f".{function}", f":{function}"))
+        return "another body" if is_it else None
 
     install_parts._warn_once.cache_clear()
     monkeypatch.setattr(Symbol, "unknown_body", unknown_body)
-    path = install_under_v2(groups)
+    path = install_under_v2(groups, [SimpleNamespace(chained_optimizers=[])])
     path.close()
-    assert path.parts == [part for part in PARTS if part != off]
-    assert path.left_out[off] == "another body"
+    assert path.parts == [part for part in PARTS if part not in off]
+    assert [part for part, why in path.left_out.items() if why == "another body"] == off
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert warnings and all("another body" in text for text in warnings)
