@@ -37,8 +37,7 @@ Note [Weights that autograd does not visit]
     wait for others, are copied out of the graph's memory, as a backend does. For a weight that has
     another use autograd calls the hook, once in a pass, so each weight counts once. Autograd does
     not know that such a weight has a use in a graph, so all weights of a module may count before
-    the graph's backward pass. Then v2's ``post_backward`` waits for it. Modules that are whole
-    at once are so in the order of an eager pass: a module whose first weight is later comes first.
+    the graph's backward pass. Then v2's ``post_backward`` waits for it.
 
 Note [Casts for the optimizer]
     v2 reduces gradients in the dtype of the weights, and Megatron's optimizer casts each for the
@@ -347,15 +346,14 @@ class _Hooked:
     def detach(
         self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]
     ) -> list[tuple[Any, list[int], Sequence[nn.Parameter], Callable[[], bool]]]:
-        """The sharded modules that have them, with the places of their weights, in order."""
+        """The sharded modules that have them, with the places of their weights."""
         places: dict[int, list[int]] = {}
         modules = [self._modules[id(weight)] for weight in weights]
         for place, module in enumerate(modules):
             places.setdefault(id(module), []).append(place)
         for at in places.values():
             self._to_come[modules[at[0]]].append(to_come)
-        in_order = sorted(places.values(), reverse=True)
-        return [(modules[at[0]], at, weights, to_come) for at in in_order]
+        return [(modules[at[0]], at, weights, to_come) for at in places.values()]
 
     def attach(self, together: Any) -> None:
         """Wait for them no longer."""

@@ -25,6 +25,13 @@ Note [The later unit lies elsewhere]
     own hooks this happens only if units run in another order than at capture. In a backward pass it
     is an error: autograd may have saved views of the unit's weights, and they do not move with it.
 
+Note [Modules of a unit are reduced in one order]
+    v2 reduces a module as soon as its last gradient is there. A replay gives all gradients of a
+    unit at once, and an eager pass one after another. So if one rank alone runs eagerly, it would
+    reduce the sharded modules of a unit in another order than other ranks. While graphs exist,
+    these modules wait for each other, in all passes. If one never gets all its gradients, the
+    others are reduced at the end of the backward pass.
+
 Note [Replicated parameters]
     With ZeRO-1 and ZeRO-2, of megatron-core 0.20 alone, a group is gathered once a step, into a
     buffer that is new in each. While graphs exist it is gathered into the same one.
@@ -43,18 +50,19 @@ from megatron_cg.fsdp.roles import UnitHooks, fsdp_package_of, fsdp_v2
 from megatron_cg.fully_shard.per_module import Buffer, PerModule, Place, Storages, lies_in
 from megatron_cg.replay.borders import in_backward_pass
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import Undo, replace_function
+from megatron_cg.upstream.patch import Undo, replace_function, wrap_method
 
 RELIES_ON = (
     *fsdp_v2(
         "module:FsdpModule",
         "a sharded module",
         *("_parameter_groups", "_context", "_unshard_event", "name", "_reshard_parameter_groups"),
+        *("_num_trainable_parameters", "pre_forward", "post_backward"),
     ),
     *fsdp_v2(
         "module:FsdpContext",
         "what the modules below one root share",
-        *("forward_order", "allgather_stream", "current_stream"),
+        *("forward_order", "allgather_stream", "reduce_scatter_stream", "current_stream"),
     ),
     *fsdp_v2(
         "parameter_group:FsdpParameterGroup",
@@ -126,6 +134,9 @@ class MegatronFsdpV2(PerModule):
             yield partial(_reshard, module)
             if module is not layer:
                 yield from self.hooks_around(layer, module)
+        trained = [m for m in self._together[layer] if m._num_trainable_parameters]
+        if len(trained) > 1:
+            yield from _InOrder(trained).installed()
         place = self._places[layer] % 2
         for number, group in enumerate(self._groups_of(layer)):
             if _is_replicated(group):
@@ -150,6 +161,40 @@ class MegatronFsdpV2(PerModule):
 
     def _groups_of(self, layer: nn.Module) -> list[Any]:
         return [group for module in self._together[layer] for group in _groups(module)]
+
+
+class _InOrder:
+    """See Note [Modules of a unit are reduced in one order]."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self._own = {module: module.post_backward for module in modules}
+        self._ready: set[Any] = set()
+
+    def installed(self) -> Iterator[Undo]:
+        for module in self._own:
+            yield replace_function(module, "post_backward", partial(self._end, module))
+            # v2 counts a module's gradients anew from here on.
+            yield wrap_method(module, "pre_forward", before=partial(self._ready.discard, module))
+
+    def _end(self, module: Any) -> None:
+        if not self._ready:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_pass)
+        self._ready.add(module)
+        if len(self._ready) == len(self._own):
+            self._reduce()
+
+    def _end_pass(self) -> None:
+        ready = self._reduce()
+        for context in {id(module._context): module._context for module in ready}.values():
+            context.current_stream().wait_stream(context.reduce_scatter_stream)
+
+    def _reduce(self) -> list[Any]:
+        ready = [module for module in self._own if module in self._ready]
+        self._ready.clear()
+        for module in ready:
+            self._own[module]()
+        return ready
 
 
 def _require_order(layers: Sequence[Any]) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
 from megatron_cg.fully_shard.fsdp2 import FullyShard, own_groups
-from megatron_cg.fully_shard.megatron_fsdp_v2 import unsharded_parameters
+from megatron_cg.fully_shard.megatron_fsdp_v2 import _InOrder, unsharded_parameters
+from megatron_cg.upstream.patch import combine_undos
 from tests.unit.ranks import on_ranks
 from tests.unit.units.sharded import (
     IN_BF16,
@@ -140,6 +142,10 @@ def in_bf16(network: Network) -> None:
     network.to(torch.bfloat16)
 
 
+def in_fp32(network: Network) -> None:
+    network.float()
+
+
 def with_frozen_layer(network: Network) -> None:
     network.layers[1].requires_grad_(False)
 
@@ -176,6 +182,25 @@ def with_gates(network: Any) -> None:
         return network.head(x) * (1 + sum(seconds[network.doubled :]))  # type: ignore[no-any-return]
 
     network.forward = forward
+
+
+class UpFirst(Block):
+    """Its module ``up`` runs behind another one, and is registered before it."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__(inner)
+        del self._parameters["scale"]
+        self.register_buffer("scale", torch.ones(WIDTH))
+        modules = self._modules
+        self._modules = {"up": modules.pop("up"), **modules}
+
+
+def with_up_first(network: Network) -> None:
+    network.layers = nn.ModuleList(UpFirst(16) for _ in network.layers)
+
+
+def fewer_on_one_rank(run: Run, step: int) -> None:
+    run.rows = 2 if step == LATER and dist.get_rank() else 3
 
 
 def smaller_on_one_rank(run: Run, step: int) -> None:
@@ -257,6 +282,15 @@ for fast_path in (False, True):
         *(under_v1(with_gates), (16,) * 3, {"fast_path": fast_path}, smaller_on_one_rank),
         counts=lambda rank: {"eager": rank * 3 * MICROBATCHES},
     )
+    # All reduce the sharded modules of a unit in one order. Graphs have another one than eager
+    # passes: in the first without the fast path, and in the second with it.
+    for prepare in (in_fp32, with_up_first):
+        CASES[f"v2, rank 1 alone is eager, {prepare.__name__}, fast path {fast_path}"] = Case(
+            under_v2(prepare=prepare, inside=True),
+            options={"fast_path": fast_path},
+            before_step=fewer_on_one_rank,
+            counts=lambda rank: {"eager": rank * 3 * MICROBATCHES},
+        )
 if PLACED is not None:
     CASES["FSDP2, parameters on two meshes"] = Case(on_two_meshes, options={"verify_interval": 2})
 for zero, placed in {"ZeRO-1": ZERO_1, "ZeRO-2": ZERO_2}.items() if IN_CONTEXT else ():
@@ -421,7 +455,8 @@ def test_a_verified_replay_compares_gradients_too(report: dict[str, Any], way: s
 def test_every_part_of_the_fast_path_is_on(report: dict[str, Any]) -> None:
     for way, parts in {"v2": PARTS_OF_V2, "FSDP2": ["spans"], "DDP": []}.items():
         for name in CASES:
-            assert not name.startswith(way) or report[name]["parts"] == parts
+            on = parts if CASES[name].options.get("fast_path", True) else []
+            assert not name.startswith(way) or report[name]["parts"] == on
 
 
 def test_units_of_one_shape_share_their_unsharded_memory(report: dict[str, Any]) -> None:
@@ -463,3 +498,53 @@ def test_refusals_under_v2_name_the_unit_and_what_to_do(report: dict[str, Any]) 
     assert "unit layers.0.up is a Linear without fully_shard of its own" in inside
     assert "unit layers.0 was sharded with use_symm_mem=True" in symmetric
     assert "units run in the order layers.2, layers.1, layers.0, and were registered" in order
+
+
+class OfV2:
+    """What a sharded module of v2 has, and what is done with it."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said, self._context = name, said, self
+        self.reduce_scatter_stream = f"for {name}"
+
+    def pre_forward(self) -> None: ...
+
+    def post_backward(self) -> None:
+        self.said.append(self.name)
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(wait_stream=self.said.append)
+
+
+@pytest.mark.parametrize(
+    ("whole", "expected"),
+    [
+        (["one", "two"], ["one", "two"]),
+        (["two", "one"], ["one", "two"]),
+        (["two"], ["two", "for two"]),  # At the end of the pass.
+    ],
+)
+def test_modules_of_a_unit_are_reduced_in_one_order(whole: list[str], expected: list[str]) -> None:
+    said: list[str] = []
+    modules = {name: OfV2(name, said) for name in ("one", "two")}
+
+    def run(names: list[str], *, then: Callable[[], object] = lambda: None) -> None:
+        for module in modules.values():
+            module.pre_forward()
+        x = torch.ones((), requires_grad=True)
+        x.register_hook(lambda _: then())
+        for name in reversed(names):
+            x = x * 1
+            end = modules[name].post_backward
+            x.register_hook(lambda _, end=end: end())
+        x.backward()
+
+    undo = combine_undos(_InOrder(list(modules.values())).installed())
+    with pytest.raises(ZeroDivisionError):
+        run(["one"], then=lambda: 1 / 0)
+    assert said == []
+    run(whole)
+    assert said == expected
+    undo()
+    modules["two"].post_backward()
+    assert said == [*expected, "two"]
