@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
+from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.upstream.patch import Undo, combine_undos, run_instead, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
@@ -25,12 +26,16 @@ _RULES = Symbol(
     "v2's rules of a model",
     parameters=("config", "ddp_config"),
 )
+_DBUFFER = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer:DBuffer"
+_MEMORY = Symbol(
+    _DBUFFER, "weights to compute with, and a stream", attributes=("allocation_stream",)
+)
 _CAST = Symbol(
-    "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer:DBuffer.cast",
+    f"{_DBUFFER}.cast",
     "what writes weights to compute with, at first into memory that is there",
     parameters=("dtype", "out"),
 )
-RELIES_ON = () if _MODEL is None else (_RULES, _CAST)
+RELIES_ON = () if _MODEL is None else (_RULES, _MEMORY, _CAST)
 
 
 def allow_graphs() -> Undo:
@@ -38,23 +43,34 @@ def allow_graphs() -> Undo:
 
     Inside of a graph of Megatron's own, v2's hooks would gather weights into memory that moves, so
     it refuses such models. Here they run around the graphs, in memory that stays. Its other rules
-    apply. Their weights are written in order; see the note above. Before 0.20 megatron-core has no
-    v2.
-
-    Raises UpstreamChangedError if v2 has no such rules, or writes weights in another way.
+    apply. Weights are written in order; see the note above. Before 0.20 megatron-core has no v2.
+    Runs with another sharding do not end if v2 has changed: then it refuses such models itself, or
+    they end with UpstreamChangedError.
     """
     if _MODEL is None:
         return lambda: None
-    rules = _RULES.find()
+    changes: list[Undo] = []
+    changed: UpstreamChangedError | None = None
+    try:
+        rules = _RULES.find()
+    except UpstreamChangedError:
+        return lambda: None
+    try:
+        _MEMORY.find()
+        changes.append(run_instead(_CAST, _cast))
+    except UpstreamChangedError as error:
+        changed = error
 
     def check(config: Any, ddp_config: Any, *rest: Any, **named: Any) -> None:
         if config.cuda_graph_impl == "transformer_engine":
+            if changed is not None:
+                raise changed
             config, ddp_config = copy.copy(config), copy.copy(ddp_config)
             config.cuda_graph_impl, ddp_config.megatron_fsdp_cuda_graph_mode = "none", False
         rules(config, ddp_config, *rest, **named)
 
-    allowed = set_attribute(_MODEL, "_validate_config", staticmethod(check))
-    return combine_undos((allowed, run_instead(_CAST, _cast)))
+    changes.append(set_attribute(_MODEL, "_validate_config", staticmethod(check)))
+    return combine_undos(changes)
 
 
 def _cast(cast: Callable[..., Any], buffer: Any, dtype: torch.dtype, *, out: Any = None) -> Any:

@@ -5,6 +5,7 @@ import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath import install_parts, install_under_v2, under_v2
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fastpath.under_v2 import keep_layouts, keep_views
+from megatron_cg.fully_shard import models
 from megatron_cg.fully_shard.megatron_fsdp_v2 import unsharded_parameters
 from megatron_cg.fully_shard.per_module import lies_in
 from megatron_cg.replay.plain import _Identity as Same
@@ -501,3 +504,28 @@ def test_an_unknown_function_turns_its_part_off(
     assert [part for part, why in path.left_out.items() if why == "another body"] == off
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert warnings and all("another body" in text for text in warnings)
+
+
+@pytest.mark.skipif(not models.RELIES_ON, reason="Megatron's models before 0.20 have no v2")
+@pytest.mark.parametrize("gone", ["_RULES", "_MEMORY", "_CAST"])
+def test_only_models_with_graphs_end_when_v2_has_changed(
+    gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        *(models._MODEL, "_validate_config"),
+        staticmethod(lambda config, ddp_config: asked.append(config.cuda_graph_impl)),
+    )
+    known = models._MODEL._validate_config
+    changed = replace(getattr(models, gone), parameters=("gone",), attributes=())
+    monkeypatch.setattr(models, gone, changed)
+    undo = models.allow_graphs()
+    config, ddp_config = (SimpleNamespace(cuda_graph_impl=impl) for impl in ("none", ""))
+    models._MODEL._validate_config(config, ddp_config)
+    config.cuda_graph_impl = "transformer_engine"
+    with nullcontext() if gone == "_RULES" else pytest.raises(UpstreamChangedError, match="gone"):
+        models._MODEL._validate_config(config, ddp_config)
+    # If it has other rules, these are asked.
+    assert asked == ["none", *["transformer_engine"] * (gone == "_RULES")]
+    undo()
+    assert models._MODEL._validate_config is known
