@@ -35,9 +35,8 @@ Note [Weights that autograd does not visit]
     graph left it, and is counted, as v2's hook of the weight would do. The last gradient of a
     module lets v2 pack and reduce them, before the next replay. Those that v2 leaves there, or that
     wait for others, are copied out of the graph's memory, as a backend does. For a weight that has
-    another use autograd calls the hook, once in a pass, so each weight counts once. Autograd does
-    not know that such a weight has a use in a graph, so all weights of a module may count before
-    the graph's backward pass. Then v2's ``post_backward`` waits for it.
+    another use autograd calls the hook, once in a pass, so each weight counts once. If all weights
+    of a module count before a graph's backward pass, v2's ``post_backward`` waits for that.
 
 Note [Casts for the optimizer]
     v2 reduces gradients in the dtype of the weights, and Megatron's optimizer casts each for the
@@ -51,6 +50,7 @@ from typing import Any
 from weakref import finalize
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -84,7 +84,7 @@ REPLACES_VIEWS = (
 _SETS = ("30b490e1e2bbbbc3", "0f2289d28c1fc7f9")
 REPLACES_SWITCHES = (
     *_known(f"{_GROUP}.{_TO_SHARDED}", "sets shards", "288eb9e359975215", "9ff84b85f9327916"),
-    *_known(f"{_GROUP}._set_module_parameters|_set_module_parameter", "sets them", *_SETS),
+    *_known(f"{_GROUP}._set_module_parameters|_set_module_parameter", "sets one", *_SETS),
     *_known("parameter_group:_get_parameter_owner", "finds their modules", "89982003f44a2d39"),
     *_known(f"{_GROUP}.{_TO_UNSHARDED}", "sets weights", "47f484df95853b67", "aaad70011875a174"),
 )
@@ -97,18 +97,18 @@ REPLACES_PACKING = (
     *_known(f"{_GROUP}.{_REDUCE}", "reduces them", "0933f63f3a9d06ef", "19f0a26ca375d113"),
     *_known(f"{_MODULE}._reduce_gradient_groups", "calls these", "fc3229fd7ba0e3fd"),
 )
-_HOOKS, _HOOK = ("395a512527abdb36", "5434a71c351faf49"), ("4d981763f9c53408", "5434a71c351faf49")
+_HOOKS = ("395a512527abdb36", "5434a71c351faf49", "4d981763f9c53408")
 REPLACES_HOOKS = (
     *REPLACES_PACKING,  # That is when gradients in a graph's memory are read.
     *_known(f"{_MODULE}._register_hooks", "counts gradients", *_HOOKS),
-    *_known(f"{_MODULE}._make_grad_hook|_register_hooks", "the hook that does", *_HOOK),
+    *_known(f"{_MODULE}._make_grad_hook|_register_hooks", "the hook that does", *_HOOKS),
     *_known(f"{_MODULE}.pre_forward", "begins to count", "bdf5c959da96d346", "64bc2a3863e0e976"),
     *_known(f"{_MODULE}.post_backward", "is called then", "2492ef316cb6d6d9", "f620c1ee1ae51236"),
 )
 _FILLS: Any = torch.utils.deterministic
 _OPTIMIZER = "megatron.core.optimizer.fully_sharded_optimizer"
 _CAST, _STEP = "_copy_model_grads_to_main_grads", "step_with_ready_grads"
-_IN_CORE = [*map(int, (installed_version("megatron-core") or "0.0").split(".")[:2])] >= [0, 20]
+_IN_CORE = Version(installed_version("megatron-core") or "0") >= Version("0.20.dev0")
 """Whether megatron-core has an optimizer for v2."""
 REPLACES_CASTS = tuple(
     Symbol(f"{_OPTIMIZER}:FullyShardedOptimizer.{name}", expected, fingerprints=(fingerprint,))
@@ -157,9 +157,7 @@ def _views_of(group: Any) -> Iterator[Undo]:
     gradients = group.main_grad
     if gradients is None:
         return
-    of_microbatch = getattr(group, "_main_grad_placements", None)
-    if of_microbatch is None:
-        of_microbatch = group._accumulation_placements
+    of_microbatch = getattr(group, "_main_grad_placements", ()) or group._accumulation_placements
     if tuple(of_microbatch) == gradients.placements == group.main_weight.placements:
         yield _kept(gradients, "get_dtensor")
 
@@ -212,38 +210,36 @@ class _Places:
 
     def __init__(self, group: Any, names: Sequence[str]) -> None:
         self._group, self._names = group, names
-        self._way: list[tuple[dict[str, Any], str, Any]] = []
-        """Modules on the way to a parameter: in which dictionary each is, and its name there."""
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._way: dict[tuple[nn.Module, str], nn.Module] = {}
+        """Modules on the way to a parameter, by the one around each and the name there."""
+        self._places: list[tuple[nn.Module, str]] = []
 
     def setter(self, parameters: Sequence[Any], original: Callable[[], None]) -> Callable[[], None]:
         def switch() -> None:
             if not (self._found() or self._find()):
                 original()
                 return
-            for (own, name), parameter in zip(self._places, parameters, strict=True):
-                own[name] = parameter
+            for (module, name), parameter in zip(self._places, parameters, strict=True):
+                module._parameters[name] = parameter
 
         return switch
 
     def _found(self) -> bool:
-        way = self._way
-        return bool(self._places) and all(own.get(name) is child for own, name, child in way)
+        way = self._way.items()
+        return bool(self._places) and all(m._modules.get(name) is child for (m, name), child in way)
 
     def _find(self) -> bool:
         """Find all again; False if one is in no module that is registered."""
-        way: dict[str, tuple[dict[str, Any], str, Any]] = {}
-        self._places, places = [], []
+        self._way, self._places, places = {}, [], []
         for fqn in self._names:
             module, (*path, name) = _owner(self._group), fqn.split(".")
-            for depth, child in enumerate(path):
-                own = module._modules
-                if own.get(child) is None:
+            for child in path:
+                found = module._modules.get(child)
+                if found is None:
                     return False
-                way.setdefault(".".join(path[: depth + 1]), (own, child, own[child]))
-                module = own[child]
-            places.append((module._parameters, name))
-        self._way, self._places = [*way.values()], places
+                self._way[module, child] = module = found
+            places.append((module, name))
+        self._places = places
         return True
 
 
@@ -268,25 +264,21 @@ class _Packing:
     def installed(self) -> Iterator[Undo]:
         functions: Any = {_ALLOCATE: self.allocate, _COPY: self.copy, _REDUCE: self.reduce}
         yield from (replace_function(self._group, *pair) for pair in functions.items())
-        yield self._drop
-
-    def _drop(self) -> None:
-        self._buffer, self._views, self._like = None, [], None
+        yield partial(vars(self).update, _buffer=None, _views=[], _like=None)
 
     def allocate(self) -> Any:
-        gradients = [parameter.grad for parameter in self._parameters]
-        like = None
-        if not any(gradient is None for gradient in gradients):
-            first: Any = gradients[0]
-            like = [first.dtype, first.device, *(one.shape for one in gradients if one is not None)]
-        if like is None or like != self._like:
+        gradients: list[Any] = [parameter.grad for parameter in self._parameters]
+        if any(gradient is None for gradient in gradients):
+            return self._originals[0]()
+        like = [gradients[0].dtype, gradients[0].device, *(each.shape for each in gradients)]
+        if like != self._like:
             self._buffer = self._originals[0]()
             self._views = list(map(self._buffer.get_local_tensor, range(len(gradients))))
             self._like = like
         else:
             self._buffer.reallocate_storage()
             if torch.are_deterministic_algorithms_enabled() and _FILLS.fill_uninitialized_memory:
-                self._buffer.local_buffer.detach().fill_(torch.nan)
+                self._buffer.local_buffer.fill_(torch.nan)
         return self._buffer
 
     @torch.no_grad()
@@ -320,9 +312,7 @@ class _Hooked:
 
     def __init__(self, groups: Sequence[Any]) -> None:
         trained = [group for group in groups if group.requires_grad]
-        self._modules: dict[int, Any] = {
-            id(parameter): _owner(group) for group in trained for _, _, parameter in _named(group)
-        }
+        self._modules = {id(weight): _owner(g) for g in trained for *_, weight in _named(g)}
         self._to_come: dict[Any, list[Callable[[], bool]]] = {m: [] for m in self._modules.values()}
         """Of each sharded module: whether gradients of its graphs are still to come in a pass."""
 
@@ -334,72 +324,51 @@ class _Hooked:
         )
 
     def _reduce(self, module: Any, own: Callable[[], None]) -> None:
-        if not self._waits(module):
+        if not any(to_come() for to_come in self._to_come[module]):
             own()
-
-    def _waits(self, module: Any) -> bool:
-        return any(to_come() for to_come in self._to_come[module])
 
     def knows(self, parameter: object) -> bool:
         return id(parameter) in self._modules
 
-    def detach(
-        self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]
-    ) -> list[tuple[Any, list[int], Sequence[nn.Parameter], Callable[[], bool]]]:
-        """The sharded modules that have them, with the places of their weights."""
-        places: dict[int, list[int]] = {}
-        modules = [self._modules[id(weight)] for weight in weights]
-        for place, module in enumerate(modules):
-            places.setdefault(id(module), []).append(place)
-        for at in places.values():
-            self._to_come[modules[at[0]]].append(to_come)
-        return [(modules[at[0]], at, weights, to_come) for at in places.values()]
+    def detach(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Any:
+        places: dict[Any, list[int]] = {}
+        for place, weight in enumerate(weights):
+            places.setdefault(self._modules[id(weight)], []).append(place)
+        for module in places:
+            self._to_come[module].append(to_come)
+        return weights, places, to_come
 
     def attach(self, together: Any) -> None:
-        """Wait for them no longer."""
-        for module, *_, to_come in together:
+        _, places, to_come = together
+        for module in places:
             self._to_come[module].remove(to_come)
 
     @torch.no_grad()
     def take_detached(
-        self,
-        together: Sequence[tuple[Any, list[int], Sequence[Any], Any]],
-        gradients: list[torch.Tensor | None],
-        used: Sequence[bool],
+        self, together: Any, gradients: list[torch.Tensor | None], used: Sequence[bool]
     ) -> None:
         """See Note [Weights that autograd does not visit]."""
-        for module, places, weights, _ in together:
-            there = [place for place in places if gradients[place] is not None]
-            _count(module, [weights[place] for place in there if not used[place]])
-            whole = _ready(module) == module._num_trainable_parameters and not self._waits(module)
-            for place in there:
-                weight, gradient = weights[place], gradients[place]
-                assert gradient is not None
-                if weight.grad is not None:
-                    weight.grad = weight.grad + gradient
-                else:
-                    weight.grad = gradient if whole else gradient.clone()
+        weights, places, _ = together
+        for module, own in places.items():
+            given = [(weights[at], g, used[at]) for at in own if (g := gradients[at]) is not None]
+            for weight, gradient, _ in given:
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
             try:
-                if whole:
+                if _is_whole(module, [weight for weight, _, counted in given if not counted]):
                     module.post_backward()
             finally:
-                for place in there:
-                    if weights[place].grad is gradients[place]:
-                        weights[place].grad = gradients[place].clone()  # type: ignore[union-attr]
+                for weight, gradient, _ in given:
+                    if weight.grad is gradient:
+                        weight.grad = gradient.clone()
 
 
-def _ready(module: Any) -> int:
-    """How many of a module's weights have their gradient in this pass."""
-    counted: int | None = getattr(module, "_num_ready_grad_parameters", None)
-    return len(module._ready_grad_parameters) if counted is None else counted
-
-
-def _count(module: Any, weights: Sequence[Any]) -> None:
-    """What v2's hooks of these weights do, in one go: a module's attributes are slow to set."""
-    if not hasattr(module, "_num_ready_grad_parameters"):
-        module._ready_grad_parameters.update(weights)
-    elif weights:
+def _is_whole(module: Any, weights: Sequence[Any]) -> bool:
+    """Count these as v2's hooks do, but in one go: a module's attributes are slow to set."""
+    if hasattr(module, "_num_ready_grad_parameters"):
         module._num_ready_grad_parameters += len(weights)
+        return bool(module._num_ready_grad_parameters == module._num_trainable_parameters)
+    module._ready_grad_parameters.update(weights)
+    return bool(len(module._ready_grad_parameters) == module._num_trainable_parameters)
 
 
 def install_casts(optimizers: Iterable[Any]) -> Undo:
@@ -407,15 +376,11 @@ def install_casts(optimizers: Iterable[Any]) -> Undo:
 
     Raises NotApplicableError if no optimizer is Megatron's own for v2, or it casts nothing.
     """
-    found = dict.fromkeys(one for one in inner_optimizers(optimizers) if _casts(one))
+    own = [one for one in inner_optimizers(optimizers) if type(one).__module__ == _OPTIMIZER]
+    found = dict.fromkeys(one for one in own if not one.config.use_precision_aware_optimizer)
     if not found:
         raise NotApplicableError("no optimizer of Megatron's casts gradients of v2")
     return combine_undos(undo for one in found for undo in _Casts(one).installed())
-
-
-def _casts(optimizer: Any) -> bool:
-    own = type(optimizer).__module__ == _OPTIMIZER
-    return own and not optimizer.config.use_precision_aware_optimizer
 
 
 class _Casts:
@@ -444,12 +409,9 @@ class _Casts:
             self._original()
             self._made = {p: p.grad for p, _ in casted if type(p.grad) is DTensor}
             return
-        pieces = [gradient._local_tensor for _, gradient in differ]
-        copies = [
-            torch.empty_like(x, dtype=p.dtype) for x, (p, _) in zip(pieces, differ, strict=True)
-        ]
+        copies = [torch.empty_like(each._local_tensor, dtype=p.dtype) for p, each in differ]
         if copies:
-            torch._foreach_copy_(copies, pieces)
+            torch._foreach_copy_(copies, [gradient._local_tensor for _, gradient in differ])
         for (parameter, gradient), copy in zip(differ, copies, strict=True):
             made = self._made[parameter]
             made._local_tensor = copy
@@ -463,9 +425,5 @@ class _Casts:
         if made is None or type(gradient) is not DTensor:
             return False
         here, there = made._spec, gradient._spec
-        return bool(
-            made.dtype == parameter.dtype
-            and here.placements == there.placements
-            and here.mesh is there.mesh
-            and here.shape == there.shape
-        )
+        same = here.placements == there.placements and here.mesh is there.mesh
+        return bool(same and here.shape == there.shape and made.dtype == parameter.dtype)

@@ -26,11 +26,10 @@ Note [The later unit lies elsewhere]
     is an error: autograd may have saved views of the unit's weights, and they do not move with it.
 
 Note [Modules of a unit are reduced in one order]
-    v2 reduces a module as soon as its last gradient is there. A replay gives all gradients of a
-    unit at once, and an eager pass one after another. So if one rank alone runs eagerly, it would
-    reduce the sharded modules of a unit in another order than other ranks. While graphs exist,
-    these modules wait for each other, in all passes. If one never gets all its gradients, the
-    others are reduced at the end of the backward pass.
+    v2 reduces a module when its last gradient is there. A replay gives all of a unit at once, an
+    eager pass one after another. So a rank that runs eagerly alone would reduce the modules of a
+    unit in another order. While graphs exist, they wait for each other; if one does not get all its
+    gradients, until the end of the backward pass.
 
 Note [Replicated parameters]
     With ZeRO-1 and ZeRO-2, of megatron-core 0.20 alone, a group is gathered once a step, into a
@@ -136,7 +135,7 @@ class MegatronFsdpV2(PerModule):
                 yield from self.hooks_around(layer, module)
         trained = [m for m in self._together[layer] if m._num_trainable_parameters]
         if len(trained) > 1:
-            yield from _InOrder(trained).installed()
+            yield from _in_order(trained)
         place = self._places[layer] % 2
         for number, group in enumerate(self._groups_of(layer)):
             if _is_replicated(group):
@@ -163,38 +162,33 @@ class MegatronFsdpV2(PerModule):
         return [group for module in self._together[layer] for group in _groups(module)]
 
 
-class _InOrder:
+def _in_order(modules: Sequence[Any]) -> Iterator[Undo]:
     """See Note [Modules of a unit are reduced in one order]."""
+    own = {module: module.post_backward for module in modules}
+    ready: set[Any] = set()
 
-    def __init__(self, modules: Sequence[Any]) -> None:
-        self._own = {module: module.post_backward for module in modules}
-        self._ready: set[Any] = set()
+    def reduce() -> None:
+        whole = [function for module, function in own.items() if module in ready]
+        ready.clear()
+        for function in whole:
+            function()
 
-    def installed(self) -> Iterator[Undo]:
-        for module in self._own:
-            yield replace_function(module, "post_backward", partial(self._end, module))
-            # v2 counts a module's gradients anew from here on.
-            yield wrap_method(module, "pre_forward", before=partial(self._ready.discard, module))
+    def end_pass() -> None:
+        reduce()
+        context = modules[0]._context
+        context.current_stream().wait_stream(context.reduce_scatter_stream)
 
-    def _end(self, module: Any) -> None:
-        if not self._ready:
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_pass)
-        self._ready.add(module)
-        if len(self._ready) == len(self._own):
-            self._reduce()
+    def end(module: Any) -> None:
+        if not ready:
+            torch.autograd.Variable._execution_engine.queue_callback(end_pass)
+        ready.add(module)
+        if len(ready) == len(own):
+            reduce()
 
-    def _end_pass(self) -> None:
-        ready = self._reduce()
-        for context in {id(module._context): module._context for module in ready}.values():
-            context.current_stream().wait_stream(context.reduce_scatter_stream)
-
-    def _reduce(self) -> list[Any]:
-        ready = [module for module in self._own if module in self._ready]
-        self._ready.clear()
-        for module in ready:
-            self._own[module]()
-        return ready
+    for module in modules:
+        yield replace_function(module, "post_backward", partial(end, module))
+        # Where v2 begins to count the module's gradients.
+        yield wrap_method(module, "pre_forward", before=partial(ready.discard, module))
 
 
 def _require_order(layers: Sequence[Any]) -> None:

@@ -27,9 +27,7 @@ _RULES = Symbol(
     parameters=("config", "ddp_config"),
 )
 _DBUFFER = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer:DBuffer"
-_MEMORY = Symbol(
-    _DBUFFER, "weights to compute with, and a stream", attributes=("allocation_stream",)
-)
+_MEMORY = Symbol(_DBUFFER, "memory of a stream", attributes=("allocation_stream",))
 _CAST = Symbol(
     f"{_DBUFFER}.cast",
     "what writes weights to compute with, at first into memory that is there",
@@ -44,33 +42,24 @@ def allow_graphs() -> Undo:
     Inside of a graph of Megatron's own, v2's hooks would gather weights into memory that moves, so
     it refuses such models. Here they run around the graphs, in memory that stays. Its other rules
     apply. Weights are written in order; see the note above. Before 0.20 megatron-core has no v2.
-    Runs with another sharding do not end if v2 has changed: then it refuses such models itself, or
-    they end with UpstreamChangedError.
+    A v2 that has changed keeps its rules, which refuse such models; ``megatron-cg doctor`` says so.
     """
     if _MODEL is None:
         return lambda: None
-    changes: list[Undo] = []
-    changed: UpstreamChangedError | None = None
-    try:
-        rules = _RULES.find()
-    except UpstreamChangedError:
-        return lambda: None
     try:
         _MEMORY.find()
-        changes.append(run_instead(_CAST, _cast))
-    except UpstreamChangedError as error:
-        changed = error
+        rules, mended = _RULES.find(), run_instead(_CAST, _cast)
+    except UpstreamChangedError:
+        return lambda: None
 
     def check(config: Any, ddp_config: Any, *rest: Any, **named: Any) -> None:
         if config.cuda_graph_impl == "transformer_engine":
-            if changed is not None:
-                raise changed
             config, ddp_config = copy.copy(config), copy.copy(ddp_config)
             config.cuda_graph_impl, ddp_config.megatron_fsdp_cuda_graph_mode = "none", False
         rules(config, ddp_config, *rest, **named)
 
-    changes.append(set_attribute(_MODEL, "_validate_config", staticmethod(check)))
-    return combine_undos(changes)
+    allowed = set_attribute(_MODEL, "_validate_config", staticmethod(check))
+    return combine_undos((allowed, mended))
 
 
 def _cast(cast: Callable[..., Any], buffer: Any, dtype: torch.dtype, *, out: Any = None) -> Any:

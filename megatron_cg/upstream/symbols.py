@@ -96,8 +96,8 @@ def lookup(path: str, expected: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
         for names in filter(None, attributes.split(".")):
-            *others, last = names.split("|")
-            found = getattr(found, next((one for one in others if hasattr(found, one)), last))
+            there = (name for name in names.split("|") if hasattr(found, name))
+            found = getattr(found, next(there, names))
     except (ImportError, AttributeError) as error:
         raise changed(_distribution_of(path), path, expected) from error
     return found
@@ -108,8 +108,7 @@ class Symbol:
     """A symbol of another package that one of our modules relies on."""
 
     path: str
-    """``module:attribute.path``; ``<locals>.`` precedes the name of a function defined inside, and
-    ``a|b`` is as in ``attributes``."""
+    """``module:attribute.path``; ``<locals>.`` precedes an inner function; ``a|b`` as below."""
     expected: str
     """What we use it as, for messages."""
     parameters: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
 from megatron_cg.fully_shard.fsdp2 import FullyShard, own_groups
-from megatron_cg.fully_shard.megatron_fsdp_v2 import _InOrder, unsharded_parameters
+from megatron_cg.fully_shard.megatron_fsdp_v2 import _in_order, unsharded_parameters
 from megatron_cg.upstream.patch import combine_undos
 from tests.unit.ranks import on_ranks
 from tests.unit.units.sharded import (
@@ -519,9 +519,9 @@ class OfV2:
 @pytest.mark.parametrize(
     ("whole", "expected"),
     [
-        (["one", "two"], ["one", "two"]),
-        (["two", "one"], ["one", "two"]),
-        (["two"], ["two", "for two"]),  # At the end of the pass.
+        (["one", "two"], ["one", "two", "for one"]),
+        (["two", "one"], ["one", "two", "for one"]),
+        (["two"], ["two", "for one"]),  # At the end of the pass.
     ],
 )
 def test_modules_of_a_unit_are_reduced_in_one_order(whole: list[str], expected: list[str]) -> None:
@@ -539,7 +539,7 @@ def test_modules_of_a_unit_are_reduced_in_one_order(whole: list[str], expected: 
             x.register_hook(lambda _, end=end: end())
         x.backward()
 
-    undo = combine_undos(_InOrder(list(modules.values())).installed())
+    undo = combine_undos(_in_order(list(modules.values())))
     with pytest.raises(ZeroDivisionError):
         run(["one"], then=lambda: 1 / 0)
     assert said == []
