@@ -39,14 +39,16 @@ CHECKS = {
 }
 MORE_CHECKS = {
     "fast path": f"{PYTEST}tests/unit/fastpath/test_fast_path.py tests/unit/fastpath/test_parts.py "
-    "tests/unit/ordering",
+    "tests/unit/fastpath/test_under_v2.py tests/unit/ordering",
     "rules": f"{PYTEST}tests/unit/arguments tests/unit/runs/test_other_layers.py",
     **{f"alignment of {preset}": ALIGN + preset for preset in PRESETS},
     "alignment under v2": f"{ALIGN}{PRESETS[1]} --megatron-fsdp-version 2",
     "loops": f"{PYTEST}tests/unit/tape/test_own_loop.py tests/unit/runs/test_life.py",
 }
 """With sources of Megatron-LM, in place of the one alignment."""
-STANDALONE = {"standalone": f"{PYTEST}tests/unit/units/test_sharded.py"}
+STANDALONE = {
+    "standalone": f"{PYTEST}tests/unit/units/test_sharded.py tests/unit/fastpath/test_under_v2.py"
+}
 """With the megatron_fsdp package in these sources too."""
 
 

@@ -425,5 +425,5 @@ class _Casts:
         if made is None or type(gradient) is not DTensor:
             return False
         here, there = made._spec, gradient._spec
-        same = here.placements == there.placements and here.mesh is there.mesh
+        same = here.placements == there.placements and here.mesh == there.mesh
         return bool(same and here.shape == there.shape and made.dtype == parameter.dtype)

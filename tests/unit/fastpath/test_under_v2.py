@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -410,7 +411,7 @@ def both_of_norms() -> list[Any]:
     return [of_norms(False), of_norms(True)]
 
 
-@pytest.mark.skipif(not sharded.IN_CONTEXT, reason="Megatron's models before 0.20 have no v2")
+@pytest.mark.skipif(not models.RELIES_ON, reason="Megatron's models before 0.20 have no v2")
 def test_a_module_waits_for_its_graph_when_its_only_weight_has_another_use() -> None:
     for eager, graphed in on_ranks(both_of_norms):
         assert eager == graphed
@@ -422,18 +423,30 @@ def test_no_other_optimizer_is_changed(groups: Any) -> None:
         under_v2.install_casts([SimpleNamespace(chained_optimizers=[], optimizer=adam)])
 
 
-@pytest.mark.skipif(not under_v2._IN_CORE, reason="megatron-core before 0.20 has no such optimizer")
-def test_casts_are_those_of_megatrons_optimizer(groups: Any) -> None:
+in_core = pytest.mark.skipif(
+    not under_v2._IN_CORE, reason="megatron-core before 0.20 has no such optimizer"
+)
+
+
+def megatrons(inner: Any, parameters: list[Any]) -> Any:
+    """Megatron's optimizer for v2, around another one."""
     from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
 
     optimizer: Any = object.__new__(FullyShardedOptimizer)
+    off = ("use_precision_aware_optimizer", "reuse_grad_buf_for_mxfp8_param_ag", "timers")
+    optimizer.config = SimpleNamespace(**dict.fromkeys((*off, "overlap_param_gather")))
+    optimizer.get_parameters, optimizer._casted_grads = lambda: parameters, []
+    optimizer.is_stub_optimizer, optimizer.grad_scaler, optimizer.model_chunks = False, None, []
+    optimizer.optimizer = inner
+    return optimizer
+
+
+@in_core
+def test_casts_are_those_of_megatrons_optimizer(groups: Any) -> None:
     parameters = [one for group in groups for _, one, _ in named(group)]
     seen: list[Any] = []
-    off = ("use_precision_aware_optimizer", "reuse_grad_buf_for_mxfp8_param_ag", "timers")
-    optimizer.config = SimpleNamespace(**dict.fromkeys(off))
-    optimizer.get_parameters, optimizer._casted_grads = lambda: parameters, []
-    optimizer.is_stub_optimizer = False
-    optimizer.optimizer = SimpleNamespace(step=lambda: seen.append([p.grad for p in parameters]))
+    inner = SimpleNamespace(step=lambda: seen.append([p.grad for p in parameters]))
+    optimizer = megatrons(inner, parameters)
     optimizer._copy_main_params_to_model_params = lambda: None
     undo = under_v2.install_casts([SimpleNamespace(chained_optimizers=[optimizer])])
     for step in range(3):
@@ -457,6 +470,55 @@ def test_casts_are_those_of_megatrons_optimizer(groups: Any) -> None:
     assert {one._local_tensor for one in seen[2][1:]} == {None}
     undo()
     assert not {"_copy_model_grads_to_main_grads", "step_with_ready_grads"} & {*vars(optimizer)}
+
+
+class Stepping:
+    """AdamW in Megatron's optimizer for v2, which casts gradients of BF16 and clips them here."""
+
+    def __init__(self, run: sharded.Run, set_to_none: bool) -> None:
+        adam: Any = run.optimizer
+        self.param_groups, self.state = adam.param_groups, adam.state
+        self.parameters = [p for group in adam.param_groups for p in group["params"]]
+        self.megatrons, self.losses = megatrons(adam, self.parameters), run.losses
+        self.megatrons.model_chunks = [run.model]
+        self.zero_grad = partial(adam.zero_grad, set_to_none=set_to_none)
+
+    def step(self) -> None:
+        assert not self.megatrons.prepare_grads()
+        pieces = [p.grad._local_tensor for p in self.parameters if p.grad is not None]
+        norm = sum(piece.float().square().sum() for piece in pieces)
+        dist.all_reduce(norm)
+        self.losses.append(norm.clone())
+        for piece in pieces:
+            piece.mul_(0.1 / (norm.sqrt() + 1e-6))
+        self.megatrons.step_with_ready_grads()
+
+
+def stepped(case: sharded.Case, set_to_none: bool, graphed: bool) -> sharded.Run:
+    """Two more steps follow without graphs."""
+    run: Any = sharded.Run(case)
+    run.optimizer = stepping = Stepping(run, set_to_none)
+    undo = under_v2.install_casts([stepping.megatrons]) if graphed else lambda: None
+    run.train(graphed=graphed)
+    undo()
+    run.graphs = None
+    run.train(2)
+    return run  # type: ignore[no-any-return]
+
+
+def cast_and_stepped() -> list[bool]:
+    wrap = sharded.under_v2(prepare=lambda network: network.to(torch.bfloat16))
+    cases = [sharded.Case(wrap), sharded.Case(wrap, before_step=sharded.evaluate)]
+    return [
+        sharded.equal(stepped(case, set_to_none, False), stepped(case, set_to_none, True))
+        for case, set_to_none in zip(cases, (True, False), strict=True)
+    ]
+
+
+@in_core
+@pytest.mark.skipif(not sharded.IN_CONTEXT, reason="Megatron's optimizer is not for this v2")
+def test_steps_with_casts_have_the_bits_of_megatrons() -> None:
+    assert on_ranks(cast_and_stepped) == [[True, True]] * 2
 
 
 PARTS = ["layouts", "views", "places", "packing"]
