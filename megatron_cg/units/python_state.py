@@ -1,11 +1,8 @@
 """The Python state that a unit's code reads: what it is, whether a pass changes it, how to undo it.
 
 While a pass runs, a profile function notes each Python function that is called: which names its
-code has (attributes and globals that it may read) and its globals. State that no such code can name
-is nobody's business: a loop may count whatever it wants.
-
-Packages in :data:`KNOWN` are trusted with their own globals and objects, since rules of this
-package say what they read.
+code has (attributes and globals that it may read) and its globals. Other state is not looked at.
+Packages in :data:`LIBRARIES` are trusted with their own globals: rules say what they read.
 """
 
 from __future__ import annotations
@@ -60,8 +57,7 @@ _INTERNAL = frozenset(vars(nn.Module())) | {
 """Attributes of modules that have rows of their own, or that this package sets."""
 _BY_TEXT = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "model_dump"}
 _ASK = {"getattr", "hasattr"}
-_CALLED = {"forward", "__call__"}
-_FROM_ENVIRONMENT = {"environ", "getenv"}
+_CALLED, _FROM_ENVIRONMENT = {"forward", "__call__"}, {"environ", "getenv"}
 _MOST = 20_000
 """Objects and containers that are looked at."""
 _OF_CHECKPOINTS = {"architectures", "dtype"}
@@ -97,8 +93,7 @@ class PythonState:
         self._imports: set[str] = set()
         """Names of modules that functions may import."""
         self._copies: dict[int, tuple[Any, Any, str, bool]] = {}
-        """By id: a dictionary, list or set, its shallow copy, what it is, and whether it has the
-        attributes of an object."""
+        """By id: a container, its shallow copy, what it is, whether it is of an object."""
         self._values: list[tuple[Any, Any, str, Any]] = []
         """Holder, key and value of what lies elsewhere than in a module."""
         self._profile: Any = None
@@ -197,8 +192,7 @@ class PythonState:
         for kind in self._kinds.values():
             for name, value in vars(kind).items():
                 if name in names and (callable(value) or hasattr(type(value), "__get__")):
-                    what = f"attribute {kind.__name__}.{name}"
-                    yield Entry(vars(kind), name, "state", what)
+                    yield Entry(vars(kind), name, "state", f"attribute {kind.__name__}.{name}")
         for held, path, name, tensor in self._held():  # Such as a gain of a parameter.
             for key in self.own_names.intersection(vars(tensor)):
                 what = f"attribute {attribute(path, name)}.{key}"
