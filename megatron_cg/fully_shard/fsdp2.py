@@ -118,7 +118,7 @@ class FullyShard(PerModule):
         Examples are ``set_reshard_after_backward(False)`` for all microbatches but the last, and
         units whose inputs need no gradient: FSDP2 reshards them as the backward pass ends.
         """
-        groups = {unit: groups_of(unit) for unit in units}
+        groups = {unit: own_groups(unit) for unit in units}
 
         def gathered(group: Any, unit: nn.Module, wait: Callable[[], None]) -> None:
             if group._all_gather_result is not None:
@@ -146,7 +146,7 @@ class FullyShard(PerModule):
     def in_buffers(self, layer: nn.Module, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
         """See Note [One buffer for many units]."""
         _require_reduced(layer)
-        for number, group in enumerate(groups_of(layer)):
+        for number, group in enumerate(own_groups(layer)):
             layout = tuple(
                 (output.numel(), output.dtype, output.device)
                 for param in group.fsdp_params
@@ -160,7 +160,7 @@ class FullyShard(PerModule):
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
         """See :class:`PerModule`. Units that the user holds unsharded are so again after it."""
         with ExitStack() as stack:
-            for group in (group for layer in layers for group in groups_of(layer)):
+            for group in (group for layer in layers for group in own_groups(layer)):
                 if group.is_unsharded:
                     stack.callback(self._places[group].held_again())
             stack.enter_context(super().capturing(layers))
@@ -168,13 +168,13 @@ class FullyShard(PerModule):
 
     def fill(self, layer: Any) -> None:
         layer.unshard()
-        for group in groups_of(layer):
+        for group in own_groups(layer):
             self._places[group].enter()
             group._to_sharded()
         self.hold(layer, sharded=False)
 
     def hold(self, layer: nn.Module, *, sharded: bool) -> None:
-        for param in (param for group in groups_of(layer) for param in group.fsdp_params):
+        for param in (param for group in own_groups(layer) for param in group.fsdp_params):
             param._setattr_on_modules(param.sharded_param if sharded else param._unsharded_param)
             if self.varies_sums:  # See Note [Gradients of another dtype].
                 param._unsharded_param.grad_dtype = param.unsharded_grad_dtype if sharded else None
@@ -232,7 +232,9 @@ def groups_of(layer: nn.Module) -> list[Any]:
 
 def _require_reduced(layer: nn.Module) -> None:
     """Raise HookError if a gradient has come that FSDP2 did not reduce with the others."""
-    for param in (p for group in groups_of(layer) if group.reduce_grads for p in group.fsdp_params):
+    for param in (
+        p for group in own_groups(layer) if group.reduce_grads for p in group.fsdp_params
+    ):
         if param._unsharded_param.grad is not None:
             raise HookError(
                 f"The gradient of {param._param_fqn} came when FSDP2 had reduced the others of its "
