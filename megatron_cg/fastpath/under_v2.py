@@ -77,8 +77,9 @@ REPLACES_LAYOUTS = (
     *_known(f"{_LAYOUT}.build", "lays out a buffer", "65d667e7adb9f2ac"),
     *_known(f"{_LAYOUT}.__post_init__", "checks it", "dcfbd2dbdc608cbe"),
 )
+_VIEW = _known(f"{_BUFFER}.get_local_tensor", "a view", "15cd9ae6b2603518")
 REPLACES_VIEWS = (
-    *_known(f"{_BUFFER}.get_local_tensor", "a view", "15cd9ae6b2603518"),
+    *_VIEW,
     *_known(f"{_BUFFER}.get_dtensor", "as a DTensor", "64b72abcf05a58be", "f26bcecbad026ce9"),
 )
 _SETS = ("30b490e1e2bbbbc3", "0f2289d28c1fc7f9")
@@ -89,7 +90,7 @@ REPLACES_SWITCHES = (
     *_known(f"{_GROUP}.{_TO_UNSHARDED}", "sets weights", "47f484df95853b67", "aaad70011875a174"),
 )
 REPLACES_PACKING = (
-    *_known(f"{_BUFFER}.get_local_tensor", "a view", "15cd9ae6b2603518"),
+    *_VIEW,
     *_known(f"{_BUFFER}.reallocate_storage", "allocates memory", "9cc8f2a8bde0763a"),
     *_known(f"{_BUFFER}.release_storage", "frees it", "66b6959ac6e30e59"),
     *_known(f"{_GROUP}.{_ALLOCATE}", "for gradients", "07bca1c25b151b7f", "1130e7458da32260"),
