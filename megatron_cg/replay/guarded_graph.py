@@ -31,11 +31,11 @@ Note [Order of replays]
 
 Note [Outputs that outlive their pass]
     A pass whose backward can no longer run may still have outputs in use, such as a target that was
-    detached. Its unit still waits until they are let go. torch counts who uses a storage; nothing
-    else tells, since a detached tensor is another object on the same memory. After the backward
-    pass the next replay of the same unit overwrites outputs that are still in use. So its passes
-    run eagerly until those are dropped, and from then on the unit gives its caller copies. The same
-    holds for gradients of its inputs, which hooks and ``torch.autograd.grad`` give out.
+    detached. Its unit still waits until they are released. Only the number of users of a storage,
+    which torch counts, shows that: a detached tensor is another object on the same memory. After
+    the backward pass the next replay of the same unit overwrites outputs that are still in use. So
+    its passes run eagerly until those are released, and from then on the unit returns copies. The
+    same holds for gradients of its inputs, which hooks and ``torch.autograd.grad`` receive.
 
 Relied on: torch 2.11, the node of a ``torch.autograd.Function`` is its own Python object and lives
 exactly as long as the node is in the autograd graph; ``Node.register_prehook``; the count of a
