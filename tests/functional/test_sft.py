@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_cg.tools.align import run as align
-from megatron_cg.tools.align.run import make_run, run_and_compare
 from tests.functional.cases import (
     DENSE,
     EP2,
@@ -78,5 +77,5 @@ def test_conversations_train_to_the_same_bits(
     words += ["--sft-tokenizer-prompt-format", "default"]
     monkeypatch.setattr(align, "data_flags", lambda *_: words)
     plan = plan_of(case, tmp_path, align.example_script())
-    runs = [make_run(plan, tmp_path, tmp_path, name) for name in ("eager", "graphs")]
-    assert_identical(run_and_compare(runs, TIMEOUT), case.steps)
+    runs = [align.make_run(plan, tmp_path, tmp_path, name) for name in ("eager", "graphs")]
+    assert_identical(align.run_and_compare(runs, TIMEOUT), case.steps)
