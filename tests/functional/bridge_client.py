@@ -58,7 +58,11 @@ def recipe_of_experts() -> Any:
 
 
 def tune(cfg: Any, folder: Path, adapter: bool) -> None:
-    """Train a Hugging Face model of ``folder`` on packs, all of it or an adapter."""
+    """Train on packs of ``folder``: an adapter of its Hugging Face model, or a whole model.
+
+    Bridge 0.6.2 cannot load a Hugging Face model that Megatron-FSDP has sharded already. It loads
+    one for an adapter earlier; a whole model comes from a checkpoint of Megatron-FSDP.
+    """
     length = cfg.model.seq_length
     specs = PackedSequenceSpecs(
         packed_sequence_size=length, packed_train_data_path=folder / "packs.npy",
@@ -69,11 +73,11 @@ def tune(cfg: Any, folder: Path, adapter: bool) -> None:
         offline_packing_specs=specs, dataset_kwargs={"pad_to_max_length": True},
         do_validation=False, do_test=False,
     )  # fmt: skip
-    cfg.model.vocab_size = example.VOCABULARY
+    cfg.model.vocab_size, cfg.tokenizer.use_tokenizer_vocab_size = example.VOCABULARY, False
     cfg.tokenizer.tokenizer_type, cfg.tokenizer.tokenizer_model = "HuggingFaceTokenizer", folder
-    cfg.checkpoint.pretrained_checkpoint = str(folder)
     cfg.train.micro_batch_size, cfg.model.apply_rope_fusion = 1, True
-    cfg.peft = LoRA(dim=8) if adapter else None
+    if adapter:
+        cfg.peft, cfg.checkpoint.pretrained_checkpoint = LoRA(dim=8), str(folder)
 
 
 def configure(run: dict[str, Any]) -> Any:

@@ -40,7 +40,7 @@ class Run:
     early: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     tuned: str = ""
-    """A folder with a Hugging Face model and packs, by which it is tuned; else it is trained."""
+    """A folder with a Hugging Face model and packs, on which it is tuned; else it is trained."""
     adapter: bool = False
     fails: tuple[int, ...] = ()
     fails_at: int = (FAILS - 1) * MICROBATCHES + 1
@@ -78,11 +78,15 @@ CASES = {
     "recipe": Run(("full",), EP2, TORCH_GEMM),
 }
 """``recipe`` has the scopes and the recompute of Bridge's Qwen3-MoE."""
+_SAVED = {"checkpoint.save": "{folder}", "checkpoint.save_interval": SAVED}
+BASE = replace(DENSE.eager, fields=_SAVED)
 TUNED = {
-    "whole": replace(DENSE, tuned="{model}"),
+    "whole": replace(
+        DENSE, tuned="{model}", fields={"checkpoint.pretrained_checkpoint": "{saved}"}
+    ),
     "adapter": replace(DENSE, tuned="{model}", adapter=True),
 }
-SAVING = Run(ROUTER, _EP2 | {"checkpoint.save": "{folder}", "checkpoint.save_interval": SAVED})
+SAVING = Run(ROUTER, _EP2 | _SAVED)
 RESUMING = Run(ROUTER, _EP2 | {"checkpoint.load": "{saved}", "checkpoint.ckpt_step": SAVED})
 WITH_NCCL = Run(EXPERTS, _EP2, TORCH_GEMM)
 
@@ -223,8 +227,10 @@ def write_packs(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", TUNED)
 def test_packed_fine_tuning_is_equal_to_eager(name: str, start: Start, model: Path) -> None:
-    run = TUNED[name]
-    check(start(run.eager, model=model), start(run, model=model), microbatches=2 * MICROBATCHES)
+    run, places = TUNED[name], {"model": model}
+    if not run.adapter:
+        places["saved"] = start(BASE).folder
+    check(start(run.eager, **places), start(run, **places), microbatches=2 * MICROBATCHES)
 
 
 def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(start: Start) -> None:
