@@ -1,25 +1,89 @@
-"""What a capture has to know about how a model is sharded.
+"""How a model is sharded, as a capture sees it: what any way is, and Megatron-FSDP's own.
 
-Each way of sharding is a :class:`Sharding`, in a file of its own. ``megatron_fsdp.py``
-finds the one of a model.
+Each way of sharding is a :class:`Sharding`; :func:`shardings_of` finds the ones of a model.
+Megatron-FSDP is that of megatron-core or of the standalone package. Others are in ``fully_shard/``
+and ``units/``.
+
+Note [Gradients that outlive their step]
+    ``ParamAndGradBuffer.update_main_grads`` casts each gradient shard to the main weights' dtype
+    for the optimizer. ``zero_grad`` frees these copies before the next forward pass, unless
+    ``megatron_fsdp_cuda_graph_mode`` is set. Megatron sets it for every ``--cuda-graph-impl``
+    except ``none`` (``megatron.training.training``), since a full-iteration graph holds their
+    addresses. The graph of a layer never uses them: ``finish_grad_sync`` creates them after all
+    replays of a step, and the optimizer reads them before the next. In this mode they take memory
+    in addition to all activations of the next step. No other code reads the field.
+
+Note [Nothing of the last step is needed by a capture]
+    Megatron captures between two steps and clears all gradients afterwards
+    (``TECudaGraphHelper._reset_after_capture``). A step also begins by clearing them. So clearing
+    them before a capture changes no result, even if the capture fails and training continues.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS, UnitHooks, check_hook_of_unit, never_called
+from megatron_cg.extensions import sharding_by_fsdp2, sharding_by_v2
+from megatron_cg.fsdp.roles import (
+    CAPTURE_TIME_KEYS,
+    UnitHooks,
+    check_hook_of_unit,
+    fsdp_class,
+    fsdp_function,
+    fsdp_package_of,
+    never_called,
+    unit_hooks,
+)
 from megatron_cg.hooks import HookRecord, is_idle, module_hooks
 from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import Undo
+from megatron_cg.upstream.patch import Undo, replace_function, set_attribute, undone_after
+from megatron_cg.upstream.symbols import changed
 
 if TYPE_CHECKING:
     from megatron_cg.units.unsharded import OtherLeaves
+
+_NEEDED = (
+    "_replace_param_with_raw_if_needed",
+    "is_param_fsdp_distributed",
+    "synchronize_param_gather",
+    "start_param_sync",
+    "synchronize_gradient_reduce",
+    "param_and_grad_buffer",
+    "all_gather_pipeline",
+)
+RELIES_ON = (
+    *fsdp_class("MegatronFSDP", *_NEEDED, "_training_state", "data_parallel_sharding_strategy"),
+    *fsdp_class("MegatronFSDP", "zero_grad_buffer"),
+    *fsdp_class("AllGatherPipeline", "all_gather_params", "bucket_status", "buffer"),
+    *fsdp_class("AllGatherPipeline", "param_gather_event_map", "wait_bucket_ready"),
+    *fsdp_class("ParamAndGradBuffer", "double_buf_units", "ddp_config"),
+    *fsdp_class("ParamAndGradBuffer", "param_to_param_group", "parameter_groups"),
+    *fsdp_class("ParamAndGradBuffer", "optimizer_named_parameters"),
+    *fsdp_class("ParameterGroup", "fsdp_unit_id", "main_grad_buffer", "transpose_weight_buffer"),
+    *fsdp_function("fp8_create_transpose_cache", "what transposes a quantized weight"),
+)
+_KEEP_ADDRESSES = (
+    ("fsdp_double_buffer", "unsharded parameters are allocated anew in each step, and move"),
+    (
+        "fsdp_db_use_persist_buf_on_alloc_fail",
+        "a unit that does not fit the double buffers falls back to a buffer that moves",
+    ),
+)
+_ANEW = (
+    "its memory was freed and allocated anew, or the bucket was given the other of the two buffers."
+)
+_KEEPS = "megatron_fsdp_cuda_graph_mode"
+_GATHERED_ONCE = ("optim", "optim_grads")
+"""Where unsharded weights stay until ``finish_grad_sync`` forgets them, which it does only with
+``overlap_param_gather`` (megatron-fsdp 0.6.1). Megatron's own optimizer gathers them itself."""
+
 
 REPLACED = (
     "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
@@ -154,3 +218,248 @@ class Sharding:
 
     def _of_user(self, module: nn.Module) -> Iterator[HookRecord]:
         return (record for record in module_hooks(module) if not self.owns_hook(record.fn))
+
+
+def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
+    """The ``MegatronFSDP`` that ``model`` is or contains (either package's), or None.
+
+    Raises UpstreamChangedError when it lacks a member that capture relies on.
+    """
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__ != "MegatronFSDP":
+            continue
+        distribution = fsdp_package_of(kind.forward)
+        if distribution is None:
+            continue
+        for name in _NEEDED:
+            if not hasattr(module, name):
+                raise changed(distribution, f"MegatronFSDP.{name}", "a member of the wrapped model")
+        return module
+    return None
+
+
+def is_sharded_by_v2(module: nn.Module) -> bool:
+    """Whether Megatron-FSDP v2 shards this module by itself."""
+    kinds: tuple[Any, ...] = type(module).__mro__
+    return any(
+        kind.__name__ == "FsdpModule" and fsdp_package_of(kind.__init__) is not None
+        for kind in kinds
+    )
+
+
+def root_of(model: nn.Module) -> nn.Module | None:
+    """The ``MegatronFSDP`` in a model, or the first module that its version 2 shards, or None.
+
+    Raises UpstreamChangedError if the former lacks a member that we rely on.
+    """
+    return next(filter(is_sharded_by_v2, model.modules()), None) or find_megatron_fsdp(model)
+
+
+def shardings_of(model: nn.Module, *, fsdp2: bool = True) -> Iterator[Sharding]:
+    """How ``model`` or modules in it are sharded, by Megatron-FSDP of either version and by FSDP2.
+
+    Raises ExtensionMissingError for a ``fully_shard`` without its extension.
+    """
+    if any(map(is_sharded_by_v2, model.modules())):
+        yield sharding_by_v2(model)
+    if (fsdp := find_megatron_fsdp(model)) is not None:
+        yield MegatronFsdp(fsdp)
+    if fsdp2 and any(isinstance(module, FSDPModule) for module in model.modules()):
+        yield sharding_by_fsdp2(model)
+
+
+def of_megatron(model: nn.Module) -> Sharding | None:
+    """The sharding of a model by Megatron-FSDP, of either version, or None; see :func:`root_of`.
+
+    Raises ExtensionMissingError for version 2 without its extension.
+    """
+    return next(shardings_of(model, fsdp2=False), None)
+
+
+class MegatronFsdp(Sharding):
+    """See :class:`megatron_cg.fsdp.sharding.Sharding`. ``fsdp`` is the ``MegatronFSDP``."""
+
+    name = "Megatron-FSDP"
+    counts_gradients = True
+
+    def __init__(self, fsdp: Any) -> None:
+        self.megatron_fsdp = fsdp
+        self.wrapped, self.network = fsdp, fsdp.module
+
+    def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
+        """Units that are no FSDP units, that would move, or that keep old weights."""
+        config = self.megatron_fsdp.ddp_config
+        for name, reason in _KEEP_ADDRESSES:
+            if not getattr(config, name):
+                yield Violation(
+                    name.replace("_", "-"),
+                    f"fully_shard_model was called without {name}=True",
+                    f"{reason}, and a replayed graph reads memory that was freed",
+                    f"fully_shard_model(..., {name}=True)",
+                )
+        strategy = config.data_parallel_sharding_strategy
+        if strategy in _GATHERED_ONCE and not config.overlap_param_gather:
+            yield Violation(
+                "old-weights",
+                f"fully_shard_model was called with zero_dp_strategy={strategy!r} and "
+                "overlap_param_gather=False",
+                "megatron-fsdp 0.6.1 then never gathers what the optimizer has changed: each rank "
+                "computes with old weights of the others, without graphs too",
+                "fully_shard_model(..., overlap_param_gather=True)",
+            )
+        for name, module in units.items():
+            if not self.is_unit(module):
+                yield Violation(
+                    "no-fsdp-unit",
+                    f"unit {name} is a {type(module).__name__}",
+                    "Megatron-FSDP gathers parameters of whole FSDP units, and this is none",
+                    f"fully_shard_model(..., fsdp_unit_modules=[{type(module).__name__}]), or name "
+                    "the FSDP unit around it",
+                )
+
+    def is_unit(self, module: nn.Module) -> bool:
+        """Whether its class is one of ``fsdp_unit_modules``."""
+        return isinstance(module, tuple(self.megatron_fsdp.fsdp_unit_modules))
+
+    def gradients(self) -> Iterator[tuple[str, Any]]:
+        """Those in the buffers too, which an optimizer's step attaches in a loop of one's own."""
+        yield from super().gradients()
+        fsdp, store = self.megatron_fsdp, self.megatron_fsdp.param_and_grad_buffer
+        if not fsdp.is_param_fsdp_distributed:
+            fsdp.synchronize_gradient_reduce()
+            for name, parameter in reversed(store.optimizer_named_parameters):
+                own = parameter.orig_param
+                buffer = store.parameter_groups[store.param_to_param_group[own]].main_grad_buffer
+                if buffer is not None:
+                    yield name, buffer.get_item(buffer.param_idx[own], only_shard=True)
+
+    def unit_hooks(self, unit: Unit) -> UnitHooks:
+        return unit_hooks(unit)
+
+    def owns_hook(self, hook: Callable[..., Any]) -> bool:
+        return fsdp_package_of(hook) is not None
+
+    @contextmanager
+    def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.states_kept(self.wrapped.modules()))
+            stack.enter_context(raw_parameters(self.megatron_fsdp))
+            parameters = {p: None for layer in layers for p in layer.parameters()}
+            stack.callback(gather_alone(self.megatron_fsdp, parameters))
+            yield
+
+    def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
+        """Buffers, and parameters whose addresses a graph holds.
+
+        If FSDP points all parameters of a bucket at the bucket together, the first parameter stands
+        for all of them; see Note [One address a bucket].
+        """
+        store = self.megatron_fsdp.param_and_grad_buffer
+        together = self.megatron_fsdp.data_parallel_sharding_strategy == "optim_grads_params"
+        seen: set[int] = set()
+        watched: list[Watched] = []
+        for one in super().watched_memory(layer, graphed):
+            group = store.param_to_param_group.get(one.tensor)
+            if group is not None and not (together and group in seen):
+                unit = store.parameter_groups[group].fsdp_unit_id
+                name = f"{one.name} (bucket {group} of FSDP unit {unit})"
+                moved = f"The FSDP buffer of unit {unit} (bucket {group}) moved: {_ANEW}"
+                watched.append(Watched(one.tensor, name, moved))
+                seen.add(group)
+            elif group is None:
+                watched.append(one)
+        return watched
+
+    def prepare_backward(self, layer: nn.Module) -> bool:
+        """Create the transposes of quantized weights, as before a backward pass.
+
+        Megatron-FSDP releases them after the forward pass, or creates them again in the same place.
+        It gathers those of MXFP8.
+        """
+        store = self.megatron_fsdp.param_and_grad_buffer
+        quantized = [parameter for parameter in layer.parameters() if is_quantized(parameter)]
+        groups = (store.parameter_groups[store.param_to_param_group[one]] for one in quantized)
+        if any(group.transpose_weight_buffer is not None for group in groups):
+            return False
+        for parameter in quantized:
+            sys.modules[type(self.megatron_fsdp).__module__].fp8_create_transpose_cache(parameter)
+        return True
+
+    @contextmanager
+    def states_kept(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        saved = [(one, one._training_state) for one in modules if hasattr(one, "_training_state")]
+        try:
+            yield
+        finally:
+            for module, state in saved:
+                module._training_state = state
+
+
+@contextmanager
+def raw_parameters(fsdp: Any) -> Iterator[None]:
+    """Give the modules their raw parameters, as in a forward pass, and undo it on exit.
+
+    Between steps Megatron-FSDP replaces the parameters with sharded DTensors. A replay passes raw
+    ones to autograd, and the post-accumulate-grad hooks are registered on them. On exit, this waits
+    for the all-gathers that capture prefetched and releases their buckets.
+    """
+    was_distributed = bool(fsdp.is_param_fsdp_distributed)
+    fsdp._replace_param_with_raw_if_needed()
+    try:
+        yield
+    finally:
+        # Its reset does the same, but with a warning that lists every bucket.
+        pipeline = fsdp.all_gather_pipeline
+        for bucket, bwd in list(pipeline.param_gather_event_map):
+            pipeline.wait_bucket_ready(bucket, bwd)
+        # A gather that failed at its start left nothing to wait for, and reset would fail on it.
+        for key, status in pipeline.bucket_status.items():
+            if status.name == "COMMUNICATING":
+                pipeline.bucket_status[key] = type(status).READY_TO_USE
+        fsdp.synchronize_param_gather()
+        if not was_distributed:
+            fsdp.start_param_sync()
+
+
+def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Disable prefetch if ``parameters`` cover only some of the units that share two buffers.
+
+    Megatron-FSDP's hooks also gather the next unit, into the other buffer. If that unit is not
+    captured, no hook releases it at capture, and the unit after it finds no buffer. ``parameters``
+    are the raw ones. Returns the undo.
+    """
+    pipeline = fsdp.all_gather_pipeline
+    store = pipeline.buffer
+    groups = {store.param_to_param_group.get(parameter) for parameter in parameters} - {None}
+    captured = {store.parameter_groups[group].fsdp_unit_id for group in groups}
+    if captured.issuperset(store.double_buf_units):
+        return lambda: None
+    gather = pipeline.all_gather_params
+
+    def alone(params: Any, prefetch: bool = False, **options: Any) -> None:
+        gather(params, prefetch=False, **options)
+
+    return replace_function(pipeline, "all_gather_params", alone)
+
+
+def let_gradients_go(fsdp: Any) -> Callable[[], None]:
+    """Let ``zero_grad`` free the gradient copies of each step, as in a run without graphs.
+
+    See Note [Gradients that outlive their step]. ``fsdp`` is the ``MegatronFSDP``; version 2 has no
+    such copies. Returns the undo.
+    """
+    if not hasattr(fsdp, "param_and_grad_buffer"):
+        return lambda: None
+    return set_attribute(fsdp.param_and_grad_buffer.ddp_config, _KEEPS, False)
+
+
+def drop_gradients(fsdp: Any) -> None:
+    """Clear all gradients of the previous step, and free the optimizer's copies of them.
+
+    Call it before a capture, on all ranks or on some: it issues no collective. See
+    Note [Nothing of the last step is needed by a capture].
+    """
+    if hasattr(fsdp, "param_and_grad_buffer"):
+        with undone_after(let_gradients_go(fsdp)):
+            fsdp.zero_grad_buffer()

@@ -44,8 +44,8 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import BufferInUseError, ConfigurationError, Violation
-from megatron_cg.fsdp.megatron_fsdp import is_sharded_by_v2 as is_sharded
 from megatron_cg.fsdp.roles import UnitHooks, fsdp_package_of, fsdp_v2
+from megatron_cg.fsdp.sharding import is_sharded_by_v2 as is_sharded
 from megatron_cg.fully_shard.per_module import Buffer, PerModule, Place, Storages, lies_in
 from megatron_cg.replay.borders import in_backward_pass
 from megatron_cg.replay.unit import Unit

@@ -16,7 +16,7 @@ from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.extensions import recompute_in_layers
-from megatron_cg.fsdp.megatron_fsdp import of_megatron
+from megatron_cg.fsdp.sharding import of_megatron
 from megatron_cg.integrations import repeated_step
 from megatron_cg.integrations.megatron.megatron_unit import (
     ObservedInputs,
@@ -155,6 +155,7 @@ class Trainer:
         layers = transformer_layers(self.model)
         if only is not None:
             layers = [layers[index] for index in only]
+        agreement = agreement or Agreement()
         sharding = of_megatron(self.model)
         assert sharding is not None
         packs = None

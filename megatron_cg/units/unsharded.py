@@ -21,8 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.errors import CaptureError, HookError
-from megatron_cg.fsdp.megatron_fsdp import shardings_of
-from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.fsdp.sharding import Sharding, shardings_of
 from megatron_cg.replay.borders import spec_of
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.patch import instances, nothing_frozen

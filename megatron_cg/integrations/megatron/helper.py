@@ -31,7 +31,7 @@ from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError, Violation, say, speaking
 from megatron_cg.extensions import experts_of, recompute_in_layers
-from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go, of_megatron
+from megatron_cg.fsdp.sharding import drop_gradients, let_gradients_go, of_megatron
 from megatron_cg.integrations.call_arguments import ENABLE, CallVoice, by_argument, require_same
 from megatron_cg.integrations.megatron.megatron_unit import (
     LayerScopes,

@@ -39,7 +39,7 @@ from megatron_cg.arguments.schema import (
 )
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation, speaking
-from megatron_cg.fsdp.megatron_fsdp import root_of
+from megatron_cg.fsdp.sharding import root_of
 from megatron_cg.integrations.call_arguments import (
     ENABLE,
     BackendName,

@@ -38,7 +38,7 @@ from torch import nn
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.errors import ConfigurationError, Violation, say
 from megatron_cg.extensions import experts_of
-from megatron_cg.fsdp.megatron_fsdp import root_of
+from megatron_cg.fsdp.sharding import root_of
 from megatron_cg.integrations.megatron.megatron_unit import ObservedInputs
 from megatron_cg.integrations.repeated_step import Batches, train_step
 from megatron_cg.upstream.patch import (

@@ -35,8 +35,8 @@ import torch
 from torch import nn
 
 from megatron_cg.arguments.schema import PACKAGES
-from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp
 from megatron_cg.fsdp.roles import fsdp_class
+from megatron_cg.fsdp.sharding import find_megatron_fsdp
 from megatron_cg.telemetry import recording
 from megatron_cg.tools.record.read_record import FORMAT
 from megatron_cg.upstream.patch import run_instead

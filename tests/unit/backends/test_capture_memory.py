@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.fsdp.megatron_fsdp import drop_gradients, let_gradients_go
+from megatron_cg.fsdp.sharding import drop_gradients, let_gradients_go
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect

@@ -18,7 +18,7 @@ from megatron_cg.capture.guarded_capture import compiled_kept
 from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, NotRestoredError, PhaseError
-from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
+from megatron_cg.fsdp.sharding import MegatronFsdp
 from megatron_cg.hooks import MODULE_REGISTRIES
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.replay.verify import bytes_of

@@ -17,8 +17,8 @@ from torch import nn
 
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, HookError, UnknownFsdpHookError, UpstreamChangedError
-from megatron_cg.fsdp.megatron_fsdp import find_megatron_fsdp, gather_alone, raw_parameters
 from megatron_cg.fsdp.roles import FsdpRole, classify, unit_hooks
+from megatron_cg.fsdp.sharding import find_megatron_fsdp, gather_alone, raw_parameters
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.tape.tape_backend import TapeBackend
@@ -70,7 +70,7 @@ def test_a_member_of_megatron_fsdp_that_is_gone_is_named(
     dense_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert find_megatron_fsdp(dense_model) is dense_model.module
-    monkeypatch.setattr("megatron_cg.fsdp.megatron_fsdp._NEEDED", ("gone",))
+    monkeypatch.setattr("megatron_cg.fsdp.sharding._NEEDED", ("gone",))
     with pytest.raises(UpstreamChangedError, match=r"MegatronFSDP\.gone"):
         find_megatron_fsdp(dense_model)
 
