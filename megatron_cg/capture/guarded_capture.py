@@ -31,9 +31,9 @@ Note [A captured graph of autograd keeps its stream]
 
 Note [Two stacks]
     Some changes must always be undone: cleared hooks, raw parameters on the modules, RNG and FP8
-    state advanced by synthetic inputs, TE's flags. Their stack is unwound before
-    :func:`transaction` ends. Lasting changes (the graphs, the replay instead of the forward) are on
-    a second stack. It is unwound if anything raises. Otherwise the session keeps it until it ends.
+    state advanced by synthetic inputs, TE's flags. Their stack is unwound before the transaction
+    ends. Lasting changes (the graphs, the replay instead of the forward) are on a second stack. It
+    is unwound if anything raises. Otherwise the session keeps it until it ends.
 
 Note [Order of entering]
     Raw parameters are entered before the parameters' hooks, because the hooks are on the raw
@@ -75,6 +75,7 @@ from megatron_cg.replay.guarded_graph import GuardedGraph, InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import ReplayFunction, Unit
 from megatron_cg.restore import Restores, values_kept
+from megatron_cg.upstream.patch import set_attribute
 
 if TYPE_CHECKING:
     from megatron_cg.units.unsharded import OtherLeaves
@@ -96,33 +97,6 @@ _OF_GENERATOR = (
 )
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 """torch's error for that: samples are leaves."""
-
-
-@contextmanager
-def transaction(
-    units: Sequence[Unit], sharding: Sharding, backend: Backend
-) -> Iterator[tuple[tuple[UnitHooks, ...], ExitStack]]:
-    """A context in which ``units`` can be captured.
-
-    Yields each unit's hooks for the backend, and the stack of lasting changes, which are undone if
-    the body raises; otherwise the caller keeps them with ``pop_all``.
-
-    Raises HookError or UnknownFsdpHookError before anything has been changed.
-    """
-    modules = list(dict.fromkeys(module for unit in units for module in unit.layer.modules()))
-    layers = [unit.layer for unit in units]
-    hooks = tuple(sharding.unit_hooks(unit) for unit in units)
-    with Restores() as lasting, Restores() as always:
-        lasting.callback(sharding.stable_memory(layers))
-        always.enter_context(sharding.capturing(layers))
-        parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
-        always.enter_context(gradients_kept(parameters))
-        always.enter_context(buffers_kept(modules))
-        always.callback(_quiet_parameters(parameters))
-        always.callback(quiet_modules(layers, modules, sharding.owns_hook))
-        always.enter_context(backend.preserved(layers))
-        always.enter_context(compiled_kept())
-        yield hooks, lasting
 
 
 def compiled_kept() -> AbstractContextManager[None]:
@@ -198,27 +172,57 @@ class GuardedCapture:
     ) -> None:
         self._sharding, self._units, self._backend = sharding, tuple(units), backend
         self._mismatches = mismatches
+        self._layers = [unit.layer for unit in self._units]
         self._hooks = tuple(Hooks(u.layer, u.graphed, sharding.hoists_hook) for u in self._units)
+        self._unit_hooks: tuple[UnitHooks, ...] = ()
         self._observers: tuple[PassObserver, ...] = ()
         self._leaves: OtherLeaves | None = None
 
+    @contextmanager
+    def transaction(self) -> Iterator[ExitStack]:
+        """A context in which :meth:`run` can be called, and then :meth:`attach`.
+
+        Yields the stack of lasting changes, which are undone if the body raises; otherwise the
+        caller keeps them with ``pop_all``.
+
+        Raises HookError or UnknownFsdpHookError before anything has been changed.
+        """
+        layers, sharding = self._layers, self._sharding
+        modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
+        self._unit_hooks = tuple(map(sharding.unit_hooks, self._units))
+        with Restores() as lasting, Restores() as always:
+            lasting.callback(sharding.stable_memory(layers))
+            always.enter_context(sharding.capturing(layers))
+            parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+            always.enter_context(gradients_kept(parameters))
+            always.enter_context(buffers_kept(modules))
+            always.callback(_quiet_parameters(parameters))
+            always.callback(quiet_modules(layers, modules, sharding.owns_hook))
+            always.enter_context(self._backend.preserved(layers))
+            always.enter_context(compiled_kept())
+            for layer in layers:
+                lasting.callback(set_attribute(layer, "cuda_graphs", [], shared=True))
+            yield lasting
+
+    def attach(self, lasting: ExitStack) -> None:
+        """Let the units replay, with their hooks around each replay."""
+        for unit, hooks in zip(self._units, self._unit_hooks, strict=True):
+            lasting.callback(unit.attach(hooks.before_replay))
+
     def run(
-        self,
-        request: CaptureRequest,
-        hooks: Sequence[UnitHooks],
-        *,
-        begin: Callable[[], None],
-        run_remaining_hooks: bool,
+        self, request: CaptureRequest, *, begin: Callable[[], None], run_remaining_hooks: bool
     ) -> tuple[GuardedGraph, ...]:
         """Capture as :meth:`megatron_cg.capture.session.Session.capture` says.
 
         ``begin`` is called when all is ready and before the first hook runs, and may raise.
         ``run_remaining_hooks``: whether hooks that other ranks wait for run after a failure too.
         """
-        layers = [unit.layer for unit in self._units]
-        capture_time = [unit.capture_time for unit in hooks]
         order = HookOrder(
-            layers, capture_time, request.warmups, begun=self._pass_begun, ended=self._pass_ended
+            self._layers,
+            [hooks.capture_time for hooks in self._unit_hooks],
+            request.warmups,
+            begun=self._pass_begun,
+            ended=self._pass_ended,
         )
         request.hooks, request.names = order.wrapped, [unit.name for unit in self._units]
         watched = self._sharding.watched_memory
@@ -227,7 +231,7 @@ class GuardedCapture:
             for unit, own, named in zip(self._units, request.args, request.kwargs, strict=True)
         )
         graphed = [module for unit in self._units for module in unit.graphed]
-        self._leaves = self._sharding.other_leaves(layers)
+        self._leaves = self._sharding.other_leaves(self._layers)
         if self._leaves is None:
             forget_accumulators(graphed)
         begin()

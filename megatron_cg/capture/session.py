@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 
 from megatron_cg.backends.base import Backend, CaptureRequest
-from megatron_cg.capture.guarded_capture import GuardedCapture, clear_frames, transaction
+from megatron_cg.capture.guarded_capture import GuardedCapture, clear_frames
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import clear_exit, exit_without_waiting
@@ -37,7 +37,7 @@ from megatron_cg.errors import (
     say,
 )
 from megatron_cg.extensions import install_fast_path
-from megatron_cg.fsdp.roles import OutOfStepError, UnitHooks
+from megatron_cg.fsdp.roles import OutOfStepError
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
@@ -81,7 +81,7 @@ class Session:
         sharding: Sharding,
         units: Sequence[Unit],
         backend: Backend,
-        agreement: Agreement | None = None,
+        agreement: Agreement,
         *,
         run_remaining_hooks: bool = False,
         policy: ReplayPolicy | None = None,
@@ -94,16 +94,15 @@ class Session:
         self._use_fast_path, self._optimizers = fast_path, tuple(optimizers)
         self.fast_path: FastPath | None = None
         self._undo: ExitStack = Restores()
-        self._hooks: tuple[UnitHooks, ...] = ()
         self._capture: GuardedCapture | None = None
         self.phase = Phase.EAGER
         self.counters = Counters()
         self.mismatches = MismatchPolicy(
             policy or ReplayPolicy(),
             self.counters,
-            None if agreement is None else agreement.on_any_rank,
+            agreement.on_any_rank,
             units=len(self.units),
-            noted=None if agreement is None else agreement.noted,
+            noted=agreement.noted,
         )
 
     @property
@@ -132,23 +131,17 @@ class Session:
             self._capture = GuardedCapture(
                 self.sharding, self.units, self._backend, self.mismatches
             )
-            with transaction(self.units, self.sharding, self._backend) as (hooks, lasting):
-                self._hooks = hooks
-                for unit in self.units:
-                    lasting.callback(set_attribute(unit.layer, "cuda_graphs", [], shared=True))
+            with self._capture.transaction() as lasting:
                 with self._failed_start_shared():
                     yield
-                for unit, unit_hooks in zip(self.units, hooks, strict=True):
-                    lasting.callback(unit.attach(unit_hooks.before_replay))
+                self._capture.attach(lasting)
                 self._undo, whole = lasting.pop_all(), True
             # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
             self._install_fast_path()
-            if (
-                self._agreement is not None
-            ):  # A unit that holds collectives on one rank does on all.
-                found = self._agreement.confirm(g.name for g in self._graphs() if g.collectives)
-                for graph in self._graphs():
-                    graph.collectives = graph.name in found
+            # A unit that holds collectives on one rank does on all.
+            found = self._agreement.confirm(g.name for g in self._graphs() if g.collectives)
+            for graph in self._graphs():
+                graph.collectives = graph.name in found
         except BaseException as error:
             self.phase = Phase.EAGER
             with ExitStack() as ending:  # The vote comes last, whatever fails before it.
@@ -182,13 +175,10 @@ class Session:
         if [id(layer) for layer in request.callables] != [id(unit.layer) for unit in self.units]:
             raise PhaseError("the layers to be captured are not this session's units, in order")
 
-        def begin() -> None:
-            if self._agreement is not None:
-                size = request.args[0][0].numel()
-                self._agreement.ready(Vote(size=size, graphs=self.digest))
-
+        vote = Vote(size=request.args[0][0].numel(), graphs=self.digest)
+        begin = partial(self._agreement.ready, vote)
         return self._capture.run(
-            request, self._hooks, begin=begin, run_remaining_hooks=self._run_remaining_hooks
+            request, begin=begin, run_remaining_hooks=self._run_remaining_hooks
         )
 
     def _install_fast_path(self) -> None:
@@ -209,11 +199,7 @@ class Session:
         try:
             yield
         except Exception:
-            if (
-                self._run_remaining_hooks
-                and self._agreement is not None
-                and self._agreement.awaits_start
-            ):
+            if self._run_remaining_hooks and self._agreement.awaits_start:
                 self._agreement.report_failure()
             raise
 
@@ -223,7 +209,7 @@ class Session:
         is_told = not isinstance(error, Exception) or isinstance(
             error, OutOfStepError | AgreementError
         )
-        if self._agreement is not None and not is_told and (self._run_remaining_hooks or whole):
+        if not is_told and (self._run_remaining_hooks or whole):
             with nullcontext() if self._run_remaining_hooks else suppress(CaptureError):
                 self._agreement.report_failure(ends=isinstance(error, NotRestoredError))
 

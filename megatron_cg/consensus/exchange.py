@@ -134,7 +134,8 @@ def _caller() -> str:
 class Agreement:
     """The votes of all ranks of a process group. All of them create it together.
 
-    In a process that has not called ``init_process_group``, this process is the only rank.
+    In a process that has not called ``init_process_group``, this process is the only rank. A rank
+    alone decides alone, without a group.
 
     Every rank must hold the same votes in the same order: gloo pairs exchanges by the order in
     which each rank issued them. A capture has two votes, :meth:`ready` before it and
@@ -159,6 +160,7 @@ class Agreement:
         self._timeout, self._remedy = timeout, remedy or say(WITHOUT_GRAPHS)
         if dist.is_initialized():
             self._ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
+        if len(self._ranks) > 1:
             self._where = _Whereabouts(self._ranks)
             those = f"megatron_cg/{digest(map(str, self._ranks))}"
             _made[those] += 1
@@ -301,7 +303,7 @@ class Agreement:
 
         Not a vote: it waits for no rank, and needs no other rank to call it.
         """
-        if self._group is None or len(self._ranks) == 1:
+        if self._group is None:
             return here
         store: Any = _STORE.find()()
         key = f"{self._group.group_name}/{self._captures}/{name}"

@@ -180,25 +180,24 @@ class Verifications:
 class MismatchPolicy:
     """The mismatch policy of all graphs of one session.
 
-    ``on_any_rank`` and ``noted`` are those of the ranks' ``Agreement``; None if this rank decides
-    alone. ``units`` is how many graphs there are.
+    ``on_any_rank`` and ``noted`` are those of the ranks' ``Agreement``; without them this rank
+    decides alone. ``units`` is how many graphs there are.
     """
 
     def __init__(
         self,
         policy: ReplayPolicy,
         counters: Counters,
-        on_any_rank: Callable[..., bool] | None = None,
+        on_any_rank: Callable[..., bool] = lambda _name, here, timeout=None: here,
         *,
         units: int = 1,
-        noted: Callable[..., bool] | None = None,
+        noted: Callable[..., bool] = lambda _name, here: here,
     ) -> None:
         self.counters = counters
-        noted = noted or (lambda _name, here: here)
         self.verifications = Verifications(policy.verify_interval, units, counters, noted)
         self.conditions = Conditions()
         self._policy = policy
-        self.on_any_rank = on_any_rank or (lambda _name, here, timeout=None: here)
+        self.on_any_rank = on_any_rank
         """Whether something is true on any rank; all ranks ask at the same replay of a unit."""
         self.capture = ""
         """Says in reports whose unit it is, if several models have graphs."""

@@ -31,7 +31,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron_cg.capture.session import Session
-from megatron_cg.consensus.decision import Decision, Kind, Vote, digest
+from megatron_cg.consensus.decision import Kind, Vote, digest
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement
 from megatron_cg.errors import CaptureError, say
 from megatron_cg.replay.guard import Mismatch, described
@@ -246,20 +246,17 @@ _REMEDY = f"More samples than a graph has room for: raise {say(_ROOM)}."
 
 
 def agreed_packs(
-    seen: ObservedPacks, agreement: Agreement | None, tokens: int, room: int | None
+    seen: ObservedPacks, agreement: Agreement, tokens: int, room: int | None
 ) -> Packs | None:
     """What graphs of all ranks take of packs; None if they take none. All ranks call it together.
 
     ``tokens`` are those of a pack. ``room`` is how many samples a graph has room for; None means a
-    quarter more than ranks have seen. Without an ``agreement`` this rank decides alone. Raises
-    AgreementError as a vote does.
+    quarter more than ranks have seen. Raises AgreementError as a vote does.
     """
     form = seen.forms[0] if len(seen.forms) == 1 else None
     unfit = "" if form is None else form.unfit(tokens)
-    decision = Decision(largest=seen.most)
-    if agreement is not None:
-        vote = Vote(size=seen.most, graphs=digest([repr(form), unfit]))
-        decision = agreement.agree(Kind.MISMATCH, vote, name="the samples of packs")
+    vote = Vote(size=seen.most, graphs=digest([repr(form), unfit]))
+    decision = agreement.agree(Kind.MISMATCH, vote, name="the samples of packs")
     if not decision.largest:
         return None
     if form is None or unfit or decision.minority:

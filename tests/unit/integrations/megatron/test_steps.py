@@ -11,6 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
 from megatron_cg.capture.session import Session
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.experts.row_bound import Excess
 from megatron_cg.integrations.megatron import steps as repeat
@@ -32,7 +33,7 @@ def bound_of(events: list[Any]) -> Any:
 
 def new_session() -> Session:
     sharding: Any = SimpleNamespace(network=torch.nn.Linear(1, 1))
-    return Session(sharding, (), TapeBackend())
+    return Session(sharding, (), TapeBackend(), Agreement())
 
 
 class Loop:
