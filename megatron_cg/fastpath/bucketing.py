@@ -72,7 +72,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
-from megatron_cg.fastpath.part import find_cell, hook_functions, hooks_of_gradient
+from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import (
     Undo,
@@ -85,6 +85,8 @@ from megatron_cg.upstream.patch import (
 _PROCESS = "_process_post_backward_gradients"
 """Megatron-FSDP's function that takes gradients."""
 
+_RELEASE = "release_module_parameters"
+"""What frees the buckets of a unit after a pass; ``gather.py`` has its fingerprint."""
 _FREES = "wait_for_previous_grad_reduce"
 _POOL, _POOL_OF_LARGEST = "FixedPoolAllocator", "MaxPoolAllocator"
 """The allocators of ``--fsdp-double-buffer``: a bucket uses one of two buffers that are not freed.
@@ -448,7 +450,10 @@ class GradientBucketing:
     def _is_special(self, parameter: Any) -> bool:
         """Whether Megatron-FSDP does anything but copy the gradient."""
         # A user's hook after ours would find no gradient to change.
-        return parameter.grad_added_to_main_grad or len(hooks_of_gradient(parameter)) > 1
+        return (
+            parameter.grad_added_to_main_grad
+            or len(parameter._post_accumulate_grad_hooks or ()) > 1
+        )
 
     def _hand_over_waiting(self, bucket: Bucket) -> None:
         waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
@@ -511,12 +516,20 @@ class GradientBucketing:
 def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]:
     """Replace Megatron-FSDP's gradient function; returns the replacement and the undo.
 
-    Raises UpstreamChangedError if the function is gone; nothing is changed then.
+    Raises UpstreamChangedError if a function is gone; nothing is changed then.
     """
-    cell = find_cell(hook_functions(fsdp), _PROCESS)
-    bucketing = GradientBucketing(fsdp, cell.cell_contents)
+    functions = list(hook_functions(fsdp))
+    cell, releasing = find_cell(functions, _PROCESS), find_cell(functions, _RELEASE)
+    bucketing, release = GradientBucketing(fsdp, cell.cell_contents), releasing.cell_contents
+
+    def release_module_parameters(module: nn.Module, bwd: bool, *lazy: Any, **named: Any) -> None:
+        if bwd:
+            bucketing.unit_is_done(module)
+        release(module, bwd, *lazy, **named)
+
     with ExitStack() as undo:
         undo.callback(replace_function_in_cell(cell, bucketing))
+        undo.callback(replace_function_in_cell(releasing, release_module_parameters))
         undo.callback(bucketing.freed.install())
         undo.callback(wrap_method(fsdp, "forward", before=bucketing.refuse_what_is_left))
         return bucketing, undo.pop_all().close

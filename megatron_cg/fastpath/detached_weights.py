@@ -45,7 +45,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
-from megatron_cg.fastpath.part import NotApplicableError, hooks_of_gradient
+from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.replay.borders import CURRENT_PASS, NO_PASS
 from megatron_cg.replay.unit import ReplayFunction
 from megatron_cg.upstream.symbols import Symbol
@@ -229,7 +229,7 @@ class DetachedParams:
     def may_be_detached(self) -> bool:
         """Whether only Megatron-FSDP waits for their gradients."""
         return not any(weight._backward_hooks for weight in self.parameters) and all(
-            len(hooks_of_gradient(weight)) == 1 for weight in self.parameters
+            len(weight._post_accumulate_grad_hooks or ()) == 1 for weight in self.parameters
         )
 
     def close(self) -> None:

@@ -166,12 +166,9 @@ class CachedParameters(list[nn.Parameter]):
         return iter(self.shown)
 
 
-def install_unshard(
-    fsdp: Any, after_backward: Callable[[nn.Module], None], deferred: DeferredPrefetch
-) -> Callable[[], None]:
+def install_unshard(fsdp: Any, deferred: DeferredPrefetch) -> Undo:
     """Replace the walks over parameters before and after a unit's passes; returns the undo.
 
-    ``after_backward`` is called with a unit after its backward pass, before its buckets are freed.
     Gathers that ``deferred`` holds are issued at the latest when a unit is released.
 
     Raises NotApplicableError if weights are not sharded, and UpstreamChangedError if a symbol is
@@ -196,7 +193,7 @@ def install_unshard(
 
     with ExitStack() as undo:
         undo.callback(replace_function_in_cell(listed, list_of_unit))
-        released = _released(release.cell_contents, all_of_unit, after_backward, deferred)
+        released = _released(release.cell_contents, all_of_unit, deferred)
         undo.callback(replace_function_in_cell(release, released))
         gather = "all_gather_and_wait_parameters_ready"
         undo.callback(replace_function(fsdp, gather, _gathered(getattr(fsdp, gather))))
@@ -229,15 +226,12 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
 def _released(
     original: Callable[..., None],
     all_of_unit: Callable[[nn.Module], CachedParameters],
-    after_backward: Callable[..., None],
     deferred: DeferredPrefetch,
 ) -> Callable[..., None]:
     def release_module_parameters(
         module: nn.Module, bwd: bool, lazy: bool = False, *unused: Any
     ) -> None:
-        if bwd:
-            after_backward(module)
-        else:
+        if not bwd:
             # For a unit that launched no graph; before any bucket of it is freed or kept.
             deferred.issue()
         original(all_of_unit(module), bwd, lazy)

@@ -81,8 +81,8 @@ class FastPath:
         """Add the parts that gather weights, and those that take gradients."""
         fsdp, deferred, add = self._fsdp, self._deferred, self.add
         unsharding, gathering = gather.REPLACES_UNSHARD, gather.REPLACES_GATHERS
-        add("unshard", lambda: gather.install_unshard(fsdp, self._end_unit, deferred), unsharding)
-        # Without "unshard" nothing reports the end of a unit's backward pass.
+        add("unshard", lambda: gather.install_unshard(fsdp, deferred), unsharding)
+        # It has the fingerprint of what releases a unit, and so ends the wait of gradients.
         add("gradients", self._bucket_gradients, bucketing.REPLACES, needs=["unshard"])
         in_turn = fsdp.param_and_grad_buffer.double_buf_units
         if fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
@@ -105,10 +105,6 @@ class FastPath:
             raise NotApplicableError("each gradient is checked for NaN by itself")
         self.bucketing, undo = bucketing.install_gradients(self._fsdp)
         return undo
-
-    def _end_unit(self, unit: nn.Module) -> None:
-        if self.bucketing is not None:
-            self.bucketing.unit_is_done(unit)
 
     def flush_prefetch(self) -> None:
         """Issue the gathers that are held, as before a graphed unit runs eagerly."""

@@ -5,7 +5,7 @@ the functions inside it share its local variables as closure cells, one set for 
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType
 from typing import Any
 
@@ -31,13 +31,7 @@ def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             yield from hooks.values()
     for parameter in fsdp.param_and_grad_buffer.params:
-        yield from hooks_of_gradient(parameter)
-
-
-def hooks_of_gradient(parameter: Any) -> Collection[Callable[..., Any]]:
-    """The parameter's post-accumulate-grad hooks, Megatron-FSDP's own first."""
-    hooks: dict[int, Callable[..., Any]] = parameter._post_accumulate_grad_hooks or {}
-    return hooks.values()
+        yield from (parameter._post_accumulate_grad_hooks or {}).values()
 
 
 def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:

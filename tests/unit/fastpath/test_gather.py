@@ -65,7 +65,7 @@ def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], Non
 
 
 def shorten(fsdp: Any) -> Callable[[], None]:
-    return install_unshard(fsdp, lambda _unit: None, DeferredPrefetch())
+    return install_unshard(fsdp, DeferredPrefetch())
 
 
 def evaluated(trainer: Any) -> float:
