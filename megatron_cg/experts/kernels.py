@@ -1,4 +1,6 @@
-"""Kernels of an exchange of rows by peer memory or slots. Importing this needs Triton.
+"""Kernels of an exchange of rows by peer memory or slots, and of rows that experts keep.
+
+Importing this needs Triton.
 
 Note [Rows that stay]
     Rows of this rank for its own experts do not pass through its slots: the kernel that reads the
@@ -17,6 +19,9 @@ _TILE = 512
 """Words that a program moves at a time: of one row, or of several short ones."""
 _BLOCK = 1024
 """Rows that a program places at a time."""
+_KEPT_BLOCK, _KEPT_PROGRAMS = 2048, 1056
+"""Words that a program moves to or from a stash at a time, and programs at most: they stop at the
+used rows."""
 
 
 def write_rows(
@@ -67,7 +72,7 @@ def read_rows(
 def _tiles(rows: torch.Tensor, *others: torch.Tensor) -> tuple[Any, tuple[int], dict[str, int]]:
     """All of them as words, programs for ``rows``, and what a kernel is compiled for."""
     size = rows.shape[1] * rows.element_size()
-    word = next(word for word in _WORDS if size % word == 0)
+    word = _word(size)
     words = [tensor.view(_WORDS[word]) for tensor in (rows, *others)]
     width = size // word
     block = min(_TILE, triton.next_power_of_2(width))
@@ -75,6 +80,10 @@ def _tiles(rows: torch.Tensor, *others: torch.Tensor) -> tuple[Any, tuple[int], 
     sizes = {"WIDTH": width, "WORD": word, "ALIGNED": 16 if aligned else word}
     sizes |= {"ROWS": _TILE // block, "BLOCK": block}
     return words, (triton.cdiv(len(rows), sizes["ROWS"]),), sizes
+
+
+def _word(size: int) -> int:
+    return next(word for word in _WORDS if size % word == 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -223,3 +232,45 @@ def _places(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         while beyond < rows:
             tl.store(in_slots + beyond + number, RANKS * slot, mask=beyond + number < rows)
             beyond += RANKS * BLOCK
+
+
+def move_rows(
+    memory: torch.Tensor,
+    buffer: torch.Tensor,
+    place: torch.Tensor,
+    width: int,
+    before: int,
+    *,
+    back: bool,
+) -> None:
+    """Copy used rows of uint8 ``memory`` ``[rows, bytes]`` to the buffer of a stash, or back.
+
+    ``width`` is the bytes of a row of the buffer, of which ``before`` are of other tensors.
+    """
+    size = memory.shape[1]
+    words = memory.view(-1).view(_WORDS[_word(size)])
+    grid = max(1, min(_KEPT_PROGRAMS, triton.cdiv(len(words), _KEPT_BLOCK)))
+    of_row = size // words.itemsize
+    _move[grid,](words, buffer, place, width, before, of_row, BACK=back, BLOCK=_KEPT_BLOCK)
+
+
+@triton.jit(do_not_specialize=["before"])  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    words, buffer, place, width, before, WORDS, BACK: tl.constexpr, BLOCK: tl.constexpr
+):
+    start, used = tl.load(place), tl.load(place + 3)
+    padded = tl.load(place + 2) - tl.load(place + 1)
+    begin = buffer.to(tl.int64) + start * width + padded * before
+    kept = tl.multiple_of(begin.to(words.dtype), 16)
+    count = used * WORDS
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    fits = start >= 0
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    while first < count:
+        word = first + tl.arange(0, BLOCK)
+        inside = word < count
+        if BACK:
+            tl.store(words + word, tl.load(kept + word, mask=inside & fits, other=0), mask=inside)
+        else:
+            tl.store(kept + word, tl.load(words + word, mask=inside), mask=inside & fits)
+        first += step

@@ -45,6 +45,11 @@ def clipped(counts: torch.Tensor, slot: int) -> torch.Tensor:
     return ends.diff(dim=1, prepend=ends.new_zeros(len(ends), 1))
 
 
+def enough(rows: int, average: float) -> float:
+    """The factor with which ``rows`` would have fitted, rounded up to hundredths."""
+    return math.ceil(100 * rows / average) / 100
+
+
 class RowBound:
     """The bounds of all models that are built with it, and whether a step exceeded them.
 
@@ -87,10 +92,6 @@ class RowBound:
         exceeded = torch.where(most > self.bound, most, 0).to(before.dtype)
         before.copy_(torch.maximum(before, exceeded))
 
-    def enough(self, rows: int) -> float:
-        """The factor with which ``rows`` would have fitted, rounded up to hundredths."""
-        return math.ceil(100 * rows / self._average) / 100
-
     def begin_step(self) -> None:
         """Forget what earlier passes exceeded, such as those of a capture."""
         self._most.zero_()
@@ -116,10 +117,10 @@ class RowBound:
         self._shared.synchronize()
         rows, kept = self._host.tolist()
         if rows:
-            return Excess(rows, self.bound, self.enough(rows), "--cg-moe-rows")
+            return Excess(rows, self.bound, enough(rows, self._average), "--cg-moe-rows")
         if kept and self.stash is not None:
             stash = self.stash
-            return Excess(kept, stash.rows, stash.enough(kept), "--cg-moe-stash")
+            return Excess(kept, stash.rows, enough(kept, stash.voted), "--cg-moe-stash")
         return None
 
     def holds(self) -> bool:

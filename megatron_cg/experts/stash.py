@@ -119,9 +119,9 @@ class _Push:
         """Copy used rows of uint8 ``[rows, width]`` to their place, or back."""
         buffer = self._buffer
         if memory.is_cuda:
-            from megatron_cg.experts.stash_kernels import move
+            from megatron_cg.experts.kernels import move_rows
 
-            return move(memory, buffer.memory, self.place, buffer.width, before, back=back)
+            return move_rows(memory, buffer.memory, self.place, buffer.width, before, back=back)
         start, first, end, used = self.place
         byte = torch.arange(memory.numel(), device=memory.device)
         is_used = byte < used * memory.shape[1]
@@ -148,7 +148,7 @@ class Stash:
         self._expected: Sequence[Any] = ()
         """The dispatchers of the next capture; all that have received rows if empty."""
         self._buffer: Buffer | None = None
-        self.rows = self._voted = 0
+        self.rows = self.voted = 0
         """Rows that the last buffer has room for, and those that were voted on."""
         self._top = self._most = torch.empty(0, device="cpu")
 
@@ -164,10 +164,6 @@ class Stash:
     def begin_step(self) -> None:
         """Free everything."""
         self._top.zero_()
-
-    def enough(self, rows: int) -> float:
-        """The factor with which ``rows`` would have fitted, rounded up to hundredths."""
-        return math.ceil(100 * rows / self._voted) / 100
 
     def expect(self, layers: Sequence[Any]) -> None:
         """The next capture is of the dispatchers ``layers``. All ranks make its memory anew."""
@@ -253,8 +249,8 @@ class Stash:
         most = sum(self._seen.get(one, layer.average) for one in layers)
         voted = torch.tensor([most], dtype=torch.int64, device=self._top.device)
         dist.all_reduce(voted, op=dist.ReduceOp.MAX)
-        self._voted = int(voted)
-        self.rows = math.ceil(self.factor * self._voted / _MULTIPLE) * _MULTIPLE
+        self.voted = int(voted)
+        self.rows = math.ceil(self.factor * self.voted / _MULTIPLE) * _MULTIPLE
         width += -width % _MULTIPLE
         size = self.rows * width / 2**20
         logger.info(f"rows of dropless experts are kept in {size:,.1f} MiB, {self.rows:,} rows")
