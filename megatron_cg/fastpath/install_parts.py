@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.fastpath import bucketing, gather, optimizer_step, under_fsdp2, under_v2
+from megatron_cg.fastpath import bucketing, gather, optimizer_step, under_v2
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.gather import DeferredPrefetch
@@ -124,7 +124,7 @@ def install_for(
         return install_under_v2(sharding.groups, optimizers, replays)
     if sharding.opens_spans:
         with _installing(sharding.wrapped) as path:
-            path.add("spans", under_fsdp2.skip_spans)
+            path.add("spans", under_v2.skip_spans)
         return path
     if sharding.megatron_fsdp is None:
         return None

@@ -413,10 +413,6 @@ def _cut(group: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return targets, [source.view(to.shape) for to, source in pairs if to.numel() > 0]
 
 
-def _are_plain(tensors: Sequence[Any]) -> bool:
-    return set(map(type, tensors)) <= _PLAIN and {t.dtype for t in tensors} <= {torch.float32}
-
-
 def install_adam(optimizers: Iterable[Any]) -> Undo:
     """Shorten the step of every FusedAdam among ``optimizers``; returns the undo.
 
@@ -526,4 +522,6 @@ def _lists(
     lists = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
     if set(map(type, chain.from_iterable(lists))) == {DTensor}:
         lists = [[tensor._local_tensor for tensor in tensors] for tensors in lists]
-    return lists if all(map(_are_plain, lists)) else None
+    tensors = [*chain.from_iterable(lists)]
+    are_plain = {*map(type, tensors)} <= _PLAIN and {t.dtype for t in tensors} <= {torch.float32}
+    return lists if are_plain else None

@@ -8,7 +8,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.fastpath.under_fsdp2 import skip_spans
+from megatron_cg.fastpath.under_v2 import skip_spans
 
 module: Any = _fsdp_param_group
 
