@@ -95,16 +95,14 @@ def converted(device: Any) -> Any:
     return _CPU if isinstance(device, int) or torch.device(device).type == "cuda" else device
 
 
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+def replaced(owner: object, name: str, value: object) -> AbstractContextManager[None]:
     """Set ``owner.name`` to ``value``; on exit restore the old value, or remove it if none existed.
 
     Only the owner's own dictionary is restored, so an inherited class attribute becomes visible
     again and is not copied into the subclass.
     """
     # Shared: Megatron sets some of these while they are replaced, such as TE's cached version.
-    with undone_after(set_attribute(owner, name, value, shared=True)):
-        yield
+    return undone_after(set_attribute(owner, name, value, shared=True))
 
 
 @contextmanager

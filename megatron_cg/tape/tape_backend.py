@@ -31,27 +31,8 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cg.backends import calls, driver
 from megatron_cg.backends.base import Backend, CaptureRequest
-from megatron_cg.backends.calls import (
-    has_wrapper,
-    leaves,
-    place_of,
-    run_inside,
-    tensors_in,
-    written,
-)
-from megatron_cg.backends.driver import (
-    GraphedModule,
-    Recorded,
-    Recorder,
-    Recording,
-    StorageReference,
-    Tensors,
-    capture_modules,
-    is_dense,
-    parts,
-    without_owners,
-)
 from megatron_cg.errors import CaptureError, HostSyncError, MegatronCGError, say
 from megatron_cg.replay.borders import ranks_of_meshes
 from megatron_cg.restore import Restores, write_back
@@ -90,7 +71,7 @@ class Slot:
 class _Outside:
     """Memory that somebody else owns: a weak reference, and its address when it was recorded."""
 
-    reference: StorageReference
+    reference: driver.StorageReference
     address: int
     nbytes: int
     first_use: str
@@ -126,7 +107,7 @@ class Pool:
         if key not in self._own and key not in self._outside:
             # The weak reference keeps the key from being given to another storage.
             self._outside[key] = _Outside(
-                StorageReference(storage), storage.data_ptr(), storage.nbytes(), used_by
+                driver.StorageReference(storage), storage.data_ptr(), storage.nbytes(), used_by
             )
         offset = int(tensor.storage_offset())
         window = offset, tuple(tensor.size()), tensor.stride()
@@ -240,7 +221,7 @@ class _Operation:
 
 
 @dataclass
-class Tape(Recording):
+class Tape(driver.Recording):
     """Recorded operations on one pool.
 
     ``made`` holds the keys of the storages that it creates, ``used`` of all that it uses.
@@ -292,7 +273,7 @@ class Tape(Recording):
     def _run(self, operation: _Operation) -> None:
         args = self._real(operation.args)
         kwargs = {name: self._real(value) for name, value in operation.kwargs.items()}
-        flat = leaves(operation.function(*args, **kwargs))
+        flat = calls.leaves(operation.function(*args, **kwargs))
         if operation.is_collective:
             _wait_for_collectives(operation.function, flat)
         for value, slot in zip(flat, operation.results, strict=True):
@@ -303,7 +284,7 @@ class Tape(Recording):
         return _mapped(lambda one: self.pool.tensor(one) if type(one) is Slot else one, value)
 
 
-def storage_keys(tensors: Tensors) -> frozenset[int]:
+def storage_keys(tensors: driver.Tensors) -> frozenset[int]:
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None)
 
 
@@ -375,21 +356,21 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if has_wrapper(types):
+        if calls.has_wrapper(types):
             return NotImplemented  # Its own operations are recorded.
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
-            return run_inside(self, func, args, kwargs)
+            return calls.run_inside(self, func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             # The end of torch.tensor(...): its data is a constant, of which each replay has a copy.
             func, args = torch.ops.aten.clone.default, (args[0].clone(),)
             self._constants.add(self.tape.pool.adopt(args[0]))
-        tensors = tensors_in([args, *kwargs.values()])
+        tensors = calls.tensors_in([args, *kwargs.values()])
         if any(map(_is_traced, tensors)):
             return func(*args, **kwargs)
         self._check_dense(func, tensors)
         collective = func.namespace == "c10d"
-        writes = tensors if collective else written(func, args, kwargs)
+        writes = tensors if collective else calls.written(func, args, kwargs)
         constant = not collective and all(map(self._is_constant, tensors))
         if waits(func, args, kwargs) and not constant:
             raise self.error(str(func))
@@ -406,10 +387,11 @@ class _Recorder(TorchDispatchMode):
         named = {name: _mapped(slot_for, one) for name, one in kwargs.items()}
         self._save_outside(writes)
         result = func(*args, **kwargs)
-        flat = leaves(result)
-        if has_wrapper([*map(type, tensors_in(flat))]) or any(map(_is_traced, tensors_in(flat))):
+        flat = calls.leaves(result)
+        made = calls.tensors_in(flat)
+        if calls.has_wrapper(map(type, made)) or any(map(_is_traced, made)):
             return result  # It has no memory of its own.
-        self._check_dense(func, tensors_in(flat))
+        self._check_dense(func, made)
         _wait_for_collectives(func, flat)
         inputs = {t.untyped_storage()._cdata for t in tensors}
         results = tuple(self._result_slot(value, inputs, func) for value in flat)
@@ -438,14 +420,14 @@ class _Recorder(TorchDispatchMode):
         return HostSyncError(f"{what} in {self._place()}")
 
     def _place(self) -> str:
-        place = place_of(traceback.walk_stack(sys._getframe(1)), self._root)
+        place = calls.place_of(traceback.walk_stack(sys._getframe(1)), self._root)
         owner = place.owner if place is not None else type(self._root).__name__
         at = f" at {place.source}" if place is not None and place.source else ""
         return f"{owner} (captured as {self.tape.label}){at}"
 
     def _check_dense(self, func: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
-            if not is_dense(tensor):
+            if not driver.is_dense(tensor):
                 raise CaptureError(
                     f"{func} in {self._place()} uses a tensor that is not dense "
                     f"({tensor.layout}), and a tape records dense memory. Keep what is sparse "
@@ -507,14 +489,14 @@ class TapeBackend(Backend):
     name = "tape"
     device_type = "cpu"
 
-    def capture(self, request: CaptureRequest) -> tuple[GraphedModule, ...]:
-        return capture_modules(self.name, TapeRecorder, request)
+    def capture(self, request: CaptureRequest) -> tuple[driver.GraphedModule, ...]:
+        return driver.capture_modules(self.name, TapeRecorder, request)
 
     def synchronize(self) -> None:
         """Nothing to wait for: a replay has finished when its call returns."""
 
 
-class TapeRecorder(Recorder):
+class TapeRecorder(driver.Recorder):
     """Records passes on tapes, and determines when the pool may reuse each storage."""
 
     def __init__(self) -> None:
@@ -529,12 +511,12 @@ class TapeRecorder(Recorder):
             yield tape
         self._tapes.append(tape)
 
-    def release(self, results: Tensors) -> Tensors:
+    def release(self, results: driver.Tensors) -> driver.Tensors:
         """The same tensors: the pool keeps all memory, and poisons what was released."""
         self._released.update((id(result), len(self._tapes)) for result in results)
         return results
 
-    def settle(self, samples: Sequence[Recorded]) -> None:
+    def settle(self, samples: Sequence[driver.Recorded]) -> None:
         """Determine when the pool may reuse each storage, and poison everything once.
 
         A storage of a sample that no caller reads after the sample's backward pass is dead then.
@@ -557,15 +539,15 @@ class TapeRecorder(Recorder):
                     later.dead_before |= {key} - later.used
         for item in samples:
             assert isinstance(item.backward, Tape)
-            of_inputs, of_weights = parts(item)
+            of_inputs, of_weights = driver.parts(item)
             item.backward.of_weights = storage_keys(of_weights)
             # In a CUDA graph's memory each is without an owner.
-            item.grad_inputs = (*of_inputs, *without_owners(of_weights, self._pool.owns))
+            item.grad_inputs = (*of_inputs, *driver.without_owners(of_weights, self._pool.owns))
             for tape in (item.forward, item.backward):
                 assert isinstance(tape, Tape)
                 self._pool.poison(tape.made)
 
-    def _ends_of(self, results: Tensors) -> dict[int, int]:
+    def _ends_of(self, results: driver.Tensors) -> dict[int, int]:
         """The release of each storage of ``results``: when the last of its tensors is released."""
         never = len(self._tapes) + 1
         ends: dict[int, int] = {}
