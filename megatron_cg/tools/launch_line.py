@@ -126,12 +126,9 @@ class LaunchLine:
         return replace(self, flags=(*self.flags, *read_flags(words)))
 
     def with_flag(self, name: str, *values: str) -> Self:
-        flag, names = Flag(name, values), [given.name for given in self.flags]
-        if name not in names:
-            return replace(self, flags=(*self.flags, flag))
-        at = names.index(name)
-        rest = tuple(given for given in self.flags[at + 1 :] if given.name != name)
-        return replace(self, flags=(*self.flags[:at], flag, *rest))
+        names, others = [given.name for given in self.flags], self.without(name).flags
+        at = names.index(name) if name in names else len(names)
+        return replace(self, flags=(*others[:at], Flag(name, values), *others[at:]))
 
     def with_variable(self, name: str, value: str) -> Self:
         """The line with a variable set, where it sets it already or before its command."""

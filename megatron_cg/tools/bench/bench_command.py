@@ -174,7 +174,8 @@ def _partial_modules(line: LaunchLine) -> tuple[str, ...]:
 
 def _whole_layers(line: LaunchLine) -> tuple[str, ...]:
     """The README's flags for whole layers; without a kernel for all experts these stay outside."""
-    gemm = line.values(_GEMM) or ("te" if _is_quantized(line) else "torch",)
+    is_quantized = line.has("--fp8-format") or line.has("--fp4-format")
+    gemm = line.values(_GEMM) or ("te" if is_quantized else "torch",)
     outside = line.has("--hybrid-layer-pattern") or gemm == ("te",)
     if outside or not line.has("--num-experts"):
         return (_MODULES, *_partial_modules(line))
@@ -182,10 +183,6 @@ def _whole_layers(line: LaunchLine) -> tuple[str, ...]:
     exchange = ("--cg-moe-exchange", "peer") if shared else ()
     stated = () if line.has(_GEMM) else (_GEMM, *gemm)
     return (*stated, _MODULES, "attn", "moe", *exchange)
-
-
-def _is_quantized(line: LaunchLine) -> bool:
-    return line.has("--fp8-format") or line.has("--fp4-format")
 
 
 def captured(line: LaunchLine) -> str:

@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import getdoc
 from pathlib import Path
 from types import FrameType
@@ -45,8 +46,7 @@ def whole(text: str, least: int = 0) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    return whole(text, 1)
+positive = partial(whole, least=1)
 
 
 def align(add: Add) -> None:
