@@ -33,24 +33,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from itertools import islice
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import (
-    SUPPORTED_NODES,
-    GetAttrKey,
-    TreeSpec,
-    keystr,
-    register_pytree_node,
-    tree_flatten,
-    tree_leaves,
-    tree_leaves_with_path,
-    tree_structure,
-    tree_unflatten,
-)
+from torch.utils import _pytree as pytree
 
 from megatron_cg.backends.driver import is_dense
 from megatron_cg.capture.observer import positional_names
@@ -89,6 +85,8 @@ _FILLED = Violation(
     "with separate_inputs=True it is given another one, so the caller would not see that",
     "return the tensors, or take the unit out of units",
 )
+Place = tuple[nn.Module, str]
+"""An attribute of a module."""
 _DEPTH = 8
 """How deep functions and tuples inside of a ``mask_mod`` are opened."""
 
@@ -101,12 +99,12 @@ class Parts(dict[str, Any]):
         self.whole = whole
 
 
-register_pytree_node(
+pytree.register_pytree_node(
     Parts,
     lambda parts: ([*parts.values()], (parts.whole, *parts)),
     lambda values, known: known[0](**dict(zip(known[1:], values, strict=True))),
     flatten_with_keys_fn=lambda parts: (
-        [(GetAttrKey(name), part) for name, part in parts.items()],
+        [(pytree.GetAttrKey(name), part) for name, part in parts.items()],
         (parts.whole, *parts),
     ),
 )
@@ -155,7 +153,7 @@ def in_parts(value: Any) -> Any:
         return kind(map(in_parts, value))
     if kind is dict:
         return {key: in_parts(one) for key, one in value.items()}
-    is_dataclass = hasattr(kind, "__dataclass_fields__") and kind not in SUPPORTED_NODES
+    is_dataclass = hasattr(kind, "__dataclass_fields__") and kind not in pytree.SUPPORTED_NODES
     return _fields_of(value) if is_dataclass else value
 
 
@@ -193,7 +191,7 @@ def _global(value: Any, depth: int) -> Any:
     """A global value to compare, or its class if it cannot be compared, which no graph takes."""
     if type(value) is FunctionType and not value.__closure__:
         return _opened(value, depth)
-    return value if all(map(is_plain, tree_leaves(value))) else type(value)
+    return value if all(map(is_plain, pytree.tree_leaves(value))) else type(value)
 
 
 @cache  # For each ``def``, since each call of a unit asks.
@@ -211,12 +209,12 @@ def separate(module: nn.Module) -> Undo:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs), _is_leaf)
+        leaves, spec = pytree.tree_flatten((args, kwargs), _is_leaf)
         views = {id(one): _view(one) for one in leaves}
         before = [views[id(one)] for one in leaves]
-        given = tree_unflatten(before, spec)
+        given = pytree.tree_unflatten(before, spec)
         made = run(*given[0], **given[1])
-        left, left_spec = tree_flatten(given, _is_leaf)
+        left, left_spec = pytree.tree_flatten(given, _is_leaf)
         if left_spec != spec or any(map(operator.is_not, left, before)):
             raise ConfigurationError([_FILLED])
         return made
@@ -276,7 +274,7 @@ class CallSpec:
     keywords: tuple[str, ...]
     marks: Mapping[str, Any]
     """By name, a mark for each tensor, also inside of containers, and every constant itself."""
-    specs: tuple[TreeSpec | None, ...]
+    specs: tuple[pytree.TreeSpec | None, ...]
     """The containers of each argument; None if it is no container."""
 
     @classmethod
@@ -289,12 +287,12 @@ class CallSpec:
         values = [*map(in_parts, args), *map(in_parts, kwargs.values())]
         marks: dict[str, Any] = {}
         seen: dict[int, str] = {}
-        for (place, *path), leaf in tree_leaves_with_path(values, is_leaf=_is_leaf):
-            name = f"{names[place.idx]}{keystr(tuple(path))}"  # type: ignore[attr-defined]
+        for (place, *path), leaf in pytree.tree_leaves_with_path(values, is_leaf=_is_leaf):
+            name = f"{names[place.idx]}{pytree.keystr(tuple(path))}"  # type: ignore[attr-defined]
             marks[name] = _AliasOf(seen[id(leaf)]) if id(leaf) in seen else _mark_of(leaf, name)
             if isinstance(marks[name], Input) and leaf.requires_grad:
                 seen[id(leaf)] = name
-        specs = [None if _is_leaf(value) else tree_structure(value, _is_leaf) for value in values]
+        specs = [None if _is_leaf(one) else pytree.tree_structure(one, _is_leaf) for one in values]
         return cls(positions, tuple(kwargs), marks, tuple(specs))
 
     @cached_property
@@ -341,7 +339,7 @@ class CallSpec:
             if spec is None and _is_leaf(value):
                 leaves.append(value)
                 continue
-            found, actual = tree_flatten(value, _is_leaf)
+            found, actual = pytree.tree_flatten(value, _is_leaf)
             if spec is None:
                 return _mismatch(name, self.marks[name], value)
             if actual != spec:
@@ -362,8 +360,8 @@ class CallSpec:
                 given[name] = mark.from_graph(tensors[name]) if isinstance(mark, Input) else mark
         left = iter(given.values())
         values = [
-            next(left) if spec is None else tree_unflatten(islice(left, spec.num_leaves), spec)
-            for spec in self.specs
+            next(left) if of is None else pytree.tree_unflatten(islice(left, of.num_leaves), of)
+            for of in self.specs
         ]
         count = len(self.positions)
         return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
@@ -449,6 +447,18 @@ def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
         repr(actual) if isinstance(actual, Mark) else _in_words(actual),
         _MASK if flips else _CONSTANT,
     )
+
+
+def attributes_of(
+    modules: Iterable[nn.Module], before: Mapping[Place, torch.Tensor] = MappingProxyType({})
+) -> dict[Place, torch.Tensor]:
+    """The tensors that modules have as attributes, and had not ``before``."""
+    return {
+        (module, name): value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and before.get((module, name)) is not value
+    }
 
 
 def is_transformed() -> bool:

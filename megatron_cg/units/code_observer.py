@@ -21,7 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import CellType, FrameType, SimpleNamespace
 from typing import Any
@@ -44,6 +44,7 @@ from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySe
 from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_known, package_of
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
+from megatron_cg.units.call import attributes_of
 from megatron_cg.units.python_state import Change, PythonState, functions_in, referred, tensors_held
 from megatron_cg.units.sums import RUN_BACKWARD
 from megatron_cg.upstream.patch import instances, nothing_frozen, replace_function, set_attribute
@@ -58,10 +59,12 @@ _SETTERS = (
 
 @dataclass(frozen=True)
 class Use:
-    """The first operation that used some memory."""
+    """An operation that used memory which none of the pass has made, without the tensor.
 
-    tensor: torch.Tensor
-    """What it got, on memory that no operation of the pass has made; of a read, without values."""
+    Compiled code makes memory unseen, which nobody has after the pass.
+    """
+
+    shape: torch.Size
     operation: str
     place: str
     """The module, file and line of the call."""
@@ -90,9 +93,9 @@ class Operations(TorchDispatchMode):
         self.made: dict[int, StorageReference] = {}
         """Memory that operations have made, by its key."""
         self.reads: dict[int, tuple[StorageReference, Use]] = {}
-        """Other memory that operations of a forward pass got, by its key."""
-        self.writes: list[Use] = []
-        """Other memory that operations wrote to, one item for each tensor."""
+        """Other memory that operations of a forward pass got, by its key, and the first of them."""
+        self.writes: list[tuple[torch.Tensor, Use]] = []
+        """Other memory that operations wrote to."""
         self.notes_reads = True
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._of_pass: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -160,15 +163,14 @@ class Operations(TorchDispatchMode):
     def _note_read(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> None:
         key = key_of(tensor)
         if key is not None and key not in self.made and key not in self.reads:
-            # Not the tensor: compiled code makes memory unseen, which nobody has after the pass.
-            use = replace(self._use(tensor, func), tensor=torch.empty_like(tensor, device="meta"))
-            self.reads[key] = StorageReference(tensor.untyped_storage()), use
+            reference = StorageReference(tensor.untyped_storage())
+            self.reads[key] = reference, self._use(tensor, func)
 
     def _note_write(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> None:
         key = key_of(tensor)
         if key is None or key in self.made:
             return
-        self.writes.append(self._use(tensor, func))
+        self.writes.append((tensor, self._use(tensor, func)))
         if key in self._parameters:
             self._of_pass.append((tensor.data, tensor.detach().clone()))
         elif key not in self._saved:
@@ -177,11 +179,10 @@ class Operations(TorchDispatchMode):
 
     def _use(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> Use:
         frames = list(traceback.walk_stack(sys._getframe(2)))
-        place = place_of(frames, self._root)
+        at = str(place_of(frames, self._root) or "")
         packages = (package_of(f.f_globals.get("__name__")) for f, _ in frames)
         package = next((name for name in packages if name not in _BETWEEN), "")
-        at = str(place) if place is not None else ""
-        return Use(tensor, str(func), at, package, tensor.requires_grad, tensor.device.type)
+        return Use(tensor.shape, str(func), at, package, tensor.requires_grad, tensor.device.type)
 
 
 class CodeObserver:
@@ -302,15 +303,15 @@ class CodeObserver:
                 self._addresses.add(held[key])
         self._addresses.note(forward=True)
         # What known code writes elsewhere is its own affair, such as how many rows it had.
-        uses = (use for use in self._operations.writes if use.package not in KNOWN)
-        written = {key_of(use.tensor): use.tensor for use in uses}
+        writes = self._operations.writes
+        written = {key_of(tensor): tensor for tensor, by in writes if by.package not in KNOWN}
         self._writes = [
             tensor.untyped_storage() for key, tensor in written.items() if key not in reached
         ]
 
     def writes(self) -> list[torch.Tensor]:
         """What operations of the last forward pass wrote to that they had not made."""
-        return [use.tensor for use in self._operations.writes]
+        return [tensor for tensor, _ in self._operations.writes]
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -345,11 +346,11 @@ class CodeObserver:
                 "parameter of the unit.",
             )
         on_host = use.device_type == "cpu" and self._device_type != "cpu"
-        if on_host and use.tensor.dim():
+        if on_host and use.shape:
             raise self._error(f"reads a tensor of the host {where}", "Keep it on the device.")
         if not reached:
             raise self._error(
-                f"reads a tensor of shape {tuple(use.tensor.shape)} that is no argument, parameter "
+                f"reads a tensor of shape {tuple(use.shape)} that is no argument, parameter "
                 f"or buffer {where}, and where its code gets it from is unknown",
                 "Pass it as an argument, or keep it in a buffer.",
             )
@@ -387,12 +388,7 @@ class CodeObserver:
                 )
 
     def _refuse_leftovers(self) -> None:
-        kept = {
-            key_of(value)
-            for module in self._unit.graphed
-            for value in vars(module).values()
-            if isinstance(value, torch.Tensor)
-        }
+        kept = {*map(key_of, attributes_of(self._unit.graphed).values())}
         left = [memory for memory in self._operations.left() if memory._cdata not in kept]
         held = holder_of(left)
         if held is not None:

@@ -18,18 +18,7 @@ from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement
 from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation, speaking
-from megatron_cg.integrations.call_arguments import (
-    PROCESS_GROUP,
-    UNITS,
-    BackendName,
-    CallVoice,
-    backend_of,
-    check_settings,
-    refuse,
-    require_same,
-    settings_in,
-    several,
-)
+from megatron_cg.integrations import call_arguments
 from megatron_cg.integrations.repeated_step import gradients_saved, train_step
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.guard import Mismatch
@@ -45,7 +34,7 @@ from megatron_cg.upstream.patch import combine_undos
 
 logger = logging.getLogger(__name__)
 
-_VOICE = CallVoice(UNITS)
+_VOICE = call_arguments.CallVoice(call_arguments.UNITS)
 _NO_UNITS = Violation(
     "argument",
     "units names nothing",
@@ -130,7 +119,7 @@ class GraphedUnits:
         units: UnitName | Iterable[UnitName],
         *,
         warmup_steps: int = 3,
-        backend: Backend | BackendName = "native",
+        backend: Backend | call_arguments.BackendName = "native",
         on_failure: OnFailure = "error",
         on_mismatch: OnMismatch = "eager",
         verify_interval: int | None = None,
@@ -140,14 +129,14 @@ class GraphedUnits:
         recapture: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        given, wanted = settings_in(locals()), several(units)
+        given, wanted = call_arguments.settings_in(locals()), call_arguments.several(units)
         broken = [] if wanted else [_NO_UNITS]
         broken += at_least(1).check("warmup_steps", warmup_steps)
         broken += at_least(0).check("recapture", recapture)
         broken += TRUE_OR_FALSE.check("separate_inputs", separate_inputs)
-        broken += check_settings(given, UNITS)
-        broken += PROCESS_GROUP.check("group", group)
-        refuse(broken)
+        broken += call_arguments.check_settings(given, call_arguments.UNITS)
+        broken += call_arguments.PROCESS_GROUP.check("group", group)
+        call_arguments.refuse(broken)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
         again = "" if recapture else _AGAIN
         self._policy = ReplayPolicy(on_mismatch, verify_interval, verify_steps, again=again)
@@ -165,8 +154,8 @@ class GraphedUnits:
             given |= {"units": [*map(_named, wanted)], "warmup_steps": warmup_steps}
             given |= {"separate_inputs": separate_inputs, "recapture": recapture}
             given["backend"] = getattr(backend, "name", backend)
-            require_same(self._agreement, "graph_units", given)
-            self._backend = backend_of(backend)
+            call_arguments.require_same(self._agreement, "graph_units", given)
+            self._backend = call_arguments.backend_of(backend)
             self._begin()
             undo.callback(self._forget)
             undo.callback(graphs_close_in_time())

@@ -74,14 +74,14 @@ def strides_of(tensor: torch.Tensor) -> Strides:
     return tuple(stride if size > 1 else 0 for stride, size in pairs)
 
 
-def _is_compact(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill their memory, so that a new tensor like it has its strides."""
-    step = 1
-    for stride, size in sorted(zip(strides_of(tensor), tensor.shape, strict=True)):
+def _compact_strides(tensor: torch.Tensor) -> Strides | None:
+    """Its strides if its elements fill their memory, so that a new tensor like it has them."""
+    step, strides = 1, strides_of(tensor)
+    for stride, size in sorted(zip(strides, tensor.shape, strict=True)):
         if size > 1 and stride != step:
-            return False
+            return None
         step *= size
-    return True
+    return strides
 
 
 class GradStrides:
@@ -231,7 +231,7 @@ class Gradients:
 
     def result(self, number: int, tensor: torch.Tensor, seen: GradStrides | None) -> torch.Tensor:
         """An output of the graph, whose gradient is laid out as ``seen``."""
-        own = strides_of(tensor) if _is_compact(tensor) else None
+        own = _compact_strides(tensor)
         strides = (seen and seen.of(tensor)) or own
         if strides is None or not tensor.requires_grad:
             return tensor
@@ -247,8 +247,7 @@ class Gradients:
 
     def _note(self, key: int | str, sample: torch.Tensor, gradient: torch.Tensor | None) -> None:
         self._arguments.pop(key, None)
-        own = strides_of(sample) if _is_compact(sample) else None
-        if gradient is not None and (now := strides_of(gradient)) != own:
+        if gradient is not None and (now := strides_of(gradient)) != _compact_strides(sample):
             self._arguments[key] = now
 
     def to_graph(

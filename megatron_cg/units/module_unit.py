@@ -27,9 +27,9 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import Prepared, forward_of, replay_instead
 from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.replay.unit import ManualHook, Unit
-from megatron_cg.units.call import in_parts, not_recomputed
+from megatron_cg.units.call import Place, attributes_of, in_parts, not_recomputed
 from megatron_cg.units.layouts import Gradients, Layout, ReadOnly, UsedResult, awaited, is_awaited
-from megatron_cg.units.observe import ObservedCall, Place, attributes_of, results_of, tensors_of
+from megatron_cg.units.observe import ObservedCall, results_of, tensors_of
 from megatron_cg.units.sums import Autocast
 from megatron_cg.upstream.patch import combine_undos, replace_function
 
@@ -176,11 +176,9 @@ class ModuleUnit(Unit):
                 "A replay runs no Python, so the caller would not see it. Return the tensors, or "
                 "set them as attributes of the module.",
             )
-        after = attributes_of(self.graphed)
-        attributes = {p: tensor for p, tensor in after.items() if before.get(p) is not tensor}
-        results, tensors = self._results_of(
-            in_parts(value), attributes, self._form.by_name(args, kwargs)
-        )
+        attributes = attributes_of(self.graphed, before)
+        given_tensors = self._form.by_name(args, kwargs)
+        results, tensors = self._results_of(in_parts(value), attributes, given_tensors)
         if (problem := results.problem(self._results)) is not None:
             raise self.refused(
                 problem,

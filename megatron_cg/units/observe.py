@@ -10,7 +10,7 @@ Note [Gradients from outside]
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,15 +27,19 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import local
-from megatron_cg.units.call import CallSpec, in_parts, is_transformed, recompute_around
+from megatron_cg.units.call import (
+    CallSpec,
+    Place,
+    attributes_of,
+    in_parts,
+    is_transformed,
+    recompute_around,
+)
 from megatron_cg.units.code_observer import key_of
 from megatron_cg.units.layouts import GradStrides, ReadOnly
 from megatron_cg.units.sums import Autocast, Sums, autocast_now
 from megatron_cg.units.unsharded import Unsharded
 from megatron_cg.upstream.patch import add_observer
-
-Place = tuple[nn.Module, str]
-"""An attribute of a module."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +188,7 @@ class Observer:
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
         if not _is_trained(module):
             return outputs
-        own = attributes_of(module.modules()).items()
-        held = {place: tensor for place, tensor in own if self._held.get(place) is not tensor}
+        held = attributes_of(module.modules(), self._held)
         given, self._held, self._given = self._given, {}, {}
         results = results_of(in_parts(outputs), held)
         made = {id(t): t for _, t in results if id(t) not in given}
@@ -216,16 +219,6 @@ def results_of(
 ) -> list[tuple[Any, torch.Tensor]]:
     """The tensors that a pass returns, by number, and that it sets, by place."""
     return [*enumerate(tensors_of(value)), *attributes.items()]
-
-
-def attributes_of(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
-    """The tensors that modules have as attributes."""
-    return {
-        (module, name): value
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
