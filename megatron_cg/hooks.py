@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.upstream.patch import cells_of
+from megatron_cg.upstream.patch import Undo, cells_of
 from megatron_cg.upstream.symbols import Symbol
 
 
@@ -120,12 +120,13 @@ class HookSnapshot:
         found = (getattr(one, name, None) for one, all_of in (*names, *others) for name in all_of)
         self._saved = [(hooks, list(hooks.items())) for hooks in found if hooks is not None]
 
-    def clear(self) -> None:
-        """Remove all hooks; :meth:`restore` installs them again."""
+    def clear(self) -> Undo:
+        """Remove all hooks; returns :meth:`restore`, which installs them again."""
         for registry, _ in self._saved:
             registry.clear()
         for module in self._modules:
             module._is_full_backward_hook = None
+        return self.restore
 
     def restore(self) -> None:
         """Restore the same hooks in the same order, with their flags. Safe to run twice."""

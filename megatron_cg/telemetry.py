@@ -91,14 +91,10 @@ class CaptureReport:
     def __init__(self, units: Sequence[Any]) -> None:
         self._units, self._before, self._since = len(units), memory(), time.perf_counter()
 
-    def failed(self, error: BaseException) -> None:
-        self._report(0, None, error)
-
-    def ended(self, counters: Counters, path: FastPath | None) -> None:
-        """All graphs replay from now on, by the session's fast path if it has one."""
-        self._report(counters.captured, path, None)
-
-    def _report(self, graphs: int, path: FastPath | None, error: BaseException | None) -> None:
+    def ended(
+        self, graphs: int = 0, path: FastPath | None = None, error: BaseException | None = None
+    ) -> None:
+        """So many graphs replay from now on, by the session's fast path if it has one."""
         seconds, before, after = time.perf_counter() - self._since, self._before, memory()
         layers = self._units if error is None else 0
         entry = {

@@ -122,17 +122,11 @@ def quiet_modules(
     return snapshot.restore
 
 
-def _quiet_parameters(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    snapshot = HookSnapshot(*parameters)
-    snapshot.clear()
-    return snapshot.restore
-
-
 @contextmanager
 def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """No parameter has a gradient or a hook; what a backward pass leaves on them is removed."""
     with gradients_kept(parameters), ExitStack() as stack:
-        stack.callback(_quiet_parameters(parameters))
+        stack.callback(HookSnapshot(*parameters).clear())
         for parameter in parameters:
             parameter.grad = None
         yield
@@ -196,7 +190,7 @@ class GuardedCapture:
             parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
             always.enter_context(gradients_kept(parameters))
             always.enter_context(buffers_kept(modules))
-            always.callback(_quiet_parameters(parameters))
+            always.callback(HookSnapshot(*parameters).clear())
             always.callback(quiet_modules(layers, modules, sharding.owns_hook))
             always.enter_context(self._backend.preserved(layers))
             always.enter_context(compiled_kept())

@@ -146,7 +146,7 @@ class Session:
             self.phase = Phase.EAGER
             with ExitStack() as ending:  # The vote comes last, whatever fails before it.
                 ending.push(partial(self._share_failure, error, whole))
-                ending.callback(report.failed, error)
+                ending.callback(report.ended, error=error)
                 ending.callback(self._undo.close)
             raise
         for unit in self.units:
@@ -161,7 +161,7 @@ class Session:
         self.phase = Phase.REPLAYING
         with ExitStack() as failed:
             failed.callback(self.close)
-            report.ended(self.counters, self.fast_path)
+            report.ended(self.counters.captured, self.fast_path)
             failed.pop_all()
 
     def capture(self, request: CaptureRequest) -> tuple[GuardedGraph, ...]:

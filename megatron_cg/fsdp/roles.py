@@ -145,10 +145,8 @@ def fsdp_package_of(fn: Callable[..., Any]) -> str | None:
     """The distribution of the Megatron-FSDP that made ``fn``, or None if neither did."""
     inner = innermost(fn)
     home = getattr(inner, "__module__", None) or type(inner).__module__
-    for prefix, distribution in _PACKAGES.items():
-        if home == prefix or home.startswith(prefix + "."):
-            return distribution
-    return None
+    found = (name for package, name in _PACKAGES.items() if f"{home}.".startswith(f"{package}."))
+    return next(found, None)
 
 
 def classify(record: HookRecord) -> FsdpRole | None:

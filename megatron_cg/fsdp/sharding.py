@@ -226,10 +226,8 @@ def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
     Raises UpstreamChangedError when it lacks a member that capture relies on.
     """
     for module in model.modules():
-        kind = type(module)
-        if kind.__name__ != "MegatronFSDP":
-            continue
-        distribution = fsdp_package_of(kind.forward)
+        is_one = type(module).__name__ == "MegatronFSDP"
+        distribution = fsdp_package_of(type(module).forward) if is_one else None
         if distribution is None:
             continue
         for name in _NEEDED:

@@ -24,7 +24,7 @@ from megatron_cg.fsdp.roles import UnitHooks
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import Undo, combine_undos
+from megatron_cg.upstream.patch import Undo, combined_undo
 
 Storages = Sequence[Sequence[torch.UntypedStorage]]
 
@@ -199,10 +199,12 @@ class PerModule(Sharding):
         """Reshard a unit and put its unsharded parameters into buffers, each by its key."""
         raise NotImplementedError
 
-    def stable_memory(self, layers: Sequence[nn.Module]) -> Undo:
+    @combined_undo
+    def stable_memory(self, layers: Sequence[nn.Module]) -> Iterator[Undo]:
         """Let units share buffers that are not freed. They must have run at least once."""
         buffers: dict[Any, Buffer] = {}
-        return combine_undos(undo for layer in layers for undo in self.in_buffers(layer, buffers))
+        for layer in layers:
+            yield from self.in_buffers(layer, buffers)
 
     def fill(self, layer: nn.Module) -> None:
         """Gather a unit into its buffer, where its weights stay until others need the buffer."""

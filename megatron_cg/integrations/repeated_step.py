@@ -32,7 +32,6 @@ import random
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from enum import Enum
 from functools import cache, partial
 from operator import is_
@@ -260,7 +259,8 @@ class _Holder:
     def below(self, written_by: str) -> list[tuple[Any, Any]]:
         """The parts that may change in place, with objects of classes ``written_by`` these."""
         saved = self.saved
-        kinds = {k for k in set(map(type, saved.values())) if _may_change(k, written_by)}
+        kinds = set(map(type, saved.values()))
+        kinds = {kind for kind in kinds if kind in _STATE or _is_followed(kind, written_by)}
         found = [pair for pair in saved.items() if type(pair[1]) in kinds]
         return [pair for pair in found if _is_own(pair[0])] if self._namespace else found
 
@@ -441,11 +441,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return is_dense and (tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0)
 
 
-def step_state_kept() -> AbstractContextManager[None]:
-    """Restore on exit the state of megatron-core."""
-    return undone_after(StepState().restore)
-
-
 def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """As ``named_modules``, in less time."""
     left, seen = [("", root) for root in roots], set[int]()
@@ -456,10 +451,6 @@ def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
             children = module._modules.items()
             left += [(f"{path}{name}.", child) for name, child in children if child is not None]
-
-
-def _may_change(kind: type, written_by: str) -> bool:
-    return kind in _STATE or _is_followed(kind, written_by)
 
 
 @cache

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from megatron_cg.capture import session
 from megatron_cg.consensus.process_exit import exit_without_waiting
-from megatron_cg.upstream.patch import Undo, combine_undos, run_instead
+from megatron_cg.upstream.patch import Undo, combined_undo, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ _gave_up = False
 """Whether the GPU was busy for longer than that; nothing waits for it again."""
 
 
-def graphs_close_in_time() -> Undo:
+@combined_undo
+def graphs_close_in_time() -> Iterator[Undo]:
     """Close all graphs before process groups and the interpreter end; returns the undo.
 
     Callers may undo it in any order. A reference that a script imported earlier (``from
@@ -59,13 +60,9 @@ def graphs_close_in_time() -> Undo:
 
     Raises UpstreamChangedError when torch has no such functions.
     """
-
-    def changes() -> Iterator[Undo]:
-        for symbol in RELIES_ON:
-            yield run_instead(symbol, _closing)
-        yield partial(atexit.unregister, atexit.register(partial(close_for_the_end)))
-
-    return combine_undos(changes())
+    for symbol in RELIES_ON:
+        yield run_instead(symbol, _closing)
+    yield partial(atexit.unregister, atexit.register(partial(close_for_the_end)))
 
 
 def _closing(end: Callable[..., None], group: Any = None) -> None:

@@ -45,7 +45,13 @@ from megatron_cg.arguments.schema import recomputes_layers
 from megatron_cg.errors import ConfigurationError, Violation, say
 from megatron_cg.integrations.megatron.megatron_unit import HIDDEN, ObservedInputs
 from megatron_cg.upstream.megatron import LayerConfig, is_capturing, not_capturing, relax_rules
-from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
+from megatron_cg.upstream.patch import (
+    Undo,
+    combine_undos,
+    combined_undo,
+    replace_function,
+    set_attribute,
+)
 from megatron_cg.upstream.symbols import Symbol
 
 _CHECKPOINTS = Symbol(
@@ -99,9 +105,8 @@ def _goes_into_layers(config: Any) -> bool:
     )
 
 
-def recompute_in_layers(
-    model: nn.Module, inputs: ObservedInputs | None = None
-) -> Callable[[], None]:
+@combined_undo
+def recompute_in_layers(model: nn.Module, inputs: ObservedInputs | None = None) -> Iterator[Undo]:
     """Move the checkpoints of full recompute into the layers of ``model``; returns the undo.
 
     Does nothing to a model that does not recompute whole layers. Call it before a capture, between
@@ -119,13 +124,10 @@ def recompute_in_layers(
         begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
         if any(inputs.is_never_differentiated(layer, HIDDEN) for layer in begins):
             raise ConfigurationError([Violation("full-recompute-lost-gradients", *map(say, _LOST))])
-    return combine_undos(undo for caller in callers for undo in _moved(caller))
-
-
-def _moved(caller: Any) -> Iterator[Undo]:
-    yield from map(_recompute, _recomputed(caller))
-    plain = LayerConfig(caller.config, recompute_granularity=None)
-    yield set_attribute(caller, "config", plain)
+    for caller in callers:
+        yield from map(_recompute, _recomputed(caller))
+        plain = LayerConfig(caller.config, recompute_granularity=None)
+        yield set_attribute(caller, "config", plain)
 
 
 def _recomputed(caller: Any) -> list[nn.Module]:

@@ -157,14 +157,11 @@ def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
     if isinstance(owner, ModuleType):
         return package_of(owner.__name__) in packages
     kind = owner if isinstance(owner, type) else type(owner)
-    if _package(kind) not in packages:
+    if package_of(kind.__module__) not in packages:
         return False
     named = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
-    return named is kind or all(_package(base) in LIBRARIES for base in kind.__mro__)
-
-
-def _package(kind: type) -> str:
-    return package_of(kind.__module__)
+    bases = (package_of(base.__module__) for base in kind.__mro__)
+    return named is kind or all(package in LIBRARIES for package in bases)
 
 
 def package_of(module: str | None) -> str:

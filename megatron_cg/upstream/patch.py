@@ -273,6 +273,16 @@ def combine_undos(undos: Iterable[Undo]) -> Undo:
         return stack.pop_all().close
 
 
+def combined_undo[**P](changes: Callable[P, Iterable[Undo]]) -> Callable[P, Undo]:
+    """Let a function that makes changes and yields their undos return one undo of all of them."""
+
+    @wraps(changes)
+    def change(*args: P.args, **kwargs: P.kwargs) -> Undo:
+        return combine_undos(changes(*args, **kwargs))
+
+    return change
+
+
 @contextmanager
 def undone_after(undo: Undo) -> Iterator[None]:
     """Call ``undo`` when the block ends, also by an exception."""

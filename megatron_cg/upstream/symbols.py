@@ -105,7 +105,10 @@ def lookup(path: str, expected: str) -> Any:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A symbol of another package that one of our modules relies on."""
+    """A symbol of another package that one of our modules relies on.
+
+    Its methods raise UpstreamChangedError if it is not there, or lacks a parameter or attribute.
+    """
 
     path: str
     """``module:attribute.path``; ``<locals>.`` precedes an inner function; ``a|b`` as below."""
@@ -127,10 +130,7 @@ class Symbol:
         return _distribution_of(self.path)
 
     def unknown_body(self) -> str | None:
-        """Why our replacement of this function may do something else; None if it does the same.
-
-        Raises UpstreamChangedError as :meth:`find`.
-        """
+        """Why our replacement of this function may do something else; None if it does the same."""
         if not self.fingerprints:
             return None
         found = self.find()
@@ -155,10 +155,7 @@ class Symbol:
             raise changed(self.distribution, self.path, unknown)
 
     def place(self) -> tuple[Any, str]:
-        """The module or class that has the object, and its name there, to put another there.
-
-        Raises UpstreamChangedError as :meth:`find`.
-        """
+        """The module or class that has the object, and its name there, to put another there."""
         self.find()
         module, _, path = self.path.partition(":")
         outer, _, name = path.rpartition(".")
@@ -166,17 +163,11 @@ class Symbol:
 
     @cached_property
     def cached(self) -> Any:
-        """The object as it was at the first call: for functions that are called often.
-
-        Raises UpstreamChangedError as :meth:`find`.
-        """
+        """The object as it was at the first call: for functions that are called often."""
         return self.find()
 
     def find(self) -> Any:
-        """The object as it is now; for a function defined inside another, its code.
-
-        Raises UpstreamChangedError if it is not there, or lacks a parameter or attribute.
-        """
+        """The object as it is now; for a function defined inside another, its code."""
         outer, _, inner = self.path.partition(f".{_INSIDE}.")
         found = lookup(outer, self.expected)
         for name in filter(None, inner.split(f".{_INSIDE}.")):

@@ -44,7 +44,7 @@ from megatron_cg.integrations.megatron.megatron_unit import (
 from megatron_cg.integrations.megatron.packs import Packs, agreed_packs
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
+from megatron_cg.upstream.patch import Undo, combined_undo, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed
 
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
@@ -121,7 +121,7 @@ class FsdpHelper:
             undo.callback(
                 repeat_if_needed(model, optimizers, self.controller, self.steps, verifies=verifies)
             )
-            undo.callback(combine_undos(self._replaced_methods()))
+            undo.callback(self._replace_methods())
             if source is not None:
                 undo.callback(source(self.steps, optimizers))
             self.undo = undo.pop_all()
@@ -144,9 +144,6 @@ class FsdpHelper:
             if (experts := experts_of(self.fsdp)) is not None:
                 experts.forget()
 
-    def delete(self) -> None:
-        self.controller.delete()
-
     def close(self) -> None:
         """Release the graphs, stop following steps and voting, and undo all changes.
 
@@ -157,10 +154,11 @@ class FsdpHelper:
             if self.session is not None and self.session.phase is Phase.REPLAYING:
                 self.controller.release()
 
-    def _replaced_methods(self) -> Iterator[Undo]:
+    @combined_undo
+    def _replace_methods(self) -> Iterator[Undo]:
         """Megatron's loop and others call these of Megatron's helper."""
         yield replace_function(self.helper, "create_cudagraphs", self.capture)
-        yield replace_function(self.helper, "delete_cuda_graphs", self.delete)
+        yield replace_function(self.helper, "delete_cuda_graphs", self.controller.delete)
         # Hooks of Megatron-FSDP run around each replay.
         yield replace_function(self.helper, "cuda_graph_set_manual_hooks", lambda: None)
         make = self.helper._get_sample_arguments
@@ -207,7 +205,7 @@ class FsdpHelper:
         _make_loss_scales()
         with ExitStack() as changes:
             changes.callback(setattr, self.helper, "_graphs_created", False)
-            changes.callback(combine_undos(self._changes()))
+            changes.callback(self._change_layers())
             session = self._new_session()
             if (experts := experts_of(self.fsdp)) is not None:
                 experts.expect(self._layers)
@@ -244,7 +242,8 @@ class FsdpHelper:
             optimizers=self.helper.optimizers,
         )
 
-    def _changes(self) -> Iterator[Undo]:
+    @combined_undo
+    def _change_layers(self) -> Iterator[Undo]:
         yield without_unused_masks(self._layers, self._inputs)
         yield partial(shared_experts_idle, self._layers)
         yield recompute_in_layers(self.helper.model[0], self._inputs)
@@ -366,16 +365,14 @@ def _make_loss_scales() -> None:
             getattr(scaler, _SET_SCALE)(torch.ones(1, device=torch.cuda.current_device()))
 
 
-def _capture_without_te() -> Undo:
+@combined_undo
+def _capture_without_te() -> Iterator[Undo]:
     """Let Megatron's helper and layers capture where TE is not installed; returns the undo.
 
     The helper asserts that TE is there. Both ask for its release to know what graphs take: keyword
     arguments, as many layers as each chunk has, shared buffers. Every backend here takes all that.
     """
-
-    def changes() -> Iterator[Undo]:
+    if not cuda_graphs.HAVE_TE_GRAPHS:
         yield set_attribute(cuda_graphs, "HAVE_TE_GRAPHS", True)
         for module in (cuda_graphs, transformer_layer):
             yield replace_function(module, "is_te_min_version", lambda *_release, **_options: True)
-
-    return (lambda: None) if cuda_graphs.HAVE_TE_GRAPHS else combine_undos(changes())

@@ -50,7 +50,7 @@ from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated
 from megatron_cg.capture.observer import positional_names
 from megatron_cg.errors import say
 from megatron_cg.integrations.megatron.packs import PACK, ObservedPacks, Packs
-from megatron_cg.integrations.repeated_step import step_state_kept
+from megatron_cg.integrations.repeated_step import StepState
 from megatron_cg.replay.borders import in_backward_pass
 from megatron_cg.replay.guard import NOT_INPUTS, Entry, Mismatch, described
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
@@ -65,8 +65,10 @@ from megatron_cg.upstream.patch import (
     Undo,
     add_observer,
     combine_undos,
+    combined_undo,
     replace_function,
     set_attribute,
+    undone_after,
 )
 from megatron_cg.upstream.symbols import Symbol
 
@@ -267,7 +269,7 @@ class MegatronUnit(Unit):
         return say(f"{instead}{'' if is_mtp(layer) else alone}.", index=index)
 
     def kept(self) -> AbstractContextManager[None]:
-        return step_state_kept()
+        return undone_after(StepState().restore)
 
     def in_backward(self) -> AbstractContextManager[None]:
         return capturing_flag()
@@ -295,7 +297,8 @@ class MegatronUnit(Unit):
         with capturing_flag(), not_capturing():
             return layer._te_cuda_graph_capture(*args, **inputs)
 
-    def attach(self, before_replay: Sequence[ManualHook]) -> Undo:
+    @combined_undo
+    def attach(self, before_replay: Sequence[ManualHook]) -> Iterator[Undo]:
         target: Any = self.layer
         dispatcher = getattr(getattr(target, "mlp", None), "token_dispatcher", None)
         notes: dict[str, Any] = vars(dispatcher) if dispatcher is not None else {}
@@ -313,14 +316,9 @@ class MegatronUnit(Unit):
             missed = (_no_tensor if self._is_direct else _not_passed_on)(args, kwargs)
             return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
 
-        def changes() -> Iterator[Undo]:
-            yield replay_instead(target, prepare)
-            yield replace_function(
-                target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False
-            )
-            yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
-
-        return combine_undos(changes())
+        yield replay_instead(target, prepare)
+        yield replace_function(target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False)
+        yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
 
 
 def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
@@ -409,25 +407,22 @@ class ObservedInputs:
                 self._differ.add(name)
 
 
-def without_unused_masks(layers: Sequence[nn.Module], inputs: ObservedInputs) -> Undo:
+@combined_undo
+def without_unused_masks(layers: Sequence[nn.Module], inputs: ObservedInputs) -> Iterator[Undo]:
     """Capture layers without a mask that they never received, and replay with no made-up one.
 
     Call it before sample inputs are made, and undo it after the graphs are deleted.
     """
-
-    def changes() -> Iterator[Undo]:
-        for layer in layers:
-            if not isinstance(layer, TransformerLayer):
-                continue
-            never_given = inputs.is_never_given(layer, MASK)
-            if never_given:
-                samples = partial(_samples, layer, layer.get_layer_static_inputs)
-                yield replace_function(layer, "get_layer_static_inputs", samples)
-            if never_given or _may_read(layer.self_attention):
-                replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
-                yield replace_function(layer, "_get_te_cuda_graph_replay_args", replay)
-
-    return combine_undos(changes())
+    for layer in layers:
+        if not isinstance(layer, TransformerLayer):
+            continue
+        never_given = inputs.is_never_given(layer, MASK)
+        if never_given:
+            samples = partial(_samples, layer, layer.get_layer_static_inputs)
+            yield replace_function(layer, "get_layer_static_inputs", samples)
+        if never_given or _may_read(layer.self_attention):
+            replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
+            yield replace_function(layer, "_get_te_cuda_graph_replay_args", replay)
 
 
 def _may_read(attention: Any) -> bool:

@@ -37,7 +37,7 @@ from megatron_cg.errors import CaptureError, say
 from megatron_cg.replay.guard import Mismatch, described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.plain import is_plain
-from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
+from megatron_cg.upstream.patch import Undo, combined_undo, replace_function
 from megatron_cg.upstream.symbols import Symbol
 from megatron_cg.upstream.te import fuses_attention
 
@@ -157,19 +157,16 @@ class Packs:
             )
         return {name: value for name, value in kwargs.items() if name != PACK} | given
 
-    def install(self, model: nn.Module, layers: Sequence[Any]) -> Undo:
+    @combined_undo
+    def install(self, model: nn.Module, layers: Sequence[Any]) -> Iterator[Undo]:
         """Let passes of ``model`` prepare packs, and ``layers`` take them in a capture."""
-
-        def changes() -> Iterator[Undo]:
-            for layer in layers:
-                region = partial(self._joined, layer._te_cuda_graph_capture)
-                yield replace_function(layer, "_te_cuda_graph_capture", region)
-            for module in model.modules():
-                if isinstance(module, LanguageModule):
-                    passes = partial(self._pass, module, module.forward)
-                    yield replace_function(module, "forward", passes)
-
-        return combine_undos(changes())
+        for layer in layers:
+            region = partial(self._joined, layer._te_cuda_graph_capture)
+            yield replace_function(layer, "_te_cuda_graph_capture", region)
+        for module in model.modules():
+            if isinstance(module, LanguageModule):
+                passes = partial(self._pass, module, module.forward)
+                yield replace_function(module, "forward", passes)
 
     def begin(self, session: Session) -> None:
         """Prepare packs from now on, for the graphs of ``session``."""

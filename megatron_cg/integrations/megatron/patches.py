@@ -56,6 +56,7 @@ from megatron_cg.telemetry import follow_log, is_recorded
 from megatron_cg.upstream.patch import (
     Undo,
     combine_undos,
+    combined_undo,
     replace_function,
     run_instead,
     set_attribute,
@@ -189,22 +190,19 @@ def settings_now() -> GraphArguments:
     return now
 
 
-def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Undo:
+@combined_undo
+def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Iterator[Undo]:
     """Let models that are built from now on compute as these settings say; returns the undo."""
-
-    def changes() -> Iterator[Undo]:
-        yield extensions.allow_graphs_under_v2()
-        gemm, factor, stash = given.cg_grouped_gemm, given.cg_moe_rows, given.cg_moe_stash
-        bounded = gemm != "te" and (factor or stash)
-        if bounded or given.cg_verify_steps:
-            yield repeat_steps()
-        if gemm != "te":
-            by_peers = given.cg_moe_exchange == "peer"
-            yield extensions.use_device_counts(gemm, rows=factor, stash=stash, by_peers=by_peers)
-        if full_recompute:
-            yield extensions.allow_full_recompute()
-
-    return combine_undos(changes())
+    yield extensions.allow_graphs_under_v2()
+    gemm, factor, stash = given.cg_grouped_gemm, given.cg_moe_rows, given.cg_moe_stash
+    bounded = gemm != "te" and (factor or stash)
+    if bounded or given.cg_verify_steps:
+        yield repeat_steps()
+    if gemm != "te":
+        by_peers = given.cg_moe_exchange == "peer"
+        yield extensions.use_device_counts(gemm, rows=factor, stash=stash, by_peers=by_peers)
+    if full_recompute:
+        yield extensions.allow_full_recompute()
 
 
 class _Enabled:
@@ -332,17 +330,17 @@ class _Enabled:
 _enabled: _Enabled | None = None
 
 
-def _allow_prebuilt_dataset_helpers() -> Undo:
+@combined_undo
+def _allow_prebuilt_dataset_helpers() -> Iterator[Undo]:
     """Let megatron-core run from a wheel, which has compiled dataset helpers and no Makefile."""
     folder = Path(_COMPILE.find().__code__.co_filename).parent
     built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
     if (folder / "Makefile").exists() or built is None:
-        return lambda: None
+        return
     text = (
         f"megatron_cg: {folder} has no Makefile, as in every wheel of megatron-core; the dataset "
         f"helpers that came compiled with it are used ({built.origin})."
     )
     bound = [_COMPILE_OF_BRIDGE] if "megatron.bridge.training.initialize" in sys.modules else []
-    return combine_undos(
-        replace_function(*symbol.place(), partial(print, text)) for symbol in (_COMPILE, *bound)
-    )
+    for symbol in (_COMPILE, *bound):
+        yield replace_function(*symbol.place(), partial(print, text))

@@ -28,7 +28,7 @@ Note [What a loop must do]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -44,6 +44,7 @@ from megatron_cg.integrations.repeated_step import Batches, train_step
 from megatron_cg.upstream.patch import (
     Undo,
     combine_undos,
+    combined_undo,
     run_instead,
     set_attribute,
     undone_after,
@@ -96,15 +97,6 @@ class Steps:
         if stop is not None:
             stop()
 
-    @contextmanager
-    def one(self, done: int | None) -> Iterator[None]:
-        """One step, after ``done`` others."""
-        self.begin(done)
-        try:
-            yield
-        finally:
-            self.end()
-
     def close(self) -> None:
         """Stop voting and destroy the votes' process group, before the other groups."""
         self.end()
@@ -119,7 +111,8 @@ def by_train_step(steps: Steps, _optimizers: Sequence[Any]) -> Undo:
     """Megatron's loop. Raises UpstreamChangedError if ``train_step`` is missing."""
 
     def train_step(old: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with steps.one(kwargs.get(_ITERATION)):
+        steps.begin(kwargs.get(_ITERATION))
+        with undone_after(steps.end):
             return old(*args, **kwargs)
 
     return run_instead(_STEP, train_step)
@@ -189,6 +182,7 @@ def repeat_steps() -> Undo:
     return run_instead(_PASSES, passes)
 
 
+@combined_undo
 def repeat_if_needed(
     model: Sequence[Any],
     optimizers: Sequence[Any],
@@ -196,24 +190,19 @@ def repeat_if_needed(
     steps: Steps,
     *,
     verifies: bool = False,
-) -> Undo:
+) -> Iterator[Undo]:
     """Repeat steps of ``model`` if its layers have a bound of rows, or its steps are verified."""
     root: Any = root_of(model[0])
     experts = experts_of(root)
     bound = None if experts is None else experts.bound
     if bound is None and not verifies:
-        return lambda: None
+        return
     repeater = _Repeater(model, optimizers, controller, steps, bound)
-
-    def changes() -> Iterator[Undo]:
-        yield wrap_method(model[0], "zero_grad_buffer", after=repeater.begin)
-        yield from (
-            wrap_method(optimizer, "step", before=repeater.check) for optimizer in optimizers
-        )
-        _repeaters[root] = repeater
-        yield partial(_repeaters.__delitem__, root)
-
-    return combine_undos(changes())
+    yield wrap_method(model[0], "zero_grad_buffer", after=repeater.begin)
+    for optimizer in optimizers:
+        yield wrap_method(optimizer, "step", before=repeater.check)
+    _repeaters[root] = repeater
+    yield partial(_repeaters.__delitem__, root)
 
 
 class _Repeater:

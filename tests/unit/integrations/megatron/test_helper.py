@@ -60,7 +60,7 @@ def test_capture_replay_and_deletion(trainer: Any) -> None:
         assert helper.session is session and open_sessions() == 1
         trainer.step()
         expect(session.counters, captured=3, replayed=3, eager=0)
-        helper.delete()
+        helper.controller.delete()
         assert not helper.helper.graphs_created()
         assert all(layer.cuda_graphs == [] for layer in layers_of(trainer))
         assert all("forward" not in vars(layer) for layer in layers_of(trainer))
@@ -144,7 +144,7 @@ def test_peer_memory_is_held_as_long_as_the_graphs(trainer: Any, peers: Any) -> 
     helper.capture()
     trainer.step()
     assert peers._held == [{(4, 4)}]
-    helper.delete()
+    helper.controller.delete()
     assert peers._held == []
 
 
@@ -163,7 +163,7 @@ def test_the_native_backend_asks_nothing_of_te(
         expect(helper.session.counters, captured=3, replayed=3, backwards=3, eager=0)
         # One graph keeps the pool; each layer has two.
         assert cuda.users == {(0, 1): 1 + 2 * 3}
-        helper.delete()
+        helper.controller.delete()
         assert cuda.users == {(0, 1): 0}
         helper.close()
     assert cuda_graphs.HAVE_TE_GRAPHS is (te is not None)
@@ -211,7 +211,7 @@ def test_layers_are_captured_as_selected(trainer: Any) -> None:
     assert [len(layer.cuda_graphs) for layer in layers_of(trainer)] == [1, 1, 0]
     trainer.step()
     expect(helper.session.counters, captured=2, replayed=2)
-    helper.delete()
+    helper.controller.delete()
     assert all(layer.config is config for layer in layers_of(trainer))
     assert all(layer.mlp.config is config for layer in layers_of(trainer))
 
