@@ -58,16 +58,11 @@ def generators_kept(on_device: Sequence[torch.Generator]) -> Iterator[None]:
             yield
         except BaseException:
             for generator in on_device:
-                _end_capture_of(generator)
+                try:
+                    torch.empty(1, device=generator.device).uniform_(generator=generator)
+                except RuntimeError:
+                    generator.graphsafe_set_state(generator.clone_state())
             raise
-
-
-def _end_capture_of(generator: torch.Generator) -> None:
-    """See Note [A generator can stay in a capture]. The caller restores the state."""
-    try:
-        torch.empty(1, device=generator.device).uniform_(generator=generator)
-    except RuntimeError:
-        generator.graphsafe_set_state(generator.clone_state())
 
 
 def megatron_tracker() -> Any:

@@ -303,7 +303,7 @@ def capture_modules(
 class _Capture:
     def __init__(self, request: CaptureRequest) -> None:
         self._request = request
-        self._grad_outputs: dict[Any, Any] = {}
+        self._grad_outputs: dict[Any, Tensors] = {}
         self.recorded = [
             _surface(module, request.label(index), request.args[index], request.kwargs[index])
             for index, module in enumerate(request.callables)
@@ -396,16 +396,11 @@ class _Capture:
 
     def _static_grad_outputs(self, item: Recorded) -> Tensors:
         """Return memory for incoming gradients; equal signatures share it if buffers are shared."""
-        key = tuple(
-            (o.shape, o.dtype) if o is not None and o.requires_grad else None for o in item.outputs
-        )
+        likes = [o if o is not None and o.requires_grad else None for o in item.outputs]
+        key = tuple(o if o is None else (o.shape, o.dtype) for o in likes)
         if not self._request.share_buffers or key not in self._grad_outputs:
-            self._grad_outputs[key] = tuple(
-                torch.empty_like(o) if o is not None and o.requires_grad else None
-                for o in item.outputs
-            )
-        made: Tensors = self._grad_outputs[key]
-        return made
+            self._grad_outputs[key] = tuple(o if o is None else torch.empty_like(o) for o in likes)
+        return self._grad_outputs[key]
 
     def _gradients(
         self,

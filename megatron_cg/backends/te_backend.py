@@ -126,7 +126,8 @@ class TransformerEngineBackend(Backend):
             # TE turns it off around each graph, and not on again after an error in one (2.20.2,
             # ``graph.py``, ``_graph_context_wrapper``).
             stack.callback(gc.enable if gc.isenabled() else gc.disable)
-            stack.enter_context(_class_calls_kept({type(module) for module in callables}))
+            for kind in {type(module) for module in callables}:  # left wrapped on failure
+                stack.callback(set_attribute(kind, "__call__", kind.__call__, shared=True))
             stack.enter_context(_fp8_kept(callables))
             # This includes whether the next module is the first one, which updates FP8 scales.
             stack.callback(_SET_AUTOCAST.find(), _AUTOCAST.find()())
@@ -168,20 +169,6 @@ def request_of(
         )
     own = {ours: options.pop(theirs) for theirs, ours in _NAMES.items() if theirs in options}
     return CaptureRequest(tuple(callables), [*sample_args], options=options, **own)
-
-
-@contextmanager
-def _class_calls_kept(classes: set[type]) -> Iterator[None]:
-    """Restore ``__call__`` of the callables' classes, which TE leaves wrapped on failure."""
-    saved = {cls: cls.__dict__.get("__call__") for cls in classes}
-    try:
-        yield
-    finally:
-        for cls, call in saved.items():
-            if call is not None:
-                setattr(cls, "__call__", call)  # noqa: B010 - mypy refuses the plain assignment
-            elif "__call__" in cls.__dict__:
-                delattr(cls, "__call__")
 
 
 @contextmanager

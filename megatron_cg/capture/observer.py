@@ -335,14 +335,12 @@ def collectives_so_far() -> int:
     """
     if not dist.is_initialized():
         return 0
-    return sum(map(_counted, list(dist.distributed_c10d._world.pg_map)))
-
-
-def _counted(group: Any) -> int:
-    # This rank is not in the group, or the backend keeps no count.
-    with suppress(RuntimeError):
-        return int(group._get_sequence_number_for_group())
-    return 0
+    count, groups = 0, list[Any](dist.distributed_c10d._world.pg_map)
+    for group in groups:
+        # This rank may not be in the group, or the backend keeps no count.
+        with suppress(RuntimeError):
+            count += group._get_sequence_number_for_group()
+    return count
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -132,8 +132,12 @@ class Session:
                 self.sharding, self.units, self._backend, self.mismatches
             )
             with self._capture.transaction() as lasting:
-                with self._failed_start_shared():
+                try:
                     yield
+                except Exception:  # See Note [Where ranks vote on a capture].
+                    if self._run_remaining_hooks and self._agreement.awaits_start:
+                        self._agreement.report_failure()
+                    raise
                 self._capture.attach(lasting)
                 self._undo, whole = lasting.pop_all(), True
             # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
@@ -192,16 +196,6 @@ class Session:
         if self.fast_path is not None:
             self._undo.callback(self.fast_path.close)
             self.mismatches.conditions.flush_prefetch = self.fast_path.flush_prefetch
-
-    @contextmanager
-    def _failed_start_shared(self) -> Iterator[None]:
-        """See Note [Where ranks vote on a capture]."""
-        try:
-            yield
-        except Exception:
-            if self._run_remaining_hooks and self._agreement.awaits_start:
-                self._agreement.report_failure()
-            raise
 
     def _share_failure(self, error: BaseException, whole: bool, *undoing: Any) -> None:
         """See Note [Where ranks vote on a capture]. ``undoing`` is what undoing has raised."""

@@ -386,12 +386,11 @@ class MegatronFsdp(Sharding):
 
     @contextmanager
     def states_kept(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        saved = [(one, one._training_state) for one in modules if hasattr(one, "_training_state")]
-        try:
+        with ExitStack() as stack:
+            for module in modules:
+                if (state := getattr(module, "_training_state", None)) is not None:
+                    stack.callback(setattr, module, "_training_state", state)
             yield
-        finally:
-            for module, state in saved:
-                module._training_state = state
 
 
 @contextmanager

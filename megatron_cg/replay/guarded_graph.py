@@ -90,10 +90,6 @@ class _Pending:
             self._storages[one] = _USERS.cached(one._cdata) - own.count(one._cdata)
 
     @property
-    def is_over(self) -> bool:
-        return self.node() is None and not self.is_used
-
-    @property
     def is_used(self) -> bool:
         return any(_USERS.cached(s._cdata) > unused for s, unused in self._storages.items())
 
@@ -113,7 +109,7 @@ class InFlight:
         """What forbids a forward replay of the unit ``index`` now, or None."""
         self._is_asked = True
         for other, replay in self._waiting.items():
-            if other >= index and not replay.is_over:
+            if other >= index and (replay.node() is not None or replay.is_used):
                 return _waits(replay)
         return None
 

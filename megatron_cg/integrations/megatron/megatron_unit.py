@@ -112,22 +112,22 @@ class LayerScopes:
         """Whether all scopes of the run are captured of this layer."""
         return self.of(layer) == self._of_run
 
-    def give(self, layers: Sequence[nn.Module]) -> Undo:
-        """Let the config of each of ``layers`` name the scopes captured of it; returns the undo."""
-        return combine_undos(
-            give_scopes(layer, self.of(layer)) for layer in layers if not self.is_of_run(layer)
-        )
+    @combined_undo
+    def give(self, layers: Sequence[Any]) -> Iterator[Undo]:
+        """Let the configs of each of ``layers`` and of its MoE layer name the scopes captured."""
+        for layer in layers:
+            owners = () if self.is_of_run(layer) else (layer, getattr(layer, "mlp", None))
+            for owner in owners:
+                if (config := getattr(owner, "config", None)) is not None:
+                    own = LayerConfig(config, cuda_graph_modules=[*self.of(layer)])
+                    yield set_attribute(owner, "config", own)
 
     def _keep_captured(self, helper: Any) -> None:
         """Without pipeline parallelism Megatron's helper has one list of layers."""
         repeated = mtp_is_repeated(self._config)
-        pairs = [
-            (layer, is_mtp)
-            for layer, is_mtp in zip(
-                helper.flattened_callables, helper.flattened_callables_is_mtp, strict=True
-            )
-            if not (is_mtp and repeated) and self._is_captured(layer)
-        ]
+        every = zip(helper.flattened_callables, helper.flattened_callables_is_mtp, strict=True)
+        wanted = ((layer, is_mtp) for layer, is_mtp in every if not (is_mtp and repeated))
+        pairs = [(layer, is_mtp) for layer, is_mtp in wanted if self._is_captured(layer)]
         helper.flattened_callables = [layer for layer, _ in pairs]
         helper.flattened_callables_is_mtp = [is_mtp for _, is_mtp in pairs]
         helper.callables_per_chunk = [helper.flattened_callables]
@@ -140,15 +140,6 @@ class LayerScopes:
         scopes = self.of(layer)
         view = LayerConfig(self._config, cuda_graph_modules=scopes)
         return bool(scopes) and bool(cuda_graphs._layer_is_graphable(layer, view))
-
-
-def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Undo:
-    """Set ``modules`` as the scopes of ``layer`` and of its MoE layer, if any; returns the undo."""
-    return combine_undos(
-        set_attribute(owner, "config", LayerConfig(config, cuda_graph_modules=list(modules)))
-        for owner in (layer, getattr(layer, "mlp", None))
-        if (config := getattr(owner, "config", None)) is not None
-    )
 
 
 def is_mtp(layer: Any) -> bool:

@@ -105,7 +105,7 @@ def test_a_layer_without_a_mask_trains_as_eagerly_whether_its_graph_has_one_or_n
     replayed, eagerly = (2 * STEPS, 0) if leave_out else (0, 2 * STEPS)
     expect(helper.session.counters, replayed=replayed, eager=eagerly)
     assert found == expected
-    helper.delete()
+    helper.controller.delete()
     undo()
 
 
@@ -120,5 +120,5 @@ def test_a_mask_that_comes_later_is_not_left_aside(unmasked: None) -> None:
     trainer.mask = mask
     assert trainer.step() == expected
     expect(helper.session.counters, replayed=0, eager=2)
-    helper.delete()
+    helper.controller.delete()
     undo()

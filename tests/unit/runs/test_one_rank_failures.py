@@ -164,7 +164,7 @@ def train_through_failures() -> list[dict[str, Any]]:
         helper.capture()
         results.append({"eager": eager[-1], "after": step(trainer)})
         results[-1]["graphs"] = helper.session.counters.as_dict()
-        helper.delete()
+        helper.controller.delete()
     parallel_state.destroy_model_parallel()
     return results
 
