@@ -6,9 +6,8 @@ layer without drop and pad.
 
 Note [Outside of captures]
     There the dispatcher is Megatron's, with its host reads, also where a captured region runs
-    eagerly. So an eager pass costs what it costs without this package, takes no rows for the worst
-    case, and allows ranks with different numbers of tokens. Ranks never mix the two: a graph with
-    collectives is left by all of them or by none.
+    eagerly. So an eager pass costs what it costs without this package, and allows ranks with
+    different numbers of tokens. Ranks never mix the two: all of them leave a graph, or none.
 
 Note [Order of rows]
     Experts get their rows in the order in which Megatron's dispatcher passes them: by expert, then
@@ -17,9 +16,9 @@ Note [Order of rows]
 
 Note [Grouped GEMMs]
     Transformer Engine launches a GEMM for each expert, by counts on the host. Torch has one kernel
-    for all experts, with counts on the device. So has cuBLASLt, for which Transformer Engine has a
-    setting. Their bits differ where cuBLASLt splits the sum of a GEMM with few rows and a long
-    inner dimension. So both are used in all passes, captured or not: then passes agree.
+    for all experts, with counts on the device. So has cuBLASLt, by a setting of Transformer Engine.
+    Their bits differ where cuBLASLt splits the sum of a GEMM with few rows and a long inner
+    dimension. So both are used in all passes, captured or not: then passes agree.
     FP8 needs each expert's rows to be a multiple of some number. Megatron pads them by counts on
     the host; in a capture the dispatcher leaves rows free for it. In ``blockwise`` Megatron pads
     to 16 and cuBLASLt's kernel needs 128, so eager passes keep a GEMM for each expert there: all
@@ -30,7 +29,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -51,8 +50,8 @@ from megatron_cg.experts.slots import (
     find_places,
 )
 from megatron_cg.experts.stash import Stash
+from megatron_cg.upstream import patch
 from megatron_cg.upstream.megatron import is_capturing, relax_rules
-from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version
 from megatron_cg.upstream.te import fp8_recipe, lacks_device_counts
 
@@ -260,7 +259,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
 def use_device_counts(
     bound: RowBound | None = None, *, by_peers: bool = False, gemm: KernelName = "torch"
-) -> Undo:
+) -> patch.Undo:
     """Let models built from now on have experts whose token counts stay on the device.
 
     A model whose config captures whole MoE layers (``moe`` in ``cuda_graph_modules``) without drop
@@ -277,8 +276,9 @@ def use_device_counts(
         UpstreamChangedError: Megatron or Transformer Engine lacks what this replaces, or a function
             that this replaces has another body. Nothing is changed by then.
     """
-    theirs, forward = _DISPATCHER.find(), _LAYER_OF_TE.find()
-    _GEMM.find()
+    theirs = _DISPATCHER.find()
+    for symbol in (_LAYER_OF_TE, _GEMM):
+        symbol.find()
     for other in {*_in_place} - {gemm}:
         why = f"{other} is in place in this process already"
         raise _refusal(gemm, why, "call megatron_cg.disable() before")
@@ -305,53 +305,45 @@ def use_device_counts(
 
     with ExitStack() as undo:
         if gemm == "torch":
-            undo.callback(set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
+            undo.callback(patch.set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
         else:
-            undo.callback(replace_function(*_LAYER_OF_TE.place(), _by_one_kernel(forward)))
-            undo.callback(replace_function(*_PADS.place(), _unpadded_in_captures(_PADS.find())))
+            undo.callback(patch.run_instead(_LAYER_OF_TE, _by_one_kernel))
+            undo.callback(patch.run_instead(_PADS, _skips_padding))
         _in_place.append(gemm)
         undo.callback(partial(_in_place.remove, gemm))
-        undo.callback(replace_function(*_DISPATCHER.place(), make_dispatcher))
+        undo.callback(patch.replace_function(*_DISPATCHER.place(), make_dispatcher))
         if bound is not None and bound.stash is not None:
-            undo.callback(replace_function(*_COMPUTE.place(), _keeping_rows(_COMPUTE.find())))
+            undo.callback(patch.run_instead(_COMPUTE, _keeping_rows))
         undo.callback(allow_dropless_experts())
         return undo.pop_all().close
 
 
-def _keeping_rows(compute: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_rows(compute: Callable[..., Any], layer: Any, *args: Any, **named: Any) -> Any:
     """``MoELayer.routed_experts_compute``, which saves used rows alone; see ``stash.py``."""
-
-    @wraps(compute)
-    def keeping_rows(self: Any, *args: Any, **named: Any) -> Any:
-        dispatcher = self.token_dispatcher
-        if not isinstance(dispatcher, DeviceDispatcher):
-            return compute(self, *args, **named)
-        with dispatcher.keeping(self.experts):
-            return compute(self, *args, **named)
-
-    return keeping_rows
+    dispatcher = layer.token_dispatcher
+    if not isinstance(dispatcher, DeviceDispatcher):
+        return compute(layer, *args, **named)
+    with dispatcher.keeping(layer.experts):
+        return compute(layer, *args, **named)
 
 
-def _by_one_kernel(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _by_one_kernel(
+    forward: Callable[..., Any], layer: Any, inp: Any, m_splits: Any, *rest: Any, **named: Any
+) -> Any:
     """``GroupedLinear.forward`` by cuBLASLt's kernel; see Note [Grouped GEMMs]."""
-
-    @wraps(forward)
-    def by_one_kernel(self: Any, inp: Any, m_splits: Any, *rest: Any, **named: Any) -> Any:
-        recipe, counts = fp8_recipe(), m_splits
-        if inp.is_cuda:
-            _refuse_other(recipe, inp.dtype)
-        if not getattr(counts, "is_cuda", False):
-            if recipe is not None and recipe.float8_block_scaling():
-                return forward(self, inp, m_splits, *rest, **named)
-            counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
-            counts = on_device(counts, inp.device)
-        before, self.use_grouped_tensor = self.use_grouped_tensor, True
-        try:
-            return forward(self, inp, counts, *rest, **named)
-        finally:
-            self.use_grouped_tensor = before
-
-    return by_one_kernel
+    recipe, counts = fp8_recipe(), m_splits
+    if inp.is_cuda:
+        _refuse_other(recipe, inp.dtype)
+    if not getattr(counts, "is_cuda", False):
+        if recipe is not None and recipe.float8_block_scaling():
+            return forward(layer, inp, m_splits, *rest, **named)
+        counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
+        counts = on_device(counts, inp.device)
+    before, layer.use_grouped_tensor = layer.use_grouped_tensor, True
+    try:
+        return forward(layer, inp, counts, *rest, **named)
+    finally:
+        layer.use_grouped_tensor = before
 
 
 def _refuse_other(recipe: Any, dtype: torch.dtype) -> None:
@@ -370,14 +362,9 @@ def _refusal(gemm: str, why: str, remedy: str) -> ConfigurationError:
     return ConfigurationError([Violation("grouped-gemm", found, why, remedy)])
 
 
-def _unpadded_in_captures(skips: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _skips_padding(skips: Callable[[Any], bool], config: Any) -> bool:
     """Whether the dispatcher pads an expert's rows, or Megatron's ``skips`` says so."""
-
-    @wraps(skips)
-    def skips_padding(config: Any) -> bool:
-        return (is_capturing() and captures_experts(config)) or skips(config)
-
-    return skips_padding
+    return (is_capturing() and captures_experts(config)) or skips(config)
 
 
 @dataclass(frozen=True)
@@ -398,9 +385,9 @@ class ModelExperts:
             found = [getattr(module, "token_dispatcher", None) for module in modules]
             self.bound.stash.expect([one for one in found if isinstance(one, DeviceDispatcher)])
 
-    def hold(self) -> Undo:
+    def hold(self) -> patch.Undo:
         """Keep the memory that graphs of a capture address; returns the undo, for their end."""
-        return combine_undos(one.hold() for one in self._memories)
+        return patch.combine_undos(one.hold() for one in self._memories)
 
     def forget(self) -> None:
         """Free that of a capture which failed on all ranks."""
@@ -440,7 +427,7 @@ def captures_experts(config: Any) -> bool:
     )
 
 
-def allow_dropless_experts() -> Undo:
+def allow_dropless_experts() -> patch.Undo:
     """Let configs that are made from now on capture whole MoE layers; returns the undo."""
     # One rule demands drop and pad of whole MoE layers.
     return relax_rules(

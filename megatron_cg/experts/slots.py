@@ -2,26 +2,22 @@
 
 Note [Slots]
     An all-to-all takes its counts on the host, which a graph cannot. So here each rank has room for
-    the same number of rows from each rank: a slot. The rows come first in their slot, and the rest
-    of it is padding. Rows are moved into slots and out of them by indices that are computed on the
-    device. A :class:`Transport` fills the slots of other ranks: :class:`Collective`, or
-    :class:`PeerMemory`, by which a rank writes its rows directly to other GPUs of the host.
+    the same number of rows from each rank: a slot, whose rest is padding. Rows are moved into slots
+    and out of them by indices that are computed on the device. A :class:`Transport` fills the slots
+    of other ranks: :class:`Collective`, or :class:`PeerMemory`, which writes to other GPUs.
 
 Note [Padding]
     Padding may be anything. No result has it: a row that a slot had no room for is zero. A rank
     that gets fewer rows than fit has rows at the end that nothing reads. They may be anything too.
-
-Note [No padding on the way]
-    An all-to-all of whole slots sends their padding too: with *R* ranks, *R* times the rows on
-    average. Here a kernel writes only the rows. It reads the counts on the device, so a graph can
-    hold it.
+    An all-to-all of whole slots sends padding: with *R* ranks, *R* times the rows on average. The
+    kernel of :class:`PeerMemory` writes only the rows, by counts on the device.
 
 Note [Two barriers]
     A rank may write to a slot only after its owner has read what was written there before, and the
     owner may read only after the write. So a barrier comes before the writes, and another one after
-    them. They are kernels that wait for signals of the other GPUs. All ranks must run each of them,
-    as with a collective. The graph is known to contain collectives by the gather of token counts,
-    which Megatron's dispatcher runs for each exchange.
+    them: kernels that wait for signals of the other GPUs, and that all ranks must run, as a
+    collective. The graph is known to contain collectives by the gather of token counts, which
+    Megatron's dispatcher runs for each exchange.
     Outside of graphs a barrier waits :data:`LIMIT` at most. Torch then prints which rank waited for
     which, and the GPU is in an error state. In a graph there is no limit: NCCL's watchdog limits
     the gather before it, and a replay may wait for a rank that writes a checkpoint.
@@ -311,14 +307,14 @@ class PeerMemory:
         try:
             rows = _EMPTY.find()(places, size, dtype=torch.uint8, device=device)
         except RuntimeError as error:
-            problem = _first_line(error)
+            problem = str(error).partition("\n")[0]
         _require_on_all(self._group, problem, places * size)
         try:
             handle = _RENDEZVOUS.find()(rows, self._group)
         except RuntimeError as error:
-            reason = _first_line(error)
+            reason = str(error).partition("\n")[0].rstrip(".")
             remedy = _SEE_ALL if "overlapping devices" in reason else _INSTEAD
-            raise CaptureError(_CANNOT.format(ranks, reason.rstrip("."), say(remedy))) from error
+            raise CaptureError(_CANNOT.format(ranks, reason, say(remedy))) from error
         addresses = list(handle.buffer_ptrs)
         if addresses[handle.rank] != rows.data_ptr():
             raise changed("torch", _RENDEZVOUS.path, "where each rank's tensor begins")
@@ -332,10 +328,6 @@ def _at_rest() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _require_on_all(group: dist.ProcessGroup, problem: str | None, size: int) -> None:

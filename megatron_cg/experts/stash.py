@@ -1,11 +1,11 @@
 """Activations of dropless experts, kept for the backward pass as the rows that were used.
 
 Note [What is kept]
-    Experts in a graph have room for any routing: with *R* expert-parallel ranks *R* times the rows
-    on average. What they save for the backward pass has as many rows. Here the used rows are copied
-    to one buffer, and the saved tensors are dropped: passes that are captured later use their
-    memory. In the backward pass a tensor of the old shape gets the rows back. Its other rows may be
-    anything: Note [Rows without an expert] in ``grouped_gemm.py``.
+    Experts in a graph, and what they save for the backward pass, have room for any routing: with
+    *R* expert-parallel ranks *R* times the rows on average. Here the used rows are copied to one
+    buffer, and the saved tensors are dropped: passes that are captured later use their memory. In
+    the backward pass a tensor of the old shape gets the rows back. Its other rows may be anything:
+    Note [Rows without an expert] in ``grouped_gemm.py``.
 
 Note [One push of a pass]
     What a layer's experts save is moved when their forward pass ends. So views of one tensor are

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron_cg.experts.row_bound import RowBound
 from megatron_cg.experts.slots import PeerMemory
 from megatron_cg.integrations.megatron.helper import check_model
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.upstream.patch import replace_function
+from megatron_cg.upstream.patch import run_instead
 from megatron_cg.upstream.symbols import Symbol
 from tests.unit import grouped_linear
 from tests.unit.grouped_linear import SETTINGS, _GroupedLinear
@@ -135,7 +136,7 @@ def test_one_kernel_computes_every_pass_and_in_captures_rows_are_padded_already(
     for recipe in (None, *(SimpleNamespace(float8_block_scaling=lambda v=v: v) for v in (0, 1))):
         monkeypatch.setattr(install, "fp8_recipe", lambda recipe=recipe: recipe)
         for splits in ([1, 2], on_gpu):
-            install._by_one_kernel(forward)(layer, torch.ones(3, 1), splits)
+            install._by_one_kernel(forward, layer, torch.ones(3, 1), splits)
     assert layer.use_grouped_tensor is False
     assert [used for used, _ in passed] == [True, True, True, True, False, True]
     assert passed[0][1].tolist() == [1, 2] == passed[4][1]
@@ -146,7 +147,7 @@ def test_one_kernel_computes_every_pass_and_in_captures_rows_are_padded_already(
 
 def test_a_function_that_is_wrapped_here_already_is_a_known_one() -> None:
     symbol = DISPATCHING[-1]
-    undo = replace_function(*symbol.place(), install._by_one_kernel(symbol.find()))
+    undo = run_instead(symbol, install._by_one_kernel)
     symbol.require_known_body()
     undo()
 
@@ -247,7 +248,7 @@ def test_a_gpu_or_a_recipe_without_the_kernel_is_refused_in_the_first_pass(
     monkeypatch.setattr(install, "fp8_recipe", lambda: None)
     monkeypatch.setattr(install, "_lacking", lambda: lacks)
     monkeypatch.setattr(Symbol, "find", lambda _: lambda _recipe, _dtype: supported)
-    forward = install._by_one_kernel(lambda self, _inp, _splits: self.use_grouped_tensor)
+    forward = partial(install._by_one_kernel, lambda self, _inp, _splits: self.use_grouped_tensor)
     layer = SimpleNamespace(use_grouped_tensor=False)
     on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
     if words:
