@@ -1,32 +1,29 @@
 """Gradient bucketing: gradients are copied into Megatron-FSDP's buckets many at a time.
 
-Megatron-FSDP runs its gradient hook once per parameter. The hook finds the bucket, waits for a
-free buffer, slices it, launches one copy, and checks whether the bucket is complete. Where every
-expert's weight is a parameter, these are a thousand calls a step. Here the hook only records the
-parameter. One fused call copies the gradients of a bucket when all of them are computed.
+Megatron-FSDP's gradient hook of each parameter finds the bucket, waits for a free buffer, slices it
+and launches a copy: a thousand calls a step where every expert's weight is a parameter. Here the
+hook only records the parameter, and one fused call copies the gradients of a complete bucket.
 
 Note [How long a gradient may wait]
-    No longer than its own unit's backward pass: the gradient may be the static output of a CUDA
-    graph, and the graph of the next unit may reuse that memory. So all waiting gradients are copied
-    when a unit's backward pass ends, before its buckets are freed. That moment is known only if
-    Megatron-FSDP reshards after the backward pass (``optim_grads_params``).
-    Megatron-FSDP would have freed the memory of eager gradients that wait here, so above
-    ``WAITING_BYTES`` they are copied at once.
+    No longer than its own unit's backward pass: it may be the static output of a CUDA graph, whose
+    memory the graph of the next unit may reuse. So all waiting gradients are copied when a unit's
+    backward pass ends, before its buckets are freed. That moment is known only if Megatron-FSDP
+    reshards after the backward pass (``optim_grads_params``). Eager gradients that wait keep memory
+    that Megatron-FSDP would have freed, so above ``WAITING_BYTES`` they are copied at once.
 
 Note [What stays Megatron-FSDP's]
     Only the copies are made here. Then each parameter is marked as Transformer Engine marks one
     with a gradient that it wrote into the bucket itself (``grad_added_to_main_grad``), and the last
     one of a bucket is passed to Megatron-FSDP's own function. So the order and conditions of the
-    reductions, scaling, and HSDP's second reduction do not change. A parameter without a gradient
-    is left to Megatron-FSDP's root hook, which handles all that remain.
+    reductions, scaling, and HSDP's second reduction do not change. Megatron-FSDP's root hook
+    handles parameters without a gradient.
 
 Note [Weights detached from autograd]
     Gradients of graphs arrive all at once, from ``detached_weights.py``. The own hook of such a
-    weight runs only if the weight is also used in another way. Then one part of the gradient waits
-    in the weight's ``grad`` for the other part. If the weights have several buckets (as in a layer
-    with its experts), the last weights are processed first, and a bucket comes before the one whose
-    first weight is earlier: a rank that runs the layer eagerly, alone, completes the buckets in
-    that order.
+    weight runs only if the weight has another use. Then one part of the gradient waits in the
+    weight's ``grad`` for the other part. In several buckets (as of a layer with its experts) the
+    last weights come first, and a bucket before the one whose first weight is earlier: a rank that
+    runs the layer eagerly, alone, completes the buckets in that order.
 
 Note [Passes that fail]
     After a backward pass that ended in an exception, Megatron-FSDP treats the next one as a part of
@@ -34,31 +31,28 @@ Note [Passes that fail]
     be reproduced bit for bit, so the next forward pass raises an error.
 
 Note [A second gradient in one pass]
-    Under reentrant recompute each use of a weight is a pass of its own, and the weight's hook runs
-    for each. Megatron-FSDP lets the last gradient overwrite the others. If the bucket is complete,
-    it reduces the bucket again for each weight that arrives, in autograd's order. Such gradients
-    are left to Megatron-FSDP. In two cases it is too late for that, and the pass ends with an
-    error: the first gradient still waits, so autograd has added the second one to it; or the
-    weights are detached, so they arrive in another order.
+    Under reentrant recompute each use of a weight is a pass of its own, and runs the weight's hook.
+    Megatron-FSDP lets the last gradient overwrite the others, and reduces a complete bucket again
+    for each weight that arrives, in autograd's order. Such gradients are left to it. In two cases
+    it is too late for that, and the pass ends with an error: the first gradient still waits, so
+    autograd has added the second one to it; or the weights are detached, so their order is another.
 
 Note [One stream a copy]
     A hook runs on the stream of its gradient, and a copy on that stream needs no synchronization.
-    Gradients of several streams (a shared expert may have its own) are not copied together. The
-    first waiting gradients set the stream. A gradient of another stream is passed to Megatron-FSDP
-    at once, on its own stream. If it is the last one of the bucket, the copy of the waiting
-    gradients is ordered after their stream. The reduction is ordered only after the stream of the
-    last copy, so each copy is ordered after the previous one.
+    The first waiting gradients set the stream. A gradient of another one (a shared expert may have
+    its own) is passed to Megatron-FSDP at once, there. If it is the last one of the bucket, the
+    copy of the waiting gradients is ordered after their stream. The reduction is ordered only after
+    the stream of the last copy, so each copy is ordered after the previous one.
 
 Note [A buffer that is still read]
     With double buffers a unit's gradients go into the buffer from which those of the unit before
     last were reduced. Megatron-FSDP frees that buffer only on the stream of the reductions. So a
-    copy on the stream of the backward pass is not ordered after the reduction that still reads the
-    buffer. If the host runs far enough ahead, the copy overwrites data that is being sent. So each
-    copy waits, on the device, for the last reduction whose buffer was freed by any call. Reductions
-    run in order on one stream, so waiting for the last one is enough. It was issued two units ago
-    and has usually finished. A stream waits for each reduction once.
-    (NVIDIA/Megatron-LM#5222 is about another cause of the same overwrite.) From megatron-core 0.20
-    on, this is so with ``optim_grads`` too, where the copies stay Megatron-FSDP's.
+    copy on the stream of the backward pass is not ordered after the reduction that still reads it:
+    if the host runs far enough ahead, the copy overwrites data that is being sent. So each copy
+    waits, on the device, for the last reduction whose buffer was freed: they run in order on one
+    stream, and this one was issued two units ago and has usually finished. A stream waits for each
+    once. (NVIDIA/Megatron-LM#5222 is about another cause of the same overwrite.) From megatron-core
+    0.20 on, this is so with ``optim_grads`` too, where the copies stay Megatron-FSDP's.
     The pipeline's queue has (event, function, bucket) of each reduction.
     ``wait_for_previous_grad_reduce`` takes reductions from its front and frees their buffers.
 """

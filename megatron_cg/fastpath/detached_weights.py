@@ -1,23 +1,20 @@
 """Weights of graphs, detached from autograd.
 
 A graph's backward replay computes the gradients of all its weights at once. The backend returns
-copies of them. Autograd then visits each weight: it runs a node and a hook, stores the gradient and
-removes it again, and it is copied once more, into Megatron-FSDP's bucket. Here a replay runs
-without its weights among autograd's inputs, and passes all their gradients on in one call. They are
-copied once, from the graph's own memory into the bucket (Note [Borrowed gradients] in
-``megatron_cg/replay/unit.py``). Only if a weight is also used in another way, they are copied out
-of the graph's memory first.
+copies of them, autograd runs a node and a hook for each, and they are copied once more, into
+Megatron-FSDP's bucket. Here a replay runs without its weights among autograd's inputs, and passes
+all their gradients on in one call, which copies them from the graph's own memory into the bucket
+(Note [Borrowed gradients] in ``megatron_cg/replay/unit.py``). Only if a weight is also used in
+another way, they are copied out of the graph's memory first.
 
 Note [What autograd would have done]
     Autograd sums the gradients from all uses of a weight in one backward pass, and only then calls
     the weight's hook. Another use may be a replay of another microbatch, or anything else that
     reads a weight, such as a penalty on weights. The engine tells which uses a backward pass
-    reaches (``_will_engine_execute_node``), so gradients of one pass wait for each other. Those of
-    replays wait for the last one. If a weight is also used in another way, its gradient from a
-    replay waits for the weight's own hook, or the other way round. A sum of two terms does not
-    depend on their order. Three or more terms may be added in another order than
-    autograd's. The engine's number of a pass identifies it; a pass inside another one (reentrant
-    recompute) has its own number.
+    reaches (``_will_engine_execute_node``), so gradients of one pass wait for each other: those of
+    replays for the last one, and of those and any other use, one for the other. A sum of two terms
+    does not depend on their order. Three or more may be added in another order than autograd's. The
+    engine's number of a pass identifies it; one inside another (reentrant recompute) has its own.
     A weight with hooks of its own is not detached.
 
 Note [Passes that name their inputs]
@@ -26,10 +23,10 @@ Note [Passes that name their inputs]
     input, a leaf that no caller can name. A pass that does not reach the leaf ends with an error.
 
 Note [Nodes that are kept]
-    A weight has one AccumulateGrad node as long as something refers to the node. Without a
-    reference each query creates a node, which costs thirty times as much as the query itself. So
-    the nodes are kept. If a weight still gets another node, its own hook runs after its gradient
-    was taken, and the pass ends with an error (``GradientBucketing``).
+    A weight has one AccumulateGrad node as long as something refers to it. Otherwise each query
+    creates one, which costs thirty times as much. So the nodes are kept. If a weight still gets
+    another node, its own hook runs after its gradient was taken, and the pass ends with an error
+    (``GradientBucketing``).
 """
 
 from __future__ import annotations

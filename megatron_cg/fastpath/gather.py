@@ -3,22 +3,20 @@
 Which buckets a call covers is known, and the next unit's are gathered later.
 
 Note [Shown one parameter a bucket]
-    Megatron-FSDP takes lists of parameters where it means their buckets. It gathers, waits for and
-    releases each bucket once, and skips all further parameters of the bucket. So it gets only one
-    parameter per bucket here, and every FP8 parameter, because it also manages the FP8 caches.
-    What it does with a bucket does not change.
+    Megatron-FSDP takes lists of parameters where it means their buckets, and skips all further
+    parameters of a bucket. So it gets only one parameter per bucket here, and every FP8 parameter,
+    because it also manages the FP8 caches. What it does with a bucket does not change.
 
 Note [Launch first]
     Before a unit's forward pass Megatron-FSDP gathers its weights and those of the next unit. Only
     then does the unit run. Issuing a gather takes the host about as long as the gather takes the
     GPU. If the GPU waits for the host (in the first layers of a step; in all layers of a dropless
-    MoE model), the GPU is idle in that time, and the gather is exposed. So the gather for the next
-    unit is held until the graph of this unit is launched.
+    MoE model), the gather is exposed. So the gather for the next unit is held until the graph of
+    this unit is launched.
     Megatron-FSDP is asked twice for that: for this unit alone, and later with the prefetch. The
     later gather overwrites the buffer of the previous unit. So it must wait for that unit's
-    kernels, but not for the graph that was just launched. Megatron-FSDP lets it wait for the
-    current stream. Here that is another stream, which waits for an event that was recorded where
-    Megatron-FSDP would have issued the gather.
+    kernels, but not for the graph that was just launched: not for the current stream, as in
+    Megatron-FSDP, but for an event that was recorded where Megatron-FSDP would have issued it.
 
 Note [One order over all communicators]
     NCCL requires that all ranks issue the collectives of a process in one order, across all of its

@@ -1,44 +1,39 @@
 """What the optimizer reads and writes: main gradients and weights, and FusedAdam's step.
 
-The host takes longer for it than the GPU: it walks over the parameters several times, reads
-attributes that do not change, and makes a new DTensor for each access to data. Here main gradients
-and weights are attached and copied from a table, and the same kernel steps on the same lists of
-local tensors. Tensors, kernels and numbers are looked up in each call, so the next one sees a
-loaded checkpoint, a new gradient or a replaced moment.
+The host takes longer for it than the GPU: it walks over the parameters several times and makes a
+new DTensor for each access to data. Here main gradients and weights come from a table, and the same
+kernel steps on lists of local tensors. Tensors, kernels and numbers are looked up in each call,
+which sees a loaded checkpoint, a new gradient or a replaced moment.
 
 Note [From a table]
-    Megatron-FSDP computes in every step which slice of which buffer belongs to which parameter.
-    Here each slice is cut once and reused as long as its buffer is the same tensor. Megatron-FSDP
-    makes the DTensors around the slices, in the first step. If one is not there, its own function
-    runs. Its copies would be allocated beside the graphs' memory, and the allocator would keep that
-    memory (2.4 GiB of the preset ``qwen3-moe``).
+    Megatron-FSDP finds the slice of each parameter in every step. Here each slice is cut once and
+    reused as long as its buffer is the same tensor. Megatron-FSDP makes the DTensors around the
+    slices, in the first step; if one is not there, its own function runs. Its copies would be
+    beside the graphs' memory, and the allocator would keep them (2.4 GiB of preset ``qwen3-moe``).
 
 Note [Copies in borrowed memory]
-    A graph's pool holds the activations that its forward pass saves for its backward pass. They
-    stay reserved permanently, since every replay writes to the same addresses. But they are unused
-    from the last backward pass of a step to the first forward pass of the next step. The copies
-    that the optimizer reads live from the end of a step's last backward pass to the next
-    ``zero_grad``. So they may borrow the graphs' own memory. A block that was freed while its graph
-    was captured counts as reserved and not as allocated, although every replay writes to it.
+    The activations in a graph's pool stay reserved, since every replay writes to the same
+    addresses. But they are unused from the last backward pass of a step to the first forward pass
+    of the next one. The copies that the optimizer reads live from there to ``zero_grad``. So they
+    may borrow that memory. A block that was freed while its graph was captured counts as reserved
+    and not as allocated, although every replay writes to it.
     Gradients that a script keeps longer are relocated before the next forward pass. Any other
     tensor in the same memory (``p.grad.detach()``, a local tensor) is overwritten by the next
-    replay. Such tensors are detected before it, too late to save them: a warning follows, and no
-    more memory is borrowed.
+    replay. It is detected before, too late to save it: a warning follows, and no more is borrowed.
     Each parameter has a piece of its own: small pieces fit between other tensors, and one piece per
     bucket would need memory of its own (3.6 GiB more reserved, preset ``qwen3-moe``).
 
 Note [What is borrowed]
     Only blocks that were freed while the graphs were captured are borrowed. The allocator itself
-    allocates them, as it would for another graph of the pool. They belong to the capture stream, so
-    they are allocated on that stream. The borrower uses them on the stream that replays the graphs,
-    which orders this use after the graphs of one step and before those of the next.
+    allocates them, as for another graph of the pool, on the capture stream, to which they belong.
+    The borrower uses them on the stream that replays the graphs, which orders this use after the
+    graphs of one step and before those of the next.
     No kernel may run on the capture stream, though. With deterministic algorithms ``torch.empty``
     fills the memory that it returns (``torch.utils.deterministic.fill_uninitialized_memory``), and
     the fill would race with writes on the other stream. So bare storages are allocated instead.
     The pool must not grow, since activations could not use the growth. So the first time, a block
-    is searched for each piece in the allocator's list of free blocks, by the allocator's own rule
-    (the smallest block that fits; its rest is a block again if it has more than a MiB). Only pieces
-    with a block are allocated in the pool. If the pool grows anyway, nothing more is borrowed.
+    is searched for each piece among the allocator's free blocks, by its own rule (:func:`take`).
+    Only pieces with a block are allocated there. If the pool grows anyway, no more is borrowed.
 
 Note [What is still held]
     If somebody still holds a piece when its caller asks again, the pool has no second place for it.
