@@ -5,13 +5,12 @@ as constants. Ranks whose batches differ then compile at different times and dif
 
 Note [Who decides the shape]
     No rank alone. When a guard fails on one rank, all compile that region again. Dynamo first
-    traces it with every size as a constant. Then ranks exchange the sizes that they met. Each
-    enters those of all ranks, in rank order, into its history of sizes, and Dynamo traces again. So
-    all apply the same rule to the same history: a size that has been the same on all ranks is a
-    constant, any other is dynamic. This scheme is torch's own (``enable_compiler_collectives``),
-    but torch 2.11 to 2.15 run it on the group of one accelerator only. Here it runs on the votes'
-    gloo group. Where sizes must be constants (``dynamic=False``, CUDA graphs) and differ, all ranks
-    raise an error.
+    traces it with every size as a constant. Then each rank enters the sizes that all ranks met, in
+    rank order, into its history of sizes, and Dynamo traces again. So all apply the same rule to
+    the same history: a size that has been the same on all ranks is a constant, any other is
+    dynamic. This is torch's own scheme (``enable_compiler_collectives``), but torch 2.11 to 2.15
+    run it on the group of one accelerator only. Here it runs on the votes' gloo group. Where sizes
+    must be constants (``dynamic=False``, CUDA graphs) and differ, all ranks raise an error.
 
 Note [A hook must not raise]
     An exception in the guard-complete hook ends the process by ``std::terminate`` (torch 2.11). So

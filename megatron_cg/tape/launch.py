@@ -1,14 +1,13 @@
 """Starts processes on this machine that train together over gloo, as on NCCL.
 
 A gloo group of torch 2.11 has two worker threads, which store the name of the last finished
-collective in one ``std::string`` without a lock (ProcessGroupGloo.cpp, ``runLoop``). When two
-all-gathers of Megatron-FSDP finished at the same moment, a process sometimes ended in "malloc():
-unaligned tcache chunk detected" or SIGSEGV. With a single worker there is no such race.
+collective in one ``std::string`` without a lock (ProcessGroupGloo.cpp, ``runLoop``). Processes
+sometimes ended in "malloc(): unaligned tcache chunk detected" or SIGSEGV. One worker has no race.
 
 All groups of a process share one gloo device per interface. A device has a thread that wakes up
-every 10 ms, and torch creates one per group: with the 40 groups of a model these threads took more
-CPU time than the training. The thread is scheduled as ``SCHED_BATCH``, so that it never takes the
-core of the thread that wakes it: on two cores a collective then takes 0.1 ms instead of 0.5.
+every 10 ms, and torch creates one per group: those of the 40 groups of a model took more CPU time
+than the training. The thread is scheduled as ``SCHED_BATCH``, so that it never takes the core of
+the thread that wakes it: on two cores a collective then takes 0.1 ms instead of 0.5.
 """
 
 import gc

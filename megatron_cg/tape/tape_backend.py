@@ -3,18 +3,17 @@
 Warmup, the order of passes, hooks and the life of results are the driver's
 (``backends/driver.py``), which follows TE's contract.
 
-The tape reproduces these properties of a graph: no Python of the module runs at a replay, arguments
-are addresses and not Python tensors, gradients of weights are tensors without an owner, memory is
-poisoned as soon as other graphs of the pool might use it, and a read on the host is refused. A read
-of freed memory outside of the pool is an error, while a GPU would return whatever is there now. It
-does not reproduce kernels, streams, speed, or which tensors are on the host.
+As with a graph no Python of the module runs at a replay, arguments are addresses and not Python
+tensors, gradients of weights are tensors without an owner, memory is poisoned as soon as other
+graphs of the pool might use it, and a read on the host is refused. A read of freed memory outside
+of the pool is an error, while a GPU would return whatever is there now. Kernels, streams, speed,
+and which tensors are on the host are not those of a GPU.
 
 Note [Where a tensor is]
-    On a CPU, host and device share their memory, so a tensor cannot show where it would be on a
-    machine with a GPU. What a pass makes from numbers alone may be on the host, and each pass makes
-    the same: it may be read. All other tensors are the device's. Copies from the host to the device
-    are not refused: CUDA itself refuses them in a capture, or a kernel keeps the value of a
-    zero-dimensional tensor, as a tape does.
+    On a CPU a tensor cannot show where it would be on a machine with a GPU. What a pass makes from
+    numbers alone may be on the host, and each pass makes the same: it may be read. All other
+    tensors are the device's. Copies from the host to the device are not refused: CUDA itself
+    refuses them in a capture, or a kernel keeps the value of a zero-dimensional tensor, as a tape.
 """
 
 import sys

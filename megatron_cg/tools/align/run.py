@@ -41,11 +41,8 @@ BASE_FLAGS = (
     "--no-create-attention-mask-in-dataloader",
     *("--te-rng-tracker", "--deterministic-mode"),
 )
-"""The flags of both runs, whatever the model.
-
-The generator of ``--te-rng-tracker`` draws other numbers than the default one, so the eager run
-needs the flag too.
-"""
+"""The flags of both runs, whatever the model: the generator of ``--te-rng-tracker`` draws other
+numbers than the default one."""
 
 _PACKS = {flag_of(name) for name in PACKING}
 """Flags that pack several samples into one sequence."""
@@ -70,9 +67,9 @@ The fourth is for mamba-ssm (2.3.2, utils/determinism.py): its Triton kernels ch
 sizes at import, before --deterministic-mode is known, and otherwise by timing.
 
 The last two are for code compiled for any number of rows, as Megatron's activation of experts.
-Inductor chooses how a kernel sums from the number of rows that it is compiled with (torch 2.11,
-``_persistent_reduction_configs``: 8 warps below 1,024 rows of 1,024 elements, else 1). Torch's
-caches on disk do not know that number, so a later run would take the kernel of another rank.
+Inductor chooses how a kernel sums by the number of rows that it is compiled with (torch 2.11,
+``_persistent_reduction_configs``), which torch's caches on disk do not know: a later run would take
+the kernel of another rank.
 """
 
 ABOUT_GRAPHS = frozenset(
@@ -365,9 +362,8 @@ def _end(code: int, log: str) -> str:
 def named_error(log: str) -> str:
     """The line of ``log`` that names the error, as Python prints it; empty if there is none.
 
-    An error of this package says what to do, so it takes precedence over the exception that it was
-    raised from. Of several errors the first is returned: the other ranks and torchrun itself fail
-    as a consequence.
+    An error of this package says what to do, so it comes before the exception that it was raised
+    from. Of several errors the first counts: other ranks and torchrun fail as a consequence.
     """
     named = _NAMED.findall(log)
     return next((line for line in named if line.startswith(_OURS)), named[0] if named else "")

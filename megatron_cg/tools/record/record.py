@@ -68,8 +68,7 @@ def parameter_digests(model: nn.Module) -> dict[str, str]:
         kinds = {kind: getattr(group, name) for kind, name in _BUFFERS.items()}
         present = {kind: weights for kind, weights in kinds.items() if weights is not None}
         # If only some of a group's weights are sharded (ZeRO-1 and 2), the others also hold copies
-        # of weights that other ranks own. The next all-gather renews them, so their state at the
-        # end of a run is random. This rank digests only the weights it owns.
+        # of weights of other ranks, which the next all-gather renews: their state is random.
         only_own = any(weights.is_data_distributed for weights in present.values())
         for item, parameter in enumerate(group.params):
             name = buffer.param_to_name[parameter]
@@ -158,7 +157,6 @@ class Recorder(logging.Handler):
         )
 
     def begin(self) -> None:
-        """Begin the file."""
         self._has_begun = True
         self.note("began", datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -231,7 +229,6 @@ class Recorder(logging.Handler):
         self._add(finished=True)
 
     def fail(self, error: BaseException) -> None:
-        """Record the error that ended the run."""
         self._has_begun = True
         self._add(error=f"{type(error).__name__}: {error}")
 
