@@ -13,10 +13,10 @@ Note [Expanded tensors]
 Note [Block masks]
     A ``BlockMask`` has tensors, which say what blocks are needed, and a function, ``mask_mod``,
     with more tensors in its closure, such as where documents begin. Loops make a new one for each
-    batch. So all these tensors are inputs of a graph, and the rest must stay as it was at capture:
-    code, numbers, block size. A ``mask_mod`` may read its arguments, its closure and global
-    numbers; functions and tuples in them are opened too. A global tensor, or one in an object such
-    as a ``functools.partial``, would be read where it was at capture, so it is refused by name.
+    batch. So all these tensors are inputs of a graph, and code, numbers and block size must stay as
+    at capture. A ``mask_mod`` may read its arguments, its closure and global numbers, also in
+    functions and tuples. A global tensor, or one in an object such as a ``functools.partial``,
+    would be read where it was at capture, so it is refused by name.
 
 Note [Checkpointing around a unit]
     Activation checkpointing around a unit calls it again in the backward pass. The form without
@@ -267,8 +267,6 @@ _CONTAINERS = (tuple, list, dict, Parts)
 
 @dataclass(frozen=True)
 class CallSpec:
-    """The form of one unit's calls."""
-
     positions: tuple[str, ...]
     """The names of the positional arguments."""
     keywords: tuple[str, ...]

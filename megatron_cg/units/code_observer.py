@@ -32,7 +32,6 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_cg.backends.calls import has_wrapper, place_of, run_inside, tensors_in, written
 from megatron_cg.backends.driver import StorageReference
@@ -45,9 +44,9 @@ from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_known, package_of
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
 from megatron_cg.units.call import attributes_of
-from megatron_cg.units.python_state import Change, PythonState, functions_in, referred, tensors_held
+from megatron_cg.units.python_state import Change, PythonState, functions_in, leaves_held
 from megatron_cg.units.sums import RUN_BACKWARD
-from megatron_cg.upstream.patch import instances, nothing_frozen, replace_function, set_attribute
+from megatron_cg.upstream import patch
 
 _MARK = 0x5EED_CA97
 """The seed of all generators while a forward pass is observed."""
@@ -231,10 +230,9 @@ class CodeObserver:
                 stack.enter_context(questions_refused(self._unit, self._samples))
                 stack.enter_context(seeds_refused(self._unit, self._device_type))
                 hooks = partial(self._refuse_hook, torch.Tensor.register_hook)
-                stack.callback(replace_function(torch.Tensor, "register_hook", hooks))
+                stack.callback(patch.replace_function(torch.Tensor, "register_hook", hooks))
             else:
-                run = partial(self._run_backward, RUN_BACKWARD.find())
-                stack.callback(replace_function(*RUN_BACKWARD.place(), run))
+                stack.callback(patch.run_instead(RUN_BACKWARD, self._run_backward))
             self._operations.notes_reads = forward
             stack.enter_context(self._operations)
             state.begin()
@@ -273,6 +271,14 @@ class CodeObserver:
                 f"reads {state.beyond}, which leads to more objects than can be compared",
                 "Pass what it needs of them as arguments, or keep that in attributes.",
             )
+        graphed, seen = self._unit.graphed, dict[Any, Any]()
+
+        def classes(_key: str) -> Any:  # One object as long as they are the same.
+            now = tuple(map(type, graphed))
+            return seen.setdefault(now, now)
+
+        kinds = SimpleNamespace(get=classes)
+        self.entries.append(Entry(kinds, "", "state", "the classes of its modules"))
         if "autocast" in state.own_names:
             default = SimpleNamespace(get=torch.get_autocast_dtype)
             what = "the default dtype of torch.autocast"
@@ -283,14 +289,15 @@ class CodeObserver:
         self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
         held: dict[int | None, list[Watched]] = {}
         for row in self.entries:
-            value = row.holder.get(row.key)
-            if any(hasattr(type(one), "__next__") for one in map(referred, tree_leaves(value))):
-                raise self._error(
-                    f"reads {row.what}, an iterator",
-                    "A replay runs no Python, so it would not go on. Pass its values as arguments.",
-                )
-            for tensor in tensors_held(value):
-                held.setdefault(key_of(tensor), []).append(Watched(tensor, row.what, REPLACED))
+            for leaf in leaves_held(row.holder.get(row.key)):
+                if hasattr(type(leaf), "__next__"):
+                    raise self._error(
+                        f"reads {row.what}, an iterator",
+                        "A replay runs no Python, so it would not go on. Pass its values as "
+                        "arguments.",
+                    )
+                if isinstance(leaf, torch.Tensor):
+                    held.setdefault(key_of(leaf), []).append(Watched(leaf, row.what, REPLACED))
         layer = self._unit.layer
         tensors = [*self._samples.values(), *layer.parameters(), *layer.buffers()]
         reached = {key_of(tensor) for tensor in tensors} | ranks_of_meshes(layer)
@@ -429,9 +436,9 @@ def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     keys = {storage._cdata for storage in memory}
     if not keys:
         return None
-    with nothing_frozen():
+    with patch.nothing_frozen():
         # Each look at all objects takes some 50 ms, so there are few.
-        tensors = [one for one in instances(torch.Tensor) if key_of(one) in keys]
+        tensors = [one for one in patch.instances(torch.Tensor) if key_of(one) in keys]
         holders = [
             one
             for one in gc.get_referrers(*tensors)
@@ -484,7 +491,7 @@ def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
     with Restores() as undo:
         for owner, name in _SETTERS:
             refuse = _refusing(getattr(owner, name), unit, f"torch.{name}")
-            undo.callback(replace_function(owner, name, refuse))
+            undo.callback(patch.replace_function(owner, name, refuse))
         yield
     if any(generator.initial_seed() != _MARK for generator in generators):
         raise _sets_a_seed(unit, "manual_seed of a torch.Generator")
@@ -515,7 +522,7 @@ def questions_refused(unit: Unit, samples: Mapping[str, torch.Tensor]) -> Iterat
 
     with ExitStack() as undo:
         for name, of in (("is_leaf", given), ("grad_fn", given), ("grad", given | weights)):
-            undo.callback(set_attribute(torch.Tensor, name, asked(name, of)))
+            undo.callback(patch.set_attribute(torch.Tensor, name, asked(name, of)))
         yield
 
 

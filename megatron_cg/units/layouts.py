@@ -12,11 +12,11 @@ Note [How a gradient is laid out]
 
 Note [Strides of gradients]
     Kernels that add go through memory in its own order, so the strides of a gradient decide the
-    last bits of sums over it, such as the gradient of a bias from ``y.sum()``, which is one number
-    that is expanded. A graph reads gradients of its results in memory that is laid out like these,
-    and autograd gives the gradient of an argument the strides of the argument. So gradients are
-    laid out again: inside of the graph those of results, as they came in the steps before, and
-    behind it those of arguments, as the unit's own code made them.
+    last bits of sums over it, such as the gradient of a bias from ``y.sum()``, one number that is
+    expanded. A graph reads gradients of its results with the strides of these, and autograd gives
+    the gradient of an argument those of the argument. So gradients are laid out again: inside of
+    the graph those of results, as they came in the steps before, and behind it those of arguments,
+    as the unit's own code made them.
 
 Relied on: torch 2.11, the hooks of a leaf see its gradient before ``AccumulateGrad`` copies it to
 the strides of the leaf (``accumulate_grad.h``, ``clone_obey_contract``).

@@ -62,7 +62,8 @@ class Results:
         for (module, name), mark in self.attributes.items():
             made = tensors[mark.key]
             # A copy: the attribute, and what a loop collects from it, outlive the pass.
-            vars(module)[name] = made.clone() if mark.key in self._only_set else made
+            is_only_set = isinstance(mark.key, int) and mark not in self.leaves
+            vars(module)[name] = made.clone() if is_only_set else made
         filled = [tensors[leaf.key] if isinstance(leaf, _Tensor) else leaf for leaf in self.leaves]
         return tree_unflatten(filled, self.spec)
 
@@ -70,12 +71,6 @@ class Results:
     def returned(self) -> set[Any]:
         """The names of arguments and the numbers of outputs that are returned or set."""
         return {m.key for m in (*self.leaves, *self.attributes.values()) if isinstance(m, _Tensor)}
-
-    @cached_property
-    def _only_set(self) -> set[Any]:
-        """The outputs of the graph that are set and not returned."""
-        returned = {leaf.key for leaf in self.leaves if isinstance(leaf, _Tensor)}
-        return {one.key for one in self.attributes.values() if isinstance(one.key, int)} - returned
 
     def run_eagerly(self, run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         """Give an eager pass to ``run``, which gets what it returns and sets as one result."""
@@ -119,7 +114,6 @@ class ModuleUnit(Unit):
     ) -> None:
         super().__init__(name, module, tuple(module.modules()), inputs=seen.form.names)
         self.graph_inputs = [*self.inputs, *(n for n in seen.makers if n not in self.inputs)]
-        """The names of its graph's inputs, in their order."""
         self._eager: Callable[..., Any] = forward_of(module)
         self._form, self._seen, self._backward = seen.form, seen, backward
         used = [key for key, one in seen.gradients.items() if one.inside is not None]

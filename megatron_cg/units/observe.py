@@ -44,8 +44,6 @@ from megatron_cg.upstream.patch import add_observer
 
 @dataclass(frozen=True)
 class ObservedCall:
-    """One training call of a unit."""
-
     form: CallSpec
     makers: Mapping[str, Callable[[], torch.Tensor]]
     """Makes a sample of each of its tensors, by name."""
@@ -159,7 +157,6 @@ class Observer:
         return self.autocast_in_backward(now["device_type"]) == now
 
     def forget(self) -> None:
-        """Forget what was seen, when no capture follows."""
         self.calls, self._now, self._weights = {}, {}, {}
 
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -227,7 +224,6 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def _memory_of(module: nn.Module) -> dict[str, Any]:
-    """Where weights are."""
     found = ((n, local(p)) for n, p in module.named_parameters() if not is_lazy(p))
     return {name: (own.shape, own.device, own.data_ptr()) for name, own in found}
 

@@ -15,7 +15,7 @@ import random
 import sys
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,6 +50,7 @@ from megatron_cg.upstream.patch import cells_of, undone_after
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
 """Of methods, properties, what decorates a function, and partial functions."""
 DEPTH = 4
+_NESTED = 6  # As deep as rows compare containers in containers.
 _INTERNAL = frozenset(vars(nn.Module())) | {
     *("forward", "cuda_graphs", "cuda_graph_manual_hooks", "_should_call_te_cudagraph"),
     *("__deepcopy__", "__reduce_ex__", "_is_full_backward_hook"),
@@ -187,7 +188,6 @@ class PythonState:
             clause = "attribute" if isinstance(value, torch.Tensor) else "state"
             yield Entry(holder, key, clause, what)
             yield from self._inside(value, what, seen)
-        yield Entry(_Classes(self._modules.values()), "", "state", "the classes of its modules")
         names = self.names | _CALLED
         for kind in self._kinds.values():
             for name, value in vars(kind).items():
@@ -389,20 +389,6 @@ class PythonState:
             self._copy(value, what)
 
 
-class _Classes:
-    """The classes of some modules, as a row: one object as long as they are the same."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [*modules]
-        self._last = tuple(map(type, self._modules))
-
-    def get(self, _key: str) -> tuple[type, ...]:
-        now = tuple(map(type, self._modules))
-        if now != self._last:
-            self._last = now
-        return self._last
-
-
 class Attributes:
     """Attributes of a class or an object, the free variable of a function, or what a list holds.
 
@@ -567,14 +553,14 @@ def functions_in(value: Any, depth: int = DEPTH) -> Iterator[FunctionType]:
             yield from functions_in(part, depth - 1)
 
 
-def tensors_held(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
-    """The tensors in a value that change no row as long as it compares as the same."""
+def leaves_held(value: Any, depth: int = _NESTED) -> Iterator[Any]:
+    """The value, or what is in a container."""
     value = referred(value)
-    if isinstance(value, torch.Tensor):
+    if not depth or not is_container(value) or is_array(value):
         yield value
-    elif depth and is_container(value) and not is_array(value):
-        for inner in value.values() if isinstance(value, MAPPINGS) else value:
-            yield from tensors_held(inner, depth - 1)
+        return
+    for inner in value.values() if isinstance(value, MAPPINGS) else value:
+        yield from leaves_held(inner, depth - 1)
 
 
 def restored_to(holder: Any, before: Any) -> None:

@@ -1,28 +1,28 @@
 """Gradients that are summed over uses inside a unit and uses outside of it.
 
-Autograd adds up the gradients of all uses of a tensor in the order in which it meets them. A
-graph's backward pass sums the uses inside the unit first. If uses outside come later in the forward
-pass, their gradients come earlier, and with two uses inside the last bits of the sum differ. So the
-graphs of autograd of the steps before capture are looked at, and such a unit is refused. If such a
-use is new in a backward pass of replays, that raises: see :class:`Later`.
+Autograd adds up the gradients of all uses of a tensor in the order in which it meets them, and a
+graph's backward pass those inside the unit first. Gradients of later uses outside come earlier, and
+with two uses inside the last bits of the sum differ. So the graphs of autograd of the steps before
+capture are looked at, and such a unit is refused. If such a use is new in a backward pass of
+replays, that raises: see :class:`Later`.
 
 Note [Casts that autocast caches]
-    With its cache, autocast casts a weight once in a forward pass, so gradients of all its uses are
-    summed in the lower precision. So a unit is captured with the cache that it was seen with. No
-    pass may find the casts of another, whose addresses a graph would hold: a cast that two calls of
-    units share is refused. So is a backward pass under the same autocast if weights are gathered
-    for each pass: a later microbatch would use the casts of an earlier one.
+    With its cache, autocast casts a weight once in a forward pass, so gradients of all uses are
+    summed in the lower precision. So a unit is captured with the cache that it was seen with. A
+    graph would hold the addresses of the casts of another pass: a cast that two calls of units
+    share is refused. So is a backward pass under the same autocast if weights are gathered for each
+    pass: a later microbatch would use the casts of an earlier one.
 
 Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every backward pass that is
 started from Python goes through ``torch.autograd._engine_run_backward``, whose fifth argument are
 the tensors whose gradients are asked for.
 
 Note [Results that are views]
-    Who writes into a view changes the history of what it is a view of: gradients come to that
-    tensor, by the node of the write, and to the view no more. A replay gives a tensor that is no
-    view. Both are the same if that tensor has no other use, and if the view is all of it or it is
-    contiguous, as a gradient of zeros is made. A view of an argument or of another result shares
-    memory with it, and no result of a replay does. So who writes into any of them is told.
+    After a write into a view, gradients come to what it is a view of, by the node of the write, and
+    to the view no more. A replay gives a tensor that is no view. Both are the same if that tensor
+    has no other use, and if the view is all of it or it is contiguous, as a gradient of zeros is
+    made. A view of an argument or of another result shares memory with it, and no result of a
+    replay does. So who writes into any of them is told.
 
 Note [Separate inputs]
     With ``separate_inputs=True`` each call takes its arguments through views, eager passes too. A
@@ -47,7 +47,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_cg.replay.borders import PassedOn, in_backward_pass
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.units.layouts import READ, WRITTEN, GradStrides, Note, ObservedResult
-from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
+from megatron_cg.upstream.patch import Undo, combine_undos, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -139,16 +139,15 @@ class Sums:
 
     def observe_step(self) -> Undo:
         """Look at every backward pass until the returned function is called."""
-        original = RUN_BACKWARD.find()
 
-        def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
             around, self._number = self._number, next(self._numbers)
             with ExitStack() as stack:
                 stack.callback(setattr, self, "_number", around)
                 stack.callback(combine_undos(self._look(roots, args[0], args[_INPUTS] or ())))
                 return original(roots, *args, **kwargs)
 
-        return combine_undos((self._forget, replace_function(*RUN_BACKWARD.place(), run)))
+        return combine_undos((self._forget, run_instead(RUN_BACKWARD, run)))
 
     def _forget(self) -> None:
         """Keep no node of autograd, and so nothing that it keeps, behind a step."""
@@ -267,9 +266,9 @@ class Later:
 
     def observe(self) -> Undo:
         """Look at backward passes until the returned function is called, or the model is freed."""
-        original, number, here = RUN_BACKWARD.find(), _NUMBER.find(), ref(self)
+        number, here = _NUMBER.find(), ref(self)
 
-        def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
             later = here()  # torch's function must not keep a model that is dropped
             if later is None or not later._begun(roots, args[_INPUTS] or (), number()):
                 return original(roots, *args, **kwargs)
@@ -278,7 +277,7 @@ class Later:
             finally:
                 later._last, later._own = number(), PassedOn.made
 
-        self._undo = finalize(self, replace_function(*RUN_BACKWARD.place(), run))
+        self._undo = finalize(self, run_instead(RUN_BACKWARD, run))
         self._undo.atexit = False
         return self._stop  # Not the undo alone: the session keeps this object by it.
 

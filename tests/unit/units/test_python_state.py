@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import repeat
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.replay.plain import LIBRARIES, is_known, same_value
-from megatron_cg.units.python_state import PythonState
+from megatron_cg.units.python_state import PythonState, leaves_held
 from tests.unit.units.plain import (
     REPLAYED,
     STEPS,
@@ -266,3 +267,25 @@ def create_mask(tensor: torch.Tensor) -> Any:
         torch.zeros(1, 1, 1, 1, dtype=torch.int32),
         mask_mod=partial(torch.mul, tensor),
     )
+
+
+class Turns(Unit):
+    """Reads an iterator that is in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = UserDict(a=deque([repeat(0.5)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * next(self.turns["a"][0])
+
+
+def test_an_iterator_in_containers_is_refused() -> None:
+    refused(CaptureError, "reads attribute turns, an iterator", lambda: units(Turns))
+
+
+def test_a_container_in_itself_has_its_leaves() -> None:
+    nested: list[Any] = ["a", ({"b": [tensor := torch.zeros(1)]},)]
+    assert [*map(id, leaves_held(nested))] == [id(nested[0]), id(tensor)]
+    nested.append(nested)
+    assert tensor in leaves_held(nested)
