@@ -250,15 +250,6 @@ PACKED_ATTENTION = (
         "tried in a graph",
         f"{{type:--context-parallel-size 1}}, or {_BEHIND}",
     ),
-    Rule(
-        "packed-micro-batch",
-        lambda c: _captures_packs(c) and c.run.micro_batch_size > 1,
-        f"{_PACKS} with {{flag:--micro-batch-size {{run.micro_batch_size}}}} and captured "
-        "attention",
-        "Megatron makes one long pack of a microbatch, with other shapes than its graphs are "
-        "captured with",
-        f"{{type:--micro-batch-size 1}}, with longer packs for as many tokens, or {_BEHIND}",
-    ),
 )
 """Of packed sequences with attention in graphs."""
 
@@ -352,6 +343,14 @@ _OF_SCOPES = (
         "graphs take only tensors",
         "leave mamba out of {flag:--cuda-graph-modules}, such as "
         "{type:--cuda-graph-modules attn mlp}",
+    ),
+    Rule(
+        "packed-micro-batch",
+        lambda c: c.run.packs_sequences and c.run.micro_batch_size > 1,
+        f"{_PACKS} with {{flag:--micro-batch-size {{run.micro_batch_size}}}}",
+        "Megatron makes one long pack of a microbatch, with other shapes than its graphs are "
+        "captured with",
+        "{type:--micro-batch-size 1}, with longer packs for as many tokens",
     ),
     *PACKED_ATTENTION,
 )
