@@ -252,10 +252,13 @@ def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[
         yield "add --cuda-graph-impl transformer_engine", "layerwise graphs"
     if not args.te_rng_tracker:
         yield "add --te-rng-tracker", "graphs turn it on; a run to compare with needs it too"
-    masks = args.create_attention_mask_in_dataloader and not args.reset_attention_mask
+    masks, resets = args.create_attention_mask_in_dataloader, args.reset_attention_mask
+    if args.sft and (resets or args.reset_position_ids):
+        drop = "drop --reset-attention-mask --reset-position-ids"
+        yield drop, "--sft begins anew with each sample: with these flags its data loader stops"
     if args.sft and masks:
         yield f"add {_MASK}", "--sft makes no masks: without this flag its data loader stops"
-    elif masks and not run.packs_sequences:
+    elif masks and not (resets or run.packs_sequences):
         yield f"add {_MASK}", "causal attention needs no mask, and each replay would copy one"
 
 

@@ -39,6 +39,8 @@ MENDED = [
     ("--external-cuda-graph --cuda-graph-scope attn", "--cuda-graph-modules attn", "--external"),
     ("--my-flag 1", "--my-flag 1", ""),
     ("--sft", "--no-create-attention-mask-in-dataloader", ""),  # its dataset asserts it
+    ("--sft --reset-attention-mask", "--no-create-attention-mask-in-dataloader", "--reset-att"),
+    ("--sft --reset-position-ids", "--sft", "--reset-position-ids"),
     ("--cuda-graph-modules [attn,mlp]", "--cuda-graph-modules attn mlp", "[attn"),
     ("--cuda-graph-scope=attn,", "--cuda-graph-modules attn", "scope"),
     ("--load $A --my-flag", '--load "$A"', "'$A"),
