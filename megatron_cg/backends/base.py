@@ -132,20 +132,14 @@ def waited_for() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-@contextmanager
-def stream_kept() -> Iterator[None]:
+def stream_kept() -> AbstractContextManager[Any]:
     """Restore the stream: ``torch.cuda.graph`` stays on its own if ending a capture raises.
 
     In torch 2.11 to 2.13, ``graph.__exit__`` leaves it after ``capture_end``, without ``finally``.
     """
     if not torch.cuda.is_available():
-        yield
-        return
-    stream = torch.cuda.current_stream()
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(stream)
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.current_stream())
 
 
 @dataclass

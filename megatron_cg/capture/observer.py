@@ -49,7 +49,7 @@ from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
 from megatron_cg.replay.plain import KNOWN, attribute, is_known
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import values_kept
-from megatron_cg.upstream.patch import replace_function
+from megatron_cg.upstream.patch import wrap_method
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -288,18 +288,15 @@ def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
     def states() -> list[torch.Tensor]:
         return [generator.get_state() for generator in generators]
 
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        def set_rng_state(*args: Any, **kwargs: Any) -> Any:
-            drew.extend(not torch.equal(*pair) for pair in zip(restored, states(), strict=False))
-            result = original(*args, **kwargs)
-            restored[:] = states()
-            return result
+    def compare() -> None:
+        drew.extend(not torch.equal(*pair) for pair in zip(restored, states(), strict=False))
 
-        return set_rng_state
+    def note() -> None:
+        restored[:] = states()
 
     with ExitStack() as undo:
         for owner in (torch, torch.cuda):
-            undo.callback(replace_function(owner, "set_rng_state", around(owner.set_rng_state)))
+            undo.callback(wrap_method(owner, "set_rng_state", before=compare, after=note))
         yield
     if any(drew):
         raise unit.refused(

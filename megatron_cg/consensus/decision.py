@@ -100,13 +100,11 @@ def encode(kind: Kind, serial: int, vote: Vote) -> torch.Tensor:
     return torch.tensor(row, dtype=torch.int64, device="cpu")
 
 
-def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
-    """The decision that follows from all ranks' rows, (world, 5) int64 in rank order.
+def decide(rows: torch.Tensor, ranks: Sequence[int]) -> Decision:
+    """The decision that follows from the rows of these ranks, (world, 5) int64 in their order.
 
-    ``ranks`` are the ranks of the rows, if they are not those of the default group. Raises
-    AgreementError, with ranks and votes, if the rows belong to different votes.
+    Raises AgreementError, with ranks and votes, if the rows belong to different votes.
     """
-    ranks = range(len(rows)) if ranks is None else ranks
     heads, (against, sizes, graphs) = rows[:, :2], rows[:, 2:].unbind(1)
     if not torch.equal(heads, heads[:1].expand_as(heads)):
         named = (f"{name_of(Kind(kind))} {serial}" for kind, serial in heads.tolist())

@@ -61,7 +61,6 @@ RELIES_ON = (
     Symbol(f"{_HELPER}._discover_layers", "which layers are captured"),
     Symbol(f"{_HELPER}._get_sample_arguments", "static inputs"),
     Symbol(f"{_HELPER}._reset_after_capture", "gradients cleared"),
-    Symbol(f"{_GRAPHS}:_set_capture_end", "the setter of the capturing flag"),
     Symbol(f"{_GRAPHS}:HAVE_TE_GRAPHS", "what the helper asserts"),
     Symbol(f"{_GRAPHS}:is_te_min_version", "what asks for TE's release"),
     Symbol(f"{_TRANSFORMER}.transformer_layer:is_te_min_version", "what asks for TE's release"),
@@ -118,9 +117,7 @@ class FsdpHelper:
             undo.callback(self.steps.close)
             model, optimizers = self.helper.model, self.helper.optimizers
             verifies = self.given.cg_verify_steps > 0
-            undo.callback(
-                repeat_if_needed(model, optimizers, self.controller, self.steps, verifies=verifies)
-            )
+            undo.callback(repeat_if_needed(model, optimizers, self.steps, verifies=verifies))
             undo.callback(self._replace_methods())
             if source is not None:
                 undo.callback(source(self.steps, optimizers))

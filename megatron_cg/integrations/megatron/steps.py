@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -79,7 +80,7 @@ class Steps:
     """
 
     def __init__(self, controller: GraphController, inputs: ObservedInputs) -> None:
-        self._controller, self._inputs = controller, inputs
+        self.controller, self._inputs = controller, inputs
         self._stop_observing: Undo | None = None
         self.number: int | None = None
         """The number of the step that runs, from 1, as in the log; None if unknown."""
@@ -87,8 +88,8 @@ class Steps:
     def begin(self, done: int | None = None) -> None:
         """Begin the step after ``done`` others."""
         self.number = done + 1 if done is not None else None
-        self._controller.begin_step()
-        if self._controller.session is None and self._controller.awaits_capture:
+        self.controller.begin_step()
+        if self.controller.session is None and self.controller.awaits_capture:
             self._stop_observing = self._inputs.observe_step()
 
     def end(self) -> None:
@@ -100,7 +101,7 @@ class Steps:
     def close(self) -> None:
         """Stop voting and destroy the votes' process group, before the other groups."""
         self.end()
-        self._controller.close()
+        self.controller.close()
 
 
 Source = Callable[[Steps, Sequence[Any]], Undo]
@@ -184,12 +185,7 @@ def repeat_steps() -> Undo:
 
 @combined_undo
 def repeat_if_needed(
-    model: Sequence[Any],
-    optimizers: Sequence[Any],
-    controller: GraphController,
-    steps: Steps,
-    *,
-    verifies: bool = False,
+    model: Sequence[Any], optimizers: Sequence[Any], steps: Steps, *, verifies: bool = False
 ) -> Iterator[Undo]:
     """Repeat steps of ``model`` if its layers have a bound of rows, or its steps are verified."""
     root: Any = root_of(model[0])
@@ -197,7 +193,7 @@ def repeat_if_needed(
     bound = None if experts is None else experts.bound
     if bound is None and not verifies:
         return
-    repeater = _Repeater(model, optimizers, controller, steps, bound)
+    repeater = _Repeater(model, optimizers, steps, bound)
     yield wrap_method(model[0], "zero_grad_buffer", after=repeater.begin)
     for optimizer in optimizers:
         yield wrap_method(optimizer, "step", before=repeater.check)
@@ -205,24 +201,19 @@ def repeat_if_needed(
     yield partial(_repeaters.__delitem__, root)
 
 
+@dataclass(eq=False)
 class _Repeater:
     """Runs the steps of one model, and repeats those that need it."""
 
-    def __init__(
-        self,
-        model: Sequence[Any],
-        optimizers: Sequence[Any],
-        controller: GraphController,
-        steps: Steps,
-        bound: RowBound | None,
-    ) -> None:
-        self._model, self._optimizers = model, optimizers
-        self._controller, self._steps, self._bound = controller, steps, bound
-        self._seen: WeakKeyDictionary[Session, tuple[int, int]] = WeakKeyDictionary()
-        """Replays whose rows were looked at, and the last step."""
-        self._ran = False
-        self.running = False
-        """Whether :meth:`run` is under way; another replacement of the schedule is inside of it."""
+    model: Sequence[Any]
+    optimizers: Sequence[Any]
+    steps: Steps
+    bound: RowBound | None
+    running: bool = False
+    """Whether :meth:`run` is under way; another replacement of the schedule is inside of it."""
+    _ran: bool = False
+    _seen: WeakKeyDictionary[Session, tuple[int, int]] = field(default_factory=WeakKeyDictionary)
+    """Replays whose rows were looked at, and the last step."""
 
     def begin(self) -> None:
         """Gradients were cleared."""
@@ -230,25 +221,25 @@ class _Repeater:
 
     def check(self) -> None:
         """Raise ConfigurationError if replays that had to be in a call of :meth:`run` were not."""
-        session = self._controller.session
+        session = self.steps.controller.session
         if session is None:
             return
         replays, step = self._seen.get(session, (0, -1))
-        if self._bound is not None and session.counters.replayed != replays:
-            raise _refused("repeat-outside-schedule", self._bound.flag)
+        if self.bound is not None and session.counters.replayed != replays:
+            raise _refused("repeat-outside-schedule", self.bound.flag)
         if session.mismatches.verifies_step and session.mismatches.verifications.step != step:
             raise _refused("repeat-outside-schedule", _VERIFIED)
 
     def run(self, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
         """Run the passes of a step, by graphs if there are any, and repeat them if needed."""
-        session = self._controller.session
+        session = self.steps.controller.session
         if session is None:
             return passes(**options)
         with undone_after(set_attribute(self, "running", True)):
             return self._run(session, passes, options)
 
     def _run(self, session: Session, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
-        mismatches, bound = session.mismatches, self._bound
+        mismatches, bound = session.mismatches, self.bound
         conditions = mismatches.conditions
         is_second, self._ran = self._ran, True
         if is_second and bound is not None:
@@ -267,7 +258,7 @@ class _Repeater:
                 if bound is not None:
                     # Not inside of a step of another model that is bounded by the same object.
                     outer = (one for one in _repeaters.values() if one is not self and one.running)
-                    if all(one._bound is not bound for one in outer):
+                    if all(one.bound is not bound for one in outer):
                         bound.begin_step()
                     stack.callback(set_attribute(conditions, "within_row_bound", bound.holds))
                     given = options | {_FORWARD: self._sharing(bound, options)}
@@ -282,14 +273,14 @@ class _Repeater:
         def eagerly() -> Any:
             if batches is not None:
                 batches.rewind()
-            for chunk in self._model:
+            for chunk in self.model:
                 chunk.zero_grad_buffer()
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 optimizer.zero_grad()
             self._ran = True
             return passes(**options)
 
-        return train_step(session, by_graphs, eagerly, bound=bound, number=self._steps.number)
+        return train_step(session, by_graphs, eagerly, bound=bound, number=self.steps.number)
 
     @staticmethod
     def _sharing(bound: RowBound, options: dict[str, Any]) -> Callable[..., Any]:

@@ -106,7 +106,7 @@ class _Graphs:
     """Stands for the controller of a trainer's graphs, and for its steps."""
 
     def __init__(self, trainer: MegatronTrainer) -> None:
-        self._trainer = trainer
+        self._trainer, self.controller = trainer, self
 
     @property
     def session(self) -> Any:
@@ -121,7 +121,7 @@ def repeats(trainer: MegatronTrainer, *, verifies: bool = False) -> Callable[[],
     from megatron_cg.integrations.megatron.steps import repeat_if_needed
 
     graphs: Any = _Graphs(trainer)
-    return repeat_if_needed([trainer.model], [trainer.optimizer], graphs, graphs, verifies=verifies)
+    return repeat_if_needed([trainer.model], [trainer.optimizer], graphs, verifies=verifies)
 
 
 @contextmanager

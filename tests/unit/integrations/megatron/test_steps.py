@@ -61,8 +61,8 @@ class Loop:
         self.undo = self.follow()
 
     def follow(self) -> Undo:
-        steps: Any = SimpleNamespace(number=12)
-        return repeat.repeat_if_needed([self.chunk], [self.optimizer], self.controller, steps)
+        steps: Any = SimpleNamespace(number=12, controller=self.controller)
+        return repeat.repeat_if_needed([self.chunk], [self.optimizer], steps)
 
     def schedule(self) -> Any:
         def forward_backward_no_pipelining(
@@ -211,8 +211,8 @@ def test_a_schedule_that_is_replaced_twice_runs_a_step_once(loop: Loop) -> None:
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_step_inside_of_another_models_forgets_nothing_of_it(loop: Loop, shares: bool) -> None:
-    other, outer = torch.nn.Linear(1, 1), SimpleNamespace(running=True, _bound=None)
-    outer._bound = loop.bound if shares else None
+    other, outer = torch.nn.Linear(1, 1), SimpleNamespace(running=True, bound=None)
+    outer.bound = loop.bound if shares else None
     repeat._repeaters[other] = outer  # type: ignore[assignment]
     loop.step(batches())
     assert loop.events.count("begin") == (not shares)
