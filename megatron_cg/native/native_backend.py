@@ -41,22 +41,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_cg.backends.base import (
-    Backend,
-    CaptureRequest,
-    generators_of,
-    leave_pool,
-    stream_kept,
-    waited_for,
-)
-from megatron_cg.backends.driver import (
-    GraphedModule,
-    Recorder,
-    Recording,
-    Tensors,
-    capture_modules,
-    without_owners,
-)
+from megatron_cg.backends import base, driver
 from megatron_cg.errors import CaptureError, say
 from megatron_cg.replay.guard import is_quantized
 from megatron_cg.upstream.te import fp8_recipe, told_of_capture
@@ -65,7 +50,7 @@ _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 ErrorMode = Literal["global", "thread_local", "relaxed"]
 
 
-class NativeBackend(Backend):
+class NativeBackend(base.Backend):
     """Captures modules into CUDA graphs.
 
     ``capture_error_mode`` says what CUDA refuses while a graph is captured: unsafe calls of all
@@ -88,7 +73,7 @@ class NativeBackend(Backend):
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
 
-    def capture(self, request: CaptureRequest) -> tuple[GraphedModule, ...]:
+    def capture(self, request: base.CaptureRequest) -> tuple[driver.GraphedModule, ...]:
         """See :class:`megatron_cg.backends.base.Backend`.
 
         Raises CaptureError with every reason why a module cannot be captured, and otherwise as
@@ -96,16 +81,16 @@ class NativeBackend(Backend):
         """
         refuse(request, self.device)
         pool = torch.cuda.graph_pool_handle()
-        generators = generators_of(request.callables, self.device_type)
+        generators = base.generators_of(request.callables, self.device_type)
         recorder = partial(CudaRecorder, pool, generators, self._error_mode)
         # The stream here too, since a failed rank runs other hooks before its state is restored.
-        with stream_kept(), told_of_capture():
-            graphs = capture_modules(self.name, recorder, request)
+        with base.stream_kept(), told_of_capture():
+            graphs = driver.capture_modules(self.name, recorder, request)
         self.pool = pool
         return graphs
 
 
-def refuse(request: CaptureRequest, device: torch.device) -> None:
+def refuse(request: base.CaptureRequest, device: torch.device) -> None:
     """Raise CaptureError with every reason why modules cannot be captured on ``device``."""
     reasons = []
     if fp8_recipe() is not None:
@@ -148,7 +133,7 @@ def _of_module(root: nn.Module, device: torch.device) -> Iterator[str]:
             yield f"{label} has parameters or buffers on {place}: move the model to {device}"
 
 
-class CudaRecording(Recording):
+class CudaRecording(driver.Recording):
     def __init__(self, recorder: "CudaRecorder") -> None:
         self._recorder = recorder
         self.graph = torch.cuda.CUDAGraph()
@@ -160,7 +145,7 @@ class CudaRecording(Recording):
         self._recorder.reset(self)
 
 
-class CudaRecorder(Recorder):
+class CudaRecorder(driver.Recorder):
     """Captures the passes of one capture.
 
     Captured code may draw from ``generators``, besides the device's own.
@@ -178,7 +163,7 @@ class CudaRecorder(Recorder):
         with self._captured(self._keeper):  # See Note [What keeps the pool].
             torch.zeros((), device="cuda")
         torch.cuda.synchronize()
-        with waited_for(), torch.cuda.stream(torch.cuda.Stream()):
+        with base.waited_for(), torch.cuda.stream(torch.cuda.Stream()):
             yield
 
     @contextmanager
@@ -190,7 +175,7 @@ class CudaRecorder(Recorder):
         with self._captured(made.graph):
             yield made
 
-    def release(self, results: Tensors) -> Tensors:
+    def release(self, results: driver.Tensors) -> driver.Tensors:
         """Replace tensors in the pool by ones that do not own their memory; others stay."""
         segments = [
             (segment["address"], segment["address"] + segment["total_size"])
@@ -201,10 +186,10 @@ class CudaRecorder(Recorder):
         def is_in_pool(storage: torch.UntypedStorage) -> bool:
             return any(begin <= storage.data_ptr() < end for begin, end in segments)
 
-        return without_owners(results, is_in_pool)
+        return driver.without_owners(results, is_in_pool)
 
     def abandon(self) -> None:
-        leave_pool(self._pool)
+        base.leave_pool(self._pool)
         for graph in [*(recording.graph for recording in self._open), self._keeper]:
             # After an error of the device every call of CUDA raises that error again.
             with suppress(RuntimeError):

@@ -251,19 +251,17 @@ class _Enabled:
             if run is not None:
                 self.checked.append(model)
                 self.undo.callback(bridge.errors_name_fields(cfg))
-            # Another configuration may have been validated before, and this loop be recorded.
-            self._begin_run(self.settings, run, "bridge", records=not is_recorded())
+            self._begin_run(self.settings, run, "bridge")
 
-    def _begin_run(
-        self, settings: GraphArguments, run: Any, loop: str, *, records: bool = True
-    ) -> None:
+    def _begin_run(self, settings: GraphArguments, run: Any, loop: str) -> None:
         """Do what a run's settings ask for, in the loop of that name.
 
         ``run`` has Megatron's settings; None if it asks for no graphs.
         """
         full_recompute = run is not None and recomputes_layers(run)
         self.undo.callback(_build_models_for(settings, full_recompute=full_recompute))
-        if settings.cg_record is not None and records:
+        # Another configuration may have been validated before, and this loop be recorded.
+        if settings.cg_record is not None and not is_recorded():
             self.undo.callback(extensions.install_recorder(settings.cg_record, loop))
 
     def _help_models_under_fsdp(self) -> None:
