@@ -27,7 +27,7 @@ import torch
 
 from megatron_cg.__main__ import CACHE_ENTRIES, CACHE_VARIABLE
 from megatron_cg.capture.session import Session
-from megatron_cg.fastpath import FastPath
+from megatron_cg.fastpath.install_parts import FastPath
 from megatron_cg.tools.align import run as align
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.bench import bench_command as bench

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_cg.arguments.rule import Rule
     from megatron_cg.backends.base import Backend
     from megatron_cg.experts.install import ModelExperts
-    from megatron_cg.fastpath import FastPath
+    from megatron_cg.fastpath.install_parts import FastPath
     from megatron_cg.fsdp.sharding import Sharding
     from megatron_cg.integrations.megatron.megatron_unit import ObservedInputs
     from megatron_cg.replay.guard import Addresses

@@ -25,7 +25,7 @@ from megatron_cg.upstream.patch import Undo, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
-    from megatron_cg.fastpath import FastPath
+    from megatron_cg.fastpath.install_parts import FastPath
     from megatron_cg.tools.record.record import Recorder
 
 logger = logging.getLogger(__name__)

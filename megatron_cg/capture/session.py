@@ -47,7 +47,7 @@ from megatron_cg.telemetry import CaptureReport, graphs_deleted
 from megatron_cg.upstream.patch import set_attribute
 
 if TYPE_CHECKING:
-    from megatron_cg.fastpath import FastPath
+    from megatron_cg.fastpath.install_parts import FastPath
 
 logger = logging.getLogger(__name__)
 _SESSIONS: WeakKeyDictionary[Session, None] = WeakKeyDictionary()

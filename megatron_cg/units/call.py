@@ -338,10 +338,9 @@ class CallSpec:
                 leaves.append(value)
                 continue
             found, actual = pytree.tree_flatten(value, _is_leaf)
-            if spec is None:
-                return _mismatch(name, self.marks[name], value)
             if actual != spec:
-                return _mismatch(name, Mark(f"another {spec.type.__name__}"), value)
+                another = spec and Mark(f"another {spec.type.__name__}")
+                return _mismatch(name, another or self.marks[name], value)
             leaves += found
         return leaves
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
-from megatron_cg.fastpath import FastPath, install, install_parts
 from megatron_cg.fastpath import bucketing as gradients
+from megatron_cg.fastpath import install_parts
+from megatron_cg.fastpath.install_parts import FastPath, install
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.record import parameter_digests

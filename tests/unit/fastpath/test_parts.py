@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.fastpath import install, install_parts
+from megatron_cg.fastpath import install_parts
+from megatron_cg.fastpath.install_parts import install
 from megatron_cg.fastpath.optimizer_step import REPLACES_STEP
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.replay.plain import _Identity as Same

@@ -17,7 +17,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_cg.fastpath import install_parts, install_under_v2, under_v2
+from megatron_cg.fastpath import install_parts, under_v2
+from megatron_cg.fastpath.install_parts import install_under_v2
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fastpath.under_v2 import keep_layouts, keep_views
 from megatron_cg.fully_shard import models

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.fastpath import install, install_parts
+from megatron_cg.fastpath import install_parts
+from megatron_cg.fastpath.install_parts import install
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.fully_shard import models
 from megatron_cg.tape.fakes import replaced

@@ -20,7 +20,7 @@ from torch.distributed.tensor import placement_types
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.tape.tape_backend import TapeBackend
-from megatron_cg.units import GraphedUnits, graph_units
+from megatron_cg.units.graphs import GraphedUnits, graph_units
 
 VOCABULARY, WIDTH, LENGTH = 16, 8, 5
 WARMUP, STEPS, MICROBATCHES = 1, 4, 2

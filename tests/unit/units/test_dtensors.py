@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import parallelize_module as parallelize
 from torch.nn import functional as F
 
 from megatron_cg.errors import CaptureError, ConfigurationError, ReplayMismatchError
-from megatron_cg.units import GraphedUnits, graph_units
 from megatron_cg.units.find_units import find_units
+from megatron_cg.units.graphs import GraphedUnits, graph_units
 from megatron_cg.units.unsharded import find_sharding
 from tests.unit.ranks import on_ranks
 

@@ -16,7 +16,7 @@ from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.tape.tape_backend import TapeBackend
-from megatron_cg.units import graph_units
+from megatron_cg.units.graphs import graph_units
 from tests.unit.counted import expect
 from tests.unit.units.plain import REPLAYED, ROWS, STEPS, WIDTH, Training, train
 from tests.unit.units.sharded import Run, equal, v1_run

@@ -17,7 +17,8 @@ from megatron_cg.consensus.decision import AgreementError, Kind, Vote
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArgumentError, ConfigurationError, HookError
 from megatron_cg.tape.tape_backend import TapeBackend
-from megatron_cg.units import graph_units, graphs
+from megatron_cg.units import graphs
+from megatron_cg.units.graphs import graph_units
 from tests.unit.ranks import on_ranks
 from tests.unit.units import plain
 from tests.unit.units.sharded import Run, v1_run
