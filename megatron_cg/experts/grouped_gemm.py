@@ -1,8 +1,7 @@
 """A grouped GEMM that takes its row counts from the device.
 
-Transformer Engine's grouped GEMM reads the counts on the host and launches one GEMM per expert.
-This one launches one kernel for all experts, and its counts may be the result of a kernel. So a
-graph can hold it: a replay uses the counts of that replay.
+One kernel for all experts, whose counts may be the result of a kernel. So a graph can hold it: a
+replay uses the counts of that replay.
 
 Note [Rows without an expert]
     ``rows`` may have more rows than all counts add up to. ``grouped_mm`` neither reads them nor
@@ -13,8 +12,7 @@ Note [Rows without an expert]
 Note [Transformer Engine's contract]
     ``GroupedLinear.forward`` of Transformer Engine looks up ``_GroupedLinear`` in its module for
     each call. :class:`GroupedGemm` has the same arguments and results, so that the module, its
-    parameters and Megatron's classes above it stay as they are, and so that the fast path can
-    detach its weights from autograd as it does for Transformer Engine's.
+    parameters and Megatron's classes above it stay as they are.
 """
 
 from collections.abc import Iterator, Sequence

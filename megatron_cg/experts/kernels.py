@@ -31,8 +31,8 @@ def write_rows(
 
     Args:
         rows: ``[rows, width]``, contiguous.
-        places: int64 ``[rows]``: the rank that gets the row, times the rows of a slot, plus its
-            number in the slot. A row of this rank, or with ``count`` or more, goes nowhere.
+        places: as :attr:`.Places.in_slots`, by the rank that gets the row. A row of this rank, or
+            with ``count`` or more, goes nowhere.
         addresses: int64 ``[ranks]``: where the slots of each rank begin, in bytes.
         rank: of this process, from 0.
         count: rows of all slots of a rank.

@@ -23,14 +23,11 @@ Note [Two barriers]
     the gather before it, and a replay may wait for a rank that writes a checkpoint.
 
 Note [Memory outside of torch's allocator]
-    Other GPUs map the memory, so torch's caching allocator does not have it, and its statistics
-    do not show it. All layers of a group share it, because an exchange reads its rows out of it
-    before the next one begins.
-
-Note [How long it lives]
-    Graphs address the memory and do not hold it. Deleted graphs leave it to the next capture, and
-    a capture frees what no graphs address: torch loses some bytes with each memory that it frees
-    (torch 2.11, ``CUDASymmetricMemory.cu``, ``CUDAPeerAllocInfo``).
+    Other GPUs map the memory, so torch's caching allocator and its statistics do not have it. All
+    layers of a group share it: an exchange reads its rows out of it before the next one begins.
+    Graphs address it and do not hold it. Deleted graphs leave it to the next capture, and a capture
+    frees what no graphs address: torch loses some bytes with each memory that it frees (torch 2.11,
+    ``CUDASymmetricMemory.cu``, ``CUDAPeerAllocInfo``).
 
 Note [Left to the driver]
     To free the memory, torch waits for the GPU: without end if a barrier waits for a rank that is
@@ -111,9 +108,8 @@ def find_places(
         counts: int64 ``[ranks, experts]``: rows for each expert that are exchanged with each rank.
         slot: rows of a slot. What a rank has beyond it has no place in the slots.
         rows: the number of packed rows, at least as many as all counts add up to.
-        whole: whether those beyond all counts are read too. They are received as zero.
-        gaps: int64 ``[experts]``: packed rows between those of each expert and what comes next.
-            They are received as zero.
+        whole: whether those beyond all counts are read too, as zero.
+        gaps: int64 ``[experts]``: packed rows behind those of each expert, received as zero.
     """
     gaps = None if gaps is None else gaps.cumsum(0)
     if counts.is_cuda and find_spec("triton") is not None:
@@ -217,10 +213,10 @@ class _Slots(NamedTuple):
 
 
 class PeerMemory:
-    """A :class:`~megatron_cg.experts.slots.Transport` by writes to the memory of other GPUs.
+    """A :class:`Transport` by writes to the memory of other GPUs.
 
     ``group`` are expert-parallel ranks of one host, whose GPUs can access each other's memory. On
-    the CPU, for the tape, it is a :class:`~megatron_cg.experts.slots.Collective`.
+    the CPU, for the tape, it is a :class:`Collective`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

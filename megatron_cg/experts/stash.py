@@ -14,8 +14,8 @@ Note [One push of a pass]
 
 Note [Any order of passes]
     A counter on the device says where the next push goes. A pop moves it back if nothing was pushed
-    on top. Otherwise that room stays occupied until the next step begins. So no order of passes
-    overwrites rows that are needed, and a forward pass without a backward pass costs only room.
+    on top. Otherwise that room stays occupied until the next step. So no order of passes overwrites
+    rows that are needed, and a forward pass without a backward pass costs only room.
 
 Note [Beyond the buffer]
     A push that does not fit writes nothing. Its pop gives zeros, so that all numbers stay finite,

@@ -1,34 +1,30 @@
 """Parts for FSDP2 and for Megatron-FSDP v2: what v2 computes anew is kept while graphs live.
 
-v2 does its bookkeeping in Python, for each parameter and several times a step: it lays out buffers
-and cuts them, finds the module of a parameter by its name, and copies and casts gradients.
-
 Note [A layout is a value]
-    v2 makes a buffer for the gradients of each group in each microbatch, and one for its weights in
-    each step. For each it lays out the tensors again and checks the layout, for which it defines a
-    class (``GlobalLayout.__post_init__``). That is half of the time of its hooks. A layout depends
-    only on the shapes and the number of shards, and it is frozen, so buffers can share it.
+    For the gradients of each group in each microbatch, and for its weights in each step, v2 lays
+    out a buffer and checks the layout, for which it defines a class
+    (``GlobalLayout.__post_init__``): half of the time of its hooks. A layout depends only on the
+    shapes and the number of shards, and it is frozen, so buffers can share it.
 
 Note [Kept as long as the memory]
-    A group gathers weights into one buffer and reduces gradients into another one, and takes a view
-    or a DTensor of each parameter from it in each microbatch. Here each is made once. Only the
-    group's own two buffers keep them: a buffer that takes the place of one makes its own. A buffer
-    whose memory is replaced makes new ones; that is seen by the storage, as in ``bucketing.py``.
-    With replicas over which gradients are reduced at the last microbatch, v2 makes a new buffer of
-    gradients in each step. There is nothing to keep then, and the old one must be freed.
+    A group takes a view or a DTensor of each parameter from its buffers of weights and of gradients
+    in each microbatch. Here each is made once. Only these two buffers keep them: a buffer that
+    takes the place of one makes its own, and one whose memory is replaced new ones, which the
+    storage shows, as in ``bucketing.py``. With replicas over which gradients are reduced at the
+    last microbatch, v2 makes a new buffer of gradients in each step. There is nothing to keep then,
+    and the old one must be freed.
 
 Note [Where a parameter is set]
     A group sets its sharded or its unsharded parameters on its modules four times a microbatch, and
-    finds each module by its name. The modules are found once here. Before each use every step on
-    the way is compared, so that a module that took the place of another one is found again.
+    finds each by its name. Here they are found once, and before each use every step on the way is
+    compared, so that a module that took the place of another one is found again.
 
 Note [A buffer without memory]
-    v2 packs the gradients of a group into a new buffer, which it drops when they are reduced. Here
-    the buffer and its views stay, and only its memory comes and goes, as v2 does it with weights:
-    on the same stream and between the same calls, so that allocations keep their order. v2 keeps
-    the memory a little longer, until the next group has its own. One call copies all gradients.
-    Between tensors are gaps, which nobody reads, but a verified step compares whole buffers. So
-    with deterministic algorithms the memory is filled as ``torch.empty`` would have done.
+    v2 packs the gradients of a group into a new buffer, which it drops when the next group has its
+    own. Here the buffer and its views stay, and only its memory comes and goes, as v2 does it with
+    weights: on the same stream and between the same calls, so that allocations keep their order.
+    One call copies all gradients. A verified step compares whole buffers, also the gaps between
+    tensors: with deterministic algorithms they are filled as ``torch.empty`` would have done.
 
 Note [Weights that autograd does not visit]
     See ``detached_weights.py``. A gradient from a graph becomes the weight's ``grad`` where the
