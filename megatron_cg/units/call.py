@@ -56,7 +56,7 @@ from megatron_cg.replay.guard import Mismatch, described
 from megatron_cg.replay.guarded_graph import forward_of
 from megatron_cg.replay.plain import is_plain, same_value
 from megatron_cg.units.layouts import Input, Layout, Mark, is_awaited, is_plain_tensor
-from megatron_cg.upstream.patch import Undo, replace_function
+from megatron_cg.upstream.patch import Undo, cells_of, replace_function
 from megatron_cg.upstream.symbols import Symbol
 
 _ATTRIBUTES = ("_TENSOR_ATTRS", "_CONTEXT_ATTRS")
@@ -178,7 +178,7 @@ def _opened(value: Any, depth: int) -> Any:
     if type(value) is not FunctionType or value.__defaults__ or value.__kwdefaults__ or not depth:
         return value
     whole, scope = _Function(value.__code__, value.__globals__), value.__globals__
-    cells = zip(whole.code.co_freevars, value.__closure__ or (), strict=True)
+    cells = cells_of(value).items()
     parts = {name: _opened(cell.cell_contents, depth - 1) for name, cell in cells}
     read = {name: scope[name] for name in _globals_of(whole.code) if name in scope}
     for name, one in read.items():

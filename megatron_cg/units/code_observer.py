@@ -271,11 +271,12 @@ class CodeObserver:
                 f"reads {state.beyond}, which leads to more objects than can be compared",
                 "Pass what it needs of them as arguments, or keep that in attributes.",
             )
-        graphed, seen = self._unit.graphed, dict[Any, Any]()
+        graphed, last = self._unit.graphed, [tuple[type, ...]()]
 
-        def classes(_key: str) -> Any:  # One object as long as they are the same.
-            now = tuple(map(type, graphed))
-            return seen.setdefault(now, now)
+        def classes(_key: str) -> tuple[type, ...]:  # One object as long as they are the same.
+            if (now := tuple(map(type, graphed))) != last[0]:
+                last[0] = now
+            return last[0]
 
         kinds = SimpleNamespace(get=classes)
         self.entries.append(Entry(kinds, "", "state", "the classes of its modules"))
