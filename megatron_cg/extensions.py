@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_cg.fsdp.sharding import Sharding
     from megatron_cg.integrations.megatron.megatron_unit import ObservedInputs
     from megatron_cg.replay.guard import Addresses
-    from megatron_cg.replay.unit import Unit
+    from megatron_cg.replay.unit import ReplayFunction, Unit
     from megatron_cg.units.code_observer import CodeObserver
 
     Undo = Callable[[], None]
@@ -144,11 +144,11 @@ def install_fast_path(
     backend: Backend,
     optimizers: Sequence[Any],
     graphed: Iterable[nn.Module],
-    graphs: Iterable[Any],
+    replays: Sequence[ReplayFunction],
 ) -> FastPath | None:
     """Install what is applicable to ``sharding``; None if nothing is, or it is not installed."""
     found = _load("fastpath.install_parts")
-    return found and found.install_for(sharding, backend, optimizers, graphed, graphs)
+    return found and found.install_for(sharding, backend, optimizers, graphed, replays)
 
 
 def observe_code(

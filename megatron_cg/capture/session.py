@@ -189,9 +189,9 @@ class Session:
         if not self._use_fast_path:
             return
         graphed = {m for unit in self.units for top in unit.graphed for m in top.modules()}
-        graphs = [graph.graph for graph in self._graphs()]
+        replays = [graph.replay_function for graph in self._graphs()]
         self.fast_path = install_fast_path(
-            self.sharding, self._backend, self._optimizers, graphed, graphs
+            self.sharding, self._backend, self._optimizers, graphed, replays
         )
         if self.fast_path is not None:
             self._undo.callback(self.fast_path.close)
@@ -296,15 +296,11 @@ class GraphController:
         """The current graphs; None before capture and after deletion."""
         self.gave_up = False
         """Whether this model trains eagerly for the rest of the run."""
-        self._captured = self._closed = False
+        self.awaits_capture = True
 
     @property
     def counters(self) -> Counters:
         return self._earlier if self.session is None else self._earlier + self.session.counters
-
-    @property
-    def awaits_capture(self) -> bool:
-        return not self._captured and not self.gave_up and not self._closed
 
     def capture(self) -> None:
         """Capture on all ranks. If capture fails and training continues, ``gave_up`` is True.
@@ -316,7 +312,7 @@ class GraphController:
         self._agreement.begin_capture()
         try:
             self.session = self._capture()
-            self._captured = True
+            self.awaits_capture = False
         except Exception as error:
             self._fail(error)
 
@@ -343,7 +339,7 @@ class GraphController:
     def begin_again(self) -> None:
         """Release this rank's graphs, before another capture. No vote."""
         self.release()
-        self._captured = False
+        self.awaits_capture = True
 
     def begin_step(self) -> None:
         clear_exit()
@@ -355,7 +351,7 @@ class GraphController:
 
         Safe to run twice. The graphs stay, and no capture follows.
         """
-        self._closed = True
+        self.awaits_capture = False
         clear_exit()
         self._agreement.close()
 
@@ -375,6 +371,6 @@ class GraphController:
         self._agreement.report_failure()
         as_before = "Model, hooks, gradients, RNG and FP8 state are as before."
         logger.error("%s %s Training goes on eagerly (%s).", failure, as_before, say(_GO_ON))
-        self.gave_up = True
+        self.gave_up, self.awaits_capture = True, False
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Installs the parts of the fast path and removes them in reverse order."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -116,11 +116,10 @@ def install_for(
     backend: Backend,
     optimizers: Sequence[Any],
     graphed: Collection[nn.Module],
-    graphs: Iterable[Any],
+    replays: Sequence[ReplayFunction],
 ) -> FastPath | None:
     """Install what is applicable to a sharding by Megatron-FSDP or FSDP2; None for any other."""
     if sharding.groups:
-        replays = [backend.replay_function(graph) for graph in graphs]
         return install_under_v2(sharding.groups, optimizers, replays)
     if sharding.opens_spans:
         with _installing(sharding.wrapped) as path:
@@ -128,7 +127,6 @@ def install_for(
         return path
     if sharding.megatron_fsdp is None:
         return None
-    replays = [backend.replay_function(graph) for graph in graphs]
     scratch = IdlePool(backend.pool) if backend.pool is not None else None
     return install(sharding.megatron_fsdp, scratch, optimizers, graphed, replays)
 

@@ -321,7 +321,7 @@ class GuardedGraph:
         self._unit, self._index, self.in_flight, self._kept = unit, index, in_flight, kept
         self.name, self.collectives, self._one_node = unit.name, collectives, one_node
         self._verifications = mismatches.verifications
-        self._replay, self._prepare_backward = replay, prepare_backward
+        self.replay_function, self._prepare_backward = replay, prepare_backward
         self._replays, self._replayed, self._gives_copies = True, False, False
         self._constant = tuple(n for n, needed in enumerate(replay.needs) if not needed)
         """Which outputs need no gradient."""
@@ -437,7 +437,7 @@ class GuardedGraph:
         gradients = self._prepare_backward() and self._guard.addresses.broken(forward=False) is None
         on_any_rank = partial(self.mismatches.on_any_rank, self._unit.name, timeout=None)
         # With the backend's own function, not the one that the fast path installs instead.
-        with undone_after(self._replay.replace(self._replay.function)):
+        with undone_after(self.replay_function.replace(self.replay_function.function)):
             found = verify(
                 self._unit,
                 self.graph,

@@ -89,7 +89,7 @@ class Steps:
         """Begin the step after ``done`` others."""
         self.number = done + 1 if done is not None else None
         self.controller.begin_step()
-        if self.controller.session is None and self.controller.awaits_capture:
+        if self.controller.awaits_capture:
             self._stop_observing = self._inputs.observe_step()
 
     def end(self) -> None:
