@@ -128,7 +128,11 @@ class TransformerEngineBackend(Backend):
             stack.callback(gc.enable if gc.isenabled() else gc.disable)
             for kind in {type(module) for module in callables}:  # left wrapped on failure
                 stack.callback(set_attribute(kind, "__call__", kind.__call__, shared=True))
-            stack.enter_context(_fp8_kept(callables))
+            modules = (module for root in callables for module in root.modules())
+            for module in _with_delayed_scaling(modules):
+                if (scales := module.get_fp8_meta_tensors()) is not None:
+                    what = f"the FP8 scales of a {type(module).__name__}"
+                    stack.restore(what, module.reset_fp8_meta_tensors, scales)
             # This includes whether the next module is the first one, which updates FP8 scales.
             stack.callback(_SET_AUTOCAST.find(), _AUTOCAST.find()())
             if not IS_CAPTURING.find()():
@@ -169,19 +173,6 @@ def request_of(
         )
     own = {ours: options.pop(theirs) for theirs, ours in _NAMES.items() if theirs in options}
     return CaptureRequest(tuple(callables), [*sample_args], options=options, **own)
-
-
-@contextmanager
-def _fp8_kept(callables: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore scales and amax histories of delayed scaling in all TE modules of the callables."""
-    modules = (module for root in callables for module in root.modules())
-    with Restores() as stack:
-        for module in _with_delayed_scaling(modules):
-            tensors = module.get_fp8_meta_tensors()
-            if tensors is not None:
-                what = f"the FP8 scales of a {type(module).__name__}"
-                stack.restore(what, module.reset_fp8_meta_tensors, tensors)
-        yield
 
 
 def _with_delayed_scaling(modules: Iterable[Any]) -> Iterator[Any]:

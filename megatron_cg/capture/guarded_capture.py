@@ -176,8 +176,7 @@ class GuardedCapture:
     def transaction(self) -> Iterator[ExitStack]:
         """A context in which :meth:`run` can be called, and then :meth:`attach`.
 
-        Yields the stack of lasting changes, which are undone if the body raises; otherwise the
-        caller keeps them with ``pop_all``.
+        Yields the stack of lasting changes; see Note [Two stacks].
 
         Raises HookError or UnknownFsdpHookError before anything has been changed.
         """

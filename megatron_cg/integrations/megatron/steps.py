@@ -1,12 +1,8 @@
 """The training steps of a model with graphs: what announces them, and what repeats one eagerly.
 
-In Megatron's loop a step is a call of ``train_step``. A loop that creates Megatron's helper itself
-has no such function, and its step ends with the optimizer's.
-
 Loops on megatron-core get the function of a step's passes from ``get_forward_backward_func``. Here
-this function runs the passes once by graphs, and if a bound (``--cg-moe-rows``, ``--cg-moe-stash``)
-was exceeded on any rank, or ``--cg-verify-steps`` asks for it, once more eagerly on all ranks
-(``integrations/repeated_step.py``), where Megatron's dispatcher drops nothing.
+this function repeats a step as ``integrations/repeated_step.py`` says, on all ranks. In the eager
+passes Megatron's dispatcher drops nothing.
 
 Note [What a bound costs]
     Without a repeat: one all-reduce of eight bytes, copies of the model's buffers, and a wait
