@@ -309,7 +309,11 @@ class _Capture:
             for index, module in enumerate(request.callables)
         ]
         for kind in {t.device.type for item in self.recorded for t in item.inputs}:
-            _check_autocast(kind)
+            if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
+                raise CaptureError(
+                    "the capture runs under torch.autocast with its cache, and a graph would keep "
+                    "the cached casts of weights. Pass cache_enabled=False to torch.autocast."
+                )
 
     def warm_up(self, iteration: int) -> None:
         """Run every pass once, in order, recording nothing."""
@@ -479,15 +483,6 @@ def _check(backend: str, request: CaptureRequest) -> None:
                 f"{label} has a buffer that requires a gradient: only parameters may be "
                 "trainable. Make it a parameter."
             )
-
-
-def _check_autocast(device_type: str) -> None:
-    """Raise CaptureError under an autocast that caches: a graph must not keep cached casts."""
-    if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
-        raise CaptureError(
-            "the capture runs under torch.autocast with its cache, and a graph would keep the "
-            "cached casts of weights. Pass cache_enabled=False to torch.autocast."
-        )
 
 
 def _check_outputs(label: str, outputs: Sequence[Any]) -> None:

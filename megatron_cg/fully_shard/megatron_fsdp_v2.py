@@ -138,7 +138,8 @@ class MegatronFsdpV2(PerModule):
             yield from _in_order(trained)
         place = self._places[layer] % 2
         for number, group in enumerate(self._groups_of(layer)):
-            if _is_replicated(group):
+            placements = getattr(group, "_model_weight_placements", None)
+            if placements == group._unsharded_model_weight.placements:
                 yield from _in_place(group, layer._context)
                 continue
             weights = group._unsharded_model_weight.local_buffer
@@ -212,12 +213,6 @@ def _require_order(layers: Sequence[Any]) -> None:
 def _groups(layer: Any) -> tuple[Any, ...]:
     found: tuple[Any, ...] = layer._parameter_groups
     return found
-
-
-def _is_replicated(group: Any) -> bool:
-    """See Note [Replicated parameters]."""
-    placements = getattr(group, "_model_weight_placements", None)
-    return bool(placements == group._unsharded_model_weight.placements)
 
 
 def _in_place(group: Any, context: Any) -> Iterator[Undo]:

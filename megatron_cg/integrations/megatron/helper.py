@@ -8,7 +8,7 @@ announces (``steps.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -299,7 +299,10 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
     fsdp: Any = sharding.wrapped
     ddp_config = getattr(fsdp, "ddp_config", None) or model.ddp_config  # v2's wrapper has it
     configs = (getattr(optimizer, "config", None), ddp_config, model.config)
-    run = run_of(_with_decoder(model), *reversed(configs))
+    inner = None
+    with suppress(RuntimeError):  # It has none.
+        inner = get_attr_wrapped_model(model, "decoder", allow_none=False, return_model_obj=True)
+    run = run_of(inner, *reversed(configs))
     if run.cuda_graph_impl == "none":
         raise HookError(
             "cuda_graph_impl of the model's config is none: build it with "
@@ -326,13 +329,6 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
     ]
     if broken:
         raise ConfigurationError(broken)
-
-
-def _with_decoder(model: Any) -> Any:
-    try:
-        return get_attr_wrapped_model(model, "decoder", allow_none=False, return_model_obj=True)
-    except RuntimeError:
-        return None
 
 
 def in_dtype(

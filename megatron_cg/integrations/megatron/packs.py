@@ -226,13 +226,10 @@ class Packs:
         made = copy.copy(pack)
         for name in _LONGEST:
             setattr(made, name, self._tokens)
-        pairs = zip(self._names, boundaries, strict=True)
-        vars(made)[_INPUTS] = {name: self._padded(one) for name, one in pairs}
+        inputs = vars(made)[_INPUTS] = dict[str, torch.Tensor]()
+        for name, one in zip(self._names, boundaries, strict=True):
+            inputs[name] = torch.cat((one, one[-1:].expand(self.room + 1 - len(one))))
         return made
-
-    def _padded(self, boundaries: torch.Tensor) -> torch.Tensor:
-        more = self.room + 1 - len(boundaries)
-        return torch.cat((boundaries, boundaries[-1:].expand(more)))
 
 
 def _mismatch(expected: str, actual: str, remedy: str) -> Mismatch:
