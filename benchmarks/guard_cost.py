@@ -74,9 +74,8 @@ def measure(experts: int, calls: int) -> Costs:
     """Nanoseconds by clause, of the first layer; needs cpu_fakes and a process group of one."""
     from megatron.core import parallel_state
 
-    from megatron_cg.tape.cpu_model import transformer_layers
     from megatron_cg.tape.tape_backend import TapeBackend
-    from megatron_cg.tape.train import Trainer
+    from megatron_cg.tape.train import Trainer, transformer_layers
     from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")

@@ -248,7 +248,7 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
     from megatron_cg.experts.install import use_device_counts
     from megatron_cg.integrations.megatron.steps import repeat_steps
     from megatron_cg.recompute.layers import allow_full_recompute
-    from megatron_cg.tape import cpu_model
+    from megatron_cg.tape import train as cpu_model
     from megatron_cg.tape.fakes import replaced
     from tests.unit.grouped_linear import in_place_of_te
     from tests.unit.packs import pack_at_spaces, packs_on_cpu

@@ -199,7 +199,7 @@ def replays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dense_model(one_rank: None) -> Any:
-    from megatron_cg.tape.cpu_model import build
+    from megatron_cg.tape.train import build
     from megatron_cg.tape.training_plan import CpuModelConfig
 
     return build(CpuModelConfig(layers=2, graph_modules=("attn", "mlp")))

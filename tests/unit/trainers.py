@@ -16,7 +16,7 @@ def new_trainer(model: CpuModelConfig | None = None, **plan: Any) -> Any:
 
 
 def layers_of(trainer: Any) -> list[Any]:
-    from megatron_cg.tape.cpu_model import transformer_layers
+    from megatron_cg.tape.train import transformer_layers
 
     return list(transformer_layers(trainer.model))
 

@@ -229,7 +229,7 @@ def test_scales_and_histories_are_what_a_graph_holds_of_fp8(
 
 
 def hooks_of_both_layers(model: Any) -> tuple[list[Any], list[Any]]:
-    from megatron_cg.tape.cpu_model import transformer_layers
+    from megatron_cg.tape.train import transformer_layers
 
     model.module._replace_param_with_raw_if_needed()
     layers: list[Any] = list(transformer_layers(model))

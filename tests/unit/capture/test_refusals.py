@@ -113,7 +113,7 @@ def failing_capture(
     way: str, read: Callable[[torch.Tensor], None], kind: Any = CaptureError
 ) -> BaseException:
     """What a capture ends with whose second layer reads in its attention."""
-    from megatron_cg.tape.cpu_model import transformer_layers
+    from megatron_cg.tape.train import transformer_layers
 
     with trainer_of(CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))) as trainer:
         attention: Any = transformer_layers(trainer.model)[1].self_attention

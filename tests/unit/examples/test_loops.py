@@ -69,7 +69,7 @@ def test_it_has_the_same_losses_with_and_without_graphs(
 
 @pytest.fixture
 def model(one_rank: None) -> Any:
-    from megatron_cg.tape.cpu_model import build
+    from megatron_cg.tape.train import build
 
     return build(CpuModelConfig(layers=1, fsdp_options={"fsdp_double_buffer": False}))
 

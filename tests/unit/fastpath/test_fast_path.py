@@ -155,7 +155,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         if frozen is not None:
             from megatron.core.models.gpt import GPTModel
 
-            patch.setattr("megatron_cg.tape.cpu_model.GPTModel", with_frozen(GPTModel, frozen))
+            patch.setattr("megatron_cg.tape.train.GPTModel", with_frozen(GPTModel, frozen))
         shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16, **options)
         trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES))
         if penalty:

@@ -21,7 +21,7 @@ from megatron_cg.fastpath.gather import (
     install_unshard,
 )
 from megatron_cg.tape import fakes
-from megatron_cg.tape.cpu_model import build
+from megatron_cg.tape.train import build
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE
 from tests.unit.ranks import on_ranks

@@ -122,7 +122,7 @@ def installed(store: Any) -> list[Any]:
 def compare_attached() -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from megatron_cg.tape.cpu_model import build
+    from megatron_cg.tape.train import build
 
     runs: dict[str, Any] = {}
     for name, options in OPTIONS.items():

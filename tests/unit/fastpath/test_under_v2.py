@@ -396,7 +396,7 @@ def of_norms(graphs: bool) -> Any:
         fsdp_options={"megatron_fsdp_version": 2},
     )
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr("megatron_cg.tape.cpu_model.GPTModel", OfNorms)
+        patch.setattr("megatron_cg.tape.train.GPTModel", OfNorms)
         trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=2))
         for layer in layers_of(trainer):
             layer.mlp.forward = partial(with_penalty, layer, layer.mlp.forward)

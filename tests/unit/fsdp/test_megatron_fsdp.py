@@ -110,7 +110,7 @@ def test_a_layer_that_writes_its_gradient_by_itself_is_not_captured() -> None:
 
 
 def layers_of(model: nn.Module) -> list[Any]:
-    from megatron_cg.tape.cpu_model import transformer_layers
+    from megatron_cg.tape.train import transformer_layers
 
     return list(transformer_layers(model))
 

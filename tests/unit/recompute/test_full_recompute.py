@@ -23,9 +23,8 @@ from megatron_cg.integrations.megatron.megatron_unit import MegatronUnit, Observ
 from megatron_cg.recompute import layers as full_recompute
 from megatron_cg.recompute.layers import allow_full_recompute, recompute_in_layers
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-from megatron_cg.tape.cpu_model import build, transformer_layers
 from megatron_cg.tape.tape_backend import TapeBackend
-from megatron_cg.tape.train import Trainer
+from megatron_cg.tape.train import Trainer, build, transformer_layers
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.tools.align.compare import compare
 from megatron_cg.tools.align.tape_run import train

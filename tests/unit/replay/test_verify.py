@@ -36,8 +36,8 @@ def run(
 ) -> tuple[list[Any], Any, Any]:
     from megatron.core.transformer.moe import moe_logging
 
-    from megatron_cg.tape.cpu_model import transformer_layers
     from megatron_cg.tape.tape_backend import TapeBackend
+    from megatron_cg.tape.train import transformer_layers
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
     model = CpuModelConfig(

@@ -19,8 +19,8 @@ from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.fastpath import bucketing, optimizer_step
 from megatron_cg.fsdp import sharding
-from megatron_cg.tape.cpu_model import transformer_layers
 from megatron_cg.tape.tape_backend import is_recording
+from megatron_cg.tape.train import transformer_layers
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.telemetry import CaptureReport
 from megatron_cg.tools.record.record import parameter_digests

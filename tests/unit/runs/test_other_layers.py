@@ -128,7 +128,7 @@ def trainer(scopes: tuple[str, ...]) -> Iterator[Any]:
     hyper_connection = pytest.importorskip("megatron.core.transformer.hyper_connection")
     from megatron.core.transformer.transformer_layer import HyperConnectionTransformerLayer
 
-    from megatron_cg.tape import cpu_model
+    from megatron_cg.tape import train as cpu_model
 
     name = "get_gpt_layer_local_spec"
     make = vars(cpu_model)[name]

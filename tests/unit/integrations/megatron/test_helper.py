@@ -27,7 +27,7 @@ from megatron_cg.experts.install import DeviceDispatcher
 from megatron_cg.experts.slots import PeerMemory
 from megatron_cg.fully_shard.megatron_fsdp_v2 import MegatronFsdpV2
 from megatron_cg.integrations.megatron import helper as module
-from megatron_cg.tape import cpu_model
+from megatron_cg.tape import train as cpu_model
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import applied, undone_after
 from tests.unit.backends.cuda_double import cuda_double

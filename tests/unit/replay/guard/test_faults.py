@@ -26,7 +26,7 @@ Fault = Callable[[Any], Any]
 
 
 def layer_of(trainer: Any) -> Any:
-    from megatron_cg.tape.cpu_model import transformer_layers
+    from megatron_cg.tape.train import transformer_layers
 
     return transformer_layers(trainer.model)[0]
 

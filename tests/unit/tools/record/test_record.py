@@ -292,7 +292,7 @@ def digests_change() -> dict[str, list[bool]]:
     """By strategy, whether digests are others after this rank's weights, or all others, changed."""
     from megatron.core import parallel_state
 
-    from megatron_cg.tape.cpu_model import build
+    from megatron_cg.tape.train import build
     from megatron_cg.tape.training_plan import CpuModelConfig
 
     found: dict[str, list[bool]] = {strategy: [] for strategy in STRATEGIES}
