@@ -68,13 +68,7 @@ from torch import nn
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
-from megatron_cg.upstream.patch import (
-    Undo,
-    combine_undos,
-    replace_function,
-    replace_function_in_cell,
-    wrap_method,
-)
+from megatron_cg.upstream import patch
 
 _PROCESS = "_process_post_backward_gradients"
 """Megatron-FSDP's function that takes gradients."""
@@ -164,7 +158,7 @@ class FreedBuffers:
                 self._last, _, _ = before[freed - 1]
                 self._waited.clear()
 
-        return replace_function(self._pipeline, _FREES, wait_for_previous_grad_reduce)
+        return patch.replace_function(self._pipeline, _FREES, wait_for_previous_grad_reduce)
 
     def make_room(self, bucket: int, stream: int) -> None:
         """Let Megatron-FSDP free a buffer; then ``stream``, the current one, may write to it."""
@@ -174,7 +168,7 @@ class FreedBuffers:
             self._waited.add(stream)
 
 
-def order_copies(fsdp: Any) -> Undo:
+def order_copies(fsdp: Any) -> patch.Undo:
     """Let Megatron-FSDP's own copies wait; see Note [A buffer that is still read]."""
     store = fsdp.param_and_grad_buffer
     cell, freed = find_cell(hook_functions(fsdp), _PROCESS), FreedBuffers(fsdp.grad_reduce_pipeline)
@@ -186,7 +180,7 @@ def order_copies(fsdp: Any) -> Undo:
             freed.make_room(number, stream)
         original(parameters)
 
-    return combine_undos((replace_function_in_cell(cell, process), freed.install()))
+    return patch.combine_undos((patch.replace_function_in_cell(cell, process), freed.install()))
 
 
 @dataclass
@@ -522,8 +516,8 @@ def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]
         release(module, bwd, *lazy, **named)
 
     with ExitStack() as undo:
-        undo.callback(replace_function_in_cell(cell, bucketing))
-        undo.callback(replace_function_in_cell(releasing, release_module_parameters))
+        undo.callback(patch.replace_function_in_cell(cell, bucketing))
+        undo.callback(patch.replace_function_in_cell(releasing, release_module_parameters))
         undo.callback(bucketing.freed.install())
-        undo.callback(wrap_method(fsdp, "forward", before=bucketing.refuse_what_is_left))
+        undo.callback(patch.wrap_method(fsdp, "forward", before=bucketing.refuse_what_is_left))
         return bucketing, undo.pop_all().close

@@ -64,13 +64,7 @@ from megatron_cg.fastpath.optimizer_step import inner_optimizers
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_v2
 from megatron_cg.replay.unit import ReplayFunction
-from megatron_cg.upstream.patch import (
-    Undo,
-    combine_undos,
-    replace_function,
-    set_attribute,
-    wrap_method,
-)
+from megatron_cg.upstream import patch
 from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _LAYOUT, _BUFFER = "layout:GlobalLayout", "dbuffer:DBuffer"
@@ -153,7 +147,7 @@ RELIES_ON = (
 )
 
 
-def skip_spans() -> Undo:
+def skip_spans() -> patch.Undo:
     """See Note [Spans that nobody records]; returns the undo.
 
     Raises NotApplicableError if FSDP2 opens none, or opens them elsewhere.
@@ -167,10 +161,10 @@ def skip_spans() -> Undo:
     def span(name: str) -> AbstractContextManager[Any]:
         return opened(name) if profiles() else nothing
 
-    return set_attribute(*_SPAN.place(), span)
+    return patch.set_attribute(*_SPAN.place(), span)
 
 
-def keep_layouts(group: Any) -> Undo:
+def keep_layouts(group: Any) -> patch.Undo:
     """See Note [A layout is a value]. It is undone when ``group`` is gone, at the latest."""
     kind: Any = type(group._unsharded_model_weight.layout)
     laid_out = cache(kind.build)
@@ -178,15 +172,15 @@ def keep_layouts(group: Any) -> Undo:
     def build(shapes: Iterable[Iterable[int]], dp_size: int) -> Any:
         return laid_out(tuple(map(torch.Size, shapes)), dp_size)
 
-    return finalize(group, replace_function(kind, "build", build))
+    return finalize(group, patch.replace_function(kind, "build", build))
 
 
-def keep_views(groups: Iterable[Any]) -> Undo:
+def keep_views(groups: Iterable[Any]) -> patch.Undo:
     """See Note [Kept as long as the memory]; returns the undo."""
-    return combine_undos(undo for group in groups for undo in _views_of(group))
+    return patch.combine_undos(undo for group in groups for undo in _views_of(group))
 
 
-def _views_of(group: Any) -> Iterator[Undo]:
+def _views_of(group: Any) -> Iterator[patch.Undo]:
     yield _kept(group._unsharded_model_weight, "get_local_tensor")
     gradients = group.main_grad
     if gradients is None:
@@ -196,7 +190,7 @@ def _views_of(group: Any) -> Iterator[Undo]:
         yield _kept(gradients, "get_dtensor")
 
 
-def _kept(buffer: Any, method: str) -> Undo:
+def _kept(buffer: Any, method: str) -> patch.Undo:
     original = getattr(buffer, method)
     found: dict[int, Any] = {}
     place: tuple[int, int] | None = None
@@ -212,7 +206,7 @@ def _kept(buffer: Any, method: str) -> Undo:
             found[index] = original(index)
         return found[index]
 
-    return replace_function(buffer, method, of_index)
+    return patch.replace_function(buffer, method, of_index)
 
 
 def _owner(group: Any) -> Any:
@@ -227,16 +221,16 @@ def _named(group: Any) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
     return list(zip(*columns, strict=True))
 
 
-def keep_places(groups: Iterable[Any]) -> Undo:
+def keep_places(groups: Iterable[Any]) -> patch.Undo:
     """See Note [Where a parameter is set]; returns the undo."""
-    return combine_undos(undo for group in groups for undo in _places_of(group))
+    return patch.combine_undos(undo for group in groups for undo in _places_of(group))
 
 
-def _places_of(group: Any) -> Iterator[Undo]:
+def _places_of(group: Any) -> Iterator[patch.Undo]:
     names, *parameters = zip(*_named(group), strict=True)
     places = _Places(group, names)
     for method, own in zip((_TO_SHARDED, _TO_UNSHARDED), parameters, strict=True):
-        yield replace_function(group, method, places.setter(own, getattr(group, method)))
+        yield patch.replace_function(group, method, places.setter(own, getattr(group, method)))
 
 
 class _Places:
@@ -277,10 +271,10 @@ class _Places:
         return True
 
 
-def pack_gradients(groups: Iterable[Any]) -> Undo:
+def pack_gradients(groups: Iterable[Any]) -> patch.Undo:
     """See Note [A buffer without memory]; returns the undo."""
     packed = [group for group in groups if group.requires_grad and group._symm_mem_pool is None]
-    return combine_undos(undo for group in packed for undo in _Packing(group).installed())
+    return patch.combine_undos(undo for group in packed for undo in _Packing(group).installed())
 
 
 class _Packing:
@@ -295,9 +289,9 @@ class _Packing:
         self._like: Any = None
         """The shapes of gradients, and the dtype and device of the first."""
 
-    def installed(self) -> Iterator[Undo]:
+    def installed(self) -> Iterator[patch.Undo]:
         functions: Any = {_ALLOCATE: self.allocate, _COPY: self.copy, _REDUCE: self.reduce}
-        yield from (replace_function(self._group, *pair) for pair in functions.items())
+        yield from (patch.replace_function(self._group, *pair) for pair in functions.items())
         yield partial(vars(self).update, _buffer=None, _views=[], _like=None)
 
     def allocate(self) -> Any:
@@ -331,14 +325,14 @@ class _Packing:
             partial_grad.release_storage()
 
 
-def detach_weights(groups: Sequence[Any], replays: Sequence[ReplayFunction]) -> Undo:
+def detach_weights(groups: Sequence[Any], replays: Sequence[ReplayFunction]) -> patch.Undo:
     """See Note [Weights that autograd does not visit]; returns the undo.
 
     Raises NotApplicableError if there are no graphs.
     """
     hooked = _Hooked(groups)
     detached = partial(detach_in_graphs, DetachedWeights(hooked), replays, lambda: None)
-    return combine_undos(put_in() for put_in in (hooked.install, detached))
+    return patch.combine_undos(put_in() for put_in in (hooked.install, detached))
 
 
 class _Hooked:
@@ -350,10 +344,10 @@ class _Hooked:
         self._to_come: dict[Any, list[Callable[[], bool]]] = {m: [] for m in self._modules.values()}
         """Of each sharded module: whether gradients of its graphs are still to come in a pass."""
 
-    def install(self) -> Undo:
+    def install(self) -> patch.Undo:
         """Let the reduction of a module wait for its graphs; returns the undo."""
-        return combine_undos(
-            replace_function(m, "post_backward", partial(self._reduce, m, m.post_backward))
+        return patch.combine_undos(
+            patch.replace_function(m, "post_backward", partial(self._reduce, m, m.post_backward))
             for m in self._to_come
         )
 
@@ -405,7 +399,7 @@ def _is_whole(module: Any, weights: Sequence[Any]) -> bool:
     return bool(len(module._ready_grad_parameters) == module._num_trainable_parameters)
 
 
-def install_casts(optimizers: Iterable[Any]) -> Undo:
+def install_casts(optimizers: Iterable[Any]) -> patch.Undo:
     """See Note [Casts for the optimizer]; returns the undo.
 
     Raises NotApplicableError if no optimizer is Megatron's own for v2, or it casts nothing.
@@ -414,7 +408,7 @@ def install_casts(optimizers: Iterable[Any]) -> Undo:
     found = dict.fromkeys(one for one in own if not one.config.use_precision_aware_optimizer)
     if not found:
         raise NotApplicableError("no optimizer of Megatron's casts gradients of v2")
-    return combine_undos(undo for one in found for undo in _Casts(one).installed())
+    return patch.combine_undos(undo for one in found for undo in _Casts(one).installed())
 
 
 class _Casts:
@@ -425,9 +419,9 @@ class _Casts:
         self._made: dict[Any, Any] = {}
         """By parameter, the DTensor that Megatron made of its gradient."""
 
-    def installed(self) -> Iterator[Undo]:
-        yield replace_function(self._optimizer, _CAST, self)
-        yield wrap_method(self._optimizer, _STEP, after=self._free)
+    def installed(self) -> Iterator[patch.Undo]:
+        yield patch.replace_function(self._optimizer, _CAST, self)
+        yield patch.wrap_method(self._optimizer, _STEP, after=self._free)
 
     def _free(self) -> None:
         for made in self._made.values():
