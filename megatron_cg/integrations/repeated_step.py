@@ -100,26 +100,22 @@ class Batches:
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
-        self._read: list[Any] = []
+        self.taken: list[Any] = []
+        """What the step has taken from it."""
         self._next = 0
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> Any:
-        if self._next == len(self._read):
-            self._read.append(next(self._iterator))
+        if self._next == len(self.taken):
+            self.taken.append(next(self._iterator))
         self._next += 1
         # Megatron's functions add to the dictionary of a batch.
-        return copy.copy(self._read[self._next - 1])
+        return copy.copy(self.taken[self._next - 1])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
-
-    @property
-    def was_read(self) -> bool:
-        """Whether the step took a batch from it."""
-        return bool(self._read)
 
     def rewind(self) -> None:
         """Begin again with the first batch of the step."""

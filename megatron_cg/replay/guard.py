@@ -324,10 +324,8 @@ def _reader(tensor: torch.Tensor, *, on_device: bool) -> Callable[[], object]:
     return read
 
 
-def _hex(address: object) -> str:
-    if isinstance(address, tuple):
-        return ", ".join(map(hex, address))
-    return hex(address) if isinstance(address, int) else str(address)
+def _hex(address: Any) -> str:
+    return ", ".join(map(hex, address if isinstance(address, tuple) else (address,)))
 
 
 class Hooks:

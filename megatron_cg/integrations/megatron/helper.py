@@ -98,7 +98,6 @@ class FsdpHelper:
         self.given, self._backend = given or GraphArguments(), backend
         self._agreement = agreement or Agreement()
         with ExitStack() as undo:
-            undo.callback(self._agreement.close)
             undo.callback(_capture_without_te())
             self.helper = made()
             _require_layers(self.helper.flattened_callables)

@@ -260,7 +260,7 @@ class _Repeater:
                     given = options | {_FORWARD: self._sharing(bound, options)}
                 result = passes(**given)
             self._seen[session] = session.counters.replayed, mismatches.verifications.step
-            if batches is not None and not batches.was_read:
+            if batches is not None and not batches.taken:
                 raise _refused(
                     "repeat-batches-elsewhere", bound.flag if bound is not None else _VERIFIED
                 )
