@@ -37,15 +37,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_cg.arguments.schema import shared_by_ranks
-from megatron_cg.consensus.decision import (
-    AgreementError,
-    Decision,
-    Kind,
-    Vote,
-    differing,
-    digest,
-    ranks_text,
-)
+from megatron_cg.consensus import decision
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement, under_capture
 from megatron_cg.errors import ArgumentError, PhaseError, Violation
 from megatron_cg.upstream.patch import replace_function
@@ -155,11 +147,12 @@ class _Votes:
 
     def _exchange(self, code: Any, met: Any) -> list[Any]:
         region = f"{code.co_name}, line {code.co_firstlineno}"
-        decision = self._vote(Kind.COMPILE, Vote(graphs=digest([region])), region)
-        if decision.minority:
-            raise AgreementError(
-                f"this rank is at {region}, and {ranks_text(decision.minority)} differ from most "
-                f"ranks. {_REMEDY}"
+        vote = decision.Vote(graphs=decision.digest([region]))
+        decided = self._vote(decision.Kind.COMPILE, vote, region)
+        if decided.minority:
+            others = decision.ranks_text(decided.minority)
+            raise decision.AgreementError(
+                f"this rank is at {region}, and {others} differ from most ranks. {_REMEDY}"
             )
         states = self._agreement.gather(met)
         if not _DYNAMIC.find():
@@ -167,9 +160,9 @@ class _Votes:
         return states
 
     def _vote_on_guards(self, passed: bool) -> bool:
-        return not self._vote(Kind.GUARD, Vote(against=not passed)).against
+        return not self._vote(decision.Kind.GUARD, decision.Vote(against=not passed)).against
 
-    def _vote(self, kind: Kind, vote: Vote, name: str = "") -> Decision:
+    def _vote(self, kind: decision.Kind, vote: decision.Vote, name: str = "") -> decision.Decision:
         self._serial += 1
         return self._agreement.agree(kind, vote, serial=self._serial, name=name)
 
@@ -244,8 +237,8 @@ def _require_one_shape(region: str, met: list[dict[str, Any]]) -> None:
     for name in met[0]:
         entries = [entries.get(name) for entries in met]
         sizes = [e and (e.size if isinstance(e.size, tuple) else e.scalar) for e in entries]
-        if found := differing(sizes, range(len(met))):
-            raise AgreementError(
+        if found := decision.differing(sizes, range(len(met))):
+            raise decision.AgreementError(
                 f"ranks would compile {region} for different static shapes: {name} is {found}. Pad "
                 "it to the largest size of all ranks before the call, or let sizes be dynamic: "
                 "torch.compile(..., dynamic=None)"
