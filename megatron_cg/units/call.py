@@ -33,14 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from itertools import islice
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    ModuleType,
-)
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -447,20 +440,26 @@ def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
 
 
 def attributes_of(
-    modules: Iterable[nn.Module], before: Mapping[Place, torch.Tensor] = MappingProxyType({})
+    modules: Iterable[nn.Module], before: Mapping[Place, torch.Tensor] | None = None
 ) -> dict[Place, torch.Tensor]:
     """The tensors that modules have as attributes, and had not ``before``."""
+    known = before or {}
     return {
         (module, name): value
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and before.get((module, name)) is not value
+        if isinstance(value, torch.Tensor) and known.get((module, name)) is not value
     }
 
 
 def is_transformed() -> bool:
     """Whether a call made now gets the tensors of another way of differentiation."""
     return bool(_TRANSFORMED.cached()) or _LEVELS.cached._current_level >= 0
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Whether a call made now is one that a replay may stand for."""
+    return module.training and torch.is_grad_enabled() and not is_transformed()
 
 
 _TRANSFORM = (

@@ -27,14 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import local
-from megatron_cg.units.call import (
-    CallSpec,
-    Place,
-    attributes_of,
-    in_parts,
-    is_transformed,
-    recompute_around,
-)
+from megatron_cg.units.call import CallSpec, attributes_of, in_parts, is_trained, recompute_around
 from megatron_cg.units.code_observer import key_of
 from megatron_cg.units.layouts import GradStrides, ReadOnly
 from megatron_cg.units.sums import Autocast, Sums, autocast_now
@@ -160,7 +153,7 @@ class Observer:
         self.calls, self._now, self._weights = {}, {}, {}
 
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if not _is_trained(module):
+        if not is_trained(module):
             return
         form = CallSpec.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
@@ -183,7 +176,7 @@ class Observer:
         self.sums.begun(name, form.by_name(tensors, by_name))
 
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
-        if not _is_trained(module):
+        if not is_trained(module):
             return outputs
         held = attributes_of(module.modules(), self._held)
         given, self._held, self._given = self._given, {}, {}
@@ -212,7 +205,7 @@ class Observer:
 
 
 def results_of(
-    value: Any, attributes: Mapping[Place, torch.Tensor]
+    value: Any, attributes: Mapping[Any, torch.Tensor]
 ) -> list[tuple[Any, torch.Tensor]]:
     """The tensors that a pass returns, by number, and that it sets, by place."""
     return [*enumerate(tensors_of(value)), *attributes.items()]
@@ -247,8 +240,3 @@ def _has_node(value: torch.Tensor) -> bool:
     if not isinstance(value, nn.Parameter):
         return True
     return not isinstance(value, DTensor) and value.untyped_storage().nbytes() >= value.nbytes
-
-
-def _is_trained(module: nn.Module) -> bool:
-    """Whether a call made now is one that a replay may stand for."""
-    return module.training and torch.is_grad_enabled() and not is_transformed()
