@@ -45,7 +45,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_cg.replay.borders import PassedOn, in_backward_pass
-from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.guard import Mismatch, autocast_of
 from megatron_cg.units.layouts import READ, WRITTEN, GradStrides, Note, ObservedResult
 from megatron_cg.upstream.patch import Undo, combine_undos, run_instead
 from megatron_cg.upstream.symbols import Symbol
@@ -482,10 +482,10 @@ def _edge(tensor: torch.Tensor | GradientEdge) -> _Edge:
 
 def autocast_now(device_type: str) -> Autocast:
     """The ``torch.autocast`` in which the state of this thread holds, with a cache of its own."""
-    enabled = torch.is_autocast_enabled(device_type)
+    dtype = autocast_of(device_type)
     return {
         "device_type": device_type,
-        "dtype": torch.get_autocast_dtype(device_type) if enabled else None,
-        "enabled": enabled,
+        "dtype": dtype,
+        "enabled": dtype is not None,
         "cache_enabled": torch.is_autocast_cache_enabled(),
     }
