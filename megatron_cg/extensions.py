@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from megatron_cg.fsdp.sharding import Sharding
     from megatron_cg.integrations.megatron.megatron_unit import ObservedInputs
     from megatron_cg.replay.guard import Addresses
-    from megatron_cg.replay.unit import ReplayFunction, Unit
+    from megatron_cg.replay.guarded_graph import ReplayFunction
+    from megatron_cg.replay.unit import Unit
     from megatron_cg.units.code_observer import CodeObserver
 
     Undo = Callable[[], None]

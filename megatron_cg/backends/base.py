@@ -19,7 +19,7 @@ from torch import nn
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.roles import CaptureTimeHooks
 from megatron_cg.replay.guard import Entry
-from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.restore import Restores
 from megatron_cg.upstream.symbols import Symbol
 from megatron_cg.upstream.te import fp8_recipe, rng_states

@@ -39,7 +39,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.errors import LEAVE_OUT, CaptureError, HookError, MegatronCGError, say
 from megatron_cg.replay.borders import laid_out, local, same_placements, spec_of
-from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol
 

@@ -22,7 +22,7 @@ from torch import nn
 from megatron_cg.backends.base import Backend, CaptureRequest, leave_pool, stream_kept, waited_for
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Entry
-from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.restore import Restores
 from megatron_cg.upstream.patch import cells_of, set_attribute, set_cell, undone_after
 from megatron_cg.upstream.symbols import Symbol, changed

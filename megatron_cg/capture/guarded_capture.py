@@ -71,9 +71,9 @@ from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.hooks import HookSnapshot, module_hooks
 from megatron_cg.replay.borders import laid_out, spec_of
 from megatron_cg.replay.guard import Guard, Hooks, Inputs, autocast_of
-from megatron_cg.replay.guarded_graph import GuardedGraph, InFlight
+from megatron_cg.replay.guarded_graph import GuardedGraph, InFlight, ReplayFunction
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.unit import ReplayFunction, Unit
+from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept
 from megatron_cg.upstream.patch import set_attribute
 

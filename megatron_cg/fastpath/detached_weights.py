@@ -4,7 +4,7 @@ A graph's backward replay computes the gradients of all its weights at once. The
 copies of them, autograd runs a node and a hook for each, and they are copied once more, into
 Megatron-FSDP's bucket. Here a replay runs without its weights among autograd's inputs, and passes
 all their gradients on in one call, which copies them from the graph's own memory into the bucket
-(Note [Borrowed gradients] in ``megatron_cg/replay/unit.py``). Only if a weight is also used in
+(Note [Borrowed gradients] in ``replay/guarded_graph.py``). Only if a weight is also used in
 another way, they are copied out of the graph's memory first.
 
 Note [What autograd would have done]
@@ -44,7 +44,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.replay.borders import CURRENT_PASS, NO_PASS
-from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.upstream.symbols import Symbol
 
 _EXECUTES = Symbol("torch._C:_will_engine_execute_node", "what a backward pass comes to")

@@ -17,7 +17,7 @@ from megatron_cg.fastpath.optimizer_step import IdlePool
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import unknown_bodies
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.upstream.patch import Undo
 from megatron_cg.upstream.symbols import Symbol
 

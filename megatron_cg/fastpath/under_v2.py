@@ -63,7 +63,7 @@ from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_gra
 from megatron_cg.fastpath.optimizer_step import inner_optimizers
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_v2
-from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.upstream import patch
 from megatron_cg.upstream.symbols import Symbol, installed_version
 

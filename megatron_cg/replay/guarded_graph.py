@@ -44,6 +44,7 @@ storage's users includes the Python object that is asked.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -57,7 +58,7 @@ from megatron_cg.replay.borders import local, own_gradient, pass_on
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.plain import is_plain
-from megatron_cg.replay.unit import ReplayFunction, Unit
+from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import RestoreContext, verify
 from megatron_cg.upstream.patch import replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
@@ -68,6 +69,29 @@ RELIES_ON = (_USERS,)
 Prepared = Callable[[], Any] | Mismatch | None
 """What a call does: the replay, which may still return a mismatch, or an eager pass because of one.
 None: an eager pass that is a part of a verification."""
+
+
+@dataclass(frozen=True)
+class ReplayFunction:
+    """The autograd function that replays one graph.
+
+    Note [Borrowed gradients]
+        A graph's backward replay leaves the weight gradients in memory that other graphs of the
+        pool also use, so a backend returns copies of them. While gradients are borrowed, the
+        function returns them without a copy. They are valid until the next replay of any graph. The
+        receiver must finish using them before that, on the stream of the backward pass.
+    """
+
+    function: Any
+    """A class that derives from ``torch.autograd.Function``."""
+    first_weight: int
+    """How many arguments come before the weights, which are the last ones."""
+    replace: Callable[[Any], Callable[[], None]]
+    """Replaces the function by another object with a method ``apply``; returns the undo."""
+    borrow: Callable[[], Callable[[], None]]
+    """Borrow gradients until the returned function is called."""
+    needs: tuple[bool, ...]
+    """Which outputs need a gradient."""
 
 
 class _Pending:

@@ -1,8 +1,7 @@
-"""A layer to be captured, and the autograd function that replays its graph."""
+"""A layer to be captured."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,26 +86,3 @@ class Unit:
 
     def refused(self, fact: str, instead: str) -> CaptureError:
         return CaptureError(f"{self.name} {fact}. {instead} Or: {self.leave_out(None)}")
-
-
-@dataclass(frozen=True)
-class ReplayFunction:
-    """The autograd function that replays one graph.
-
-    Note [Borrowed gradients]
-        A graph's backward replay leaves the weight gradients in memory that other graphs of the
-        pool also use, so a backend returns copies of them. While gradients are borrowed, the
-        function returns them without a copy. They are valid until the next replay of any graph. The
-        receiver must finish using them before that, on the stream of the backward pass.
-    """
-
-    function: Any
-    """A class that derives from ``torch.autograd.Function``."""
-    first_weight: int
-    """How many arguments come before the weights, which are the last ones."""
-    replace: Callable[[Any], Callable[[], None]]
-    """Replaces the function by another object with a method ``apply``; returns the undo."""
-    borrow: Callable[[], Callable[[], None]]
-    """Borrow gradients until the returned function is called."""
-    needs: tuple[bool, ...]
-    """Which outputs need a gradient."""

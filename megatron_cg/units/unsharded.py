@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.fsdp.sharding import Sharding, shardings_of
 from megatron_cg.replay.borders import spec_of
-from megatron_cg.replay.unit import ReplayFunction
+from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.upstream.patch import instances, nothing_frozen
 
 

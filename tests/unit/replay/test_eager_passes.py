@@ -16,9 +16,9 @@ from megatron_cg.consensus import exchange as agreement
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.guarded_graph import GuardedGraph
+from megatron_cg.replay.guarded_graph import GuardedGraph, ReplayFunction
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
-from megatron_cg.replay.unit import ReplayFunction, Unit
+from megatron_cg.replay.unit import Unit
 from tests.unit.ranks import ended, on_ranks, soon_over
 
 pytest.importorskip("megatron_fsdp")
