@@ -29,16 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_cg.errors import Violation
 from megatron_cg.extensions import sharding_by_fsdp2, sharding_by_v2
-from megatron_cg.fsdp.roles import (
-    CAPTURE_TIME_KEYS,
-    UnitHooks,
-    check_hook_of_unit,
-    fsdp_class,
-    fsdp_function,
-    fsdp_package_of,
-    never_called,
-    unit_hooks,
-)
+from megatron_cg.fsdp import roles
 from megatron_cg.hooks import HookRecord, is_idle, module_hooks
 from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
@@ -59,15 +50,16 @@ _NEEDED = (
     "all_gather_pipeline",
 )
 RELIES_ON = (
-    *fsdp_class("MegatronFSDP", *_NEEDED, "_training_state", "data_parallel_sharding_strategy"),
-    *fsdp_class("MegatronFSDP", "zero_grad_buffer"),
-    *fsdp_class("AllGatherPipeline", "all_gather_params", "bucket_status", "buffer"),
-    *fsdp_class("AllGatherPipeline", "param_gather_event_map", "wait_bucket_ready"),
-    *fsdp_class("ParamAndGradBuffer", "double_buf_units", "ddp_config"),
-    *fsdp_class("ParamAndGradBuffer", "param_to_param_group", "parameter_groups"),
-    *fsdp_class("ParamAndGradBuffer", "optimizer_named_parameters"),
-    *fsdp_class("ParameterGroup", "fsdp_unit_id", "main_grad_buffer", "transpose_weight_buffer"),
-    *fsdp_function("fp8_create_transpose_cache", "what transposes a quantized weight"),
+    *roles.fsdp_class("MegatronFSDP", *_NEEDED, "_training_state", "zero_grad_buffer"),
+    *roles.fsdp_class("MegatronFSDP", "data_parallel_sharding_strategy"),
+    *roles.fsdp_class("AllGatherPipeline", "all_gather_params", "bucket_status", "buffer"),
+    *roles.fsdp_class("AllGatherPipeline", "param_gather_event_map", "wait_bucket_ready"),
+    *roles.fsdp_class("ParamAndGradBuffer", "double_buf_units", "ddp_config"),
+    *roles.fsdp_class("ParamAndGradBuffer", "param_to_param_group", "parameter_groups"),
+    *roles.fsdp_class("ParamAndGradBuffer", "optimizer_named_parameters"),
+    *roles.fsdp_class("ParameterGroup", "fsdp_unit_id", "main_grad_buffer"),
+    *roles.fsdp_class("ParameterGroup", "transpose_weight_buffer"),
+    *roles.fsdp_function("fp8_create_transpose_cache", "what transposes a quantized weight"),
 )
 _KEEP_ADDRESSES = (
     ("fsdp_double_buffer", "unsharded parameters are allocated anew in each step, and move"),
@@ -126,7 +118,7 @@ class Sharding:
         """Whether the sharding gathers and frees the parameters of this module by themselves."""
         return False
 
-    def unit_hooks(self, unit: Unit) -> UnitHooks:
+    def unit_hooks(self, unit: Unit) -> roles.UnitHooks:
         """The current hooks of a unit, for the backend. Changes nothing.
 
         Here there are no capture-time hooks: all but those of :meth:`owns_hook` are the user's.
@@ -134,13 +126,13 @@ class Sharding:
         Raises HookError if a user's hook would not run as intended.
         """
         for record in self._of_user(unit.layer):
-            check_hook_of_unit(unit.layer, record, unit.name)
+            roles.check_hook_of_unit(unit.layer, record, unit.name)
         for module in unit.graphed:
             if module is not unit.layer:
                 for record in self._of_user(module):
                     if not exchanges(record.fn) and not is_idle(record.fn):
-                        raise never_called(unit.name, module, record)
-        return UnitHooks({key: {} for key in CAPTURE_TIME_KEYS})
+                        raise roles.never_called(unit.name, module, record)
+        return roles.UnitHooks({key: {} for key in roles.CAPTURE_TIME_KEYS})
 
     def owns_hook(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook on a module belongs to the sharding."""
@@ -227,7 +219,7 @@ def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
     """
     for module in model.modules():
         is_one = type(module).__name__ == "MegatronFSDP"
-        distribution = fsdp_package_of(type(module).forward) if is_one else None
+        distribution = roles.fsdp_package_of(type(module).forward) if is_one else None
         if distribution is None:
             continue
         for name in _NEEDED:
@@ -241,7 +233,7 @@ def is_sharded_by_v2(module: nn.Module) -> bool:
     """Whether Megatron-FSDP v2 shards this module by itself."""
     kinds: tuple[Any, ...] = type(module).__mro__
     return any(
-        kind.__name__ == "FsdpModule" and fsdp_package_of(kind.__init__) is not None
+        kind.__name__ == "FsdpModule" and roles.fsdp_package_of(kind.__init__) is not None
         for kind in kinds
     )
 
@@ -332,11 +324,11 @@ class MegatronFsdp(Sharding):
                 if buffer is not None:
                     yield name, buffer.get_item(buffer.param_idx[own], only_shard=True)
 
-    def unit_hooks(self, unit: Unit) -> UnitHooks:
-        return unit_hooks(unit)
+    def unit_hooks(self, unit: Unit) -> roles.UnitHooks:
+        return roles.unit_hooks(unit)
 
     def owns_hook(self, hook: Callable[..., Any]) -> bool:
-        return fsdp_package_of(hook) is not None
+        return roles.fsdp_package_of(hook) is not None
 
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:

@@ -18,7 +18,7 @@ from megatron_cg.backends import driver
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.fastpath import bucketing, optimizer_step
-from megatron_cg.fsdp import sharding
+from megatron_cg.fsdp import roles
 from megatron_cg.tape.tape_backend import is_recording
 from megatron_cg.tape.train import transformer_layers
 from megatron_cg.tape.training_plan import CpuModelConfig
@@ -68,7 +68,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     forward = (TransformerLayer, "_te_cuda_graph_capture")
     backward = (torch.autograd, "backward")
     return {
-        "reading hooks": (sharding, "unit_hooks", 2),
+        "reading hooks": (roles, "unit_hooks", 2),
         "sample inputs": (helper, "in_dtype", 1),
         "before the first hook": (driver, "_check", 1),
         "warmup forward": (*forward, 2),
