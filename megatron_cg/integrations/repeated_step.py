@@ -380,9 +380,8 @@ class StepState:
         return [root.again() if _have_changed(root.holders) else root for root in roots]
 
     def _all(self) -> Iterator[_Root]:
-        classes: dict[Any, None] = {}
+        classes = {type(module): None for _, module in _modules(self._model)}
         for path, module in _modules(self._model):
-            classes[type(module)] = None
             yield _Root(f"buffer {path}{{}}", module._buffers, "packages")
             own, name = module not in self._graphed, f"attribute {path}{{}}"
             yield _Root(name, vars(module), "users", namespace=True, is_compared=own)
